@@ -1,0 +1,1 @@
+"""Model files: Orbax model directories and Hugging Face safetensors, in and out."""

@@ -1,0 +1,1 @@
+"""jaxinfer: compiled transformer inference in JAX."""

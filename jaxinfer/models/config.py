@@ -1,0 +1,226 @@
+"""What a model is, in numbers: frozen configs that check themselves when they are made.
+
+A family (`families/`) maps a Hugging Face `config.json` onto these; a model directory stores them as JSON.
+Axes used everywhere: batch (B), tokens (T), keys (S), embed (D), vocab (V), mlp hidden (F), heads (H), head_dim (K).
+"""
+
+import dataclasses
+import enum
+import math
+
+
+class NormKind(enum.StrEnum):
+    """How a hidden vector is normalised."""
+
+    LAYER = "layer"  # subtract the mean, divide by the deviation, scale and shift
+    RMS = "rms"  # divide by the root mean square, scale
+
+
+class PositionKind(enum.StrEnum):
+    """How a token learns where it stands."""
+
+    LEARNED = "learned"  # a table added to the embeddings
+    ROTARY = "rotary"  # queries and keys rotated by their position (RoPE, arXiv:2104.09864)
+    ALIBI = "alibi"  # a bias on the scores, linear in the distance (arXiv:2108.12409)
+
+
+class BlockKind(enum.StrEnum):
+    """How attention and MLP are joined to the residual stream in one layer."""
+
+    SEQUENTIAL = "sequential"  # x += attention(norm(x)); x += mlp(norm(x))
+    PARALLEL = "parallel"  # x += attention(n) + mlp(n), with one n = norm(x) (GPT-J)
+    PARALLEL_TWO_NORMS = "parallel_two_norms"  # x += attention(norm1(x)) + mlp(norm2(x)) (GPT-NeoX)
+    SANDWICH = "sandwich"  # x += norm(attention(norm(x))); x += norm(mlp(norm(x))) (Gemma 2)
+    POST_NORM = "post_norm"  # x = norm(x + attention(x)); x = norm(x + mlp(x)) (BERT)
+
+
+class Activation(enum.StrEnum):
+    """The MLP's nonlinearity."""
+
+    GELU = "gelu"  # exact, with erf
+    GELU_TANH = "gelu_tanh"  # the tanh approximation
+    RELU = "relu"
+    SILU = "silu"
+
+
+class Pooling(enum.StrEnum):
+    """How an encoder's token vectors become one sentence vector."""
+
+    MEAN = "mean"  # average over the real tokens
+    CLS = "cls"  # the first token's vector
+
+
+def _require_positive(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{type(config).__name__}.{name} must be >= 1, got {getattr(config, name)}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """Normalisation, the same kind everywhere in a model."""
+
+    kind: NormKind
+    eps: float = 1e-5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Frequency scaling that stretches rotary positions beyond the trained context.
+
+    `kind` is "linear" (divide every frequency), "llama3" (divide the low ones, blend between) or "yarn"
+    (arXiv:2309.00071). `original_context` is the context the model was trained with.
+    """
+
+    kind: str
+    factor: float
+    original_context: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3", "yarn"):
+            raise ValueError(f"RopeScaling.kind={self.kind!r} is not implemented; known: linear, llama3, yarn.")
+        if self.kind != "linear" and self.original_context < 1:
+            raise ValueError(f"RopeScaling.original_context must be >= 1 for {self.kind}, got {self.original_context}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PositionsConfig:
+    """Position information. `offset` counts unused rows at the head of a learned table (OPT and RoBERTa: 2)."""
+
+    kind: PositionKind
+    offset: int = 0  # learned
+    theta: float = 10_000.0  # rotary: base wavelength
+    rotary_dim: int = 0  # rotary: leading features of each head that are rotated, i paired with i + rotary_dim / 2
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind is PositionKind.ROTARY and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(f"PositionsConfig.rotary_dim must be even and >= 2, got {self.rotary_dim}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Sizes and options of attention, grouped-query throughout."""
+
+    q_heads: int
+    kv_heads: int  # == q_heads: multi-head; 1: multi-query; between: grouped-query
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    scale: float | None = None  # multiplies the scores; None means head_dim ** -0.5
+    softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
+    windows: tuple[int | None, ...] = (None,)  # cycled over layers; None sees all earlier tokens, w the last w
+    qk_norm: bool = False  # normalise each query and key head before rotation (Qwen3)
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "q_heads", "kv_heads", "head_dim")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(
+                f"q_heads={self.q_heads} is not a multiple of kv_heads={self.kv_heads}: "
+                "every KV head serves a whole group of query heads."
+            )
+        if not self.windows or any(w is not None and w < 1 for w in self.windows):
+            raise ValueError(f"AttentionConfig.windows must hold None or sizes >= 1, got {self.windows}.")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpConfig:
+    """The feed-forward block; `gated` multiplies the activation by a second projection (SwiGLU, GeGLU)."""
+
+    hidden: int
+    activation: Activation
+    gated: bool = False
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "hidden")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TransformerConfig:
+    vocab: int
+    embed: int
+    layers: int
+    context: int  # most tokens a request may hold, prompt and output together
+    attention: AttentionConfig
+    positions: PositionsConfig
+    mlp: MlpConfig
+    norm: NormConfig
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "vocab", "embed", "layers", "context")
+        if self.positions.kind is PositionKind.ROTARY and self.positions.rotary_dim > self.attention.head_dim:
+            raise ValueError(
+                f"rotary_dim={self.positions.rotary_dim} is larger than head_dim={self.attention.head_dim}."
+            )
+
+    def window(self, layer: int) -> int | None:
+        """The attention window of one layer."""
+        windows = self.attention.windows
+        return windows[layer % len(windows)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig(_TransformerConfig):
+    """One decoder-only language model. Hashable, so it can be a static argument of `jax.jit`."""
+
+    block: BlockKind = BlockKind.SEQUENTIAL
+    embed_norm: bool = False  # normalise the embeddings (BLOOM)
+    embed_scale: float = 1.0  # multiply the embeddings (Gemma: sqrt(embed))
+    tied: bool = False  # the output projection is the embedding table
+    head_bias: bool = False
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block is BlockKind.POST_NORM:
+            raise ValueError("DecoderConfig.block=post_norm is not implemented for decoders.")
+        if self.tied and self.head_bias:
+            raise ValueError("DecoderConfig.head_bias needs an untied head (tied=False).")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(_TransformerConfig):
+    """One bidirectional encoder in BERT's arrangement (post-norm, learned positions)."""
+
+    token_types: int = 0  # rows of the segment table; 0: none (DistilBERT)
+    pooling: Pooling = Pooling.MEAN
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.positions.kind is not PositionKind.LEARNED:
+            raise ValueError(f"EncoderConfig.positions.kind={self.positions.kind} is not implemented; use learned.")
+
+
+ModelConfig = DecoderConfig | EncoderConfig
+
+
+def kv_bytes_per_token(config: DecoderConfig, itemsize: int) -> int:
+    """Bytes of keys and values that one token leaves in all layers' caches."""
+    return 2 * config.layers * config.attention.kv_heads * config.attention.head_dim * itemsize
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's slope of each head (arXiv:2108.12409, section 3): a geometric sequence from 2^(-8/n).
+
+    Where `heads` is no power of two, the nearest lower power's slopes come first, then every other one of the
+    next power's.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    extra = [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
+    return tuple(slopes + extra)

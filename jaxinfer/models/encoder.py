@@ -1,0 +1,65 @@
+"""The bidirectional encoder (BERT, DistilBERT, RoBERTa) and its sentence embeddings."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.models.config import EncoderConfig, Pooling
+from jaxinfer.models.layers import Attention, Embedding, Mlp, Norm, Step, WeightFormat
+
+
+class EncoderLayer(nnx.Module):
+    """x = norm(x + attention(x)); x = norm(x + mlp(x))."""
+
+    def __init__(self, cfg: EncoderConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
+        self.attention = Attention(
+            cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, causal=False, rngs=rngs
+        )
+        self.attention_norm = Norm(cfg.embed, cfg.norm)
+        self.mlp = Mlp(cfg.embed, cfg.mlp, weights, rngs=rngs)
+        self.mlp_norm = Norm(cfg.embed, cfg.norm)
+
+    def __call__(self, x: jax.Array, step: Step) -> jax.Array:
+        attended, _ = self.attention(x, step, None)
+        x = self.attention_norm(x + attended)
+        return self.mlp_norm(x + self.mlp(x))
+
+
+class Encoder(nnx.Module):
+    """Token ids to one vector a token, all tokens seeing each other."""
+
+    def __init__(self, cfg: EncoderConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.embed = Embedding(cfg.vocab, cfg.embed, weights, axes=("vocab", "embed"), rngs=rngs)
+        table = WeightFormat(dtype=weights.dtype)  # added, not multiplied: never int8
+        rows = cfg.context + cfg.positions.offset
+        self.positions = Embedding(rows, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)
+        self.token_types = (
+            Embedding(cfg.token_types, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)
+            if cfg.token_types
+            else None
+        )
+        self.embed_norm = Norm(cfg.embed, cfg.norm)
+        self.layers = nnx.List([EncoderLayer(cfg, weights, rngs=rngs) for _ in range(cfg.layers)])
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
+        """int32 [B, T], positions negative for padding; token_types: int32 [B, T] (default 0). Returns [B, T, D]."""
+        x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
+        if self.token_types is not None:
+            x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
+        x = self.embed_norm(x)
+        step = Step(positions, rotary=None)
+        for layer in self.layers:
+            x = layer(x, step)
+        return x
+
+    def pool(self, hidden: jax.Array, positions: jax.Array) -> jax.Array:
+        """One float32 vector a row, of length 1: [B, T, D] -> [B, D]."""
+        hidden = hidden.astype(jnp.float32)
+        match self.cfg.pooling:
+            case Pooling.CLS:
+                pooled = hidden[:, 0]
+            case Pooling.MEAN:
+                real = (positions >= 0).astype(jnp.float32)[..., None]
+                pooled = jnp.sum(hidden * real, axis=1) / jnp.maximum(jnp.sum(real, axis=1), 1.0)
+        return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)

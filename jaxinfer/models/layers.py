@@ -1,0 +1,296 @@
+"""The parts that decoders and encoders are made of.
+
+A layer reads like its formula; where its weights live and in which precision is said once, by `WeightFormat`.
+Matrices take the format's dtype (or int8), vectors (norms, biases, scales) stay in float32. Every parameter names
+its dimensions (`axes`), which `sharding.ShardingRules` maps onto a mesh.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfer.models.config import (
+    Activation,
+    AttentionConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    PositionKind,
+    PositionsConfig,
+    RopeScaling,
+    alibi_slopes,
+)
+from pallas_kernels import KernelLayout, attention, linear, quantized_linear
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """How a model holds its matrices: their dtype, their order in memory, and whether they are int8."""
+
+    dtype: np.dtype = np.dtype(np.float32)
+    layout: KernelLayout = KernelLayout.NK
+    int8: bool = False
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+
+class Linear(nnx.Module):
+    """x W + b, [..., K] -> [..., N], in float or (with `weights.int8`) with int8 weights and activations."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        weights: WeightFormat,
+        *,
+        axes: tuple[str, str],  # names of (outputs, inputs)
+        bias: bool,
+        rngs: nnx.Rngs,
+    ):
+        self.layout = weights.layout
+        shape, names = (outputs, inputs), axes
+        if self.layout is KernelLayout.KN:
+            shape, names = shape[::-1], names[::-1]
+        if weights.int8:
+            self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8), axes=names)
+            self.scale = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[:1])
+        else:
+            self.kernel = nnx.Param(_normal(rngs, shape, weights.dtype), axes=names)
+            self.scale = None
+        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=axes[:1]) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        bias = None if self.bias is None else self.bias[...]
+        if self.scale is None:
+            return linear(x, self.kernel[...], bias, layout=self.layout)
+        return quantized_linear(x, self.kernel[...], self.scale[...], bias, layout=self.layout)
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, looked up by id; also the output projection of a tied model.
+
+    In int8 every row has its scale, which is the per-channel scale of the output projection too.
+    """
+
+    def __init__(self, rows: int, embed: int, weights: WeightFormat, *, axes: tuple[str, str], rngs: nnx.Rngs):
+        self.dtype = weights.dtype
+        if weights.int8:
+            self.table = nnx.Param(jnp.zeros((rows, embed), jnp.int8), axes=axes)
+            self.scale = nnx.Param(jnp.ones(rows, jnp.float32), axes=axes[:1])
+        else:
+            self.table = nnx.Param(_normal(rngs, (rows, embed), weights.dtype), axes=axes)
+            self.scale = None
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """[...] -> [..., D]."""
+        rows = self.table[...][ids]
+        if self.scale is None:
+            return rows
+        return (rows * self.scale[...][ids][..., None]).astype(self.dtype)
+
+    def project(self, x: jax.Array) -> jax.Array:
+        """x table^T: [..., D] -> [..., rows]."""
+        if self.scale is None:
+            return linear(x, self.table[...], layout=KernelLayout.NK)
+        return quantized_linear(x, self.table[...], self.scale[...], layout=KernelLayout.NK)
+
+
+class Norm(nnx.Module):
+    """LayerNorm or RMSNorm over the last dimension, computed in float32."""
+
+    def __init__(self, size: int, cfg: NormConfig):
+        self.eps = cfg.eps
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=("norm",))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32), axes=("norm",)) if cfg.kind is NormKind.LAYER else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        if self.bias is not None:
+            y -= jnp.mean(y, axis=-1, keepdims=True)
+        y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y *= self.scale[...]
+        if self.bias is not None:
+            y += self.bias[...]
+        return y.astype(x.dtype)
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The MLP's nonlinearity, elementwise."""
+    match activation:
+        case Activation.GELU:
+            return jax.nn.gelu(x, approximate=False)
+        case Activation.GELU_TANH:
+            return jax.nn.gelu(x, approximate=True)
+        case Activation.RELU:
+            return jax.nn.relu(x)
+        case Activation.SILU:
+            return jax.nn.silu(x)
+
+
+class Mlp(nnx.Module):
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated; [..., D] -> [..., D].
+
+    A gated block keeps gate and up in one matrix with their outputs alternating, so that a tile of a fused kernel
+    and a shard of a mesh hold both of each pair.
+    """
+
+    def __init__(self, embed: int, cfg: MlpConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        hidden = 2 * cfg.hidden if cfg.gated else cfg.hidden
+        self.up = Linear(embed, hidden, weights, axes=("mlp", "embed"), bias=cfg.bias, rngs=rngs)
+        self.down = Linear(cfg.hidden, embed, weights, axes=("embed", "mlp"), bias=cfg.bias, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = self.up(x)
+        if self.cfg.gated:
+            pairs = hidden.reshape(*hidden.shape[:-1], self.cfg.hidden, 2)  # [..., F, (gate, up)]
+            hidden = activate(pairs[..., 0], self.cfg.activation) * pairs[..., 1]
+        else:
+            hidden = activate(hidden, self.cfg.activation)
+        return self.down(hidden)
+
+
+class KVPages(NamedTuple):
+    """One layer's cache: pages of keys and values, [num_pages, page_size, Hkv, K] each."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class Step(NamedTuple):
+    """What all layers of one forward pass share.
+
+    Attributes:
+      positions: int32 [B, T], negative for padding tokens.
+      rotary: cos and sin, float32 [B, T, 1, rotary_dim / 2], or None.
+      page_table: int32 [B, P], the pages of each row's context in order, or None without a cache.
+    """
+
+    positions: jax.Array
+    rotary: tuple[jax.Array, jax.Array] | None
+    page_table: jax.Array | None = None
+
+
+def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
+    """Radians per position of each feature pair, float32 [rotary_dim / 2], with the config's scaling applied."""
+    pairs = np.arange(0, cfg.rotary_dim, 2, dtype=np.float64)
+    inverse = cfg.theta ** (-pairs / cfg.rotary_dim)
+    match cfg.scaling:
+        case None:
+            pass
+        case RopeScaling(kind="linear", factor=factor):
+            inverse = inverse / factor
+        case RopeScaling(kind="llama3") as scaling:
+            wavelength = 2 * math.pi / inverse
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            smooth = np.clip((scaling.original_context / wavelength - low) / (high - low), 0.0, 1.0)
+            inverse = (1 - smooth) * inverse / scaling.factor + smooth * inverse
+        case RopeScaling(kind="yarn") as scaling:
+
+            def pair_at(rotations: float) -> float:
+                """The feature index that turns `rotations` times within the original context."""
+                period = scaling.original_context / (rotations * 2 * math.pi)
+                return cfg.rotary_dim * math.log(period) / (2 * math.log(cfg.theta))
+
+            low = max(math.floor(pair_at(scaling.beta_fast)), 0)
+            high = min(math.ceil(pair_at(scaling.beta_slow)), cfg.rotary_dim - 1)
+            ramp = np.clip((pairs / 2 - low) / max(high - low, 1e-3), 0.0, 1.0)
+            inverse = ramp * inverse / scaling.factor + (1 - ramp) * inverse
+    return inverse.astype(np.float32)
+
+
+def rotary_table(cfg: PositionsConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of every rotation, float32 [B, T, 1, rotary_dim / 2] (float32: bfloat16 rounds 257 to 256)."""
+    angles = positions[..., None, None].astype(jnp.float32) * rotary_frequencies(cfg)
+    factor = cfg.scaling.attention_factor if cfg.scaling else 1.0
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate the leading features of each head, i with i + rotary_dim / 2. x: [B, T, H, K]."""
+    cos, sin = rotary
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def write_pages(pages: jax.Array, new: jax.Array, page_table: jax.Array, positions: jax.Array) -> jax.Array:
+    """Store a step's keys (or values) [B, T, Hkv, K] at their positions; padding tokens are dropped."""
+    num_pages, page_size = pages.shape[:2]
+    page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
+    page = jnp.where(positions < 0, num_pages, page)  # out of bounds: dropped
+    return pages.at[page, positions % page_size].set(new.astype(pages.dtype), mode="drop")
+
+
+def read_pages(pages: jax.Array, page_table: jax.Array) -> jax.Array:
+    """The pages of each row side by side: [B, P * page_size, Hkv, K]; index s holds position s."""
+    batch, count = page_table.shape
+    return pages[page_table].reshape(batch, count * pages.shape[1], *pages.shape[2:])
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over the step's own tokens, or over a paged cache; [B, T, D] -> [B, T, D].
+
+    The outputs of the fused projection are ordered by KV head: its group's queries, its key, its value; a shard
+    along KV heads is complete in itself.
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        cfg: AttentionConfig,
+        positions: PositionsConfig,
+        norm: NormConfig,
+        weights: WeightFormat,
+        *,
+        window: int | None = None,
+        causal: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.window, self.causal = cfg, window, causal
+        self.alibi = alibi_slopes(cfg.q_heads) if positions.kind is PositionKind.ALIBI else None
+        qkv, width = cfg.kv_heads * (cfg.group + 2) * cfg.head_dim, cfg.q_heads * cfg.head_dim
+        self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
+        self.out = Linear(width, embed, weights, axes=("embed", "heads"), bias=cfg.out_bias, rngs=rngs)
+        self.q_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
+        self.k_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
+
+    def __call__(self, x: jax.Array, step: Step, cache: KVPages | None) -> tuple[jax.Array, KVPages | None]:
+        cfg, (batch, tokens) = self.cfg, x.shape[:2]
+        grouped = self.qkv(x).reshape(batch, tokens, cfg.kv_heads, cfg.group + 2, cfg.head_dim)
+        q = grouped[:, :, :, : cfg.group].reshape(batch, tokens, cfg.q_heads, cfg.head_dim)
+        k, v = grouped[:, :, :, cfg.group], grouped[:, :, :, cfg.group + 1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if step.rotary is not None:
+            q, k = rotate(q, step.rotary), rotate(k, step.rotary)
+        k_positions = step.positions
+        if cache is not None:
+            assert step.page_table is not None
+            cache = KVPages(
+                write_pages(cache.k, k, step.page_table, step.positions),
+                write_pages(cache.v, v, step.page_table, step.positions),
+            )
+            k, v = read_pages(cache.k, step.page_table), read_pages(cache.v, step.page_table)
+            k_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
+        heads = attention(
+            q,
+            k.astype(q.dtype),
+            v.astype(q.dtype),
+            step.positions,
+            k_positions,
+            scale=cfg.score_scale,
+            causal=self.causal,
+            window=self.window,
+            softcap=cfg.softcap,
+            alibi=self.alibi,
+        )
+        return self.out(heads.reshape(batch, tokens, -1)), cache

@@ -1,0 +1,10 @@
+"""The operations that decide speed, each as its plain-JAX definition and, where there is one, a GPU kernel.
+
+Imports jax only. Model code calls these functions and never asks which platform it runs on: the choice between
+a kernel and the definition is made here. Start at `linear.py` (matrix products), then `attention.py`.
+"""
+
+from pallas_kernels.attention import attention
+from pallas_kernels.linear import KernelLayout, linear, quantize_rows, quantized_linear
+
+__all__ = ["KernelLayout", "attention", "linear", "quantize_rows", "quantized_linear"]
