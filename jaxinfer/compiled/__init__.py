@@ -1,0 +1,22 @@
+"""Executables: compiled ahead of time for fixed shapes, cached, measured.
+
+Knows nothing of requests or models. Start at `program.py` (one executable and its cost), then `cache.py` (all of
+a model's); `target.py` compiles for a GPU on a machine without one.
+"""
+
+from jaxinfer.compiled.cache import CompileMissError, CostRecords, ProgramCache, cache_folder, enable_persistent_cache
+from jaxinfer.compiled.program import Bucket, Cost, Program, compile_program, powers_of_two, round_up
+
+__all__ = [
+    "Bucket",
+    "CompileMissError",
+    "Cost",
+    "CostRecords",
+    "Program",
+    "ProgramCache",
+    "cache_folder",
+    "compile_program",
+    "enable_persistent_cache",
+    "powers_of_two",
+    "round_up",
+]

@@ -1,0 +1,133 @@
+"""All executables of one model: compiled ahead, found by bucket, their costs kept between runs."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from jaxinfer.compiled.program import Bucket, Program, bucket_text
+
+
+class CompileMissError(RuntimeError):
+    """A program was needed that was not compiled ahead, while compiling was forbidden."""
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for jaxinfer: $JAXINFER_CACHE, else $XDG_CACHE_HOME/jaxinfer, else ~/.cache/jaxinfer."""
+    if folder := os.environ.get("JAXINFER_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
+
+
+def enable_persistent_cache() -> None:
+    """Keep compiled executables on disk between processes, unless the user has set a folder for it already."""
+    if jax.config.jax_compilation_cache_dir:
+        return
+    folder = cache_folder() / "xla"
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # By default JAX leaves out what compiles in under a second; a start-up consists of many of those.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class CostRecords:
+    """Costs of programs on this kind of device, one JSON file per device kind in the user's cache folder.
+
+    Keys are "model/program/bucket", where `model` is a fingerprint of config, weight format and mesh.
+    """
+
+    def __init__(self, model: str):
+        self.model = hashlib.sha256(model.encode()).hexdigest()[:16]
+        kind = jax.devices()[0].device_kind.replace(" ", "_").replace("/", "_")
+        self.path = cache_folder() / "costs" / f"{kind}.json"
+
+    def read(self) -> dict[str, dict]:
+        """All records of this device kind; empty if there are none or the file is damaged."""
+        try:
+            return json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def save(self, programs: Iterable[Program]) -> None:
+        """Write the costs of every program that was timed, keeping the records of other models."""
+        timed = {
+            f"{self.model}/{p.name}/{bucket_text(p.bucket)}": dataclasses.asdict(p.cost)
+            for p in programs
+            if p.cost.calls
+        }
+        if not timed:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(self.read() | timed, indent=1, sort_keys=True))
+        temporary.replace(self.path)
+
+
+class ProgramCache:
+    """Finds the executable of a (name, bucket), compiling it if it must.
+
+    Args:
+      build: makes the program of a name and bucket; called at most once for each.
+    Attributes:
+      misses: programs that were compiled because a call needed them, rather than ahead of time.
+    """
+
+    def __init__(self, build: Callable[[str, Bucket], Program]):
+        self._build = build
+        self._programs: dict[tuple[str, Bucket], Program] = {}
+        self._locks: dict[tuple[str, Bucket], threading.Lock] = {}
+        self._forbidden = False
+        self.misses = 0
+
+    def get(self, name: str, **sizes: int) -> Program:
+        """The program for these sizes. Raises CompileMissError under `forbid_compile` if it was not compiled."""
+        key = (name, tuple(sizes.items()))
+        if key not in self._programs:
+            if self._forbidden:
+                known = sorted(bucket_text(bucket) for n, bucket in self._programs if n == name)
+                raise CompileMissError(
+                    f"Program {name!r} is not compiled for {bucket_text(key[1])} and compiling is forbidden; "
+                    f"compiled: {known or 'none'}. Compile it ahead of time."
+                )
+            self.misses += 1
+            self._compile(key)
+        return self._programs[key]
+
+    def compile_ahead(self, wanted: Iterable[tuple[str, dict[str, int]]], *, workers: int | None = None) -> int:
+        """Compile all of `wanted` that is missing, several at a time; returns how many were missing.
+
+        XLA compiles without the GIL; tracing holds it.
+        """
+        keys = dict.fromkeys((name, tuple(sizes.items())) for name, sizes in wanted)
+        missing = [key for key in keys if key not in self._programs]
+        if len(missing) == 1:
+            self._compile(missing[0])
+        elif missing:
+            with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+                list(pool.map(self._compile, missing))
+        return len(missing)
+
+    def _compile(self, key: tuple[str, Bucket]) -> None:
+        with self._locks.setdefault(key, threading.Lock()):
+            if key not in self._programs:
+                self._programs[key] = self._build(*key)
+
+    @contextlib.contextmanager
+    def forbid_compile(self) -> Iterator[None]:
+        """Within this context a missing program is an error instead of a pause."""
+        before, self._forbidden = self._forbidden, True
+        try:
+            yield
+        finally:
+            self._forbidden = before
+
+    def __iter__(self) -> Iterator[Program]:
+        return iter(self._programs.values())

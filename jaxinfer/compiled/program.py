@@ -1,0 +1,100 @@
+"""One executable: a pure function at one shape, and what it costs."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+Bucket = tuple[tuple[str, int], ...]
+"""The padded sizes an executable was compiled for: (("batch", 8), ("pages", 32)); hashable, in a fixed order."""
+
+
+def bucket_text(bucket: Bucket) -> str:
+    """`batch=8, pages=32`."""
+    return ", ".join(f"{name}={size}" for name, size in bucket)
+
+
+def round_up(size: int, sizes: Sequence[int]) -> int:
+    """The smallest of the ascending `sizes` that holds `size`. Raises ValueError if none does."""
+    for candidate in sizes:
+        if candidate >= size:
+            return candidate
+    raise ValueError(f"{size} is larger than the largest bucket, {sizes[-1]}.")
+
+
+def powers_of_two(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 first, 4 first, ... and `last` itself, ascending."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Cost:
+    """What one executable was seen to cost. Bytes are those of one device.
+
+    Attributes:
+      argument_bytes: weights, caches and inputs. output_bytes: results. alias_bytes: of these, written in place.
+      temp_bytes: workspace while it runs.
+      compile_seconds: tracing, lowering and compiling (or reading the persistent cache).
+      calls, total_seconds, best_seconds: of the timed calls, dispatch to results on the host.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    compile_seconds: float
+    calls: int = 0
+    total_seconds: float = 0.0
+    best_seconds: float = float("inf")
+
+    def record(self, seconds: float) -> None:
+        """Add one timed call."""
+        self.calls += 1
+        self.total_seconds += seconds
+        self.best_seconds = min(self.best_seconds, seconds)
+
+
+class Program:
+    """A compiled executable under a name and a bucket, callable with arrays of exactly its shapes."""
+
+    def __init__(self, name: str, bucket: Bucket, executable: jax.stages.Compiled, compile_seconds: float):
+        self.name, self.bucket, self.executable = name, bucket, executable
+        memory = executable.memory_analysis()
+        self.cost = Cost(
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+            compile_seconds=compile_seconds,
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        return self.executable(*args)
+
+    def __repr__(self) -> str:
+        return f"Program({self.name}: {bucket_text(self.bucket)})"
+
+
+def compile_program(
+    name: str,
+    bucket: Bucket,
+    function: Callable,
+    args: tuple,
+    *,
+    donate: tuple[int, ...] = (),
+    compiler_options: dict[str, str | bool | int] | None = None,
+) -> Program:
+    """Compile `function` for the shapes, dtypes and shardings of `args` (arrays or `jax.ShapeDtypeStruct`s).
+
+    Arguments at the positions in `donate` are overwritten by the results of the same shape.
+    """
+    start = time.perf_counter()
+    lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    executable = lowered.compile(compiler_options=compiler_options)
+    return Program(name, bucket, executable, time.perf_counter() - start)

@@ -1,0 +1,219 @@
+"""Choosing the next token, on the device, each row by its own options.
+
+Every option is an array, so none of them changes a compiled program; work that no row asks for is skipped at run
+time (`lax.cond`). No step sorts the vocabulary: the cut-offs of top-k and top-p are found by bisection.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxinfer.generation.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+
+
+class SamplingArrays(NamedTuple):
+    """The options of B rows; see `SamplingParams` for their meaning.
+
+    Attributes:
+      seed: uint32 [B]. temperature, top_p, min_p, repetition, presence, frequency: float32 [B]. top_k: int32 [B].
+      min_length: int32 [B], total tokens before which no stop id is chosen. prompt_length: int32 [B].
+      stop_ids: int32 [B, MAX_STOP_IDS], -1 where unused.
+      bias_ids: int32 [B, MAX_LOGIT_BIAS], -1 where unused. bias: float32 [B, MAX_LOGIT_BIAS].
+      logprobs: bool [B], whether the row wants log probabilities. prompt_logprobs: bool [B].
+    """
+
+    seed: jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    top_k: jax.Array
+    min_length: jax.Array
+    prompt_length: jax.Array
+    stop_ids: jax.Array
+    bias_ids: jax.Array
+    bias: jax.Array
+    logprobs: jax.Array
+    prompt_logprobs: jax.Array
+
+
+def sampling_row(params: SamplingParams, *, seed: int, prompt_length: int, stop_ids: tuple[int, ...]) -> tuple:
+    """One row of `SamplingArrays`, as numpy values."""
+    stops = np.full(MAX_STOP_IDS, -1, np.int32)
+    stops[: len(stop_ids)] = stop_ids
+    bias_ids, bias = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+    bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
+    bias[: len(params.logit_bias)] = list(params.logit_bias.values())
+    return SamplingArrays(
+        seed=np.uint32(seed),
+        temperature=np.float32(params.temperature),
+        top_p=np.float32(params.top_p),
+        min_p=np.float32(params.min_p),
+        repetition=np.float32(params.repetition_penalty),
+        presence=np.float32(params.presence_penalty),
+        frequency=np.float32(params.frequency_penalty),
+        top_k=np.int32(params.top_k),
+        min_length=np.int32(prompt_length + params.min_tokens),
+        prompt_length=np.int32(prompt_length),
+        stop_ids=stops,
+        bias_ids=bias_ids,
+        bias=bias,
+        logprobs=np.bool_(params.logprobs is not None),
+        prompt_logprobs=np.bool_(params.prompt_logprobs is not None),
+    )
+
+
+IDLE_ROW = sampling_row(SamplingParams(temperature=0.0), seed=0, prompt_length=0, stop_ids=())
+"""The options of a padding row: greedy, nothing asked."""
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities under the model's own distribution.
+
+    Attributes: chosen: float32 [...], of the given token. top_ids: int32 [..., MAX_LOGPROBS], the likeliest tokens,
+      best first. top: float32 [..., MAX_LOGPROBS], theirs.
+    """
+
+    chosen: jax.Array
+    top_ids: jax.Array
+    top: jax.Array
+
+
+def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
+    """logits: float32 [..., V]; tokens: int32 [...]."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+    count = min(MAX_LOGPROBS, logits.shape[-1])
+    top, top_ids = lax.top_k(logprobs, count)
+    pad = [(0, 0)] * (top.ndim - 1) + [(0, MAX_LOGPROBS - count)]
+    return Logprobs(chosen, jnp.pad(top_ids, pad, constant_values=-1), jnp.pad(top, pad, constant_values=-jnp.inf))
+
+
+def no_logprobs(shape: tuple[int, ...]) -> Logprobs:
+    """Zeros of `logprobs_of`'s shapes, where no row asked."""
+    wide = (*shape, MAX_LOGPROBS)
+    return Logprobs(jnp.zeros(shape, jnp.float32), jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
+
+
+def token_counts(history: jax.Array, start: jax.Array, stop: jax.Array, vocab: int) -> jax.Array:
+    """How often each token stands in history[start:stop]. int32 [B, C], [B], [B] -> int32 [B, V]."""
+    index = jnp.arange(history.shape[1])
+    inside = (index >= start[:, None]) & (index < stop[:, None])
+    rows = jnp.arange(history.shape[0])[:, None]
+    counts = jnp.zeros((history.shape[0], vocab), jnp.int32)
+    return counts.at[rows, jnp.where(inside, history, vocab)].add(1, mode="drop")
+
+
+def penalize(logits: jax.Array, history: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
+    """Apply repetition, presence and frequency penalties. history: int32 [B, C]; length: int32 [B] tokens known."""
+    vocab = logits.shape[-1]
+    generated = token_counts(history, options.prompt_length, length, vocab)
+    prompt = token_counts(history, jnp.zeros_like(length), jnp.minimum(options.prompt_length, length), vocab)
+    repetition = options.repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(generated + prompt > 0, repeated, logits)
+    logits -= options.frequency[:, None] * generated
+    return logits - options.presence[:, None] * (generated > 0)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """float32 -> int32 whose order is that of the floats."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _largest_cut(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The largest t for which the weights of all keys >= t sum to `wanted` or more; exact, by bisection.
+
+    keys: int32 [B, V]; weights: float32 [B, V]; wanted: float32 [B]. Returns int32 [B].
+    """
+
+    def halve(_, bounds):
+        low, high = bounds  # low reaches `wanted`, high does not
+        # floor((low + high) / 2), written so that it cannot overflow
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        enough = jnp.sum(jnp.where(keys >= middle[:, None], weights, 0.0), axis=-1) >= wanted
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    low, high = jnp.min(keys, axis=-1), jnp.max(keys, axis=-1) + 1
+    return lax.fori_loop(0, 32, halve, (low, high))[0]
+
+
+def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
+    """Ban all but the top-k, then the top-p, then the min-p tokens; ties at a cut-off stay in.
+
+    logits: float32 [B, V], already divided by the temperature. Banned tokens get -inf.
+    """
+    vocab = logits.shape[-1]
+    keys = _ordered_bits(logits)
+    top_k = jnp.where(options.top_k > 0, jnp.minimum(options.top_k, vocab), vocab)
+    cut = _largest_cut(keys, jnp.ones_like(logits), top_k.astype(jnp.float32))
+    logits = jnp.where(keys >= cut[:, None], logits, -jnp.inf)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    # A mass of 1 may never be reached in float32; such rows keep everything.
+    cut = _largest_cut(keys, probabilities, jnp.minimum(options.top_p, 1 - 1e-6))
+    nucleus = (keys >= cut[:, None]) | (options.top_p[:, None] >= 1)
+    likely = probabilities >= options.min_p[:, None] * jnp.max(probabilities, axis=-1, keepdims=True)
+    return jnp.where(nucleus & likely, logits, -jnp.inf)
+
+
+def _draw(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
+    """One token a row from softmax(logits / temperature), cut off as asked; greedy where the temperature is 0."""
+    greedy = options.temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, options.temperature)[:, None]
+    cuts = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
+    scaled = lax.cond(jnp.any(cuts & ~greedy), lambda x: truncate(x, options), lambda x: x, scaled)
+
+    def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, logits.shape[-1:])
+
+    # The noise depends on seed and position alone, so a row draws the same whatever its batch.
+    drawn = jnp.argmax(scaled + jax.vmap(gumbel)(options.seed, length), axis=-1)
+    return jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+
+
+def sample(
+    logits: jax.Array, history: jax.Array, length: jax.Array, options: SamplingArrays
+) -> tuple[jax.Array, Logprobs]:
+    """Choose each row's next token.
+
+    Args:
+      logits: float32 [B, V], the model's.
+      history: int32 [B, C], each row's tokens so far; `length` of them are known, int32 [B].
+      options: the rows' options.
+    Returns: int32 [B], and the log probabilities (zeros unless some row asked).
+    """
+    rows = jnp.arange(logits.shape[0])[:, None]
+    vocab = logits.shape[-1]
+
+    def biased(x):
+        return x.at[rows, jnp.where(options.bias_ids < 0, vocab, options.bias_ids)].add(options.bias, mode="drop")
+
+    def without_stops(x):
+        early = (length < options.min_length)[:, None] & (options.stop_ids >= 0)
+        return x.at[rows, jnp.where(early, options.stop_ids, vocab)].set(-jnp.inf, mode="drop")
+
+    penalized = (options.repetition != 1) | (options.presence != 0) | (options.frequency != 0)
+    scores = lax.cond(jnp.any(options.bias_ids >= 0), biased, lambda x: x, logits)
+    scores = lax.cond(
+        jnp.any(penalized), lambda x: penalize(x, history, length, options), lambda x: x, scores
+    )
+    scores = lax.cond(jnp.any(length < options.min_length), without_stops, lambda x: x, scores)
+    tokens = lax.cond(
+        jnp.any(options.temperature > 0),
+        lambda x: _draw(x, length, options),
+        lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32),
+        scores,
+    )
+    logprobs = lax.cond(
+        jnp.any(options.logprobs),
+        lambda: logprobs_of(logits, tokens),
+        lambda: no_logprobs(tokens.shape),
+    )
+    return tokens, logprobs
