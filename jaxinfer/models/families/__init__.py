@@ -1,0 +1,26 @@
+"""The Hugging Face families that are understood, one small file each.
+
+Start at `mapping.py`; docs/adding-a-family.md says how to add one. No file is opened here.
+"""
+
+from collections.abc import Mapping
+
+from jaxinfer.models.families import bert, gpt2, llama
+from jaxinfer.models.families.mapping import Family, Source, plan
+
+FAMILIES: dict[str, Family] = {
+    model_type: module.FAMILY for module in (gpt2, llama, bert) for model_type in module.FAMILY.model_types
+}
+
+
+def family_of(hf_config: Mapping[str, object]) -> Family:
+    """The family of a `config.json`, by its `model_type`."""
+    model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(
+            f"config.json: model_type={model_type!r} is not implemented; known: {', '.join(sorted(FAMILIES))}."
+        )
+    return FAMILIES[model_type]
+
+
+__all__ = ["FAMILIES", "Family", "Source", "family_of", "plan"]

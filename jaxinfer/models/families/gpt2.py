@@ -1,0 +1,90 @@
+"""GPT-2."""
+
+from collections.abc import Mapping
+
+from jaxinfer.models.config import (
+    AttentionConfig,
+    DecoderConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    PositionKind,
+    PositionsConfig,
+)
+from jaxinfer.models.families.mapping import (
+    Family,
+    Fields,
+    Source,
+    by_kv_head_from_fused,
+    linear,
+    norm,
+    qkv_rows,
+    table,
+)
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    fields = Fields(hf)
+    fields.expect("scale_attn_by_inverse_layer_idx", False)
+    embed, heads = fields.integer("n_embd", "hidden_size"), fields.integer("n_head", "num_attention_heads")
+    return DecoderConfig(
+        vocab=fields.integer("vocab_size"),
+        embed=embed,
+        layers=fields.integer("n_layer", "num_hidden_layers"),
+        context=fields.integer("n_positions", "max_position_embeddings", default=1024),
+        attention=AttentionConfig(
+            q_heads=heads,
+            kv_heads=heads,
+            head_dim=fields.head_dim(embed, heads),
+            qkv_bias=True,
+            out_bias=True,
+            scale=None if fields.flag("scale_attn_weights", default=True) else 1.0,
+        ),
+        positions=PositionsConfig(kind=PositionKind.LEARNED),
+        mlp=MlpConfig(
+            hidden=fields.integer("n_inner", default=4 * embed),
+            activation=fields.activation("activation_function", default="gelu_new"),
+            bias=True,
+        ),
+        norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_epsilon", default=1e-5)),
+        tied=fields.flag("tie_word_embeddings", default=True),
+    )
+
+
+def _sources(config: DecoderConfig) -> dict[str, Source]:
+    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    found = (
+        table("embed.table", "wte.weight", config.vocab, embed)
+        | table("positions.table", "wpe.weight", config.context, embed)
+        | norm("final_norm", "ln_f", embed, bias=True)
+    )
+    if not config.tied:
+        found |= table("head.kernel", "lm_head.weight", config.vocab, embed)
+    for i in range(config.layers):
+        ours, theirs = f"layers.{i}", f"h.{i}"
+        found |= (
+            norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)
+            | linear(
+                f"{ours}.attention.qkv",
+                (f"{theirs}.attn.c_attn",),
+                (sum(qkv_rows(attention)),),
+                embed,
+                bias=True,
+                combine=by_kv_head_from_fused(attention),
+                conv1d=True,
+            )
+            | linear(f"{ours}.attention.out", (f"{theirs}.attn.c_proj",), (embed,), embed, bias=True, conv1d=True)
+            | norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", embed, bias=True)
+            | linear(f"{ours}.mlp.up", (f"{theirs}.mlp.c_fc",), (hidden,), embed, bias=True, conv1d=True)
+            | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.c_proj",), (embed,), hidden, bias=True, conv1d=True)
+        )
+    return found
+
+
+FAMILY = Family(
+    model_types=("gpt2",),
+    config=_config,
+    sources=_sources,
+    prefixes=("transformer.",),
+    ignored=r"lm_head\.weight|h\.\d+\.attn\.(masked_)?bias",  # a tied head; the causal mask
+)

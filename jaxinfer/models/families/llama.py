@@ -1,0 +1,97 @@
+"""Llama 2 and 3, and the mapping that its relatives share."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.models.config import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, NormKind
+from jaxinfer.models.families.mapping import (
+    Family,
+    Fields,
+    Source,
+    alternate,
+    by_kv_head,
+    linear,
+    norm,
+    qkv_rows,
+    table,
+)
+
+
+def base_config(hf: Mapping[str, object]) -> DecoderConfig:
+    """What Llama, Mistral, Qwen, Gemma and Phi-3 configs have in common."""
+    fields = Fields(hf)
+    embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.optional(int, "head_dim") or fields.head_dim(embed, heads)
+    return DecoderConfig(
+        vocab=fields.integer("vocab_size"),
+        embed=embed,
+        layers=fields.integer("num_hidden_layers"),
+        context=fields.integer("max_position_embeddings", default=2048),
+        attention=AttentionConfig(
+            q_heads=heads,
+            kv_heads=fields.integer("num_key_value_heads", default=heads),
+            head_dim=head_dim,
+        ),
+        positions=fields.rotary(head_dim),
+        mlp=MlpConfig(
+            hidden=fields.integer("intermediate_size"),
+            activation=fields.activation("hidden_act", default="silu"),
+            gated=True,
+        ),
+        norm=NormConfig(kind=NormKind.RMS, eps=fields.number("rms_norm_eps", default=1e-6)),
+        tied=fields.flag("tie_word_embeddings", default=False),
+    )
+
+
+def with_attention(config: DecoderConfig, **changes: object) -> DecoderConfig:
+    """The config with other attention options."""
+    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, **changes))
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    fields, config = Fields(hf), base_config(hf)
+    bias = fields.flag("attention_bias", default=False)
+    mlp = dataclasses.replace(config.mlp, bias=fields.flag("mlp_bias", default=False))
+    return with_attention(dataclasses.replace(config, mlp=mlp), qkv_bias=bias, out_bias=bias)
+
+
+def sources(config: DecoderConfig) -> dict[str, Source]:
+    """The tensors of a Llama-like model; what the config leaves out (biases, norms, head) is not asked for."""
+    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    found = table("embed.table", "embed_tokens.weight", config.vocab, embed) | norm("final_norm", "norm", embed)
+    if not config.tied:
+        found |= table("head.kernel", "lm_head.weight", config.vocab, embed)
+    for i in range(config.layers):
+        layer = f"layers.{i}"
+        q, k, v = (f"{layer}.self_attn.{part}_proj" for part in "qkv")
+        gate, up = f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"
+        found |= (
+            norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed)
+            | linear(
+                f"{layer}.attention.qkv",
+                (q, k, v),
+                qkv_rows(attention),
+                embed,
+                bias=attention.qkv_bias,
+                combine=by_kv_head(attention),
+            )
+            | linear(
+                f"{layer}.attention.out",
+                (f"{layer}.self_attn.o_proj",),
+                (embed,),
+                attention.q_heads * attention.head_dim,
+                bias=attention.out_bias,
+            )
+            | norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed)
+            | linear(f"{layer}.mlp.up", (gate, up), (hidden, hidden), embed, bias=config.mlp.bias, combine=alternate)
+            | linear(f"{layer}.mlp.down", (f"{layer}.mlp.down_proj",), (embed,), hidden, bias=config.mlp.bias)
+        )
+        if attention.qk_norm:
+            found |= norm(f"{layer}.attention.q_norm", f"{layer}.self_attn.q_norm", attention.head_dim)
+            found |= norm(f"{layer}.attention.k_norm", f"{layer}.self_attn.k_norm", attention.head_dim)
+    return found
+
+
+IGNORED = r"lm_head\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # a tied head; a table we compute
+
+FAMILY = Family(model_types=("llama",), config=_config, sources=sources, prefixes=("model.",), ignored=IGNORED)
