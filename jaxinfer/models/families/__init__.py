@@ -5,11 +5,31 @@ Start at `mapping.py`; docs/adding-a-family.md says how to add one. No file is o
 
 from collections.abc import Mapping
 
-from jaxinfer.models.families import bert, gpt2, llama
+from jaxinfer.models.families import (
+    bert,
+    bloom,
+    distilbert,
+    gemma2,
+    gpt2,
+    gpt_neo,
+    gpt_neox,
+    gptj,
+    llama,
+    mistral,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    roberta,
+)
 from jaxinfer.models.families.mapping import Family, Source, plan
 
+_MODULES = (
+    *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, phi3),
+    *(bert, distilbert, roberta),
+)
 FAMILIES: dict[str, Family] = {
-    model_type: module.FAMILY for module in (gpt2, llama, bert) for model_type in module.FAMILY.model_types
+    model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types
 }
 
 

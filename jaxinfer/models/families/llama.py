@@ -26,7 +26,7 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
         vocab=fields.integer("vocab_size"),
         embed=embed,
         layers=fields.integer("num_hidden_layers"),
-        context=fields.integer("max_position_embeddings", default=2048),
+        context=fields.integer("max_position_embeddings"),
         attention=AttentionConfig(
             q_heads=heads,
             kv_heads=fields.integer("num_key_value_heads", default=heads),

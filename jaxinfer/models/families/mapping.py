@@ -275,14 +275,16 @@ class Fields:
             )
         return embed // heads
 
-    def windows(self, window: int | None, layers: int, default: Sequence[str]) -> tuple[int | None, ...]:
-        """Each layer's attention window, from `layer_types` or the family's default kinds."""
-        kinds = self.optional(list, "layer_types") or list(default)
+    def windows(self, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
+        """Each layer's attention window, from `layer_types` or the family's kind for each layer."""
+        kinds = self.optional(list, "layer_types") or default
         known = {"full_attention": None, "sliding_attention": window}
         if unknown := sorted({str(kind) for kind in kinds} - known.keys()):
             raise ValueError(f"config.json: layer_types holds {unknown}, not implemented; known: {', '.join(known)}.")
-        if len(kinds) != layers:
-            raise ValueError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers; correct it.")
+        if len(kinds) != len(default):
+            raise ValueError(
+                f"config.json: layer_types has {len(kinds)} entries for {len(default)} layers; correct it."
+            )
         windows = tuple(known[kind] for kind in kinds)
         return windows[:1] if len(set(windows)) == 1 else windows
 

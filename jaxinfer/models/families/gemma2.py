@@ -1,0 +1,64 @@
+"""Gemma 2: norms around every block, soft caps, and a window in every other layer."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxinfer.models.config import BlockKind, DecoderConfig
+from jaxinfer.models.families import llama
+from jaxinfer.models.families.mapping import Fields, Source, norm
+
+_DEFAULTS = {  # where null means something else
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    hf = _DEFAULTS | dict(hf)
+    fields, config = Fields(hf), llama.base_config(hf)
+    fields.expect("use_bidirectional_attention", False)
+    activation = fields.activation("hidden_activation", default="gelu_pytorch_tanh")
+    bias = fields.flag("attention_bias", default=False)
+    alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.layers)]
+    config = dataclasses.replace(
+        config,
+        block=BlockKind.SANDWICH,
+        embed_scale=config.embed**0.5,
+        tied=fields.flag("tie_word_embeddings", default=True),
+        logit_softcap=fields.optional(float, "final_logit_softcapping"),
+        mlp=dataclasses.replace(config.mlp, activation=activation),
+    )
+    return llama.with_attention(
+        config,
+        qkv_bias=bias,
+        out_bias=bias,
+        scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+        softcap=fields.optional(float, "attn_logit_softcapping"),
+        windows=fields.windows(fields.optional(int, "sliding_window"), alternating),
+    )
+
+
+def one_plus(weight: np.ndarray) -> np.ndarray:
+    """Gemma multiplies by 1 + weight; in float32, where bfloat16 would round the sum."""
+    return 1 + weight.astype(np.float32)
+
+
+def _sources(config: DecoderConfig) -> dict[str, Source]:
+    found = llama.sources(config) | norm("final_norm", "norm", config.embed, combine=one_plus)
+    for i in range(config.layers):
+        layer = f"layers.{i}"
+        for ours, theirs in (
+            ("attention_norm", "input_layernorm"),
+            ("attention_post_norm", "post_attention_layernorm"),
+            ("mlp_norm", "pre_feedforward_layernorm"),
+            ("mlp_post_norm", "post_feedforward_layernorm"),
+        ):
+            found |= norm(f"{layer}.{ours}", f"{layer}.{theirs}", config.embed, combine=one_plus)
+    return found
+
+
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("gemma2",), config=_config, sources=_sources)

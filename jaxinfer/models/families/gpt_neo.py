@@ -1,0 +1,93 @@
+"""GPT-Neo: unscaled attention, local in some layers."""
+
+from collections.abc import Mapping
+
+from jaxinfer.models.config import (
+    AttentionConfig,
+    DecoderConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    PositionKind,
+    PositionsConfig,
+)
+from jaxinfer.models.families.mapping import Family, Fields, Source, by_kv_head, linear, norm, qkv_rows, table
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Each layer's window from `attention_types`, a list of (kinds, how often)."""
+    window = fields.integer("window_size", default=256)
+    types = fields.optional(list, "attention_types") or [[["global", "local"], 12]]
+    kinds = [kind for kinds, times in types for kind in kinds * times]
+    if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
+        raise ValueError(
+            f"config.json: attention_types={types} must name global or local for each of {layers} layers; correct it."
+        )
+    return tuple(window if kind == "local" else None for kind in kinds)
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    fields = Fields(hf)
+    embed, heads = fields.integer("hidden_size"), fields.integer("num_heads", "num_attention_heads")
+    layers = fields.integer("num_layers", "num_hidden_layers")
+    return DecoderConfig(
+        vocab=fields.integer("vocab_size"),
+        embed=embed,
+        layers=layers,
+        context=fields.integer("max_position_embeddings", default=2048),
+        attention=AttentionConfig(
+            q_heads=heads,
+            kv_heads=heads,
+            head_dim=fields.head_dim(embed, heads),
+            out_bias=True,
+            scale=1.0,
+            windows=_windows(fields, layers),
+        ),
+        positions=PositionsConfig(kind=PositionKind.LEARNED),
+        mlp=MlpConfig(
+            hidden=fields.integer("intermediate_size", default=4 * embed),
+            activation=fields.activation("activation_function", default="gelu_new"),
+            bias=True,
+        ),
+        norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_epsilon", default=1e-5)),
+        tied=fields.flag("tie_word_embeddings", default=True),
+    )
+
+
+def _sources(config: DecoderConfig) -> dict[str, Source]:
+    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    found = (
+        table("embed.table", "wte.weight", config.vocab, embed)
+        | table("positions.table", "wpe.weight", config.context, embed)
+        | norm("final_norm", "ln_f", embed, bias=True)
+    )
+    if not config.tied:
+        found |= table("head.kernel", "lm_head.weight", config.vocab, embed)
+    for i in range(config.layers):
+        ours, theirs = f"layers.{i}", f"h.{i}"
+        q, k, v, out = (f"{theirs}.attn.attention.{part}_proj" for part in ("q", "k", "v", "out"))
+        found |= (
+            norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)
+            | linear(
+                f"{ours}.attention.qkv",
+                (q, k, v),
+                qkv_rows(attention),
+                embed,
+                bias=False,
+                combine=by_kv_head(attention),
+            )
+            | linear(f"{ours}.attention.out", (out,), (embed,), embed, bias=True)
+            | norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", embed, bias=True)
+            | linear(f"{ours}.mlp.up", (f"{theirs}.mlp.c_fc",), (hidden,), embed, bias=True)
+            | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.c_proj",), (embed,), hidden, bias=True)
+        )
+    return found
+
+
+FAMILY = Family(
+    model_types=("gpt_neo",),
+    config=_config,
+    sources=_sources,
+    prefixes=("transformer.",),
+    ignored=r"lm_head\.weight|h\.\d+\.attn\.attention\.(masked_)?bias",  # a tied head; the causal mask
+)

@@ -1,0 +1,85 @@
+"""GPT-J: attention and MLP in parallel, and a rotation of neighbouring features."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxinfer.models.config import (
+    AttentionConfig,
+    BlockKind,
+    DecoderConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    PositionKind,
+    PositionsConfig,
+)
+from jaxinfer.models.families.mapping import (
+    Family,
+    Fields,
+    Source,
+    by_kv_head,
+    linear,
+    norm,
+    pairs_to_halves,
+    qkv_rows,
+    table,
+)
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    fields = Fields(hf)
+    fields.expect("tie_word_embeddings", False)  # the head has a bias of its own
+    embed, heads = fields.integer("n_embd", "hidden_size"), fields.integer("n_head", "num_attention_heads")
+    head_dim = fields.head_dim(embed, heads)
+    return DecoderConfig(
+        vocab=fields.integer("vocab_size"),
+        embed=embed,
+        layers=fields.integer("n_layer", "num_hidden_layers"),
+        context=fields.integer("n_positions", "max_position_embeddings", default=2048),
+        block=BlockKind.PARALLEL,
+        attention=AttentionConfig(q_heads=heads, kv_heads=heads, head_dim=head_dim),
+        positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=fields.integer("rotary_dim", default=head_dim)),
+        mlp=MlpConfig(
+            hidden=fields.integer("n_inner", default=4 * embed),
+            activation=fields.activation("activation_function", default="gelu_new"),
+            bias=True,
+        ),
+        norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_epsilon", default=1e-5)),
+        head_bias=True,
+    )
+
+
+def _sources(config: DecoderConfig) -> dict[str, Source]:
+    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+
+    def joined(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """By KV head, with the rotated features in our order; q and k permuted alike leaves their products alone."""
+        q, k = (pairs_to_halves(rows, attention.head_dim, config.positions.rotary_dim) for rows in (q, k))
+        return by_kv_head(attention)(q, k, v)
+
+    found = (
+        table("embed.table", "wte.weight", config.vocab, embed)
+        | norm("final_norm", "ln_f", embed, bias=True)
+        | linear("head", ("lm_head",), (config.vocab,), embed, bias=True)
+    )
+    for i in range(config.layers):
+        ours, theirs = f"layers.{i}", f"h.{i}"
+        q, k, v, out = (f"{theirs}.attn.{part}_proj" for part in ("q", "k", "v", "out"))
+        found |= (
+            norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)
+            | linear(f"{ours}.attention.qkv", (q, k, v), qkv_rows(attention), embed, bias=False, combine=joined)
+            | linear(f"{ours}.attention.out", (out,), (embed,), embed, bias=False)
+            | linear(f"{ours}.mlp.up", (f"{theirs}.mlp.fc_in",), (hidden,), embed, bias=True)
+            | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.fc_out",), (embed,), hidden, bias=True)
+        )
+    return found
+
+
+FAMILY = Family(
+    model_types=("gptj",),
+    config=_config,
+    sources=_sources,
+    prefixes=("transformer.",),
+    ignored=r"h\.\d+\.attn\.((masked_)?bias|embed_positions)",  # the causal mask; a table we compute
+)

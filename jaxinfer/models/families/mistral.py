@@ -1,0 +1,17 @@
+"""Mistral: Llama with a sliding window."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.families import llama
+from jaxinfer.models.families.mapping import Fields
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    fields, config = Fields({"sliding_window": 4096} | dict(hf)), llama.base_config(hf)  # null means none
+    fields.expect("layer_types", None, "alternating windows belong to other families")
+    return llama.with_attention(config, windows=(fields.optional(int, "sliding_window"),))
+
+
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("mistral",), config=_config)

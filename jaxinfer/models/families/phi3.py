@@ -1,0 +1,46 @@
+"""Phi-3: Llama with fused projections and a sliding window."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.families import llama
+from jaxinfer.models.families.mapping import (
+    Fields,
+    Source,
+    alternate_from_fused,
+    by_kv_head_from_fused,
+    linear,
+    qkv_rows,
+)
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    config = llama.base_config({"rms_norm_eps": 1e-5} | dict(hf))
+    return llama.with_attention(config, windows=(Fields(hf).optional(int, "sliding_window"),))
+
+
+def _sources(config: DecoderConfig) -> dict[str, Source]:
+    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    found = llama.sources(config)
+    for i in range(config.layers):
+        layer = f"layers.{i}"
+        found |= linear(
+            f"{layer}.attention.qkv",
+            (f"{layer}.self_attn.qkv_proj",),
+            (sum(qkv_rows(attention)),),
+            embed,
+            bias=False,
+            combine=by_kv_head_from_fused(attention),
+        ) | linear(
+            f"{layer}.mlp.up",
+            (f"{layer}.mlp.gate_up_proj",),
+            (2 * hidden,),
+            embed,
+            bias=False,
+            combine=alternate_from_fused,
+        )
+    return found
+
+
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("phi3",), config=_config, sources=_sources)

@@ -1,0 +1,25 @@
+"""Qwen2: Llama with biases on queries, keys and values, and a window in its upper layers."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.families import llama
+from jaxinfer.models.families.mapping import Fields
+
+
+def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Each layer's window in Qwen2 and Qwen3: off by default, else from `max_window_layers` on."""
+    window = None
+    if fields.flag("use_sliding_window", default=False):
+        window = fields.integer("sliding_window", default=4096)
+    full = layers if window is None else fields.integer("max_window_layers", default=28)
+    return fields.windows(window, ["full_attention" if i < full else "sliding_attention" for i in range(layers)])
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    config = llama.base_config(hf)
+    return llama.with_attention(config, qkv_bias=True, windows=windows(Fields(hf), config.layers))
+
+
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("qwen2",), config=_config)

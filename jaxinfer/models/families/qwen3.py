@@ -1,0 +1,19 @@
+"""Qwen3: Llama with normalised query and key heads."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.families import llama, qwen2
+from jaxinfer.models.families.mapping import Fields
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    fields, config = Fields(hf), llama.base_config({"head_dim": 128} | dict(hf))
+    bias = fields.flag("attention_bias", default=False)
+    return llama.with_attention(
+        config, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=qwen2.windows(fields, config.layers)
+    )
+
+
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("qwen3",), config=_config)

@@ -1,0 +1,297 @@
+"""Makes the goldens: tiny random models of every family, with what `transformers` computes from them.
+
+Runs in an environment of its own, never in the tests:
+
+    python3.11 -m venv /tmp/goldens && /tmp/goldens/bin/pip install torch transformers==5.23.0 safetensors
+    /tmp/goldens/bin/python tests/goldens/make_goldens.py [NAME ...]
+
+Each golden is a directory beside this file with `config.json`, `model.safetensors` and `expected.safetensors`:
+`tokens` (and for encoders `token_types`), int32 [B, T] filled with zeros behind `lengths` [B], and `logits`
+(decoders) or `hidden` (encoders), float32 [sum of lengths, V or D]. Every row is run by itself, so nothing of ours
+depends on how `transformers` treats padding.
+"""
+
+import json
+import pathlib
+import shutil
+import sys
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+HERE = pathlib.Path(__file__).parent
+LENGTHS = (21, 9, 1)
+
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 24}
+GPT_NEO = {"vocab_size": 64, "hidden_size": 24, "num_layers": 2, "num_heads": 3, "max_position_embeddings": 24}
+NEOX = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 64,
+}
+OPT = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "ffn_dim": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 24,
+    "word_embed_proj_dim": 24,
+}
+BERT = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 24,
+}
+DISTILBERT = {"vocab_size": 64, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3, "max_position_embeddings": 24}
+
+
+def rope(kind: str, **fields: float) -> dict:
+    """Rotary parameters as transformers 5 writes them."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **fields}}
+
+
+# name -> (fields of its config, options: bf16 weights, names without this prefix, config in transformers 4's spelling)
+GOLDENS: dict[str, tuple[dict, dict]] = {
+    "gpt2_tied": (GPT2, {"strip": "transformer."}),
+    "gpt2_awkward": (
+        GPT2 | {"vocab_size": 53, "n_inner": 37, "scale_attn_weights": False, "tie_word_embeddings": False},
+        {"bf16": True},
+    ),
+    "gpt_neo_alternating": (GPT_NEO | {"attention_types": [[["global", "local"], 1]], "window_size": 5}, {}),
+    "gpt_neo_awkward": (
+        GPT_NEO
+        | {
+            "vocab_size": 53,
+            "num_layers": 3,
+            "attention_types": [[["local"], 2], [["global"], 1]],
+            "window_size": 3,
+            "intermediate_size": 29,
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True},
+    ),
+    "gptj_partial": (GPT2 | {"rotary_dim": 4}, {}),
+    "gptj_awkward": (
+        GPT2 | {"rotary_dim": 6, "vocab_size": 53, "n_inner": 37, "activation_function": "relu"},
+        {"bf16": True},
+    ),
+    "gpt_neox_parallel": (NEOX | rope("default", partial_rotary_factor=0.25), {}),
+    "gpt_neox_sequential": (
+        NEOX
+        | rope("linear", factor=2.5, partial_rotary_factor=0.5)
+        | {"vocab_size": 53, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
+        {"bf16": True, "legacy": True},
+    ),
+    "opt_tied": (OPT, {"strip": "model."}),
+    "opt_awkward": (
+        OPT | {"vocab_size": 53, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"},
+        {"bf16": True},
+    ),
+    "bloom_tied": ({"vocab_size": 64, "hidden_size": 24, "n_layer": 2, "n_head": 4}, {"strip": "transformer."}),
+    "bloom_six_heads": (
+        {"vocab_size": 53, "hidden_size": 24, "n_layer": 2, "n_head": 6, "tie_word_embeddings": False},
+        {"bf16": True},
+    ),
+    "llama_llama3": (
+        LLAMA
+        | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+        {},
+    ),
+    "llama_linear": (
+        LLAMA
+        | rope("linear", factor=4.0)
+        | {"vocab_size": 53, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"bf16": True, "legacy": True},
+    ),
+    "llama_yarn": (
+        LLAMA
+        | rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.0)
+        | {"vocab_size": 53, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12, "hidden_act": "gelu"},
+        {"bf16": True},
+    ),
+    "mistral_window": (LLAMA | {"sliding_window": 5}, {}),
+    "mistral_full": (
+        LLAMA | {"sliding_window": None, "vocab_size": 53, "head_dim": 10, "num_key_value_heads": 1},
+        {"bf16": True, "legacy": True},
+    ),
+    "qwen2_tied": (LLAMA | {"tie_word_embeddings": True}, {}),
+    "qwen2_window": (
+        LLAMA | {"vocab_size": 53, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        {"bf16": True},
+    ),
+    "qwen3_wide_heads": (LLAMA | {"head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}, {}),
+    "qwen3_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+        {"bf16": True},
+    ),
+    "gemma2_window": (
+        LLAMA | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+        {},
+    ),
+    "gemma2_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "head_dim": 10,
+            "num_hidden_layers": 3,
+            "sliding_window": 3,
+            "query_pre_attn_scalar": 13,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 3.0,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "phi3_window": (LLAMA | {"sliding_window": 5, "pad_token_id": 0}, {}),
+    "phi3_partial": (
+        LLAMA
+        | rope("default", partial_rotary_factor=0.75)
+        | {"vocab_size": 53, "hidden_size": 32, "num_key_value_heads": 1, "pad_token_id": 0},
+        {"bf16": True},
+    ),
+    "bert_pooled": (BERT, {}),
+    "bert_awkward": (
+        BERT | {"vocab_size": 53, "intermediate_size": 37, "type_vocab_size": 3, "hidden_act": "gelu_new"},
+        {
+            "bf16": True,
+            "class": "BertForMaskedLM",
+            "rename": (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
+        },
+    ),
+    "distilbert_plain": (DISTILBERT, {}),
+    "distilbert_awkward": (
+        DISTILBERT | {"vocab_size": 53, "hidden_dim": 37, "activation": "relu", "sinusoidal_pos_embds": True},
+        {"bf16": True, "class": "DistilBertForMaskedLM"},
+    ),
+    "roberta_plain": (BERT | {"type_vocab_size": 1, "max_position_embeddings": 26}, {}),
+    "roberta_awkward": (
+        BERT | {"vocab_size": 53, "pad_token_id": 3, "max_position_embeddings": 28, "intermediate_size": 37},
+        {"bf16": True, "class": "RobertaForMaskedLM"},
+    ),
+}
+ENCODERS = ("bert", "distilbert", "roberta")
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights large enough that a wrong one shows, norms and biases included."""
+    gemma = model.config.model_type == "gemma2"  # its norms multiply by 1 + weight
+    for name, parameter in sorted(model.named_parameters()):
+        values = torch.randn(parameter.shape)
+        if parameter.ndim == 2:
+            values *= 0.2
+        elif name.endswith("bias") or gemma:
+            values *= 0.3
+        else:
+            values = 1 + 0.3 * values
+        parameter.data = values
+
+
+def old_spelling(config: dict) -> dict:
+    """The config as transformers 4 wrote it."""
+    config["torch_dtype"] = config.pop("dtype")
+    parameters = config.pop("rope_parameters")
+    theta, fraction = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", None)
+    if config["model_type"] == "gpt_neox":
+        config |= {"rotary_emb_base": theta, "rotary_pct": fraction}
+    else:
+        config["rope_theta"] = theta
+        config.pop("layer_types", None)
+    kind = parameters.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **parameters}
+    return config
+
+
+def make(name: str, seed: int) -> None:
+    """One golden directory."""
+    fields, options = GOLDENS[name]
+    model_type = next(t for t in sorted(transformers.CONFIG_MAPPING, key=len, reverse=True) if name.startswith(f"{t}_"))
+    torch.manual_seed(seed)
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": fields.get("pad_token_id")}
+    if model_type == "roberta":
+        ids["pad_token_id"] = fields.get("pad_token_id", 1)
+    config = transformers.CONFIG_MAPPING[model_type](**(fields | ids))
+    kind = transformers.AutoModel if model_type in ENCODERS else transformers.AutoModelForCausalLM
+    if "class" in options:
+        kind = getattr(transformers, options["class"])
+    make_model = getattr(kind, "from_config", None) or kind._from_config
+    model = make_model(config, attn_implementation="eager").eval()
+    randomise(model)
+    model.tie_weights()
+    if options.get("bf16"):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+
+    tokens = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int32)
+    token_types = torch.zeros_like(tokens)
+    outputs = []
+    for row, length in enumerate(LENGTHS):
+        low = 4 if model_type in ENCODERS else 0  # RoBERTa derives positions from the padding id
+        tokens[row, :length] = torch.randint(low, config.vocab_size, (length,))
+        inputs = {"input_ids": tokens[row : row + 1, :length].long()}
+        if model_type == "bert":
+            token_types[row, :length] = torch.randint(0, config.type_vocab_size, (length,))
+            inputs["token_type_ids"] = token_types[row : row + 1, :length].long()
+        with torch.no_grad():
+            output = model.base_model(**inputs).last_hidden_state if model_type in ENCODERS else model(**inputs).logits
+        outputs.append(output[0])
+    expected = {"tokens": tokens, "lengths": torch.tensor(LENGTHS, dtype=torch.int32)}
+    if model_type == "bert":
+        expected["token_types"] = token_types
+    expected["hidden" if model_type in ENCODERS else "logits"] = torch.cat(outputs).contiguous()
+
+    directory = HERE / name
+    shutil.rmtree(directory, ignore_errors=True)
+    if options.get("bf16"):  # only now: this rounds buffers (rotary tables, Gemma's scale) too
+        model = model.to(torch.bfloat16)
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    rewrite(directory, options)
+    save_file(expected, directory / "expected.safetensors")
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    print(f"{name:22} {size / 1e3:6.1f} kB  largest output {expected.popitem()[1].abs().max():.2f}")
+
+
+def rewrite(directory: pathlib.Path, options: dict) -> None:
+    """Give the files the spellings that older or other checkpoints have."""
+    if options.get("legacy"):
+        path = directory / "config.json"
+        path.write_text(json.dumps(old_spelling(json.loads(path.read_text())), indent=2) + "\n")
+    weights = load_file(directory / "model.safetensors")
+    renamed = {}
+    for name, tensor in weights.items():
+        name = name.removeprefix(options.get("strip", ""))
+        for old, new in options.get("rename", ()):
+            name = name.replace(old, new)
+        renamed[name] = tensor.contiguous()
+    save_file(renamed, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for golden in sys.argv[1:] or GOLDENS:
+        make(golden, seed=list(GOLDENS).index(golden))

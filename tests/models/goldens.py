@@ -1,0 +1,133 @@
+"""Goldens and the models converted from them, for the tests of this directory."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jaxinfer.models import Decoder, DecoderConfig, Encoder, KVPages, ModelConfig, WeightFormat
+from jaxinfer.models.families import family_of, plan
+from pallas_kernels import quantize_rows
+
+DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
+NAMES = sorted(path.parent.name for path in DIRECTORY.glob("*/config.json"))
+ENCODERS = [name for name in NAMES if name.startswith(("bert", "distilbert", "roberta"))]
+DECODERS = [name for name in NAMES if name not in ENCODERS]
+
+PAGE_SIZE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """A converted model and what `transformers` computed from the same tensors."""
+
+    config: ModelConfig
+    leaves: dict[str, np.ndarray]
+    tokens: np.ndarray  # [B, T]
+    token_types: np.ndarray  # [B, T]
+    positions: np.ndarray  # [B, T], -1 behind each row's length
+    expected: np.ndarray  # [real tokens, V or D]
+
+
+@functools.cache
+def load(name: str) -> Golden:
+    """Convert one golden in memory."""
+    directory = DIRECTORY / name
+    hf = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    family = family_of(hf)
+    config = family.config(hf)
+    sources = plan(family, config, {key: tensor.shape for key, tensor in tensors.items()})
+    leaves = {leaf: source.combine(*(tensors[key] for key in source.names)) for leaf, source in sources.items()}
+    expected = load_file(directory / "expected.safetensors")
+    tokens, lengths = expected["tokens"], expected["lengths"]
+    places = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    return Golden(
+        config=config,
+        leaves=leaves,
+        tokens=tokens,
+        token_types=expected.get("token_types", np.zeros_like(tokens)),
+        positions=np.where(places < lengths[:, None], places, -1),
+        expected=expected["hidden" if name in ENCODERS else "logits"],
+    )
+
+
+def abstract(config: ModelConfig, weights: WeightFormat) -> Decoder | Encoder:
+    """The model without its weights."""
+    kind = Decoder if isinstance(config, DecoderConfig) else Encoder
+    return nnx.eval_shape(lambda: kind(config, weights, rngs=nnx.Rngs(0)))
+
+
+def leaf_shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """Dotted leaf name -> shape."""
+    return {".".join(map(str, path)): leaf.get_value().shape for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def build(golden: Golden, *, int8: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model with the golden's weights in float32, split for `jax.jit`."""
+    weights = WeightFormat(int8=int8)
+    graph, state = nnx.split(abstract(golden.config, weights))
+    leaves = golden.leaves
+    if int8:
+        leaves = quantized(leaves, leaf_shapes(nnx.merge(graph, state)))
+    flat = [
+        (path, leaf.replace(jnp.asarray(leaves[".".join(map(str, path))], leaf.get_value().dtype)))
+        for path, leaf in nnx.to_flat_state(state)
+    ]
+    return graph, nnx.from_flat_state(flat)
+
+
+def quantized(leaves: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """The leaves with int8 rows and a scale beside every matrix that the int8 model scales."""
+    found = dict(leaves)
+    for leaf in leaves:
+        scale = f"{leaf.rpartition('.')[0]}.scale"
+        if leaves[leaf].ndim == 2 and scale in wanted:
+            rows, scales = quantize_rows(leaves[leaf])
+            found |= {leaf: np.asarray(rows), scale: np.asarray(scales)[:, 0]}
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def forward(graph, state, tokens, positions, caches=None, page_table=None):
+    """Logits [B, T, V] and the caches."""
+    model = nnx.merge(graph, state)
+    hidden, caches = model(tokens, positions, caches, page_table)
+    return model.logits(hidden), caches
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def encode(graph, state, tokens, positions, token_types):
+    """Hidden vectors [B, T, D] and the pooled ones [B, D]."""
+    model = nnx.merge(graph, state)
+    hidden = model(tokens, positions, token_types)
+    return hidden, model.pool(hidden, positions)
+
+
+def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KVPages], np.ndarray]:
+    """Caches filled with noise, and a page table whose pages lie in no order."""
+    pages_per_row = -(-tokens // PAGE_SIZE)
+    count = batch * pages_per_row + 1
+    rng = np.random.default_rng(0)
+    table = rng.permutation(count)[: batch * pages_per_row].reshape(batch, pages_per_row).astype(np.int32)
+    shape = (count, PAGE_SIZE, config.attention.kv_heads, config.attention.head_dim)
+    caches = [KVPages(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in "kv")) for _ in range(config.layers)]
+    return caches, table
+
+
+def through_cache(golden: Golden, model: tuple[nnx.GraphDef, nnx.State], chunk: int) -> np.ndarray:
+    """Logits of every real token, with the prompt fed in chunks through the paged cache."""
+    batch, tokens = golden.tokens.shape
+    caches, page_table = empty_cache(golden.config, batch, tokens)
+    pieces = []
+    for start in range(0, tokens, chunk):
+        piece = np.s_[:, start : start + chunk]
+        logits, caches = forward(*model, golden.tokens[piece], golden.positions[piece], caches, page_table)
+        pieces.append(np.asarray(logits))
+    return np.concatenate(pieces, axis=1)[golden.positions >= 0]

@@ -1,0 +1,49 @@
+"""Every family against `transformers`, in float32, on every path that generation uses."""
+
+import goldens
+import numpy as np
+import pytest
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_every_leaf_has_the_model_s_shape(name):
+    golden = goldens.load(name)
+    model = goldens.abstract(golden.config, goldens.WeightFormat())
+    assert {leaf: array.shape for leaf, array in golden.leaves.items()} == goldens.leaf_shapes(model)
+
+
+@pytest.mark.parametrize("name", goldens.DECODERS)
+def test_decoder_without_cache(name):
+    golden = goldens.load(name)
+    logits, _ = goldens.forward(*goldens.build(golden), golden.tokens, golden.positions)
+    close(np.asarray(logits)[golden.positions >= 0], golden.expected)
+
+
+@pytest.mark.parametrize("chunk", [21, 7, 1], ids=["prefill", "chunked_prefill", "decode"])
+@pytest.mark.parametrize("name", goldens.DECODERS)
+def test_decoder_through_paged_cache(name, chunk):
+    golden = goldens.load(name)
+    close(goldens.through_cache(golden, goldens.build(golden), chunk), golden.expected)
+
+
+@pytest.mark.parametrize("name", goldens.ENCODERS)
+def test_encoder(name):
+    golden = goldens.load(name)
+    real = golden.positions >= 0
+    hidden, pooled = goldens.encode(*goldens.build(golden), golden.tokens, golden.positions, golden.token_types)
+    close(np.asarray(hidden)[real], golden.expected)
+    rows = np.split(golden.expected, np.cumsum(real.sum(axis=1))[:-1])
+    means = np.stack([row.mean(axis=0) for row in rows])
+    close(pooled, means / np.linalg.norm(means, axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", ["llama_linear", "gpt2_awkward"])  # a tied table and an untied head
+def test_int8_stays_close(name):
+    golden = goldens.load(name)
+    actual = goldens.through_cache(golden, goldens.build(golden, int8=True), chunk=7)
+    error = np.sqrt(np.mean((actual - golden.expected) ** 2) / np.mean(golden.expected**2))
+    assert 1e-4 < error < 0.05  # not float in disguise, and not broken
