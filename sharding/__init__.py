@@ -1,1 +1,11 @@
-"""Where every array lives."""
+"""Where every array lives.
+
+Maps logical axis names ("heads") to mesh axes ("tensor"). No model code, no weights.
+Start at `mesh.py` (which devices), then `rules.py` (which name goes where).
+Axes: batch (B) = requests in one step; embed (D) = residual width; mlp (F) = hidden width; vocab (V) = token ids.
+"""
+
+from sharding.mesh import MeshConfig
+from sharding.rules import ShardingRules
+
+__all__ = ["MeshConfig", "ShardingRules"]

@@ -1,0 +1,97 @@
+"""Reading weights straight into the sharding and dtype in which they will be used."""
+
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from checkpoints.errors import CheckpointError
+from checkpoints.manifest import Leaf, read_manifest
+from sharding import ShardingRules
+
+GROUP_BYTES = 512 << 20  # read at once: bounds host memory, and large enough to keep the disk busy
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    only: Callable[[str], bool] | None = None,
+) -> dict[str, jax.Array]:
+    """The weights of a model directory by dotted path; arguments as in `stream`."""
+    return dict(stream(path, mesh=mesh, rules=rules, dtype=dtype, only=only))
+
+
+def stream(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    only: Callable[[str], bool] | None = None,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Weights one after the other, for a caller that changes each and lets the original go.
+
+    Args:
+      path: a model directory.
+      mesh: the devices; None means the first device.
+      rules: which dimension is split over which mesh axis.
+      dtype: what floating-point matrices are cast to (None: as stored); vectors and int8 stay as stored.
+      only: chooses leaves by dotted path; nothing else is read. None chooses all.
+    """
+    path = pathlib.Path(path).resolve()
+    leaves = read_manifest(path).leaves
+    targets = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, _target_dtype(leaf, dtype), sharding=_place(name, leaf, mesh, rules or ShardingRules())
+        )
+        for name, leaf in leaves.items()
+        if only is None or only(name)
+    }
+    for group in _groups(targets, leaves):
+        arrays = _read(path, group)
+        while arrays:
+            yield arrays.popitem()  # the caller alone holds it
+
+
+def _read(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        return dict(ocp.load(str(path), targets))
+
+
+def _groups(
+    targets: dict[str, jax.ShapeDtypeStruct], leaves: dict[str, Leaf]
+) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    group, size = {}, 0
+    for name, target in targets.items():
+        group[name] = target
+        size += leaves[name].bytes
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group
+
+
+def _target_dtype(leaf: Leaf, dtype: jax.typing.DTypeLike | None) -> jnp.dtype:
+    stored = jnp.dtype(leaf.dtype)
+    is_matrix = len(leaf.shape) >= 2 and jnp.issubdtype(stored, jnp.floating)
+    return stored if dtype is None or not is_matrix else jnp.dtype(dtype)
+
+
+def _place(name: str, leaf: Leaf, mesh: Mesh | None, rules: ShardingRules) -> Sharding:
+    if mesh is None:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    try:
+        return rules.sharding(mesh, leaf.axes, leaf.shape)
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error

@@ -1,0 +1,130 @@
+"""Writing a model directory weight by weight: bounded memory, and nothing visible until it is whole."""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Self
+
+import jax
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.manifest import Leaf, write_manifest
+
+GROUP_BYTES = 256 << 20  # leaves held until this much is worth a write
+CHUNK_BYTES = 64 << 20  # largest piece of a leaf on disk: what a device that holds a shard has to read
+
+
+class Writer:
+    """A context in which leaves and files are added; leaving it without an exception makes the directory appear.
+
+    Until then everything lies in `.NAME.partial` beside the target. An exception removes it; what a killed process
+    left, the next writer of the same target removes. Peak memory: `GROUP_BYTES` and one leaf.
+
+    >>> with Writer("model") as writer:  # doctest: +SKIP
+    ...     writer.add("head.kernel", np.zeros((10, 4), np.float32), ("vocab", "embed"))
+    ...     writer.add_file("config.json", b"{}")
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path).resolve()
+        self._temporary = self.path.parent / f".{self.path.name}.partial"
+        self._state = self._temporary / "model"
+        self._files: dict[str, bytes | pathlib.Path] = {}
+        self._leaves: dict[str, Leaf] = {}
+        self._group: dict[str, np.ndarray] = {}
+        self._group_bytes = 0
+        self._exit = contextlib.ExitStack()
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise CheckpointError(f"{self.path}: exists and is not empty; name another output directory or remove it.")
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._exit.enter_context(_sole_owner(self._temporary))
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._exit:  # removes the temporary directory whatever happens
+            if kind is None:
+                self._commit()
+
+    def add(self, name: str, array: np.ndarray | jax.Array, axes: tuple[str | None, ...]) -> None:
+        """Store one weight under its dotted path; `axes` names its dimensions."""
+        if name in self._leaves:
+            raise ValueError(f"leaf {name!r} was added twice.")
+        array = np.asarray(array)
+        self._leaves[name] = Leaf(array.shape, array.dtype.name, axes)
+        self._group[name] = array
+        self._group_bytes += array.nbytes
+        if self._group_bytes >= GROUP_BYTES:
+            self._flush()
+
+    def add_file(self, name: str, content: bytes | pathlib.Path) -> None:
+        """Store a file at the top of the directory: its bytes, or a path to copy from."""
+        self._files[name] = content
+
+    def _flush(self) -> None:
+        from orbax.checkpoint import v1 as ocp
+
+        context = ocp.Context()
+        saving = context.array.saving
+        saving.use_compression = False  # trained weights do not shrink; reading stays a plain copy
+        saving.storage_options.chunk_byte_size = CHUNK_BYTES
+        saving.enable_write_sharding_file = False  # the reader chooses the sharding
+        saving.array_metadata_store = None
+        with context:
+            ocp.partial.save(str(self._state), self._group)
+        self._group, self._group_bytes = {}, 0
+
+    def _commit(self) -> None:
+        from orbax.checkpoint import v1 as ocp
+
+        if not self._leaves:
+            raise ValueError(f"{self.path}: no leaf was added.")
+        if self._group:
+            self._flush()
+        ocp.partial.finalize(str(self._state))
+        for name, content in self._files.items():
+            if isinstance(content, bytes):
+                (self._state / name).write_bytes(content)
+            else:
+                shutil.copyfile(content, self._state / name)
+        write_manifest(self._state, self._leaves)
+        self._state.rename(self.path)
+
+
+def save(
+    path: str | os.PathLike[str],
+    leaves: Mapping[str, np.ndarray | jax.Array],
+    axes: Mapping[str, tuple[str | None, ...]],
+    files: Mapping[str, bytes | pathlib.Path],
+) -> None:
+    """Write a whole model directory at once; see `Writer`."""
+    with Writer(path) as writer:
+        for name, content in files.items():
+            writer.add_file(name, content)
+        for name, array in leaves.items():
+            writer.add(name, array, axes[name])
+
+
+@contextlib.contextmanager
+def _sole_owner(directory: pathlib.Path) -> Iterator[None]:
+    """An empty directory that no other process writes to, removed at the end."""
+    directory.mkdir(exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a killed process holds no lock
+        except BlockingIOError:
+            raise CheckpointError(f"{directory}: another process is writing here; wait for it to end.") from None
+        for left_behind in directory.iterdir():
+            shutil.rmtree(left_behind) if left_behind.is_dir() else left_behind.unlink()
+        try:
+            yield
+        finally:
+            shutil.rmtree(directory)
+    finally:
+        os.close(handle)

@@ -1,0 +1,396 @@
+"""From a model directory to a model on its devices, and back.
+
+`config.json` says what the model is (`Description`); the Orbax checkpoint holds its leaves in the canonical layout.
+Loading places each leaf where it will be used and brings it, one at a time, into the platform's layout and, if
+asked, to int8.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
+
+import checkpoints
+from checkpoints import CheckpointError, Leaf
+from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
+from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.encoder import Encoder
+from jaxinfer.models.layers import WeightFormat
+from pallas_kernels import KernelLayout, quantize_rows
+from sharding import MeshConfig, ShardingRules
+
+CONFIG = "config.json"
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
+
+
+class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`config.json` as it is written."""
+
+    kind: Literal["decoder", "encoder"]
+    family: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    quantization: Literal["int8"] | None
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    config: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a model directory holds, from its `config.json`.
+
+    Attributes:
+      family: Hugging Face's `model_type`, or a name of the author's.
+      dtype: of the matrices as stored; of an int8 model, what its activations are computed in.
+      quantization: "int8" where the matrices are stored so.
+      bos_id, eos_ids: the token that begins a text, and those that end one.
+    """
+
+    family: str
+    config: ModelConfig
+    dtype: str = "float32"
+    quantization: str | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("quantize", self.quantization, (None, *QUANTIZATIONS))
+
+    @property
+    def kind(self) -> Literal["decoder", "encoder"]:
+        return "decoder" if isinstance(self.config, DecoderConfig) else "encoder"
+
+    @property
+    def stored(self) -> WeightFormat:
+        """The format of the checkpoint's leaves."""
+        return WeightFormat(dtype=jnp.dtype(self.dtype), layout=KernelLayout.NK, int8=self.quantization == "int8")
+
+    def to_json(self) -> bytes:
+        """The content of `config.json`."""
+        fields = msgspec.to_builtins(self, builtin_types=(tuple,)) | {"kind": self.kind}
+        return msgspec.json.format(msgspec.json.encode(msgspec.convert(fields, _ConfigFile)), indent=2) + b"\n"
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> "Description":
+        """Read `config.json`; what it says and this version does not know is refused."""
+        file = pathlib.Path(folder) / CONFIG
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder}: no {CONFIG}; make a model directory with `jaxinfer convert HF_DIR OUT_DIR`."
+            )
+        try:
+            found = msgspec.json.decode(file.read_bytes(), type=_ConfigFile)
+            config = msgspec.convert(found.config, DecoderConfig if found.kind == "decoder" else EncoderConfig)
+            if unknown := sorted(_unknown_fields(found.config, msgspec.to_builtins(config), "config")):
+                raise ValueError(f"unknown fields {', '.join(unknown)}")
+        except ValueError as error:
+            raise CheckpointError(
+                f"{file}: {error}; convert the model again, or take the version of jaxinfer that wrote it."
+            ) from error
+        return cls(
+            family=found.family,
+            config=config,
+            dtype=found.dtype,
+            quantization=found.quantization,
+            bos_id=found.bos_id,
+            eos_ids=found.eos_ids,
+        )
+
+
+def _unknown_fields(given: dict[str, Any], known: dict[str, Any], where: str) -> Iterator[str]:
+    for name, value in given.items():
+        if name not in known:
+            yield f"{where}.{name}"
+        elif isinstance(value, dict) and isinstance(known[name], dict):
+            yield from _unknown_fields(value, known[name], f"{where}.{name}")
+
+
+def require_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    """Refuse a value that is none of the choices."""
+    if value not in choices:
+        known = ", ".join(choice for choice in choices if choice is not None)
+        raise ValueError(f"{name}={value!r} is not implemented; known: {known}.")
+
+
+# Models without weights.
+
+
+def abstract_model(config: ModelConfig, weights: WeightFormat) -> Decoder | Encoder:
+    """The model with shapes in place of arrays."""
+    if isinstance(config, DecoderConfig):
+        return nnx.eval_shape(lambda: Decoder(config, weights, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Encoder(config, weights, rngs=nnx.Rngs(0)))
+
+
+def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:
+    """Shape, dtype and logical axes of every leaf, by dotted path."""
+    return {
+        name: Leaf(variable.shape, variable.dtype.name, variable.get_metadata("axes"))
+        for name, variable in _variables(model).items()
+    }
+
+
+def canonical_leaves(config: ModelConfig, weights: WeightFormat) -> dict[str, Leaf]:
+    """The leaves of a checkpoint that holds a model in this dtype and quantisation."""
+    return describe_leaves(abstract_model(config, dataclasses.replace(weights, layout=KernelLayout.NK)))
+
+
+def _variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
+    state = model if isinstance(model, nnx.State) else nnx.state(model, nnx.Param)
+    return {_dotted(path): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def _dotted(path: tuple[object, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+# Models with weights.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A model on its devices, split for compiled programs: `nnx.merge(graphdef, state)` is the module.
+
+    Attributes:
+      folder: the model directory, where the tokenizer is.
+      weights: the format of the leaves in `state`.
+      mesh: the devices, or None for one device.
+    """
+
+    folder: pathlib.Path
+    description: Description
+    weights: WeightFormat
+    mesh: Mesh | None
+    rules: ShardingRules
+    graphdef: nnx.GraphDef
+    state: nnx.State
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.description.config
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.description.bos_id
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.description.eos_ids
+
+    def sharding(self, *axes: str | None, shape: tuple[int, ...]) -> Sharding:
+        """Where an array whose dimensions carry these logical names lives beside the weights."""
+        return _sharding(self.mesh, self.rules, axes, shape)
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | MeshConfig | str | os.PathLike[str] | None = None,
+    rules: ShardingRules | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    layout: KernelLayout | None = None,
+) -> LoadedModel:
+    """Load a model directory.
+
+    Args:
+      mesh: the devices, their config, or a TOML file with a [mesh] table; None: the first device.
+      rules: which dimension of a weight is split over which mesh axis.
+      dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
+      quantize: "int8" quantises a float checkpoint while loading; None: as stored.
+      layout: the order of the kernels' dimensions; None: the platform's faster one.
+    Raises CheckpointError if files, config and weights do not fit together, and MemoryError before any weight is
+    read if they do not fit the devices.
+    """
+    folder, rules = pathlib.Path(path), rules or ShardingRules()
+    description = Description.read(folder)
+    mesh = _build_mesh(mesh)
+    weights = _choose_format(description, mesh, dtype, quantize, layout)
+    _check_leaves(folder, description)
+    model = abstract_model(description.config, weights)
+    targets = describe_leaves(model)
+    _check_memory(folder, targets, mesh, rules)
+
+    arrays: dict[str, jax.Array] = {}
+    for name, array in checkpoints.stream(folder, mesh=mesh, rules=rules, dtype=weights.dtype):
+        for part, value in _adapt(name, array, targets[name], weights.layout).items():
+            leaf = targets[part]
+            arrays[part] = jax.device_put(value, _sharding(mesh, rules, leaf.axes, leaf.shape))
+    graphdef, state = nnx.split(model)
+    filled = {path: variable.replace(arrays[_dotted(path)]) for path, variable in nnx.to_flat_state(state)}
+    return LoadedModel(
+        folder=folder,
+        description=description,
+        weights=weights,
+        mesh=mesh,
+        rules=rules,
+        graphdef=graphdef,
+        state=nnx.from_flat_state(filled),
+    )
+
+
+def save_model(
+    path: str | os.PathLike[str],
+    model: Decoder | Encoder,
+    *,
+    family: str,
+    weights: WeightFormat,
+    dtype: str = "float32",
+    tokenizer: Mapping[str, bytes | pathlib.Path] | None = None,
+    bos_id: int | None = None,
+    eos_ids: tuple[int, ...] = (),
+) -> None:
+    """Write a float model as a model directory, which must not exist or be empty.
+
+    Args:
+      family: a name for `jaxinfer info`.
+      weights: the format that `model` was made with.
+      dtype: what the matrices are stored in.
+      tokenizer: files beside the weights by name, such as {"tokenizer.json": b"..."}.
+    """
+    if weights.int8:
+        raise ValueError("save_model takes a float model; quantise with load_model(quantize='int8') or convert.")
+    description = Description(family=family, config=model.cfg, dtype=dtype, bos_id=bos_id, eos_ids=eos_ids)
+    leaves = canonical_leaves(model.cfg, description.stored)
+    arrays = {}
+    for name, variable in _variables(model).items():
+        turned = weights.layout is KernelLayout.KN and name.endswith(".kernel")
+        array = variable[...].T if turned else variable[...]
+        arrays[name] = np.asarray(array.astype(leaves[name].dtype))
+    checkpoints.save(
+        path,
+        arrays,
+        axes={name: leaf.axes for name, leaf in leaves.items()},
+        files={CONFIG: description.to_json(), **(tokenizer or {})},
+    )
+
+
+def _build_mesh(mesh: Mesh | MeshConfig | str | os.PathLike[str] | None) -> Mesh | None:
+    if isinstance(mesh, (str, os.PathLike)):
+        mesh = MeshConfig.read(mesh)
+    return mesh.build() if isinstance(mesh, MeshConfig) else mesh
+
+
+def _devices(mesh: Mesh | None) -> list[Any]:  # jax.Device has no static type
+    return jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
+
+
+def _sharding(
+    mesh: Mesh | None, rules: ShardingRules, axes: tuple[str | None, ...], shape: tuple[int, ...]
+) -> Sharding:
+    if mesh is None:
+        return SingleDeviceSharding(_devices(mesh)[0])
+    return rules.sharding(mesh, axes, shape)
+
+
+def _choose_format(
+    description: Description, mesh: Mesh | None, dtype: str | None, quantize: str | None, layout: KernelLayout | None
+) -> WeightFormat:
+    require_choice("dtype", dtype, (None, *DTYPES))
+    require_choice("quantize", quantize, (None, *QUANTIZATIONS))
+    on_cpu = _devices(mesh)[0].platform == "cpu"
+    default_dtype = "float32" if on_cpu else description.dtype  # a CPU converts halves back and forth
+    default_layout = KernelLayout.KN if on_cpu else KernelLayout.NK
+    return WeightFormat(
+        dtype=jnp.dtype(dtype or default_dtype),
+        layout=layout or default_layout,
+        int8="int8" in (quantize, description.quantization),
+    )
+
+
+def _check_leaves(folder: pathlib.Path, description: Description) -> None:
+    """The checkpoint holds exactly the leaves that its config needs; everything that differs is listed."""
+    wanted = canonical_leaves(description.config, description.stored)
+    found = checkpoints.read_manifest(folder).leaves
+    differing = [
+        f"{name} is {found[name]}, not {leaf}" for name, leaf in wanted.items() if name in found and found[name] != leaf
+    ]
+    problems = [
+        f"{len(names)} {kind}: {', '.join(names)}"
+        for kind, names in (
+            ("missing", sorted(wanted.keys() - found.keys())),
+            ("unexpected", sorted(found.keys() - wanted.keys())),
+            ("mis-shaped", differing),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{folder}: the weights do not fit {CONFIG} ({'; '.join(problems)}); convert the model again."
+        )
+
+
+def _adapt(name: str, array: jax.Array, target: Leaf, layout: KernelLayout) -> dict[str, jax.Array]:
+    """A stored leaf as the model holds it: matrices quantised if it is int8, kernels turned to its layout."""
+    parts = {name: array}
+    if target.dtype == "int8" and array.dtype != jnp.int8:
+        parts[name], parts[scale_name(name)] = quantize_matrix(array)
+    if name.endswith(".kernel") and layout is KernelLayout.KN:
+        parts[name] = _transpose(parts[name])
+    return parts
+
+
+def scale_name(name: str) -> str:
+    """The leaf that holds the scales of an int8 matrix: `a.kernel` -> `a.scale`."""
+    return name.rpartition(".")[0] + ".scale"
+
+
+@jax.jit
+def quantize_matrix(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[N, K] -> int8 [N, K] and its scale per output, float32 [N]."""
+    quantized, scale = quantize_rows(kernel)
+    return quantized, scale[:, 0]
+
+
+_transpose = jax.jit(jnp.transpose)
+
+
+# Memory.
+
+
+def bytes_per_device(leaves: Mapping[str, Leaf], mesh: Mesh | AbstractMesh | None, rules: ShardingRules) -> int:
+    """Bytes of these leaves that each device holds."""
+    total = 0
+    for leaf in leaves.values():
+        shape = leaf.shape if mesh is None else rules.sharding(mesh, leaf.axes, leaf.shape).shard_shape(leaf.shape)
+        total += math.prod(shape) * np.dtype(leaf.dtype).itemsize
+    return total
+
+
+def available_bytes(mesh: Mesh | None = None) -> int:
+    """Memory that is free for arrays on each device; CPU devices share the host's."""
+    stats = _devices(mesh)[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return _host_available_bytes()
+
+
+def _host_available_bytes() -> int:
+    meminfo = pathlib.Path("/proc/meminfo")
+    if not meminfo.exists():  # macOS: the machine's memory is the best that can be said
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def _check_memory(folder: pathlib.Path, leaves: Mapping[str, Leaf], mesh: Mesh | None, rules: ShardingRules) -> None:
+    devices = _devices(mesh)
+    needed, available = bytes_per_device(leaves, mesh, rules), available_bytes(mesh)
+    if devices[0].platform == "cpu":
+        needed *= len(devices)  # they share the host's memory
+    if needed > available:
+        raise MemoryError(
+            f"{folder}: the weights need {needed / 2**30:.2f} GiB of memory and {available / 2**30:.2f} GiB are "
+            "available; use quantize='int8', a smaller dtype, or a mesh with more devices."
+        )

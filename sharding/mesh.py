@@ -1,0 +1,96 @@
+"""The device mesh is a config too: how many ways each kind of parallelism splits the devices."""
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import msgspec
+from jax.sharding import AxisType
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many ways each kind of parallelism splits the devices.
+
+    Attributes:
+      data: copies of the model, each serving its share of the requests.
+      pipeline: consecutive groups of layers; only 1 is implemented.
+      expert: groups of experts of a mixture; only 1 is implemented.
+      tensor: shares of every layer (heads, MLP hidden, vocabulary).
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    AXES: ClassVar = ("data", "pipeline", "expert", "tensor")  # slowest link first
+    IMPLEMENTED: ClassVar = ("data", "tensor")
+
+    def __post_init__(self) -> None:
+        for axis in self.AXES:
+            ways = getattr(self, axis)
+            if not isinstance(ways, int) or isinstance(ways, bool) or ways < 1:
+                raise ValueError(f"MeshConfig.{axis} must be an integer >= 1, got {ways!r}.")
+            if ways > 1 and axis not in self.IMPLEMENTED:
+                raise ValueError(
+                    f"MeshConfig.{axis}={ways} is not implemented yet; set {axis} = 1 and split by "
+                    f"{' or '.join(self.IMPLEMENTED)}."
+                )
+
+    @property
+    def size(self) -> int:
+        """Devices that the mesh takes."""
+        return math.prod(getattr(self, axis) for axis in self.AXES)
+
+    def build(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+        """The mesh over `devices`, or over the first `size` devices of this process's backend."""
+        if devices is None:
+            devices = jax.devices()[: self.size]
+        if len(devices) != self.size:
+            raise ValueError(
+                f"{self} needs {self.size} devices, got {len(devices)}: lower {' or '.join(self.IMPLEMENTED)}."
+            )
+        shape = tuple(getattr(self, axis) for axis in self.AXES)
+        # Auto: weights are placed by sharding and the compiler partitions the programs around them.
+        return jax.make_mesh(shape, self.AXES, (AxisType.Auto,) * len(shape), devices=devices)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """The `[mesh]` table of a TOML file; every error names the file."""
+        path = pathlib.Path(path)
+        try:
+            document = msgspec.toml.decode(path.read_bytes())
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}: not valid TOML: {error}.") from error
+        if set(document) != {"mesh"} or not isinstance(document["mesh"], dict):
+            raise ValueError(f"{path}: expected exactly one table, [mesh]; found {sorted(document)}.")
+        return cls._from_mapping(document["mesh"], source=f"{path}: [mesh]")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """A command line's form, such as "tensor=2,data=1".
+
+        >>> MeshConfig.parse("tensor=2")
+        MeshConfig(data=1, pipeline=1, expert=1, tensor=2)
+        """
+        fields: dict[str, Any] = {}
+        for part in text.split(","):
+            axis, _, ways = part.strip().partition("=")
+            if axis in fields:
+                raise ValueError(f"mesh {text!r}: {axis} is given twice; give it once.")
+            fields[axis] = int(ways) if ways.isdecimal() else ways
+        return cls._from_mapping(fields, source=f"mesh {text!r}")
+
+    @classmethod
+    def _from_mapping(cls, fields: Mapping[str, Any], *, source: str) -> Self:
+        if unknown := sorted(set(fields) - set(cls.AXES)):
+            raise ValueError(f"{source}: unknown field {unknown[0]!r}; known: {', '.join(cls.AXES)}.")
+        try:
+            return cls(**fields)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
