@@ -5,7 +5,7 @@ a model's); `target.py` compiles for a GPU on a machine without one.
 """
 
 from jaxinfer.compiled.cache import CompileMissError, CostRecords, ProgramCache, cache_folder, enable_persistent_cache
-from jaxinfer.compiled.program import Bucket, Cost, Program, compile_program, powers_of_two, round_up
+from jaxinfer.compiled.program import Bucket, Cost, Program, compile_program, powers, round_up
 
 __all__ = [
     "Bucket",
@@ -17,6 +17,6 @@ __all__ = [
     "cache_folder",
     "compile_program",
     "enable_persistent_cache",
-    "powers_of_two",
+    "powers",
     "round_up",
 ]

@@ -24,12 +24,16 @@ def round_up(size: int, sizes: Sequence[int]) -> int:
     raise ValueError(f"{size} is larger than the largest bucket, {sizes[-1]}.")
 
 
-def powers_of_two(first: int, last: int) -> tuple[int, ...]:
-    """first, 2 first, 4 first, ... and `last` itself, ascending."""
+def powers(factor: int, first: int, last: int) -> tuple[int, ...]:
+    """first, factor * first, factor^2 * first, ... and `last` itself, ascending.
+
+    >>> powers(4, 16, 512)
+    (16, 64, 256, 512)
+    """
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 2
+        first *= factor
     return (*sizes, last)
 
 
@@ -88,13 +92,15 @@ def compile_program(
     args: tuple,
     *,
     donate: tuple[int, ...] = (),
+    out_shardings: Any = None,
     compiler_options: dict[str, str | bool | int] | None = None,
 ) -> Program:
     """Compile `function` for the shapes, dtypes and shardings of `args` (arrays or `jax.ShapeDtypeStruct`s).
 
     Arguments at the positions in `donate` are overwritten by the results of the same shape.
+    `out_shardings` places the results (a pytree prefix; None leaves it to the compiler).
     """
     start = time.perf_counter()
-    lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    lowered = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
     executable = lowered.compile(compiler_options=compiler_options)
     return Program(name, bucket, executable, time.perf_counter() - start)

@@ -201,9 +201,7 @@ def sample(
 
     penalized = (options.repetition != 1) | (options.presence != 0) | (options.frequency != 0)
     scores = lax.cond(jnp.any(options.bias_ids >= 0), biased, lambda x: x, logits)
-    scores = lax.cond(
-        jnp.any(penalized), lambda x: penalize(x, history, length, options), lambda x: x, scores
-    )
+    scores = lax.cond(jnp.any(penalized), lambda x: penalize(x, history, length, options), lambda x: x, scores)
     scores = lax.cond(jnp.any(length < options.min_length), without_stops, lambda x: x, scores)
     tokens = lax.cond(
         jnp.any(options.temperature > 0),

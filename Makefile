@@ -1,0 +1,66 @@
+# make demo: set up .venv and generate text from the demo checkpoint.   make test: set up and run the tests.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell ./find-python)
+PIP = $(1)/bin/python -m pip --disable-pip-version-check --no-input
+# What pip does, a line a package, so that a long set-up is seen to move.
+SHOW = grep --line-buffered -E '^(Collecting|  Downloading|Building|Installing|Successfully|ERROR|error)' | cut -c 1-110
+
+.PHONY: demo test slow aot newest peers lint types contracts docs clean
+
+demo: .venv/.base
+	.venv/bin/jaxinfer generate examples/demo_model --prompt $$'def read_lines(path):\n    """Return the lines of a file."""\n' \
+	  --max-new-tokens 64 --temperature 0
+
+test: .venv/.dev
+	.venv/bin/python -m pytest -n 2 --dist worksteal
+
+slow: .venv/.dev
+	.venv/bin/python -m pytest -m slow
+
+# Compiling for a GPU that is not there needs XLA's CUDA compiler, which other CPU work should not load.
+aot: .venv-aot/.aot
+	.venv-aot/bin/python -m pytest -m aot
+
+# The newest JAX, where it could break us first.
+newest: .venv-newest/.newest
+	.venv-newest/bin/python -m pytest tests/models tests/compiled tests/kernels
+
+peers: .venv-peers/.peers
+
+lint: .venv/.dev
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+
+types: .venv/.dev
+	.venv/bin/pyright
+
+contracts: .venv/.dev
+	.venv/bin/lint-imports
+
+clean:
+	rm -rf .venv .venv-aot .venv-newest .venv-peers build *.egg-info
+
+%/pyvenv.cfg:
+	@test -n "$(PYTHON)" || { echo "jaxinfer needs Python 3.12 or newer: install python3.12 (with venv), pyenv's 3.12, or uv." >&2; exit 1; }
+	@echo "Setting up $* with $(PYTHON)"
+	$(PYTHON) -m venv $*
+	$(call PIP,$*) install --quiet --upgrade pip
+
+.venv/.base: .venv/pyvenv.cfg pyproject.toml constraints.txt
+	$(call PIP,.venv) install -e . -c constraints.txt | $(SHOW)
+	touch $@
+
+.venv/.dev: .venv/.base
+	$(call PIP,.venv) install -e '.[dev,bench]' -c constraints.txt | $(SHOW)
+	touch $@
+
+.venv-aot/.aot: .venv-aot/pyvenv.cfg pyproject.toml constraints.txt
+	$(call PIP,.venv-aot) install -e '.[aot,dev]' -c constraints.txt | $(SHOW)
+	touch $@
+
+.venv-newest/.newest: .venv-newest/pyvenv.cfg pyproject.toml
+	$(call PIP,.venv-newest) install --upgrade -e '.[dev]' | $(SHOW)
+	touch $@

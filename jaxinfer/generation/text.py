@@ -1,0 +1,94 @@
+"""Between text and token ids: the tokenizer of a model directory, chat templates, text that grows token by token."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers.decoders import DecodeStream
+
+
+class Tokenizer:
+    """A model directory's `tokenizer.json`, with its chat template if it has one."""
+
+    def __init__(self, folder: Path):
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = _read_json(folder / "tokenizer_config.json")
+        template = folder / "chat_template.jinja"
+        self._template = template.read_text() if template.exists() else self._config.get("chat_template")
+
+    @classmethod
+    def of(cls, folder: Path) -> "Tokenizer | None":
+        """The tokenizer of a model directory, or None if it has none."""
+        return cls(folder) if (folder / "tokenizer.json").exists() else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens the tokenizer adds (Llama's begin-of-text, BERT's frame)."""
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text without special tokens."""
+        return self._tokenizer.decode(ids)
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises ValueError if the model has no chat template or the template refuses the messages.
+        """
+        if not isinstance(self._template, str):
+            raise ValueError("The model directory has no chat template (chat_template.jinja): send a prompt instead.")
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        special = {name: _token_text(self._config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
+        try:
+            text = environment.from_string(self._template).render(
+                messages=messages, add_generation_prompt=True, **special
+            )
+        except TemplateError as error:
+            raise ValueError(f"The chat template refuses these messages: {error}") from error
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def stream(self) -> "TextStream":
+        """A text that grows with the tokens pushed to it."""
+        return TextStream(self._tokenizer)
+
+
+class TextStream:
+    """Turns tokens into text as they come; characters that are still incomplete wait."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, often empty."""
+        return self._stream.step(self._tokenizer, token) or ""
+
+
+def held_back(text: str, stop: tuple[str, ...]) -> int:
+    """How many characters at the end of `text` could be the beginning of a stop string."""
+    for size in range(min(len(text), max(map(len, stop), default=0)), 0, -1):
+        if any(s.startswith(text[-size:]) for s in stop):
+            return size
+    return 0
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _token_text(token: object) -> str:
+    """tokenizer_config.json writes a special token as a string or as {"content": ...}."""
+    if isinstance(token, dict):
+        return token["content"]
+    return token if isinstance(token, str) else ""

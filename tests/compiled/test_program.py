@@ -1,0 +1,99 @@
+"""Programs, buckets, the cache of executables, their costs on disk."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.compiled import CompileMissError, CostRecords, ProgramCache, compile_program, powers, round_up
+
+
+def test_buckets():
+    assert powers(2, 1, 8) == (1, 2, 4, 8)
+    assert powers(2, 3, 10) == (3, 6, 10)
+    assert powers(4, 16, 16) == (16,)
+    assert [round_up(n, (4, 8, 10)) for n in (1, 4, 5, 9, 10)] == [4, 4, 8, 10, 10]
+    with pytest.raises(ValueError, match="11 is larger than the largest bucket, 10"):
+        round_up(11, (4, 8, 10))
+
+
+def test_a_program_knows_its_memory_and_writes_donated_arguments_in_place():
+    array = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    program = compile_program("add", (("n", 1000),), lambda x, y: (x + y, y[:1]), (array, array), donate=(0,))
+    assert program.cost.argument_bytes == 8000
+    assert program.cost.alias_bytes == 4000
+    assert program.cost.compile_seconds > 0
+    assert repr(program) == "Program(add: n=1000)"
+    x = jnp.ones(1000)
+    where = x.unsafe_buffer_pointer()
+    out, _ = program(x, jnp.ones(1000))
+    assert out.unsafe_buffer_pointer() == where
+    assert x.is_deleted()
+
+
+def build_add(calls):
+    def build(name, bucket):
+        calls.append((name, bucket))
+        shape = jax.ShapeDtypeStruct((dict(bucket)["n"],), jnp.float32)
+        return compile_program(name, bucket, lambda x: x + 1, (shape,))
+
+    return build
+
+
+def test_misses_are_counted_and_compiled_once():
+    calls = []
+    cache = ProgramCache(build_add(calls))
+    assert cache.get("add", n=4) is cache.get("add", n=4)
+    assert (cache.misses, len(calls)) == (1, 1)
+
+
+def test_compiling_ahead_leaves_no_miss():
+    calls = []
+    cache = ProgramCache(build_add(calls))
+    assert cache.compile_ahead([("add", {"n": n}) for n in (2, 4, 2)]) == 2
+    assert cache.compile_ahead([("add", {"n": 2})]) == 0
+    with cache.forbid_compile():
+        assert cache.get("add", n=2)(jnp.zeros(2)).tolist() == [1, 1]
+        with pytest.raises(CompileMissError, match=r"'add' is not compiled for n=8 .* \['n=2', 'n=4'\]"):
+            cache.get("add", n=8)
+    assert (cache.misses, len(calls)) == (0, 2)
+    cache.get("add", n=8)
+    assert cache.misses == 1
+
+
+def test_two_threads_compile_one_program_once():
+    calls = []
+    cache = ProgramCache(build_add(calls))
+    threads = [threading.Thread(target=cache.get, args=("add",), kwargs={"n": 3}) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+
+
+def test_costs_are_kept_for_this_kind_of_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    cache = ProgramCache(build_add([]))
+    timed, untimed = cache.get("add", n=2), cache.get("add", n=4)
+    for seconds in (0.5, 0.25):
+        timed.cost.record(seconds)
+    CostRecords("one model").save(cache)
+    other = CostRecords("another model")
+    other.save([timed])
+    kept = other.read()
+    assert len(kept) == 2
+    (record,) = [kept[key] for key in kept if key.startswith(CostRecords("one model").model)]
+    assert record["calls"] == 2
+    assert record["best_seconds"] == 0.25
+    assert record["total_seconds"] == 0.75
+    assert untimed.cost.calls == 0
+
+
+def test_damaged_cost_records_are_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    records = CostRecords("model")
+    records.path.parent.mkdir(parents=True)
+    records.path.write_text("{")
+    assert records.read() == {}

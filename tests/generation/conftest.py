@@ -1,0 +1,75 @@
+"""A tiny random model with a byte-level tokenizer, as a model directory."""
+
+import json
+
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jaxinfer.generation import LLM
+from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
+from jaxinfer.models.config import (
+    Activation,
+    AttentionConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    PositionKind,
+    PositionsConfig,
+)
+from jaxinfer.models.loading import save_model
+
+CONFIG = DecoderConfig(
+    vocab=257,
+    embed=32,
+    layers=2,
+    context=128,
+    attention=AttentionConfig(q_heads=4, kv_heads=2, head_dim=8, windows=(None, 20)),
+    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=8),
+    mlp=MlpConfig(hidden=48, activation=Activation.SILU, gated=True),
+    norm=NormConfig(kind=NormKind.RMS),
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, and <end> = 256."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    weights = WeightFormat()
+    model = Decoder(CONFIG, weights, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    for _, variable in nnx.to_flat_state(nnx.state(model)):  # far from uniform, so that mistakes show
+        if variable.ndim == 2:
+            variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    files = {
+        "tokenizer.json": byte_tokenizer().to_str().encode(),
+        "tokenizer_config.json": json.dumps(
+            {"chat_template": "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"}
+        ).encode(),
+    }
+    save_model(path, model, family="tiny", weights=weights, tokenizer=files, eos_ids=(256,))
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory):
+    """Executables and cost records of the tests stay out of the user's cache."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("JAXINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def llm(model_dir):
+    return LLM(model_dir, max_batch=4)

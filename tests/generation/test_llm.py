@@ -1,0 +1,228 @@
+"""Generation against the model run without a cache, token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxinfer.generation import LLM, FinishReason, SamplingParams
+from jaxinfer.generation.engine import Engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def logits_of(llm):
+    """Every position's logits, from one pass over the whole text without any cache."""
+    model = nnx.merge(llm.model.graphdef, llm.model.state)
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state, tokens, positions):
+        model = nnx.merge(graphdef, state)
+        return model.logits(model(tokens, positions)[0])[0]
+
+    def run(ids):
+        tokens, positions = np.zeros((1, 128), np.int32), np.full((1, 128), -1, np.int32)
+        tokens[0, : len(ids)], positions[0, : len(ids)] = ids, np.arange(len(ids))
+        return np.asarray(forward(state, tokens, positions))[: len(ids)]
+
+    return run
+
+
+def continue_greedily(logits_of, ids, count):
+    ids = list(ids)
+    for _ in range(count):
+        ids.append(int(logits_of(ids)[-1].argmax()))
+    return ids[-count:]
+
+
+def prompts_of(*lengths):
+    return [np.random.default_rng(n).integers(0, 256, n).tolist() for n in lengths]
+
+
+def completions(outputs):
+    return [c.token_ids for output in outputs for c in output.completions]
+
+
+def test_prompts_of_different_lengths_continue_as_without_a_cache(llm, logits_of):
+    prompts = prompts_of(3, 21, 1, 40, 17)  # one more than fits at once
+    outputs = llm.generate(prompts, GREEDY)
+    assert completions(outputs) == [continue_greedily(logits_of, p, 12) for p in prompts]
+    assert [o.prompt_ids for o in outputs] == prompts
+    assert all(o.completions[0].finish_reason is FinishReason.LENGTH for o in outputs)
+
+
+def test_long_prompts_run_in_chunks(llm, logits_of):
+    engine = Engine(llm.model, None, slots=2, context=128, num_pages=30, page_size=8, chunk=16, max_decode_steps=5)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=1)
+    prompts = prompts_of(70, 33)
+    requests = [engine.prepare(p, params) for p in prompts]
+    for request in requests:
+        engine.add(request)
+    while engine.step():
+        pass
+    for prompt, (sequence,) in zip(prompts, requests, strict=True):
+        assert sequence.ids[len(prompt) :] == continue_greedily(logits_of, prompt, 12)
+        expected = jax.nn.log_softmax(logits_of(sequence.ids))
+        chosen = expected[np.arange(len(sequence.ids) - 1), sequence.ids[1:]]
+        found = [p.logprob for p in (*sequence.prompt_logprobs[1:], *sequence.logprobs)]
+        assert sequence.prompt_logprobs[0] is None
+        np.testing.assert_allclose(found, chosen, atol=1e-4)
+        best = [next(iter(p.top)) for p in sequence.prompt_logprobs[1:]]
+        assert best == expected.argmax(-1)[: len(prompt) - 1].tolist()
+    assert engine.scheduler.pages.free == 30
+
+
+def test_sampling_is_the_same_alone_and_in_a_batch(llm):
+    prompts = prompts_of(5, 9, 30)
+    params = [SamplingParams(seed=i, temperature=0.9, top_p=0.95, max_tokens=20, ignore_eos=True) for i in range(3)]
+    together = completions(llm.generate(prompts, params))
+    alone = [completions(llm.generate([p], q))[0] for p, q in zip(prompts, params, strict=True)]
+    assert together == alone
+    assert completions(llm.generate(prompts, params)) == together
+    other_seeds = [SamplingParams(seed=i + 9, temperature=0.9, max_tokens=20, ignore_eos=True) for i in range(3)]
+    assert completions(llm.generate(prompts, other_seeds)) != together
+
+
+def test_n_completions_differ_and_repeat(llm):
+    params = SamplingParams(seed=1, n=3, max_tokens=10, ignore_eos=True)
+    first, second = (completions(llm.generate([[1, 2, 3]], params)) for _ in range(2))
+    assert first == second
+    assert len({tuple(ids) for ids in first}) == 3
+
+
+def test_stop_ids_end_the_text(llm):
+    (free,) = completions(llm.generate([[7, 7]], GREEDY))
+    stop = free[5]
+    out = llm.generate([[7, 7]], SamplingParams(temperature=0, max_tokens=12, stop_ids=(stop,), ignore_eos=True))
+    completion = out[0].completions[0]
+    assert completion.token_ids == free[: free.index(stop) + 1]
+    assert completion.finish_reason is FinishReason.STOP
+
+
+def test_the_end_of_text_token_stops_unless_ignored(llm):
+    wants_end = {256: 1000.0}
+    out = llm.generate([[7, 7]], SamplingParams(temperature=0, max_tokens=9, min_tokens=3, logit_bias=wants_end))
+    completion = out[0].completions[0]
+    assert completion.token_ids[-1] == 256
+    assert 256 not in completion.token_ids[:-1]
+    assert len(completion.token_ids) == 4
+    out = llm.generate([[7]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logit_bias=wants_end))
+    assert out[0].completions[0].token_ids == [256] * 9
+
+
+def test_stop_strings_are_cut_off_even_across_tokens(llm):
+    everything = SamplingParams(temperature=1.0, seed=4, max_tokens=40, logit_bias=dict.fromkeys([256], -np.inf))
+    text = llm.generate("hello", everything)[0].completions[0].text
+    stop = text[6:9]
+    params = SamplingParams(
+        temperature=1.0, seed=4, max_tokens=40, stop=(stop,), logit_bias=dict.fromkeys([256], -np.inf)
+    )
+    out = llm.generate("hello", params)[0].completions[0]
+    assert out.text == text[: text.index(stop)]
+    assert out.finish_reason is FinishReason.STOP
+    streamed = [o.completions[0].text for o in llm.stream("hello", params, max_steps=1)]
+    assert streamed[-1] == out.text
+    assert all(out.text.startswith(piece) for piece in streamed)
+
+
+def test_streaming_grows_to_what_generate_returns(llm):
+    prompts = ["one", "another"]
+    params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
+    seen: dict[str, list] = {}
+    for output in llm.stream(prompts, params, max_steps=2):
+        seen.setdefault(output.request_id, []).append(output)
+    whole = llm.generate(prompts, params)
+    for outputs, expected in zip(seen.values(), whole, strict=True):
+        lengths = [len(o.completions[0].token_ids) for o in outputs]
+        assert lengths == sorted(set(lengths))
+        assert lengths[0] == 1
+        assert outputs[-1].completions[0].token_ids == expected.completions[0].token_ids
+        assert outputs[-1].completions[0].text == expected.completions[0].text
+
+
+def test_closing_a_stream_frees_its_pages(llm):
+    stream = llm.stream(["a", "b"], GREEDY, max_steps=1)
+    next(stream)
+    assert llm.engine.scheduler.pages.free < llm.engine.scheduler.pages.count
+    stream.close()
+    assert llm.engine.scheduler.pages.free == llm.engine.scheduler.pages.count
+    assert not llm.engine.scheduler.running
+
+
+def test_options_do_not_recompile(llm):
+    llm.generate([[1, 2, 3]], GREEDY)
+    every_option = SamplingParams(
+        max_tokens=12, min_tokens=2, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
+        presence_penalty=0.1, frequency_penalty=0.1, logit_bias={4: 1.0}, seed=5, stop=("zz",), stop_ids=(9,),
+        logprobs=5, prompt_logprobs=2,
+    )  # fmt: skip
+    with llm.engine.runner.programs.forbid_compile():
+        llm.generate([[3, 2, 1]], every_option)
+
+
+def test_generation_ahead_compiles_all_it_needs(model_dir):
+    llm = LLM(model_dir, max_batch=2, context=64)
+    llm.generate(prompts_of(3, 20, 9), SamplingParams(temperature=0, max_tokens=30))
+    assert llm.engine.runner.programs.misses == 0
+
+
+def test_max_tokens_none_fills_the_context(llm):
+    out = llm.generate([[1] * 100], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert len(out[0].completions[0].token_ids) == 28
+
+
+def test_a_cache_smaller_than_the_batch_queues(model_dir, logits_of):
+    page_bytes = 16 * 2 * 2 * 2 * 8 * 4
+    llm = LLM(model_dir, max_batch=4, context=64, cache_bytes=5 * page_bytes)
+    prompts = prompts_of(20, 20, 20)
+    assert completions(llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
+
+
+def test_chat_uses_the_template(llm):
+    out = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(temperature=0, max_tokens=3))
+    assert llm.tokenizer.decode(out.prompt_ids) == "user:hi;assistant:"
+
+
+def test_int8_and_bfloat16_stay_close(llm, model_dir, logits_of):
+    prompt = prompts_of(30)[0]
+    exact = jax.nn.log_softmax(jnp.asarray(logits_of(prompt)))
+    for options in ({"quantize": "int8"}, {"dtype": "bfloat16"}):
+        other = LLM(model_dir, max_batch=1, context=64, **options)
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        found = other.generate([prompt], params)[0].prompt_logprobs[1:]
+        chosen = exact[np.arange(len(prompt) - 1), prompt[1:]]
+        error = np.abs(np.array([p.logprob for p in found]) - chosen)
+        assert 0 < error.mean() < 0.15
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "Prompt 1: The prompt is empty"),
+        ("", {}, "Prompt 1: The prompt is empty"),
+        ([300], {}, r"Prompt 1: Token ids \[300\] of the prompt are outside the vocabulary \[0, 257\)"),
+        ([1] * 128, {}, "Prompt 1: The prompt has 128 tokens; the context of 128 leaves no room"),
+        ([1], {"stop_ids": (300,)}, r"SamplingParams.stop_ids holds \[300\]"),
+        ([1], {"logit_bias": {-1: 1.0}}, r"SamplingParams.logit_bias holds \[-1\]"),
+    ],
+)
+def test_bad_requests_fail_at_the_call(llm, prompt, params, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate([[1, 2], prompt], [GREEDY, SamplingParams(**params)])
+    assert not llm.engine.scheduler.waiting
+
+
+def test_bad_arguments(llm, model_dir):
+    with pytest.raises(ValueError, match="2 prompts but 1 SamplingParams"):
+        llm.generate([[1], [2]], [GREEDY])
+    with pytest.raises(ValueError, match=r"LLM.context must be in \[2, 128\] for this model, got 129"):
+        LLM(model_dir, context=129)
+    with pytest.raises(ValueError, match=r"LLM.max_batch must be >= 1, got 0"):
+        LLM(model_dir, max_batch=0)
+    with pytest.raises(ValueError, match="one page of 16 tokens takes 4096: raise cache_bytes"):
+        LLM(model_dir, cache_bytes=100)
+    with pytest.raises(ValueError, match="the cache has 2"):
+        LLM(model_dir, cache_bytes=8192).generate([[1] * 20], SamplingParams(max_tokens=30))

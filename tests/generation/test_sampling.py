@@ -1,0 +1,153 @@
+"""Sampling against plain numpy, row by row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.generation.params import SamplingParams
+from jaxinfer.generation.sampling import SamplingArrays, logprobs_of, penalize, sample, sampling_row, truncate
+
+VOCAB, CONTEXT = 50, 12
+_sample, _truncate, _penalize = map(jax.jit, (sample, truncate, penalize))
+
+
+def options(*params: SamplingParams, prompt_length: int = 4, stop_ids=(), seeds=None) -> SamplingArrays:
+    rows = [
+        sampling_row(p, seed=seeds[i] if seeds else i, prompt_length=prompt_length, stop_ids=stop_ids)
+        for i, p in enumerate(params)
+    ]
+    return SamplingArrays(*map(np.stack, zip(*rows, strict=True)))
+
+
+def truncated_by_numpy(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
+    order = np.argsort(-logits, kind="stable")
+    kept = order[: top_k or len(order)]
+    p = np.exp(logits[kept] - logits.max())
+    p /= p.sum()
+    if top_p < 1:
+        before = np.cumsum(p) - p
+        kept, p = kept[before < top_p], p[before < top_p]
+    return set(kept[p >= min_p * p.max()].tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    top_k=st.sampled_from([0, 1, 3, 49, 50, 80]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_truncation_keeps_what_a_sort_would_keep(seed, top_k, top_p, min_p):
+    logits = np.random.default_rng(seed).normal(0, 3, VOCAB).astype(np.float32)
+    out = _truncate(logits[None], options(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))
+    assert set(np.flatnonzero(np.isfinite(out[0])).tolist()) == truncated_by_numpy(logits, top_k, top_p, min_p)
+
+
+def test_truncation_with_banned_and_equal_tokens():
+    logits = np.array([[1.0, -np.inf, 1.0, 0.0, -np.inf]], np.float32)
+    out = _truncate(logits, options(SamplingParams(top_k=1)))
+    np.testing.assert_array_equal(np.isfinite(out[0]), [True, False, True, False, False])  # a tie stays in
+    out = _truncate(logits, options(SamplingParams(top_p=0.99)))
+    np.testing.assert_array_equal(np.isfinite(out[0]), [True, False, True, True, False])
+
+
+def test_penalties_follow_their_formulas():
+    logits = np.random.default_rng(0).normal(0, 2, (1, VOCAB)).astype(np.float32)
+    history = np.array([[3, 3, 5, 7, 9, 9, 9, 5, 0, 0, 0, 0]], np.int32)  # prompt: the first 4; known: 8
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5)
+    out = np.asarray(_penalize(logits, history, np.array([8]), options(params)))
+    expected = logits[0].copy()
+    for token in (3, 5, 7, 9):
+        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+    for token, count in ((9, 3), (5, 1)):
+        expected[token] -= 0.25 + 0.5 * count
+    np.testing.assert_allclose(out[0], expected, rtol=1e-6)
+
+
+def test_greedy_takes_the_best_and_bias_bans():
+    logits = jnp.zeros((2, VOCAB)).at[:, 7].set(5.0).at[:, 8].set(4.0)
+    arrays = options(SamplingParams(temperature=0), SamplingParams(temperature=0, logit_bias={7: -np.inf, 3: 1.0}))
+    tokens, _ = _sample(logits, np.zeros((2, CONTEXT), np.int32), np.array([4, 4]), arrays)
+    assert tokens.tolist() == [7, 8]
+
+
+def test_min_tokens_keeps_stop_ids_away():
+    logits = jnp.zeros((1, VOCAB)).at[:, 7].set(5.0).at[:, 8].set(4.0)
+    arrays = options(SamplingParams(temperature=0, min_tokens=2), stop_ids=(7,))
+    history = np.zeros((1, CONTEXT), np.int32)
+    assert [_sample(logits, history, np.array([n]), arrays)[0].item() for n in (4, 5, 6)] == [8, 8, 7]
+
+
+def test_draws_follow_the_distribution():
+    count = 4000
+    logits = np.tile(np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32)), (count, 1))
+    arrays = options(*[SamplingParams(temperature=1.0)] * count)
+    tokens, _ = jax.jit(sample)(logits, np.zeros((count, 2), np.int32), np.full(count, 4), arrays)
+    shares = np.bincount(np.asarray(tokens), minlength=4) / count
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)  # 3.8 standard deviations
+
+
+def test_a_row_draws_the_same_whatever_its_batch():
+    logits = np.random.default_rng(1).normal(0, 1, (3, VOCAB)).astype(np.float32)
+    history, length = np.zeros((3, CONTEXT), np.int32), np.array([5, 6, 7])
+    params = [SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=0), SamplingParams(top_k=4)]
+    together, _ = _sample(logits, history, length, options(*params, seeds=[11, 12, 13]))
+    for row in range(3):
+        one = slice(row, row + 1)
+        alone, _ = _sample(logits[one], history[one], length[one], options(params[row], seeds=[11 + row]))
+        assert alone[0] == together[row]
+
+
+def test_logprobs_are_the_models_own():
+    logits = np.random.default_rng(2).normal(0, 1, (1, VOCAB)).astype(np.float32)
+    arrays = options(SamplingParams(temperature=0, logit_bias={4: 100.0}, logprobs=3))
+    tokens, logprobs = _sample(logits, np.zeros((1, CONTEXT), np.int32), np.array([4]), arrays)
+    expected = logits[0] - np.log(np.exp(logits[0]).sum())
+    assert tokens.item() == 4
+    np.testing.assert_allclose(logprobs.chosen, expected[4:5], rtol=1e-5)
+    np.testing.assert_array_equal(logprobs.top_ids[0, :3], np.argsort(-expected)[:3])
+    np.testing.assert_allclose(logprobs.top[0, :3], np.sort(expected)[::-1][:3], rtol=1e-5)
+
+
+def test_logprobs_of_a_vocabulary_smaller_than_the_array():
+    out = logprobs_of(jnp.zeros((1, 5)), jnp.array([2]))
+    assert out.top_ids[0, 5:].tolist() == [-1] * 15
+    np.testing.assert_allclose(out.top[0, :5], np.log(0.2), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("inf")),
+        ("frequency_penalty", float("nan")),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("n", 0),
+        ("stop", ("",)),
+        ("stop_ids", tuple(range(17))),
+        ("logit_bias", dict.fromkeys(range(301), 0.0)),
+        ("logit_bias", {1: float("nan")}),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+    ],
+)
+def test_invalid_parameters_are_named(field, value):
+    with pytest.raises(ValueError, match=rf"SamplingParams\.{field} must be"):
+        SamplingParams(**{field: value})
+
+
+def test_min_tokens_beyond_max_tokens():
+    with pytest.raises(ValueError, match="max_tokens=3"):
+        SamplingParams(max_tokens=3, min_tokens=4)
