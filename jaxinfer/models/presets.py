@@ -1,0 +1,148 @@
+"""Known models as configs: the DeepSpeed Inference paper's Table I and two Llama shapes.
+
+The table gives layers, rounded widths and head counts; the rest (vocabulary, context, arrangement) is each model's
+own where it is published and GPT-2's where it is not. Where the table's rounding would give another model, the
+published one is meant (GPT-Neo has 20 heads of 128, GPT-2 XL 25 of 64). Nothing is downloaded or allocated here.
+"""
+
+import math
+
+import jax
+from flax import nnx
+
+from jaxinfer.models.config import (
+    Activation,
+    AttentionConfig,
+    BlockKind,
+    DecoderConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    PositionKind,
+    PositionsConfig,
+)
+from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.encoder import Encoder
+from jaxinfer.models.layers import WeightFormat
+
+_LAYER_NORM = NormConfig(kind=NormKind.LAYER, eps=1e-5)
+
+
+def _gpt(*, embed: int, layers: int, heads: int, context: int = 2048) -> DecoderConfig:
+    """GPT-2's arrangement in another size (GPT-3 is the same but for its sparse layers)."""
+    return DecoderConfig(
+        vocab=50_257,
+        embed=embed,
+        layers=layers,
+        context=context,
+        attention=AttentionConfig(q_heads=heads, kv_heads=heads, head_dim=embed // heads, qkv_bias=True, out_bias=True),
+        positions=PositionsConfig(kind=PositionKind.LEARNED),
+        mlp=MlpConfig(hidden=4 * embed, activation=Activation.GELU_TANH, bias=True),
+        norm=_LAYER_NORM,
+        tied=True,
+    )
+
+
+def _llama(
+    *, vocab: int, embed: int, layers: int, heads: int, kv_heads: int, hidden: int, context: int, theta: float
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab=vocab,
+        embed=embed,
+        layers=layers,
+        context=context,
+        attention=AttentionConfig(q_heads=heads, kv_heads=kv_heads, head_dim=embed // heads),
+        positions=PositionsConfig(kind=PositionKind.ROTARY, theta=theta, rotary_dim=embed // heads),
+        mlp=MlpConfig(hidden=hidden, activation=Activation.SILU, gated=True),
+        norm=NormConfig(kind=NormKind.RMS, eps=1e-5),
+    )
+
+
+_GPT_NEO = DecoderConfig(
+    vocab=50_257,
+    embed=2560,
+    layers=32,
+    context=2048,
+    attention=AttentionConfig(q_heads=20, kv_heads=20, head_dim=128, out_bias=True, scale=1.0, windows=(None, 256)),
+    positions=PositionsConfig(kind=PositionKind.LEARNED),
+    mlp=MlpConfig(hidden=10_240, activation=Activation.GELU_TANH, bias=True),
+    norm=_LAYER_NORM,
+    tied=True,
+)
+
+_GPT_J = DecoderConfig(
+    vocab=50_400,
+    embed=4096,
+    layers=28,
+    context=2048,
+    block=BlockKind.PARALLEL,
+    attention=AttentionConfig(q_heads=16, kv_heads=16, head_dim=256),
+    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=64),
+    mlp=MlpConfig(hidden=16_384, activation=Activation.GELU_TANH, bias=True),
+    norm=_LAYER_NORM,
+    head_bias=True,
+)
+
+_GPT_NEOX = DecoderConfig(
+    vocab=50_432,
+    embed=6144,
+    layers=44,
+    context=2048,
+    block=BlockKind.PARALLEL_TWO_NORMS,
+    attention=AttentionConfig(q_heads=64, kv_heads=64, head_dim=96, qkv_bias=True, out_bias=True),
+    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=24),
+    mlp=MlpConfig(hidden=24_576, activation=Activation.GELU_TANH, bias=True),
+    norm=_LAYER_NORM,
+)
+
+PRESETS: dict[str, DecoderConfig] = {
+    "gpt2-1.5b": _gpt(embed=1600, layers=48, heads=25, context=1024),
+    "gpt-neo-2.7b": _GPT_NEO,
+    "gpt-j-6b": _GPT_J,
+    "gpt-13b": _gpt(embed=5120, layers=40, heads=40),
+    "gpt-neox-20b": _GPT_NEOX,
+    "gpt-50b": _gpt(embed=8192, layers=62, heads=64),
+    "gpt-87b": _gpt(embed=12_288, layers=48, heads=96),
+    "lm-175b": _gpt(embed=12_288, layers=96, heads=96),
+    "lm-530b": _gpt(embed=20_480, layers=105, heads=128),
+    "llama3-8b": _llama(
+        vocab=128_256,
+        embed=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        hidden=14_336,
+        context=8192,
+        theta=500_000.0,
+    ),
+    "llama-213m": _llama(  # of the CPU benchmarks; a decode step reads 213M of its 246M (one row of the table)
+        vocab=32_000,
+        embed=1024,
+        layers=16,
+        heads=16,
+        kv_heads=4,
+        hidden=2816,
+        context=2048,
+        theta=10_000.0,
+    ),
+}
+
+
+def preset(name: str) -> DecoderConfig:
+    """A preset by name."""
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r} is not known; known: {', '.join(PRESETS)}.")
+    return PRESETS[name]
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """How many numbers a model learns; counted on the module itself, without allocating it."""
+
+    def make() -> Decoder | Encoder:
+        if isinstance(config, DecoderConfig):
+            return Decoder(config, WeightFormat(), rngs=nnx.Rngs(0))
+        return Encoder(config, WeightFormat(), rngs=nnx.Rngs(0))
+
+    model = nnx.eval_shape(make)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))

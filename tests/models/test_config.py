@@ -1,0 +1,137 @@
+"""Configs refuse what makes no sense, and the formulas that they carry are right."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from jaxinfer.models.config import (
+    AttentionConfig,
+    BlockKind,
+    EncoderConfig,
+    PositionKind,
+    PositionsConfig,
+    RopeScaling,
+    alibi_slopes,
+    kv_bytes_per_token,
+)
+from jaxinfer.models.layers import rotary_frequencies, rotary_table
+from jaxinfer.models.presets import preset
+
+LLAMA = preset("llama-213m")
+
+
+def change(part, **values):
+    return lambda: dataclasses.replace(part, **values)
+
+
+def encoder_with_rotary():
+    return EncoderConfig(
+        vocab=8,
+        embed=8,
+        layers=1,
+        context=8,
+        attention=LLAMA.attention,
+        positions=LLAMA.positions,
+        mlp=LLAMA.mlp,
+        norm=LLAMA.norm,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (change(LLAMA, vocab=0), r"DecoderConfig\.vocab must be >= 1, got 0"),
+        (change(LLAMA, layers=-1), r"DecoderConfig\.layers must be >= 1, got -1"),
+        (change(LLAMA.attention, kv_heads=3), "q_heads=16 is not a multiple of kv_heads=3"),
+        (change(LLAMA.attention, windows=()), "windows must hold None or sizes"),
+        (change(LLAMA.attention, windows=(None, 0)), "windows must hold None or sizes"),
+        (change(LLAMA.positions, rotary_dim=5), "rotary_dim must be even and >= 2, got 5"),
+        (change(LLAMA, positions=dataclasses.replace(LLAMA.positions, rotary_dim=66)), "larger than head_dim=64"),
+        (change(LLAMA.mlp, hidden=0), r"MlpConfig\.hidden must be >= 1"),
+        (change(LLAMA, block=BlockKind.POST_NORM), "post_norm is not implemented for decoders"),
+        (change(LLAMA, tied=True, head_bias=True), "head_bias needs an untied head"),
+        (lambda: RopeScaling(kind="dynamic", factor=2.0), "kind='dynamic' is not implemented"),
+        (lambda: RopeScaling(kind="yarn", factor=2.0), "original_context must be >= 1 for yarn"),
+        (encoder_with_rotary, "kind=rotary is not implemented; use learned"),
+    ],
+)
+def test_refusals_name_the_field(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_configs_are_hashable():
+    assert hash(LLAMA) == hash(dataclasses.replace(LLAMA))
+
+
+def test_windows_cycle_over_layers():
+    attention = AttentionConfig(q_heads=1, kv_heads=1, head_dim=2, windows=(None, 7))
+    config = dataclasses.replace(LLAMA, attention=attention, positions=PositionsConfig(kind=PositionKind.LEARNED))
+    assert [config.window(i) for i in range(4)] == [None, 7, None, 7]
+
+
+def test_kv_bytes_per_token():
+    assert kv_bytes_per_token(LLAMA, itemsize=2) == 2 * 16 * 4 * 64 * 2  # k and v, layers, heads, width, bytes
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        (1, [2**-8]),
+        (8, [2**-i for i in range(1, 9)]),
+        (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
+        (12, [2**-i for i in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]),
+    ],
+)
+def test_alibi_slopes(heads, expected):
+    np.testing.assert_allclose(alibi_slopes(heads), expected, rtol=1e-12)
+
+
+def frequency(pair: int, cfg: PositionsConfig) -> float:
+    """One frequency, written from the papers pair by pair."""
+    plain = cfg.theta ** (-2 * pair / cfg.rotary_dim)
+    scaling = cfg.scaling
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    rotations = scaling.original_context * plain / (2 * math.pi)  # within the trained context
+    if scaling.kind == "llama3":
+        if rotations > scaling.high_freq_factor:
+            return plain
+        if rotations < scaling.low_freq_factor:
+            return plain / scaling.factor
+        share = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        return (1 - share) * plain / scaling.factor + share * plain
+
+    def pair_with(rotations):  # solves rotations = context * theta^(-2 pair / dim) / 2 pi
+        return cfg.rotary_dim / 2 * math.log(scaling.original_context / (2 * math.pi * rotations), cfg.theta)
+
+    low = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_with(scaling.beta_slow)), cfg.rotary_dim - 1)
+    interpolated = min(max((pair - low) / (high - low), 0), 1)
+    return interpolated * plain / scaling.factor + (1 - interpolated) * plain
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        RopeScaling(kind="linear", factor=4.0),
+        RopeScaling(kind="llama3", factor=8.0, original_context=8192),
+        RopeScaling(kind="yarn", factor=16.0, original_context=4096),
+    ],
+)
+def test_rotary_frequencies(scaling):
+    cfg = PositionsConfig(kind=PositionKind.ROTARY, theta=500_000.0, rotary_dim=128, scaling=scaling)
+    expected = [frequency(pair, cfg) for pair in range(64)]
+    np.testing.assert_allclose(rotary_frequencies(cfg), expected, rtol=1e-6)
+
+
+def test_yarn_multiplies_cos_and_sin():
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_context=64, attention_factor=1.25)
+    cfg = PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=8, scaling=scaling)
+    cos, sin = rotary_table(cfg, np.arange(5)[None])
+    np.testing.assert_allclose(cos**2 + sin**2, 1.25**2, rtol=1e-6)

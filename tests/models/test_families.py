@@ -1,0 +1,255 @@
+"""Reading Hugging Face configs and tensor lists: what is understood, and what is refused with which words."""
+
+import json
+
+import goldens
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer.models import WeightFormat
+from jaxinfer.models.config import AttentionConfig, BlockKind, RopeScaling
+from jaxinfer.models.families import FAMILIES, family_of, gemma2, mapping, plan
+
+
+def hf_config(name: str) -> dict:
+    return json.loads((goldens.DIRECTORY / name / "config.json").read_text())
+
+
+def config_of(name: str, **changes):
+    hf = hf_config(name) | changes
+    return family_of(hf).config(hf)
+
+
+def test_every_family_has_two_goldens():
+    counts = dict.fromkeys(FAMILIES, 0)
+    for name in goldens.NAMES:
+        counts[hf_config(name)["model_type"]] += 1
+    assert min(counts.values()) >= 2, counts
+
+
+@pytest.mark.parametrize("hf", [{}, {"model_type": "rwkv"}, {"model_type": ["llama"]}])
+def test_unknown_model_type_names_the_known(hf):
+    with pytest.raises(ValueError, match=r"model_type=.*not implemented; known: bert, .*roberta"):
+        family_of(hf)
+
+
+ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt2_tied", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("gpt2_tied", {"add_cross_attention": True}, "add_cross_attention=True"),
+        ("gpt2_tied", {"activation_function": "quick_gelu"}, "activation_function='quick_gelu'.*known: gelu"),
+        ("gpt2_tied", {"n_head": 5}, "24 is not a multiple of the 5 heads"),
+        ("gpt_neo_alternating", {"num_layers": 3}, "attention_types=.*each of 3 layers"),
+        ("gpt_neo_alternating", {"attention_types": [[["strided"], 2]]}, "attention_types=.*must name global or local"),
+        ("gptj_partial", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("opt_tied", {"do_layer_norm_before": False}, "do_layer_norm_before=False.*OPT-350m"),
+        ("opt_tied", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12 is not implemented, only 24"),
+        ("opt_tied", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True"),
+        ("opt_tied", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+        ("bloom_tied", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post"),
+        ("llama_linear", {"quantization_config": {"bits": 4}}, "quantization_config.*unquantised checkpoint"),
+        ("llama_linear", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type='dynamic'"),
+        ("llama_linear", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' must be of type float"),
+        ("llama_linear", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ("llama_linear", {"hidden_act": "mish"}, "hidden_act='mish'"),
+        ("llama_linear", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama_linear", {"hidden_size": "24"}, "hidden_size='24' must be of type int"),
+        ("llama_linear", {"num_hidden_layers": True}, "num_hidden_layers=True must be of type int"),
+        (
+            "llama_yarn",
+            {"rope_parameters": ROPE | {"mrope_section": [2]}},
+            r"rope_parameters holds \['mrope_section'\]",
+        ),
+        (
+            "llama_yarn",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "truncate=False is not implemented",
+        ),
+        ("mistral_window", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("qwen2_window", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ("qwen2_window", {"layer_types": ["linear_attention"] * 2}, r"layer_types holds \['linear_attention'\]"),
+        ("gemma2_window", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (
+            "phi3_window",
+            {"rope_parameters": None, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "rope_type='longrope' is not implemented",
+        ),
+        ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
+        ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
+    ],
+)
+def test_refusals_name_field_and_value(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(name, **changes)
+
+
+def test_old_and_new_rope_spellings_agree():
+    new = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    old = {key: value for key, value in new.items() if key not in ("rope_theta", "rope_type")} | {"type": "llama3"}
+    modern = config_of("llama_llama3", rope_parameters=new)
+    assert modern == config_of("llama_llama3", rope_parameters=None, rope_theta=500_000, rope_scaling=old)
+    assert modern.positions.scaling == RopeScaling(kind="llama3", factor=8.0, original_context=16)
+    assert modern.positions.theta == 500_000.0
+
+
+def test_yarn_attention_factor():
+    def factor(**fields):
+        rope = {"rope_type": "yarn", "factor": 4.0} | fields
+        return config_of("llama_yarn", rope_parameters=rope).positions.scaling.attention_factor
+
+    assert factor() == pytest.approx(0.1 * np.log(4) + 1)
+    assert factor(attention_factor=1.5) == 1.5
+    assert factor(mscale=2.0, mscale_all_dim=1.0) == pytest.approx((0.2 * np.log(4) + 1) / (0.1 * np.log(4) + 1))
+
+
+def test_windows():
+    assert config_of("qwen2_tied").attention.windows == (None,)
+    assert config_of("qwen2_window").attention.windows == (None, 4)
+    assert config_of("mistral_window").attention.windows == (5,)
+    assert config_of("gemma2_awkward").attention.windows == (3, None, 3)
+    assert config_of("gpt_neo_awkward").attention.windows == (3, 3, None)
+
+
+def test_neox_without_parallel_residual_is_sequential():
+    assert config_of("gpt_neox_parallel").block is BlockKind.PARALLEL_TWO_NORMS
+    assert config_of("gpt_neox_sequential").block is BlockKind.SEQUENTIAL
+
+
+# The tensors of a checkpoint.
+
+
+def tensors_of(name: str):
+    hf = hf_config(name)
+    family = family_of(hf)
+    config = family.config(hf)
+    shapes = {}
+    for source in family.sources(config).values():
+        shapes |= dict(zip(source.names, source.shapes, strict=True))
+    return family, config, shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("llama_yarn", "model."), ("opt_awkward", "decoder."), ("bert_pooled", "")]
+)
+def test_plan_gives_the_checkpoint_s_own_names(name, prefix):
+    family, config, shapes = tensors_of(name)
+    resolved = plan(family, config, {prefix + key: shape for key, shape in shapes.items()})
+    used = {key for source in resolved.values() for key in source.names}
+    assert used == {prefix + key for key in shapes}
+
+
+def test_plan_lists_every_problem_at_once():
+    family, config, shapes = tensors_of("llama_yarn")
+    shapes["norm.weight"] = (7,)
+    shapes["layers.0.mlp.up_proj.weight"] = (1, 2)
+    del shapes["lm_head.weight"], shapes["layers.1.self_attn.k_proj.weight"]
+    shapes |= {"layers.2.input_layernorm.weight": (24,), "score.weight": (2, 24)}
+    with pytest.raises(ValueError, match="do not fit a llama") as error:
+        plan(family, config, shapes)
+    message = str(error.value)
+    assert "2 missing: " in message
+    assert "lm_head.weight" in message
+    assert "layers.1.self_attn.k_proj.weight" in message
+    assert "2 unexpected: layers.2.input_layernorm.weight, score.weight" in message
+    assert "layers.0.mlp.up_proj.weight is [1, 2], the config needs [40, 24]" in message
+    assert "norm.weight is [7], the config needs [24]" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "leftovers"),
+    [
+        ("gpt2_tied", ["lm_head.weight", "h.0.attn.bias", "transformer.h.1.attn.masked_bias"]),
+        ("gpt_neo_alternating", ["transformer.h.0.attn.attention.bias", "transformer.h.0.attn.attention.masked_bias"]),
+        ("gptj_partial", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
+        ("gpt_neox_parallel", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.rotary_emb.inv_freq"]),
+        ("opt_tied", ["lm_head.weight", "decoder.version"]),
+        ("bloom_tied", ["lm_head.weight"]),
+        ("llama_linear", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]),
+        ("bert_pooled", ["bert.embeddings.position_ids", "pooler.dense.weight", "cls.seq_relationship.bias"]),
+        ("distilbert_plain", ["vocab_transform.weight", "vocab_layer_norm.bias"]),
+        ("roberta_plain", ["roberta.embeddings.position_ids", "lm_head.dense.weight", "lm_head.bias"]),
+    ],
+)
+def test_leftovers_are_expected(name, leftovers):
+    family, config, shapes = tensors_of(name)
+    assert plan(family, config, shapes | dict.fromkeys(leftovers, (1,)))
+
+
+def test_two_spellings_of_one_tensor_are_refused():
+    family, config, shapes = tensors_of("llama_yarn")
+    with pytest.raises(ValueError, match=r"1 unexpected: norm\.weight"):
+        plan(family, config, shapes | {"model.norm.weight": (24,)})
+
+
+# The order of rows.
+
+heads = st.integers(1, 3)
+
+
+@given(kv_heads=heads, group=heads, head_dim=st.sampled_from([2, 4, 6]), inputs=st.sampled_from([(), (3,)]))
+def test_rows_by_kv_head(kv_heads, group, head_dim, inputs):
+    attention = AttentionConfig(q_heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim)
+    q, k, v = (
+        np.random.default_rng(i).normal(size=(n, *inputs)).astype(ml_dtypes.bfloat16)
+        for i, n in enumerate(mapping.qkv_rows(attention))
+    )
+    fused = mapping.by_kv_head(attention)(q, k, v)
+    assert fused.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(fused, mapping.by_kv_head_from_fused(attention)(np.concatenate((q, k, v))))
+    blocks = fused.reshape(kv_heads, group + 2, head_dim, *inputs)
+    for head in range(kv_heads):
+        for member in range(group):
+            query = (head * group + member) * head_dim
+            np.testing.assert_array_equal(blocks[head, member], q[query : query + head_dim])
+        rows = np.s_[head * head_dim : (head + 1) * head_dim]
+        np.testing.assert_array_equal(blocks[head, group], k[rows])
+        np.testing.assert_array_equal(blocks[head, group + 1], v[rows])
+
+
+@given(hidden=st.integers(1, 5), inputs=st.sampled_from([(), (3,)]))
+def test_gate_and_up_alternate(hidden, inputs):
+    gate, up = np.random.default_rng(0).normal(size=(2, hidden, *inputs))
+    both = mapping.alternate(gate, up)
+    np.testing.assert_array_equal(both[0::2], gate)
+    np.testing.assert_array_equal(both[1::2], up)
+    np.testing.assert_array_equal(both, mapping.alternate_from_fused(np.concatenate((gate, up))))
+
+
+@given(count=heads, head_dim=st.sampled_from([4, 6, 8]), rotary=st.integers(1, 4))
+def test_pairs_become_halves(count, head_dim, rotary):
+    rotary_dim = min(2 * rotary, head_dim)
+    names = np.array([(head, feature) for head in range(count) for feature in range(head_dim)])
+    moved = mapping.pairs_to_halves(names, head_dim, rotary_dim).reshape(count, head_dim, 2)
+    for head in range(count):
+        assert (moved[head, :, 0] == head).all()
+        for pair in range(rotary_dim // 2):
+            assert moved[head, pair, 1] == 2 * pair
+            assert moved[head, pair + rotary_dim // 2, 1] == 2 * pair + 1
+        assert (moved[head, rotary_dim:, 1] == np.arange(rotary_dim, head_dim)).all()
+
+
+def test_gemma_norms_are_summed_in_float32():
+    weight = np.array([2**-9], ml_dtypes.bfloat16)  # 1 + weight needs more bits than bfloat16 has
+    assert gemma2.one_plus(weight) == np.float32(1 + 2**-9)
+
+
+def test_int8_has_a_scale_beside_every_matrix_it_multiplies():
+    golden = goldens.load("llama_yarn")
+    shapes = goldens.leaf_shapes(goldens.abstract(golden.config, WeightFormat(int8=True)))
+    matrices = [leaf for leaf, array in golden.leaves.items() if array.ndim == 2]
+    assert all(f"{leaf.rpartition('.')[0]}.scale" in shapes for leaf in matrices)
