@@ -59,6 +59,10 @@ class MeshConfig:
         # Auto: weights are placed by sharding and the compiler partitions the programs around them.
         return jax.make_mesh(shape, self.AXES, (AxisType.Auto,) * len(shape), devices=devices)
 
+    def abstract(self) -> jax.sharding.AbstractMesh:
+        """The mesh without devices, for planning on a machine that has fewer."""
+        return jax.sharding.AbstractMesh(tuple(getattr(self, axis) for axis in self.AXES), self.AXES)
+
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
         """The `[mesh]` table of a TOML file; every error names the file."""

@@ -1,0 +1,35 @@
+"""The command line: one file per subcommand, each importing what it needs when it runs, so that --help is quick.
+
+Expected errors (bad files, bad values, too little memory) end in one line on stderr and status 2, without traceback.
+"""
+
+import typer
+from typer.core import TyperGroup
+
+from jaxinfer.cli.convert import convert
+from jaxinfer.cli.info import info
+from jaxinfer.cli.verify import verify
+
+
+class _Commands(TyperGroup):
+    """The subcommands, with expected errors turned into one line."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's Context is click's
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # the reader of our output went away: click ends quietly
+        except (ValueError, OSError, MemoryError) as error:
+            message = " ".join(str(error).split()) or type(error).__name__
+            typer.echo(f"error: {message}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Compiled transformer inference in JAX.",
+)
+for _command in (convert, info, verify):
+    app.command()(_command)

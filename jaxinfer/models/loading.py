@@ -216,7 +216,11 @@ def load_model(
     folder, rules = pathlib.Path(path), rules or ShardingRules()
     description = Description.read(folder)
     mesh = _build_mesh(mesh)
-    weights = _choose_format(description, mesh, dtype, quantize, layout)
+    on_cpu = _devices(mesh)[0].platform == "cpu"
+    if on_cpu and dtype is None:
+        dtype = "float32"  # a CPU converts halves back and forth
+    weights = weight_format(description, dtype=dtype, quantize=quantize)
+    weights = dataclasses.replace(weights, layout=layout or (KernelLayout.KN if on_cpu else KernelLayout.NK))
     _check_leaves(folder, description)
     model = abstract_model(description.config, weights)
     targets = describe_leaves(model)
@@ -294,19 +298,12 @@ def _sharding(
     return rules.sharding(mesh, axes, shape)
 
 
-def _choose_format(
-    description: Description, mesh: Mesh | None, dtype: str | None, quantize: str | None, layout: KernelLayout | None
-) -> WeightFormat:
+def weight_format(description: Description, *, dtype: str | None = None, quantize: str | None = None) -> WeightFormat:
+    """The format asked for, in the canonical layout; None: as stored."""
     require_choice("dtype", dtype, (None, *DTYPES))
     require_choice("quantize", quantize, (None, *QUANTIZATIONS))
-    on_cpu = _devices(mesh)[0].platform == "cpu"
-    default_dtype = "float32" if on_cpu else description.dtype  # a CPU converts halves back and forth
-    default_layout = KernelLayout.KN if on_cpu else KernelLayout.NK
-    return WeightFormat(
-        dtype=jnp.dtype(dtype or default_dtype),
-        layout=layout or default_layout,
-        int8="int8" in (quantize, description.quantization),
-    )
+    int8 = "int8" in (quantize, description.quantization)
+    return dataclasses.replace(description.stored, dtype=jnp.dtype(dtype or description.dtype), int8=int8)
 
 
 def _check_leaves(folder: pathlib.Path, description: Description) -> None:
@@ -366,6 +363,15 @@ def bytes_per_device(leaves: Mapping[str, Leaf], mesh: Mesh | AbstractMesh | Non
         shape = leaf.shape if mesh is None else rules.sharding(mesh, leaf.axes, leaf.shape).shard_shape(leaf.shape)
         total += math.prod(shape) * np.dtype(leaf.dtype).itemsize
     return total
+
+
+def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context: int) -> dict[str, Leaf]:
+    """Keys and values of `batch` requests of `context` tokens, as leaves; an encoder keeps none."""
+    if not isinstance(config, DecoderConfig):
+        return {}
+    shape = (batch, context, config.attention.kv_heads, config.attention.head_dim)
+    pages = Leaf(shape, weights.dtype.name, ("pages", "page", "kv_heads", "head_dim"))
+    return {f"{name}.{layer}": pages for layer in range(config.layers) for name in ("keys", "values")}
 
 
 def available_bytes(mesh: Mesh | None = None) -> int:

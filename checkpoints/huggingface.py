@@ -1,0 +1,115 @@
+"""Reading a Hugging Face directory: JSON files, and tensors one at a time out of safetensors files.
+
+A tensor's memory is the caller's alone: no file stays mapped between two reads, so what has been read and dropped
+does not count against the process.
+"""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (safetensors returns bfloat16 through it)
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from checkpoints.errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is and what it looks like; `dtype` is numpy's name, or safetensors' own if we cannot read it."""
+
+    file: pathlib.Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class SafetensorsFolder:
+    """The tensors of a directory, in one file or in shards with an index.
+
+    Opening reads the headers alone and checks each file against its own.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        self.tensors: dict[str, TensorInfo] = {}
+        for file, expected in _shards(self.path).items():
+            found = _read_header(file)
+            if missing := sorted(expected - found.keys()):
+                raise CheckpointError(f"{file}: lacks {', '.join(missing)}, which {INDEX} promises; fetch it again.")
+            self.tensors |= found
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by name."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy of one tensor."""
+        tensor = self.tensors[name]
+        if tensor.dtype not in _DTYPES.values():
+            raise CheckpointError(
+                f"{tensor.file}: {name} has dtype {tensor.dtype}, which is not implemented; "
+                f"save the model in one of {', '.join(_DTYPES.values())}."
+            )
+        with _opened(tensor.file) as file:
+            return file.get_tensor(name)
+
+
+def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; an optional file that is not there reads as empty."""
+    if not path.is_file():
+        if required:
+            raise CheckpointError(f"{path}: no such file; a Hugging Face directory needs it.")
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: not a JSON object ({error}); fetch it again.") from error
+
+
+def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
+    """Each safetensors file with the names that the index expects in it."""
+    if (path / SINGLE).is_file():
+        return {path / SINGLE: set()}
+    if (path / INDEX).is_file():
+        shards: dict[pathlib.Path, set[str]] = {}
+        try:
+            weight_map = msgspec.convert(read_json(path / INDEX).get("weight_map"), dict[str, str])
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{path / INDEX}: weight_map: {error}; fetch it again.") from error
+        for name, file in weight_map.items():
+            shards.setdefault(path / file, set()).add(name)
+        if missing := sorted(file.name for file in shards if not file.is_file()):
+            raise CheckpointError(f"{path}: {INDEX} names files that are missing: {', '.join(missing)}; fetch them.")
+        return shards
+    if others := sorted(file.name for file in path.glob("*.safetensors")):
+        if len(others) == 1:
+            return {path / others[0]: set()}
+        raise CheckpointError(f"{path}: {len(others)} safetensors files but no {INDEX}; fetch the index too.")
+    remedy = "fetch it"
+    if list(path.glob("*.bin")):
+        remedy = "this is a PyTorch checkpoint: save it with save_pretrained(..., safe_serialization=True)"
+    raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}; {remedy}.")
+
+
+def _read_header(path: pathlib.Path) -> dict[str, TensorInfo]:
+    tensors = {}
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118  (not a mapping)
+            view = file.get_slice(name)
+            dtype = str(view.get_dtype())
+            tensors[name] = TensorInfo(path, tuple(view.get_shape()), _DTYPES.get(dtype, dtype))
+    return tensors
+
+
+def _opened(path: pathlib.Path) -> safe_open:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: truncated or corrupt ({error}); fetch it again.") from error

@@ -1,0 +1,37 @@
+"""`jaxinfer convert`: a Hugging Face directory becomes a model directory."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def convert(
+    hf_dir: Annotated[Path, typer.Argument(help="Directory with config.json and safetensors files.")],
+    out_dir: Annotated[Path, typer.Argument(help="Model directory to write; must not exist or be empty.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 [default: as they are].")
+    ] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8: matrices with one scale per output channel.")] = None,
+) -> None:
+    """Convert a Hugging Face checkpoint, tensor by tensor.
+
+    Nothing appears at OUT_DIR until everything is written; after a kill, run the same command again.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from jaxinfer.models.conversion import convert as convert_model
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("converting", total=None)
+        description = convert_model(
+            hf_dir,
+            out_dir,
+            dtype=dtype,
+            quantize=quantize,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    stored = description.quantization or description.dtype
+    typer.echo(f"{out_dir}: {description.family} {description.kind}, {stored}")

@@ -1,0 +1,46 @@
+"""`jaxinfer verify`: checksums, and agreement with what a model directory was made from."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# Largest difference of a float32 logit that storing in this form explains, for models of ordinary depth.
+_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1.0}
+
+
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.")],
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="The Hugging Face directory, or a safetensors file with tokens, lengths and logits."),
+    ] = None,
+    atol: Annotated[
+        float | None, typer.Option(min=0.0, help="Largest difference of a logit [default: by stored dtype].")
+    ] = None,
+) -> None:
+    """Check every file's sha256, then compare tensors or logits with a reference. Status 1 if they disagree."""
+    from checkpoints import verify_files
+    from jaxinfer.models.loading import Description
+    from jaxinfer.models.verification import compare_outputs, compare_tensors
+
+    manifest = verify_files(directory)
+    typer.echo(f"sha256 of {len(manifest.files)} files: as in manifest.json")
+    if reference is None:
+        return
+    if reference.is_dir():
+        tensors = compare_tensors(directory, reference)
+        typer.echo(f"{tensors.tensors} tensors, max abs diff {tensors.max_abs_diff:.3g}")
+        if tensors.beyond:
+            typer.echo(f"differ by more than rounding explains: {', '.join(tensors.beyond)}", err=True)
+            raise typer.Exit(1)
+        return
+    description = Description.read(directory)
+    allowed = _TOLERANCE[description.quantization or description.dtype] if atol is None else atol
+    outputs = compare_outputs(directory, reference)
+    typer.echo(f"max abs diff {outputs.max_abs_diff:.3g} (allowed {allowed:.3g})")
+    if outputs.kl is not None and outputs.top1 is not None:
+        typer.echo(f"KL {outputs.kl:.3g} nats/token, top-1 agreement {outputs.top1:.2%}")
+    if not outputs.max_abs_diff <= allowed:
+        typer.echo("the outputs differ by more than allowed", err=True)
+        raise typer.Exit(1)

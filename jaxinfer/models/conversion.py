@@ -1,0 +1,175 @@
+"""From a Hugging Face directory to a model directory, tensor by tensor."""
+
+import os
+import pathlib
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints import CheckpointError, Leaf, Writer
+from checkpoints.huggingface import SafetensorsFolder, read_json
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.families import Source, family_of, plan
+from jaxinfer.models.loading import (
+    CONFIG,
+    DTYPES,
+    QUANTIZATIONS,
+    Description,
+    canonical_leaves,
+    quantize_matrix,
+    require_choice,
+    scale_name,
+)
+from jaxinfer.models.tokenizer_files import tokenizer_files
+
+BLOCK_BYTES = 64 << 20  # of a matrix quantised at once
+
+
+class HuggingFaceModel:
+    """A Hugging Face directory, checked in full before any tensor is read.
+
+    Attributes:
+      model_type: its family. config: what it is.
+      dtype: what most of its matrices are stored in.
+      fields: `generation_config.json` over `config.json`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{path}: no such directory; name one with config.json and safetensors files.")
+        fields = read_json(self.path / CONFIG, required=True)
+        self._tensors = SafetensorsFolder(self.path)
+        try:
+            family = family_of(fields)
+            self.config: ModelConfig = family.config(fields)
+            self._plan = plan(family, self.config, self._tensors.shapes)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+        self.model_type: str = fields["model_type"]
+        self.fields = fields | read_json(self.path / "generation_config.json")
+        self.dtype = _main_dtype(self._tensors, self._plan)
+
+    @property
+    def leaf_names(self) -> tuple[str, ...]:
+        """Our names of the weights."""
+        return tuple(self._plan)
+
+    def read(self, name: str) -> np.ndarray:
+        """One leaf in the canonical layout, in the checkpoint's dtype."""
+        source = self._plan[name]
+        return source.combine(*(self._tensors.read(tensor) for tensor in source.names))
+
+    def token_ids(self, role: str) -> tuple[int, ...]:
+        """The ids of `bos_token_id` or `eos_token_id`: none, one or several."""
+        value = self.fields.get(role)
+        ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
+        if wrong := [i for i in ids if type(i) is not int or not 0 <= i < self.config.vocab]:
+            raise CheckpointError(
+                f"{self.path}: {role}={wrong[0]!r} is no token of a vocabulary of {self.config.vocab}; correct it."
+            )
+        return ids
+
+
+def convert(
+    hf_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Description:
+    """Write the model in `hf_dir` as a model directory, which must not exist or be empty.
+
+    Everything is checked before the first tensor is read; nothing appears at `out_dir` until all is written. Host
+    memory: a few leaves at a time, whatever the model's size.
+
+    Args:
+      dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are.
+      quantize: "int8" stores the matrices so, with one scale per output channel.
+      progress: called with the bytes written so far and the bytes in all.
+    """
+    require_choice("dtype", dtype, (None, *DTYPES))
+    require_choice("quantize", quantize, (None, *QUANTIZATIONS))
+    writer = Writer(out_dir)  # refuses an occupied directory
+    source = HuggingFaceModel(hf_dir)
+    description = Description(
+        family=source.model_type,
+        config=source.config,
+        dtype=dtype or source.dtype,
+        quantization=quantize,
+        bos_id=next(iter(source.token_ids("bos_token_id")), None),
+        eos_ids=source.token_ids("eos_token_id"),
+    )
+    files = tokenizer_files(source.path, source.model_type, source.config.vocab)
+    leaves = canonical_leaves(source.config, description.stored)
+    total = sum(leaf.bytes for leaf in leaves.values())
+    _check_disk(writer.path, total)
+    with writer:
+        for name, content in files.items():
+            writer.add_file(name, content)
+        writer.add_file(CONFIG, description.to_json())
+        done = 0
+        for name, array in _stored_leaves(source, leaves):
+            writer.add(name, array, leaves[name].axes)
+            done += leaves[name].bytes
+            progress(done, total)
+    return description
+
+
+def _stored_leaves(source: HuggingFaceModel, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, np.ndarray]]:
+    """Each leaf as the model directory holds it; an int8 matrix is followed by its scales."""
+    for name in source.leaf_names:
+        if leaves[name].dtype == "int8":
+            quantized, scale = _quantize(source.read(name))
+            yield name, quantized
+            yield scale_name(name), scale
+        else:
+            yield name, _cast(source, name, leaves[name].dtype)
+
+
+def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        array = np.ascontiguousarray(source.read(name).astype(jnp.dtype(dtype), copy=False))
+    if dtype == "float16" and not np.isfinite(array).all():
+        raise CheckpointError(
+            f"{source.path}: {name} holds values beyond float16; convert with --dtype bfloat16 or float32."
+        )
+    return array
+
+
+def _quantize(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int8 [N, K] and float32 [N], a block of rows at a time on the CPU."""
+    rows = max(1, BLOCK_BYTES // (matrix.shape[1] * 4))
+    quantized, scale = np.empty(matrix.shape, np.int8), np.empty(matrix.shape[0], np.float32)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for first in range(0, matrix.shape[0], rows):
+            block = slice(first, first + rows)
+            quantized[block], scale[block] = quantize_matrix(matrix[block])
+    return quantized, scale
+
+
+def _main_dtype(tensors: SafetensorsFolder, sources: Mapping[str, Source]) -> str:
+    """The dtype of most matrix elements; float64 is stored as float32."""
+    elements: Counter[str] = Counter()
+    for source in sources.values():
+        for name in source.names:
+            tensor = tensors.tensors[name]
+            if len(tensor.shape) > 1:
+                elements[tensor.dtype] += int(np.prod(tensor.shape))
+    dtype = elements.most_common(1)[0][0]
+    return "float32" if dtype == "float64" else dtype
+
+
+def _check_disk(path: pathlib.Path, needed: int) -> None:
+    existing: Any = next(parent for parent in path.parents if parent.exists())
+    if (free := shutil.disk_usage(existing).free) < needed:
+        raise CheckpointError(
+            f"{path}: the model needs {needed / 2**30:.2f} GiB on disk and {free / 2**30:.2f} GiB are free; "
+            "free some, or convert with --quantize int8."
+        )

@@ -1,0 +1,92 @@
+"""The tokenizer of a Hugging Face directory: which files a model directory needs, and whether its ids fit.
+
+`tokenizer.json` is taken as it is; older checkpoints that have only vocab.json and merges.txt (byte-level BPE) or
+vocab.txt (WordPiece) get one built from those.
+"""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
+from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
+
+from checkpoints import CheckpointError
+from checkpoints.huggingface import read_json
+
+TOKENIZER = "tokenizer.json"
+_USUALLY_SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<pad>", "<unk>", "<mask>")
+COPIED = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "special_tokens_map.json")
+
+
+def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, bytes | pathlib.Path]:
+    """Files by name, empty for a checkpoint without a tokenizer.
+
+    Raises CheckpointError for an id that the embedding (`vocab` rows) does not hold, and for a tokenizer that exists
+    only in a form we cannot read.
+    """
+    files: dict[str, bytes | pathlib.Path] = {name: path / name for name in COPIED if (path / name).is_file()}
+    if (path / TOKENIZER).is_file():
+        tokenizer = _read(path / TOKENIZER)
+        files[TOKENIZER] = path / TOKENIZER
+    elif (tokenizer := _build(path, family)) is not None:
+        files[TOKENIZER] = tokenizer.to_str().encode()
+    else:
+        return {}
+    largest, token = max((id_, token) for token, id_ in tokenizer.get_vocab(with_added_tokens=True).items())
+    if largest >= vocab:
+        raise CheckpointError(
+            f"{path}: the tokenizer's token {token!r} has id {largest} but the embedding has {vocab} rows; "
+            "take tokenizer and weights from the same checkpoint."
+        )
+    return files
+
+
+def _read(file: pathlib.Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # what the Rust library raises is a bare Exception
+        raise CheckpointError(f"{file}: not a tokenizer ({error}); fetch it again.") from error
+
+
+def _build(path: pathlib.Path, family: str) -> tokenizers.Tokenizer | None:
+    vocab, merges, words = path / "vocab.json", path / "merges.txt", path / "vocab.txt"
+    settings = read_json(path / "tokenizer_config.json")
+    if vocab.is_file() and merges.is_file():
+        built = ByteLevelBPETokenizer(
+            str(vocab), str(merges), add_prefix_space=bool(settings.get("add_prefix_space", False))
+        )
+    elif words.is_file():
+        built = BertWordPieceTokenizer(str(words), lowercase=bool(settings.get("do_lower_case", True)))
+    elif models := [file.name for file in (path / "tokenizer.model", path / "spiece.model") if file.is_file()]:
+        raise CheckpointError(
+            f"{path}: {models[0]} is not implemented and there is no {TOKENIZER}; make one with "
+            "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+        )
+    else:
+        return None
+    # The classes above wrap a Tokenizer; serialising gives the plain one.
+    tokenizer = tokenizers.Tokenizer.from_str(built.to_str())
+    added = {token: id_ for token, id_ in read_json(path / "added_tokens.json").items() if isinstance(id_, int)}
+    tokenizer.add_tokens(sorted(added, key=lambda token: added[token]))
+    special = (*_special_tokens(read_json(path / "special_tokens_map.json")), *_USUALLY_SPECIAL)
+    tokenizer.add_special_tokens([token for token in special if tokenizer.token_to_id(token) is not None])
+    _frame(tokenizer, family)
+    return tokenizer
+
+
+def _special_tokens(special_map: Mapping[str, Any]) -> list[str]:
+    """The tokens with a role; each is written as a string or as {"content": ...}."""
+    values = [value.get("content") if isinstance(value, dict) else value for value in special_map.values()]
+    return [value for value in values if isinstance(value, str)]
+
+
+def _frame(tokenizer: tokenizers.Tokenizer, family: str) -> None:
+    """What these two families put around a text; BERT's frame comes with its tokenizer class."""
+    begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
+    if family == "roberta" and begin is not None and end is not None:
+        tokenizer.post_processor = processors.RobertaProcessing(("</s>", end), ("<s>", begin), add_prefix_space=False)
+    elif family == "opt" and end is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", end)])

@@ -1,0 +1,126 @@
+"""Is a model directory what it was made from? Compare its tensors, or what it computes, with a reference."""
+
+import dataclasses
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+import checkpoints
+from checkpoints import CheckpointError
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.conversion import HuggingFaceModel
+from jaxinfer.models.loading import Description, load_model, scale_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorReport:
+    """How the stored weights differ from a Hugging Face directory's.
+
+    Attributes:
+      tensors: how many were compared.
+      max_abs_diff: the largest difference of one element, after int8 is scaled back.
+      beyond: tensors with an element that differs by more than rounding to the stored dtype explains.
+    """
+
+    tensors: int
+    max_abs_diff: float
+    beyond: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputReport:
+    """How the model's outputs differ from a reference's; `kl` and `top1` of decoders only.
+
+    Attributes:
+      max_abs_diff: the largest difference of a logit (of a hidden value for encoders).
+      kl: mean over tokens of KL(reference || model), in nats.
+      top1: the share of tokens whose most likely successor is the same.
+    """
+
+    max_abs_diff: float
+    kl: float | None = None
+    top1: float | None = None
+
+
+def compare_tensors(path: str | os.PathLike[str], hf_dir: str | os.PathLike[str]) -> TensorReport:
+    """Every tensor of a model directory against the Hugging Face directory that it came from."""
+    source, description = HuggingFaceModel(hf_dir), Description.read(path)
+    if source.config != description.config:
+        raise CheckpointError(f"{path}: config.json describes another model than {hf_dir}; name its own source.")
+    scales = checkpoints.load(path, only=lambda name: name.endswith(".scale"))
+    worst, beyond = 0.0, []
+    for name, stored in checkpoints.stream(path, only=set(source.leaf_names).__contains__):
+        reference, actual = source.read(name).astype(np.float32), np.asarray(stored.astype(jnp.float32))
+        if stored.dtype == jnp.int8:
+            scale = np.asarray(scales[scale_name(name)])[:, None]
+            actual, allowed = actual * scale, scale * 0.5001
+        else:
+            info = jnp.finfo(stored.dtype)
+            allowed = np.abs(reference) * float(info.eps) / 2 + float(info.smallest_subnormal)
+        difference = np.abs(reference - actual)
+        worst = max(worst, float(difference.max()))
+        if (difference > allowed).any():
+            beyond.append(name)
+    return TensorReport(tensors=len(source.leaf_names), max_abs_diff=worst, beyond=tuple(sorted(beyond)))
+
+
+def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[str]) -> OutputReport:
+    """The model, computed in float32, against a safetensors file of another implementation's outputs.
+
+    The file holds `tokens` (or `input_ids`), int [B, T]; `lengths`, int [B], unless all rows are full; and, of the
+    real tokens alone or of all, `logits` [..., V] for a decoder or `hidden` [..., D] (and `token_types` [B, T]) for
+    an encoder.
+    """
+    tensors = _read_reference(pathlib.Path(reference))
+    model = load_model(path, dtype="float32")
+    decoder = isinstance(model.config, DecoderConfig)
+    tokens = tensors.get("tokens", tensors.get("input_ids"))
+    expected = tensors.get("logits" if decoder else "hidden")
+    if tokens is None or expected is None:
+        wanted = "logits" if decoder else "hidden"
+        raise CheckpointError(f"{reference}: holds {sorted(tensors)}; needs tokens (or input_ids) and {wanted}.")
+    batch, length = tokens.shape
+    lengths = tensors.get("lengths", np.full(batch, length))
+    positions = np.where(np.arange(length) < lengths[:, None], np.arange(length), -1).astype(np.int32)
+
+    @jax.jit
+    def run(state: nnx.State, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None) -> jax.Array:
+        module = nnx.merge(model.graphdef, state)
+        if decoder:
+            return module.logits(module(tokens, positions)[0])
+        return module(tokens, positions, token_types)
+
+    outputs = run(model.state, tokens.astype(np.int32), positions, tensors.get("token_types"))
+    actual = np.asarray(outputs, np.float64)[positions >= 0]
+    expected = expected.astype(np.float64)
+    if expected.shape[:2] == tokens.shape and expected.ndim == 3:
+        expected = expected[positions >= 0]
+    if expected.shape != actual.shape:
+        raise CheckpointError(
+            f"{reference}: outputs of shape {list(expected.shape)} do not fit the model's {list(actual.shape)}; "
+            "take a reference made from the same model and tokens."
+        )
+    worst = float(np.abs(actual - expected).max())
+    if not decoder:
+        return OutputReport(max_abs_diff=worst)
+    log_p, log_q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in (expected, actual))
+    return OutputReport(
+        max_abs_diff=worst,
+        kl=float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean()),
+        top1=float((expected.argmax(-1) == actual.argmax(-1)).mean()),
+    )
+
+
+def _read_reference(file: pathlib.Path) -> dict[str, np.ndarray]:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file; name a Hugging Face directory or a safetensors file.")
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: truncated or corrupt ({error}); make it again.") from error
