@@ -122,8 +122,15 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
     ),
     "llama_yarn": (
         LLAMA
-        | rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.0)
-        | {"vocab_size": 53, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12, "hidden_act": "gelu"},
+        | rope("yarn", factor=4.0, original_max_position_embeddings=2048, beta_fast=4.0, beta_slow=0.5)
+        | {
+            "vocab_size": 53,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "hidden_act": "gelu",
+        },
         {"bf16": True},
     ),
     "mistral_window": (LLAMA | {"sliding_window": 5}, {}),
