@@ -48,9 +48,7 @@ class Decoder(nnx.Module):
         self.embed = Embedding(cfg.vocab, cfg.embed, weights, axes=("vocab", "embed"), rngs=rngs)
         table = WeightFormat(dtype=weights.dtype)  # added, not multiplied: never int8
         self.positions = (
-            Embedding(
-                cfg.context + cfg.positions.offset, cfg.embed, table, axes=("positions", "embed"), rngs=rngs
-            )
+            Embedding(cfg.context + cfg.positions.offset, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)
             if cfg.positions.kind is PositionKind.LEARNED
             else None
         )
@@ -93,10 +91,12 @@ class Decoder(nnx.Module):
         step = Step(positions, rotary, page_table)
         new_caches = []
         for index, layer in enumerate(self.layers):
-            x, cache = layer(x, step, None if caches is None else caches[index])
+            with jax.named_scope(f"layers.{index}"):
+                x, cache = layer(x, step, None if caches is None else caches[index])
             new_caches.append(cache)
         return self.final_norm(x), None if caches is None else new_caches
 
+    @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of every next token, float32: [..., D] -> [..., V]."""
         scores = self.embed.project(hidden) if self.head is None else self.head(hidden)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxinfer.models.config import (
     Activation,
@@ -110,11 +111,12 @@ class Norm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=("norm",))
         self.bias = nnx.Param(jnp.zeros(size, jnp.float32), axes=("norm",)) if cfg.kind is NormKind.LAYER else None
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         if self.bias is not None:
             y -= jnp.mean(y, axis=-1, keepdims=True)
-        y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         y *= self.scale[...]
         if self.bias is not None:
             y += self.bias[...]
@@ -147,6 +149,7 @@ class Mlp(nnx.Module):
         self.up = Linear(embed, hidden, weights, axes=("mlp", "embed"), bias=cfg.bias, rngs=rngs)
         self.down = Linear(cfg.hidden, embed, weights, axes=("embed", "mlp"), bias=cfg.bias, rngs=rngs)
 
+    @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = self.up(x)
         if self.cfg.gated:
@@ -226,8 +229,14 @@ def write_pages(pages: jax.Array, new: jax.Array, page_table: jax.Array, positio
     """Store a step's keys (or values) [B, T, Hkv, K] at their positions; padding tokens are dropped."""
     num_pages, page_size = pages.shape[:2]
     page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
+    slot = positions % page_size
+    new = new.astype(pages.dtype)
+    if page.size == 1:  # a slice, which XLA:GPU writes in one kernel where it takes two for a scatter of one index
+        at = (page[0, 0], slot[0, 0], 0, 0)
+        kept = jnp.where(positions[..., None, None] < 0, lax.dynamic_slice(pages, at, new.shape), new)
+        return lax.dynamic_update_slice(pages, kept, at)
     page = jnp.where(positions < 0, num_pages, page)  # out of bounds: dropped
-    return pages.at[page, positions % page_size].set(new.astype(pages.dtype), mode="drop")
+    return pages.at[page, slot].set(new, mode="drop")
 
 
 def read_pages(pages: jax.Array, page_table: jax.Array) -> jax.Array:
@@ -263,6 +272,7 @@ class Attention(nnx.Module):
         self.q_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
         self.k_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
 
+    @jax.named_scope("attention")
     def __call__(self, x: jax.Array, step: Step, cache: KVPages | None) -> tuple[jax.Array, KVPages | None]:
         cfg, (batch, tokens) = self.cfg, x.shape[:2]
         grouped = self.qkv(x).reshape(batch, tokens, cfg.kv_heads, cfg.group + 2, cfg.head_dim)
