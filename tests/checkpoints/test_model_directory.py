@@ -1,0 +1,237 @@
+"""Writing and reading model directories: what comes back, what is read, and what is refused."""
+
+import contextlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import checkpoints
+from checkpoints import CheckpointError, Writer, reading, writing
+from sharding import MeshConfig
+
+LAYERS, WIDTH = 8, 128
+AXES = {"kernel": ("mlp", "embed"), "scale": ("norm",), "codes": ("vocab", "embed")}
+
+
+def _leaves():
+    rng = np.random.default_rng(0)
+    for i in range(LAYERS):
+        yield f"layers.{i}.kernel", rng.standard_normal((4 * WIDTH, WIDTH), np.float32)
+        yield f"layers.{i}.scale", rng.standard_normal(WIDTH, np.float32)
+    yield "head.kernel", rng.standard_normal((6, WIDTH)).astype(ml_dtypes.bfloat16)
+    yield "embed.codes", rng.integers(-127, 128, (10, WIDTH), np.int8)
+
+
+LEAVES = dict(_leaves())
+
+
+def _axes(name):
+    return AXES[name.rpartition(".")[2]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "model"
+    checkpoints.save(path, LEAVES, {name: _axes(name) for name in LEAVES}, {"config.json": b"{}"})
+    return path
+
+
+@pytest.fixture
+def damaged(model, tmp_path):
+    """A copy that a test may change."""
+    for file in model.rglob("*"):
+        if file.is_file():
+            copy = tmp_path / "model" / file.relative_to(model)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    return tmp_path / "model"
+
+
+def _largest(path: pathlib.Path) -> pathlib.Path:
+    return max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def _bytes_read() -> int:
+    """Bytes that this process has read from files, cached or not."""
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
+
+
+def test_everything_comes_back(model):
+    loaded = checkpoints.load(model)
+    assert loaded.keys() == LEAVES.keys()
+    for name, array in loaded.items():
+        assert array.dtype == LEAVES[name].dtype
+        np.testing.assert_array_equal(np.asarray(array), LEAVES[name])
+
+
+def test_few_files_and_nothing_beside_them(model):
+    assert sum(file.is_file() for file in model.rglob("*")) < len(LEAVES)
+    assert list(model.parent.iterdir()) == [model]
+
+
+def test_manifest_describes_the_leaves(model):
+    manifest = checkpoints.read_manifest(model)
+    assert manifest.leaves["layers.0.kernel"] == checkpoints.Leaf((4 * WIDTH, WIDTH), "float32", ("mlp", "embed"))
+    assert manifest.bytes == sum(array.nbytes for array in LEAVES.values())
+    assert checkpoints.verify_files(model) == manifest
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_many_groups_make_one_checkpoint(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(writing, "GROUP_BYTES", manifest_bytes() // groups)
+    monkeypatch.setattr(reading, "GROUP_BYTES", manifest_bytes() // 3)
+    checkpoints.save(tmp_path / "model", LEAVES, {name: _axes(name) for name in LEAVES}, {})
+    loaded = checkpoints.load(tmp_path / "model")
+    assert loaded.keys() == LEAVES.keys()
+    assert all((np.asarray(loaded[name]) == LEAVES[name]).all() for name in LEAVES)
+
+
+def manifest_bytes() -> int:
+    return sum(array.nbytes for array in LEAVES.values())
+
+
+def test_dtype_casts_float_matrices_only(model):
+    loaded = checkpoints.load(model, dtype=jnp.bfloat16)
+    assert loaded["layers.0.kernel"].dtype == loaded["head.kernel"].dtype == jnp.bfloat16
+    assert loaded["layers.0.scale"].dtype == jnp.float32
+    assert loaded["embed.codes"].dtype == jnp.int8
+    expected = LEAVES["layers.0.kernel"].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(loaded["layers.0.kernel"]), expected)
+
+
+def test_straight_into_a_sharding(model):
+    mesh = MeshConfig(data=2, tensor=2).build()
+    loaded = checkpoints.load(model, mesh=mesh)
+    kernel = loaded["layers.3.kernel"]
+    assert kernel.sharding.spec == P("tensor", None)
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(2 * WIDTH, WIDTH)}
+    assert len(kernel.addressable_shards) == 4
+    np.testing.assert_array_equal(np.asarray(kernel), LEAVES["layers.3.kernel"])
+
+
+def test_a_leaf_that_does_not_divide_is_named(model):
+    with pytest.raises(CheckpointError, match=r"embed\.codes: vocab=10 does not divide over tensor=4"):
+        checkpoints.load(model, mesh=MeshConfig(tensor=4).build(), only=lambda name: name == "embed.codes")
+
+
+def test_one_layer_reads_only_its_bytes(model):
+    chosen = [name for name in LEAVES if name.startswith("layers.5.")]
+    needed = sum(LEAVES[name].nbytes for name in chosen)
+    checkpoints.load(model, only=lambda name: name == "layers.5.scale")  # imports behind us
+    before = _bytes_read()
+    loaded = checkpoints.load(model, only=set(chosen).__contains__)
+    read = _bytes_read() - before
+    assert sorted(loaded) == sorted(chosen)
+    assert needed <= read < needed + 64_000  # plus manifests
+    before = _bytes_read()
+    checkpoints.load(model)
+    assert _bytes_read() - before > LAYERS * needed
+
+
+def test_streaming_holds_one_group_at_a_time(model, monkeypatch):
+    monkeypatch.setattr(reading, "GROUP_BYTES", 1)
+    before = len(jax.live_arrays())
+    for _ in checkpoints.stream(model):
+        assert len(jax.live_arrays()) <= before + 1
+
+
+def test_damage_is_found_by_size(damaged):
+    file = _largest(damaged)
+    file.write_bytes(file.read_bytes()[:-1])
+    (damaged / "config.json").unlink()
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.load(damaged)
+    message = str(error.value)
+    assert "config.json is missing" in message
+    assert file.name in message
+    assert f"has {file.stat().st_size} bytes instead of {file.stat().st_size + 1}" in message
+    assert "\n" not in message
+
+
+def test_damage_is_found_by_sha256(damaged):
+    files = _largest(damaged), damaged / "config.json"
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    checkpoints.read_manifest(damaged)  # sizes are right
+    with pytest.raises(CheckpointError, match="sha256 differs") as error:
+        checkpoints.verify_files(damaged)
+    assert all(file.name in str(error.value) for file in files)
+
+
+def test_not_a_model_directory(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CheckpointError, match=r"no manifest\.json.*jaxinfer convert"):
+            checkpoints.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "damaged"),
+        (b'{"format": 1}', "damaged"),
+        (b'{"format": 9, "leaves": {}, "files": {}}', "format=9 is not known"),
+    ],
+)
+def test_damaged_manifest(tmp_path, content, message):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("occupied", ["file", "directory"])
+def test_an_occupied_output_is_left_alone(tmp_path, occupied):
+    path = tmp_path / "model"
+    inside = path
+    if occupied == "directory":
+        path.mkdir()
+        inside = path / "keep"
+    inside.write_text("mine")
+    with pytest.raises(CheckpointError, match="not empty; name another output directory"):
+        checkpoints.save(path, LEAVES, {}, {})
+    assert inside.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_empty_output_directory_is_used(tmp_path):
+    (tmp_path / "model").mkdir()
+    checkpoints.save(tmp_path / "model", {"a.scale": np.ones(3, np.float32)}, {"a.scale": ("norm",)}, {})
+    assert checkpoints.load(tmp_path / "model").keys() == {"a.scale"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failure_leaves_nothing(tmp_path, monkeypatch, late):
+    monkeypatch.setattr(writing, "GROUP_BYTES", 1)
+    with contextlib.suppress(RuntimeError), Writer(tmp_path / "model") as writer:
+        writer.add("a.scale", np.ones(3, np.float32), ("norm",))
+        if late:
+            monkeypatch.setattr(writing, "write_manifest", lambda *_: (_ for _ in ()).throw(RuntimeError))
+        else:
+            raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_writers_of_one_directory(tmp_path):
+    with Writer(tmp_path / "model") as writer:
+        writer.add("a.scale", np.ones(3, np.float32), ("norm",))
+        with pytest.raises(CheckpointError, match="another process is writing"), Writer(tmp_path / "model"):
+            pass
+    assert checkpoints.load(tmp_path / "model").keys() == {"a.scale"}
+
+
+def test_misuse_of_the_writer(tmp_path):
+    with pytest.raises(ValueError, match="one name per dimension"), Writer(tmp_path / "model") as writer:
+        writer.add("a.scale", np.ones(3, np.float32), ("norm", "embed"))
+    with pytest.raises(ValueError, match="added twice"), Writer(tmp_path / "model") as writer:
+        for _ in range(2):
+            writer.add("a.scale", np.ones(3, np.float32), ("norm",))
+    with pytest.raises(ValueError, match="no leaf was added"), Writer(tmp_path / "model"):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,70 @@
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from sharding import MeshConfig
+
+
+def test_builds_over_the_first_devices():
+    mesh = MeshConfig(data=2, tensor=3).build()
+    assert dict(mesh.shape) == {"data": 2, "pipeline": 1, "expert": 1, "tensor": 3}
+    assert list(mesh.devices.flat) == jax.devices()[:6]
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def test_builds_over_given_devices():
+    assert list(MeshConfig(tensor=2).build(jax.devices()[4:6]).devices.flat) == jax.devices()[4:6]
+    with pytest.raises(ValueError, match="needs 2 devices, got 3"):
+        MeshConfig(tensor=2).build(jax.devices()[:3])
+
+
+def test_too_few_devices():
+    with pytest.raises(ValueError, match="needs 64 devices, got 8"):
+        MeshConfig(tensor=64).build()
+
+
+def test_parse():
+    assert MeshConfig.parse("tensor=2, data=1") == MeshConfig(tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tensor=two", "MeshConfig.tensor must be an integer >= 1, got 'two'"),
+        ("tensor=0", "got 0"),
+        ("tensor", "got ''"),
+        ("tensro=2", "unknown field 'tensro'; known: data, pipeline"),
+        ("tensor=2,tensor=4", "tensor is given twice"),
+        ("pipeline=2", r"MeshConfig.pipeline=2 is not implemented yet; set pipeline = 1 and split by data or tensor"),
+        ("expert=2", "MeshConfig.expert=2 is not implemented yet"),
+    ],
+)
+def test_parse_refuses(text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        MeshConfig.parse(text)
+    assert f"mesh {text!r}" in str(error.value)
+
+
+def test_read(tmp_path):
+    (tmp_path / "mesh.toml").write_text("[mesh]\ndata = 2\ntensor = 4\n")
+    assert MeshConfig.read(tmp_path / "mesh.toml") == MeshConfig(data=2, tensor=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[mesh]\ntensro = 2", "unknown field 'tensro'"),
+        ("[mesh]\npipeline = 2", "pipeline=2 is not implemented yet"),
+        ("[mesh]\ntensor = true", "tensor must be an integer >= 1, got True"),
+        ("[mesh]\ntensor = 2.0", "got 2.0"),
+        ("[mesh]\ntensor =", "not valid TOML"),
+        ("[mesh]\n[other]\n", "expected exactly one table"),
+        ("mesh = 2", "expected exactly one table"),
+    ],
+)
+def test_read_refuses_and_names_the_file(tmp_path, text, message):
+    file = tmp_path / "mesh.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        MeshConfig.read(file)
+    assert str(file) in str(error.value)
