@@ -1,0 +1,330 @@
+"""Conversion: the same numbers, bounded memory, nothing half-written, and every refusal in one line."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import load_file, save_file
+
+import checkpoints
+from checkpoints import CheckpointError
+from jaxinfer.models import conversion
+from jaxinfer.models.conversion import HuggingFaceModel, convert
+from jaxinfer.models.loading import Description, load_model
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+
+
+@pytest.fixture
+def hf(tmp_path):
+    """A Hugging Face directory that a test may change: float32, untied, grouped queries."""
+    copy = tmp_path / "hf"
+    copy.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDENS / "llama_llama3" / name, copy / name)
+    return copy
+
+
+@pytest.fixture
+def out(tmp_path):
+    """Where the model directory shall be; whatever a test does, nothing may be left beside it."""
+    path = tmp_path / "out" / "model"
+    yield path
+    assert not path.parent.exists() or set(path.parent.iterdir()) <= {path}
+
+
+def _edit(file: pathlib.Path, **changes) -> None:
+    fields = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(fields | changes))
+
+
+def _tokenizer(tokens: int) -> tokenizers.Tokenizer:
+    vocab = {"<unk>": 0} | {f"w{i}": i for i in range(1, tokens)}
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+
+
+def _refuses(hf, out, message, **options):
+    with pytest.raises(ValueError, match=message) as error:
+        convert(hf, out, **options)
+    assert "\n" not in str(error.value)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["llama_llama3", "gpt2_awkward", "bert_awkward"])
+def test_leaves_are_those_of_the_mapping(name, out):
+    seen = []
+    description = convert(GOLDENS / name, out, progress=lambda done, total: seen.append((done, total)))
+    source = HuggingFaceModel(GOLDENS / name)
+    assert description == Description.read(out)
+    assert description.config == source.config
+    assert description.dtype == source.dtype
+    loaded = checkpoints.load(out)
+    assert loaded.keys() == set(source.leaf_names)
+    for leaf, array in loaded.items():
+        np.testing.assert_array_equal(np.asarray(array, np.float32), source.read(leaf).astype(np.float32))
+    assert seen[-1][0] == seen[-1][1] == checkpoints.read_manifest(out).bytes
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_is_that_of_the_matrices(hf, out, dtype):
+    assert convert(hf, out, dtype=dtype).dtype == dtype
+    for leaf in checkpoints.read_manifest(out).leaves.values():
+        assert leaf.dtype == (dtype if len(leaf.shape) == 2 else "float32")
+
+
+def test_int8_stored_is_int8_quantised_at_load(hf, out, tmp_path, monkeypatch):
+    monkeypatch.setattr(conversion, "BLOCK_BYTES", 700)  # several blocks a matrix, the last one short
+    convert(hf, out, quantize="int8")
+    convert(hf, tmp_path / "float")
+    stored, quantised = load_model(out), load_model(tmp_path / "float", quantize="int8")
+    assert stored.weights == quantised.weights
+    assert stored.weights.int8
+    jax.tree.map(np.testing.assert_array_equal, stored.state, quantised.state)
+    kernel, scale = checkpoints.load(out)["head.kernel"], checkpoints.load(out)["head.scale"]
+    original = HuggingFaceModel(hf).read("head.kernel")
+    np.testing.assert_allclose(kernel * scale[:, None], original, atol=float(scale.max()) * 0.501)
+    assert np.abs(np.asarray(kernel)).max(axis=1).min() == 127
+
+
+def test_sharded_index(hf, out, tmp_path):
+    convert(hf, out)
+    tensors = load_file(hf / "model.safetensors")
+    (hf / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for shard, chosen in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in chosen}, hf / f"part{shard}.safetensors")
+        weight_map |= dict.fromkeys(chosen, f"part{shard}.safetensors")
+    _edit(hf / "model.safetensors.index.json", weight_map=weight_map)
+    convert(hf, tmp_path / "sharded")
+    one, other = checkpoints.load(out), checkpoints.load(tmp_path / "sharded")
+    assert one.keys() == other.keys()
+    assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_tokenizer_and_special_tokens_come_along(hf, out):
+    tokenizer = _tokenizer(60)
+    tokenizer.save(str(hf / "tokenizer.json"))
+    _edit(hf / "tokenizer_config.json", chat_template="{{ messages }}")
+    _edit(hf / "generation_config.json", bos_token_id=1, eos_token_id=[2, 3])
+    description = convert(hf, out)
+    assert (description.bos_id, description.eos_ids) == (1, (2, 3))
+    assert (out / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer_config.json").exists()
+    assert {"tokenizer.json", "tokenizer_config.json"} <= checkpoints.read_manifest(out).files.keys()
+
+
+def test_tokenizer_is_built_from_vocab_and_merges(hf, out):
+    built = tokenizers.ByteLevelBPETokenizer()
+    built.train_from_iterator(["a b c"], vocab_size=257, special_tokens=["<|endoftext|>"], show_progress=False)
+    built.save_model(str(hf))
+    _refuses(hf, out, r"token .* has id 256 but the embedding has 64 rows")
+    vocab = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}
+    (hf / "vocab.json").write_text(json.dumps(vocab))
+    (hf / "merges.txt").write_text("#version: 0.2\na b\n")
+    convert(hf, out)
+    tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert tokenizer.encode("abb<|endoftext|>").ids == [3, 2, 0]
+
+
+def test_tokenizer_is_built_from_wordpieces(tmp_path, out):
+    hf = tmp_path / "hf"
+    shutil.copytree(GOLDENS / "bert_pooled", hf)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s"]
+    (hf / "vocab.txt").write_text("\n".join(words))
+    convert(hf, out)
+    tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert tokenizer.encode("Hello worlds").tokens == ["[CLS]", "hello", "world", "##s", "[SEP]"]
+
+
+def test_without_tokenizer(hf, out):
+    convert(hf, out)
+    assert not (out / "tokenizer.json").exists()
+
+
+# What is refused. Nothing appears at the output in any of these.
+
+
+def test_vocabulary_mismatch(hf, out):
+    _tokenizer(65).save(str(hf / "tokenizer.json"))
+    _refuses(hf, out, "token 'w64' has id 64 but the embedding has 64 rows; take tokenizer and weights")
+
+
+def test_unreadable_tokenizers(hf, out):
+    (hf / "tokenizer.model").touch()
+    _refuses(hf, out, r"tokenizer\.model is not implemented")
+    (hf / "tokenizer.json").write_text("{}")
+    _refuses(hf, out, r"tokenizer\.json: not a tokenizer")
+
+
+def test_missing_extra_and_misshaped_tensors_are_all_listed(hf, out):
+    tensors = load_file(hf / "model.safetensors")
+    gone = [next(name for name in tensors if "q_proj" in name), next(name for name in tensors if "down_proj" in name)]
+    for name in gone:
+        del tensors[name]
+    bent = next(name for name in tensors if "up_proj" in name)
+    tensors[bent] = tensors[bent][:-1]
+    tensors["surprise.weight"] = np.zeros((2, 2), np.float32)
+    save_file(tensors, hf / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        convert(hf, out)
+    message = str(error.value)
+    assert all(name.removeprefix("model.") in message for name in (str(hf), *gone, bent, "surprise.weight"))
+    assert "\n" not in message
+
+
+def test_configs(hf, out):
+    config = (hf / "config.json").read_text()
+    _edit(hf / "config.json", model_type="mamba")
+    _refuses(hf, out, r"hf: config\.json: model_type='mamba' is not implemented; known: .*llama")
+    (hf / "config.json").write_text(config)
+    _edit(hf / "config.json", hidden_act="tanh")
+    _refuses(hf, out, "hidden_act='tanh' is not implemented")
+    (hf / "config.json").write_text("{")
+    _refuses(hf, out, r"config\.json: not a JSON object")
+    (hf / "config.json").unlink()
+    _refuses(hf, out, r"config\.json: no such file")
+    _refuses(hf / "none", out, "no such directory")
+
+
+def test_special_tokens_outside_the_vocabulary(hf, out):
+    _edit(hf / "generation_config.json", eos_token_id=64)
+    _refuses(hf, out, "eos_token_id=64 is no token of a vocabulary of 64")
+
+
+def test_values_beyond_float16(hf, out):
+    tensors = load_file(hf / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1e8
+    save_file(tensors, hf / "model.safetensors")
+    _refuses(hf, out, r"head\.kernel holds values beyond float16; convert with --dtype bfloat16", dtype="float16")
+
+
+def test_truncated_weights(hf, out):
+    file = hf / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    _refuses(hf, out, r"model\.safetensors: truncated or corrupt")
+
+
+def test_options(hf, out):
+    _refuses(hf, out, "dtype='int4' is not implemented; known: float32", dtype="int4")
+    _refuses(hf, out, "quantize='int4' is not implemented; known: int8", quantize="int4")
+
+
+def test_full_disk_is_said_before_writing(hf, out, monkeypatch):
+    free = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    monkeypatch.setattr(HuggingFaceModel, "read", lambda *_: pytest.fail("a tensor was read"))
+    _refuses(hf, out, "GiB on disk and 0.00 GiB are free")
+
+
+def test_occupied_output_is_refused_first(hf, tmp_path):
+    out = tmp_path / "model"
+    out.mkdir()
+    (out / "keep").touch()
+    with pytest.raises(CheckpointError, match="not empty"):
+        convert(hf / "none", out)
+
+
+# Kills and memory, in processes of their own.
+
+
+def _llama(path: pathlib.Path, *, layers: int, embed: int, hidden: int, shards: int = 1) -> int:
+    """A llama with that many bytes of float16 weights; returns how many."""
+    path.mkdir()
+    config = json.loads((GOLDENS / "llama_llama3" / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "hidden_size": embed, "intermediate_size": hidden, "vocab_size": 256}
+    config |= {"num_attention_heads": embed // 64, "num_key_value_heads": embed // 64, "head_dim": 64}
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    shapes = {"model.embed_tokens.weight": (256, embed), "model.norm.weight": (embed,)}
+    for i in range(layers):
+        prefix = f"model.layers.{i}"
+        shapes |= {f"{prefix}.{norm}.weight": (embed,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{prefix}.self_attn.{part}_proj.weight": (embed, embed) for part in "qkvo"}
+        shapes |= {f"{prefix}.mlp.{part}_proj.weight": (hidden, embed) for part in ("gate", "up")}
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (embed, hidden)
+    names, weight_map, total = sorted(shapes), {}, 0
+    noise = np.random.default_rng(0).standard_normal(9973).astype(np.float16)
+    for shard in range(shards):
+        chosen = names[shard::shards]
+        tensors = {name: np.resize(noise, shapes[name]) for name in chosen}
+        save_file(tensors, path / f"{shard}.safetensors")
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        weight_map |= dict.fromkeys(chosen, f"{shard}.safetensors")
+    _edit(path / "model.safetensors.index.json", weight_map=weight_map)
+    return total
+
+
+def _python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"})
+
+
+def test_a_killed_run_leaves_nothing_that_matters(hf, out):
+    code = """
+        import os, signal, sys
+        from checkpoints import writing
+        from jaxinfer.models.conversion import convert
+        writing.GROUP_BYTES = 1  # every leaf is written at once
+        def progress(done, total):
+            if done > total / 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        convert(sys.argv[1], sys.argv[2], progress=progress)
+    """
+    killed = _python(code, hf, out)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.name for path in out.parent.iterdir()] == [".model.partial"]
+    assert any(out.parent.rglob("*.ocdbt"))
+    convert(hf, out)
+    assert load_model(out).config == HuggingFaceModel(hf).config
+    checkpoints.verify_files(out)
+
+
+MEASURED = """
+    import json, resource, sys
+    import jax
+    from checkpoints import writing
+    from jaxinfer.models import conversion
+    from orbax.checkpoint import v1  # what importing costs is not counted
+
+    def peak():
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
+
+    source, out, options, group = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+    writing.GROUP_BYTES = group or writing.GROUP_BYTES
+    jax.numpy.zeros(1).block_until_ready()
+    before = peak()
+    conversion.convert(source, out, **options)
+    print(peak() - before)
+"""
+
+
+def _peak_growth(source: pathlib.Path, out: pathlib.Path, group: int = 0, **options: str) -> int:
+    done = _python(MEASURED, source, out, msgspec.json.encode(options).decode(), group)
+    assert not done.returncode, done.stderr
+    return int(done.stdout)
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path, out):
+    total = _llama(tmp_path / "hf", layers=24, embed=512, hidden=2048, shards=2)
+    largest = 2 * 2048 * 512 * 2  # gate and up, float16
+    growth = _peak_growth(tmp_path / "hf", out, group=largest, quantize="int8")
+    assert growth < total / 2
+
+
+@pytest.mark.slow
+def test_memory_of_a_large_model(tmp_path, out):
+    total = _llama(tmp_path / "hf", layers=24, embed=2048, hidden=5632, shards=4)
+    assert total > 2**31
+    assert _peak_growth(tmp_path / "hf", out) < total / 2
