@@ -1,9 +1,9 @@
 """jaxinfer: compiled transformer inference in JAX.
 
-    from jaxinfer import LLM, SamplingParams
+from jaxinfer import LLM, SamplingParams
 
-    llm = LLM("examples/demo_model")
-    print(llm.generate("def main():", SamplingParams(temperature=0))[0].completions[0].text)
+llm = LLM("examples/demo_model")
+print(llm.generate("def main():", SamplingParams(temperature=0))[0].completions[0].text)
 """
 
 from typing import TYPE_CHECKING, Any

@@ -7,7 +7,9 @@ import typer
 from typer.core import TyperGroup
 
 from jaxinfer.cli.convert import convert
+from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
+from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.verify import verify
 
 
@@ -31,5 +33,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Compiled transformer inference in JAX.",
 )
-for _command in (convert, info, verify):
+for _command in (convert, generate, info, inspect, verify):
     app.command()(_command)

@@ -9,6 +9,8 @@ import msgspec
 import typer
 from rich.console import Console
 
+from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
+
 if TYPE_CHECKING:
     from jaxinfer.generation import LLM, RequestOutput, SamplingParams
 
@@ -34,9 +36,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="Log probabilities of this many likeliest tokens.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    quantize: Annotated[str | None, typer.Option(help="int8.")] = None,
-    mesh: Annotated[str | None, typer.Option(help="A TOML file with a [mesh] table, or tensor=2.")] = None,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(help="Most tokens of a sequence.")] = None,
     max_batch: Annotated[int, typer.Option(help="Most sequences that run together.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line per request.")] = False,
@@ -62,7 +64,7 @@ def generate(
         logprobs=logprobs,
     )
     start = time.perf_counter()
-    llm = LLM(model, mesh=mesh, dtype=dtype, quantize=quantize, context=context, max_batch=max_batch)
+    llm = LLM(model, mesh=parse_mesh(mesh), dtype=dtype, quantize=quantize, context=context, max_batch=max_batch)
     loaded = time.perf_counter() - start
     if as_json:
         _print_json(llm, prompts, params)

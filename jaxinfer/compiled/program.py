@@ -70,6 +70,7 @@ class Program:
     def __init__(self, name: str, bucket: Bucket, executable: jax.stages.Compiled, compile_seconds: float):
         self.name, self.bucket, self.executable = name, bucket, executable
         memory = executable.memory_analysis()
+        assert memory is not None, "every backend of ours reports its memory"
         self.cost = Cost(
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,

@@ -57,10 +57,10 @@ class Prefilled(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """A decode's results: `count` valid tokens a row."""
+    """A decode's results: `produced` valid tokens a row."""
 
     tokens: jax.Array  # int32 [B, K]
-    count: jax.Array  # int32 [B]
+    produced: jax.Array  # int32 [B]
     logprobs: Logprobs  # [B, K]
 
 
@@ -138,12 +138,13 @@ def decode(
         last = state.history[rows.slot, jnp.maximum(length - 1, 0)]
         positions = jnp.where(active, length - 1, -1)
         hidden, caches = model(last[:, None], positions[:, None], state.caches, rows.page_table)
+        assert caches is not None
         logits = model.logits(hidden[:, 0])
         chosen, logprobs = sample(logits, state.history[rows.slot], length, rows.options)
         history = state.history.at[rows.slot, jnp.where(active, length, context)].set(chosen, mode="drop")
         out = Decoded(
             out.tokens.at[:, step].set(chosen),
-            out.count + active,
+            out.produced + active,
             jax.tree.map(lambda all_steps, new: all_steps.at[:, step].set(new), out.logprobs, logprobs),
         )
         length = length + active

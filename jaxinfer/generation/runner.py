@@ -14,7 +14,7 @@ from flax import nnx
 from jaxinfer.compiled import Bucket, CostRecords, Program, ProgramCache, compile_program, powers, round_up
 from jaxinfer.generation.programs import Decoded, DeviceState, Prefilled, Rows, decode, prefill
 from jaxinfer.generation.request import Sequence, TokenLogprob
-from jaxinfer.generation.sampling import IDLE_ROW, Logprobs, SamplingArrays, sampling_row
+from jaxinfer.generation.sampling import IDLE, Logprobs, RowOptions, sampling_arrays
 from jaxinfer.generation.scheduler import Batch, Decode, Prefill
 from jaxinfer.models import KVPages
 from jaxinfer.models.loading import LoadedModel
@@ -55,8 +55,7 @@ class Runner:
         self.programs = ProgramCache(self._build)
         sizes = (slots, context, num_pages, page_size, max_decode_steps)
         self._records = CostRecords(f"{model.config} {model.weights} {model.mesh} {sizes}")
-        self._rows_key: tuple | None = None
-        self._rows: Rows | None = None
+        self._kept_rows: tuple[tuple, Rows] | None = None
 
     def _empty_state(self, num_pages: int, context: int) -> DeviceState:
         attention = self.model.config.attention
@@ -164,7 +163,7 @@ class Runner:
         program = self.programs.get("decode", batch=rows, pages=pages)
         result: Decoded = self._call(program, batch.sequences, rows, pages, length, np.int32(batch.steps))
         for row, sequence in enumerate(batch.sequences):
-            for step in range(result.count[row]):
+            for step in range(result.produced[row]):
                 if not sequence.finished:  # a stop string may end it before the device knew
                     self._append(sequence, result.tokens[row, step], result.logprobs, (row, step))
 
@@ -179,28 +178,24 @@ class Runner:
     def _rows_of(self, sequences: tuple[Sequence, ...], rows: int, pages: int) -> Rows:
         """The rows of a batch on the device, kept while the batch stays the same: they do not change as it grows."""
         key = (rows, pages, *((s.request_id, s.index) for s in sequences))
-        if key != self._rows_key or self._rows is None:
-            self._rows, self._rows_key = jax.device_put(self._make_rows(sequences, rows, pages)), key
-        return self._rows
+        if self._kept_rows is None or self._kept_rows[0] != key:
+            self._kept_rows = key, jax.device_put(self._make_rows(sequences, rows, pages))
+        return self._kept_rows[1]
 
     def _make_rows(self, sequences: tuple[Sequence, ...], rows: int, pages: int) -> Rows:
-        table = np.zeros((rows, pages), np.int32)
-        slot, limit = np.full(rows, self._slots, np.int32), np.zeros(rows, np.int32)
-        options = [IDLE_ROW] * rows
-        for row, sequence in enumerate(sequences):
-            held = sequence.pages[:pages]
+        table: Any = np.zeros((rows, pages), np.int32)
+        slot: Any = np.full(rows, self._slots, np.int32)
+        limit: Any = np.zeros(rows, np.int32)
+        options = [IDLE] * rows
+        for row, s in enumerate(sequences):
+            held = s.pages[:pages]
             table[row, : len(held)] = held
-            slot[row], limit[row] = sequence.slot, sequence.limit
-            options[row] = sampling_row(
-                sequence.params,
-                seed=sequence.seed,
-                prompt_length=sequence.prompt_length,
-                stop_ids=sequence.stop_ids,
-            )
-        return Rows(slot, limit, table, SamplingArrays(*map(np.stack, zip(*options, strict=True))))
+            slot[row], limit[row] = s.slot, s.limit
+            options[row] = RowOptions(s.params, s.seed, s.prompt_length, s.stop_ids)
+        return Rows(slot, limit, table, sampling_arrays(options))
 
     @staticmethod
-    def _append(sequence: Sequence, token: int, logprobs: Logprobs, at: tuple[int, ...]) -> None:
+    def _append(sequence: Sequence, token: Any, logprobs: Logprobs, at: tuple[int, ...]) -> None:
         asked = sequence.params.logprobs
         sequence.append(int(token), None if asked is None else _token_logprob(logprobs, at, token, asked))
 

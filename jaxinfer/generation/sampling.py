@@ -4,6 +4,7 @@ Every option is an array, so none of them changes a compiled program; work that 
 time (`lax.cond`). No step sorts the vocabulary: the cut-offs of top-k and top-p are found by bisection.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -42,34 +43,47 @@ class SamplingArrays(NamedTuple):
     prompt_logprobs: jax.Array
 
 
-def sampling_row(params: SamplingParams, *, seed: int, prompt_length: int, stop_ids: tuple[int, ...]) -> tuple:
-    """One row of `SamplingArrays`, as numpy values."""
-    stops = np.full(MAX_STOP_IDS, -1, np.int32)
-    stops[: len(stop_ids)] = stop_ids
-    bias_ids, bias = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
-    bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
-    bias[: len(params.logit_bias)] = list(params.logit_bias.values())
-    return SamplingArrays(
-        seed=np.uint32(seed),
-        temperature=np.float32(params.temperature),
-        top_p=np.float32(params.top_p),
-        min_p=np.float32(params.min_p),
-        repetition=np.float32(params.repetition_penalty),
-        presence=np.float32(params.presence_penalty),
-        frequency=np.float32(params.frequency_penalty),
-        top_k=np.int32(params.top_k),
-        min_length=np.int32(prompt_length + params.min_tokens),
-        prompt_length=np.int32(prompt_length),
-        stop_ids=stops,
-        bias_ids=bias_ids,
-        bias=bias,
-        logprobs=np.bool_(params.logprobs is not None),
-        prompt_logprobs=np.bool_(params.prompt_logprobs is not None),
-    )
+class RowOptions(NamedTuple):
+    """What decides the choice of one row's tokens; `stop_ids` includes the model's end-of-text."""
+
+    params: SamplingParams
+    seed: int
+    prompt_length: int
+    stop_ids: tuple[int, ...]
 
 
-IDLE_ROW = sampling_row(SamplingParams(temperature=0.0), seed=0, prompt_length=0, stop_ids=())
+IDLE = RowOptions(SamplingParams(temperature=0.0), seed=0, prompt_length=0, stop_ids=())
 """The options of a padding row: greedy, nothing asked."""
+
+
+def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:
+    """The options of a batch, as numpy arrays."""
+
+    def column(dtype: type, values: list) -> jax.Array:
+        return np.array(values, dtype)  # type: ignore[return-value]  # numpy until the batch is sent to the device
+
+    def padded(values: Iterable, size: int, fill: float) -> list:
+        values = list(values)
+        return values + [fill] * (size - len(values))
+
+    params = [row.params for row in rows]
+    return SamplingArrays(
+        seed=column(np.uint32, [row.seed for row in rows]),
+        temperature=column(np.float32, [p.temperature for p in params]),
+        top_p=column(np.float32, [p.top_p for p in params]),
+        min_p=column(np.float32, [p.min_p for p in params]),
+        repetition=column(np.float32, [p.repetition_penalty for p in params]),
+        presence=column(np.float32, [p.presence_penalty for p in params]),
+        frequency=column(np.float32, [p.frequency_penalty for p in params]),
+        top_k=column(np.int32, [p.top_k for p in params]),
+        min_length=column(np.int32, [row.prompt_length + row.params.min_tokens for row in rows]),
+        prompt_length=column(np.int32, [row.prompt_length for row in rows]),
+        stop_ids=column(np.int32, [padded(row.stop_ids, MAX_STOP_IDS, -1) for row in rows]),
+        bias_ids=column(np.int32, [padded(p.logit_bias, MAX_LOGIT_BIAS, -1) for p in params]),
+        bias=column(np.float32, [padded(p.logit_bias.values(), MAX_LOGIT_BIAS, 0.0) for p in params]),
+        logprobs=column(np.bool_, [p.logprobs is not None for p in params]),
+        prompt_logprobs=column(np.bool_, [p.prompt_logprobs is not None for p in params]),
+    )
 
 
 class Logprobs(NamedTuple):

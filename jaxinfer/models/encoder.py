@@ -12,9 +12,7 @@ class EncoderLayer(nnx.Module):
     """x = norm(x + attention(x)); x = norm(x + mlp(x))."""
 
     def __init__(self, cfg: EncoderConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
-        self.attention = Attention(
-            cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, causal=False, rngs=rngs
-        )
+        self.attention = Attention(cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, causal=False, rngs=rngs)
         self.attention_norm = Norm(cfg.embed, cfg.norm)
         self.mlp = Mlp(cfg.embed, cfg.mlp, weights, rngs=rngs)
         self.mlp_norm = Norm(cfg.embed, cfg.norm)

@@ -33,7 +33,7 @@ from pallas_kernels import KernelLayout, attention, linear, quantized_linear
 class WeightFormat:
     """How a model holds its matrices: their dtype, their order in memory, and whether they are int8."""
 
-    dtype: np.dtype = np.dtype(np.float32)
+    dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
     layout: KernelLayout = KernelLayout.NK
     int8: bool = False
 

@@ -1,6 +1,7 @@
 """A tiny random model with a byte-level tokenizer, as a model directory."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -63,9 +64,10 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory):
-    """Executables and cost records of the tests stay out of the user's cache."""
+    """Executables and cost records of the tests stay out of the user's cache, and serve all of this run's workers."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("JAXINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+    base = tmp_path_factory.getbasetemp()
+    patch.setenv("JAXINFER_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
     yield
     patch.undo()
 

@@ -164,7 +164,7 @@ def test_options_do_not_recompile(llm):
 
 
 def test_generation_ahead_compiles_all_it_needs(model_dir):
-    llm = LLM(model_dir, max_batch=2, context=64)
+    llm = LLM(model_dir, max_batch=4)
     llm.generate(prompts_of(3, 20, 9), SamplingParams(temperature=0, max_tokens=30))
     assert llm.engine.runner.programs.misses == 0
 
@@ -176,8 +176,8 @@ def test_max_tokens_none_fills_the_context(llm):
 
 def test_a_cache_smaller_than_the_batch_queues(model_dir, logits_of):
     page_bytes = 16 * 2 * 2 * 2 * 8 * 4
-    llm = LLM(model_dir, max_batch=4, context=64, cache_bytes=5 * page_bytes)
-    prompts = prompts_of(20, 20, 20)
+    llm = LLM(model_dir, max_batch=2, context=64, cache_bytes=3 * page_bytes)
+    prompts = prompts_of(20, 20)
     assert completions(llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
 
 

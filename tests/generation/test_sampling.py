@@ -8,18 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.sampling import SamplingArrays, logprobs_of, penalize, sample, sampling_row, truncate
+from jaxinfer.generation.sampling import (
+    RowOptions,
+    SamplingArrays,
+    logprobs_of,
+    penalize,
+    sample,
+    sampling_arrays,
+    truncate,
+)
 
 VOCAB, CONTEXT = 50, 12
 _sample, _truncate, _penalize = map(jax.jit, (sample, truncate, penalize))
 
 
 def options(*params: SamplingParams, prompt_length: int = 4, stop_ids=(), seeds=None) -> SamplingArrays:
-    rows = [
-        sampling_row(p, seed=seeds[i] if seeds else i, prompt_length=prompt_length, stop_ids=stop_ids)
-        for i, p in enumerate(params)
-    ]
-    return SamplingArrays(*map(np.stack, zip(*rows, strict=True)))
+    seeds = seeds or range(len(params))
+    rows = [RowOptions(p, seed, prompt_length, stop_ids) for p, seed in zip(params, seeds, strict=True)]
+    return sampling_arrays(rows)
 
 
 def truncated_by_numpy(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
