@@ -1,0 +1,71 @@
+import pathlib
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxinfer.cli import app
+from jaxinfer.models.conversion import convert
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("info") / "model"
+    convert(GOLDENS / "llama_llama3", path)
+    return path
+
+
+def _rows(*arguments: object) -> dict[str, str]:
+    done = CliRunner().invoke(app, ["info", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    cells = (line.strip("│").split("│") for line in done.stdout.splitlines() if line.startswith("│"))
+    return {name.strip(): value.strip() for name, value in cells}
+
+
+def test_what_a_model_is(model):
+    rows = _rows(model)
+    assert rows["family"] == "llama (decoder)"
+    assert rows["heads"] == "4 of 6, 2 KV"
+    assert rows["stored as"] == "float32"
+    assert rows["parameters"] == "12,408"
+    assert rows["stored bytes"] == rows["weights per device"] == "49.6 kB"
+    assert rows["tokenizer"] == "no: token ids only"
+
+
+def test_memory_for_a_mesh_a_context_and_a_batch(model):
+    rows = _rows(model, "--mesh", "tensor=2", "--context", 50, "--batch", 4, "--quantize", "int8")
+    assert rows["mesh"] == "data=1, tensor=2: 2 devices"
+    cache = 2 * 2 * 4 * 50 * (2 * 6) * 4 // 2  # keys and values, layers, batch, context, heads, bytes, devices
+    assert cache == 19_200
+    assert rows["KV cache per device"] == "19.2 kB for batch 4 of 50 tokens"
+    assert rows["weights per device"] < "9"  # kB: a quarter, half of it, and the scales
+
+
+def test_encoders_keep_no_cache(tmp_path):
+    convert(GOLDENS / "bert_pooled", tmp_path / "model")
+    assert _rows(tmp_path / "model")["KV cache per device"].startswith("0 bytes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "tensor=3"), "does not divide over tensor=3"),
+        (("--mesh", "pipeline=2"), "pipeline=2 is not implemented yet"),
+        (("--mesh", "none.toml"), "none.toml"),
+        (("--context", "65"), "--context 65 is more than the model's 64"),
+        (("--dtype", "int4"), "dtype='int4' is not implemented"),
+    ],
+)
+def test_refusals(model, arguments, message):
+    done = CliRunner().invoke(app, ["info", str(model), *arguments])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_model(tmp_path):
+    done = CliRunner().invoke(app, ["info", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "jaxinfer convert" in done.stderr

@@ -1,0 +1,226 @@
+"""Model directories as models: what is loaded, in which layout, dtype and place, and what is refused."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import checkpoints
+from checkpoints import CheckpointError
+from jaxinfer.models import Decoder, DecoderConfig, Encoder, WeightFormat, loading
+from jaxinfer.models.config import (
+    Activation,
+    AttentionConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    PositionKind,
+    PositionsConfig,
+)
+from jaxinfer.models.conversion import HuggingFaceModel, convert
+from jaxinfer.models.loading import Description, load_model, save_model
+from pallas_kernels import KernelLayout
+from sharding import MeshConfig
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+CONFIG = DecoderConfig(
+    vocab=64,
+    embed=32,
+    layers=3,
+    context=40,
+    attention=AttentionConfig(q_heads=4, kv_heads=2, head_dim=8, qkv_bias=True, windows=(None, 8)),
+    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=8),
+    mlp=MlpConfig(hidden=48, activation=Activation.SILU, gated=True),
+    norm=NormConfig(kind=NormKind.RMS),
+)
+
+
+@pytest.fixture(scope="module")
+def original():
+    return Decoder(CONFIG, WeightFormat(), rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def saved(original, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "model"
+    save_model(
+        path,
+        original,
+        family="test",
+        weights=WeightFormat(),
+        tokenizer={"tokenizer.json": b"{}"},
+        bos_id=1,
+        eos_ids=(2, 3),
+    )
+    return path
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return pathlib.Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def _leaves(state) -> dict[str, jax.Array]:
+    return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+
+
+def _hidden(model) -> np.ndarray:
+    tokens = jnp.arange(12)[None]
+    return np.asarray(nnx.merge(model.graphdef, model.state)(tokens, tokens)[0], np.float32)
+
+
+def test_round_trip(original, saved):
+    model = load_model(saved, layout=KernelLayout.NK)
+    assert (model.config, model.bos_id, model.eos_ids, model.folder) == (CONFIG, 1, (2, 3), saved)
+    assert model.description.family == "test"
+    expected, found = _leaves(nnx.state(original)), _leaves(model.state)
+    assert expected.keys() == found.keys()
+    jax.tree.map(np.testing.assert_array_equal, expected, found)
+
+
+def test_layout_is_chosen_at_load(saved):
+    as_stored, turned = load_model(saved, layout=KernelLayout.NK), load_model(saved)
+    assert turned.weights.layout is KernelLayout.KN  # this is a CPU
+    kernels = _leaves(as_stored.state), _leaves(turned.state)
+    np.testing.assert_array_equal(kernels[0]["layers.1.mlp.up.kernel"].T, kernels[1]["layers.1.mlp.up.kernel"])
+    np.testing.assert_array_equal(kernels[0]["embed.table"], kernels[1]["embed.table"])
+    np.testing.assert_allclose(_hidden(as_stored), _hidden(turned), atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", KernelLayout)
+def test_a_model_in_either_layout_is_saved_the_same(saved, tmp_path, layout):
+    model = load_model(saved, layout=layout)
+    save_model(tmp_path / "again", nnx.merge(model.graphdef, model.state), family="test", weights=model.weights)
+    leaves, again = checkpoints.load(saved), checkpoints.load(tmp_path / "again")
+    assert leaves.keys() == again.keys()
+    jax.tree.map(np.testing.assert_array_equal, leaves, again)
+
+
+def test_halves_are_computed_in_float32_on_a_cpu(original, tmp_path):
+    save_model(tmp_path / "model", original, family="test", weights=WeightFormat(), dtype="bfloat16")
+    assert load_model(tmp_path / "model").weights.dtype == jnp.float32
+    kept = load_model(tmp_path / "model", dtype="bfloat16")
+    assert kept.weights.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(kept.state) if leaf.ndim == 2} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(kept.state) if leaf.ndim == 1} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_on_a_mesh_the_same_numbers(saved, tmp_path, quantize):
+    (tmp_path / "mesh.toml").write_text("[mesh]\ndata = 2\ntensor = 2\n")
+    one, split = load_model(saved, quantize=quantize), load_model(saved, mesh=tmp_path / "mesh.toml", quantize=quantize)
+    assert split.mesh is not None
+    up = _leaves(split.state)["layers.0.mlp.up.kernel"]  # [inputs, outputs] on a CPU
+    assert {shard.data.shape for shard in up.addressable_shards} == {(32, 48)}
+    assert split.sharding("batch", None, shape=(4, 3)).shard_shape((4, 3)) == (2, 3)
+    # A split sum rounds differently, and int8 activations may then fall on the other side of a step.
+    np.testing.assert_allclose(_hidden(one), _hidden(split), atol=1e-5 if quantize is None else 2e-2)
+
+
+def test_int8_at_load(saved):
+    exact, rounded = load_model(saved), load_model(saved, quantize="int8")
+    leaves = _leaves(rounded.state)
+    matrices = {name for name, leaf in leaves.items() if leaf.ndim == 2}
+    assert {leaves[name].dtype for name in matrices} == {jnp.dtype(jnp.int8)}
+    assert {name.rpartition(".")[0] + ".scale" for name in matrices} <= leaves.keys()
+    difference = np.abs(_hidden(exact) - _hidden(rounded)).max()
+    assert 0 < difference < 0.2
+
+
+def test_encoders_too(tmp_path):
+    convert(GOLDENS / "bert_pooled", tmp_path / "model")
+    model = load_model(tmp_path / "model")
+    assert isinstance(nnx.merge(model.graphdef, model.state), Encoder)
+    assert model.description.kind == "encoder"
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDENS.glob("*/config.json")))
+def test_config_json_keeps_every_config(name, tmp_path):
+    source = HuggingFaceModel(GOLDENS / name)
+    description = Description(family=source.model_type, config=source.config, dtype=source.dtype, eos_ids=(1, 2))
+    (tmp_path / "config.json").write_bytes(description.to_json())
+    assert Description.read(tmp_path) == description
+
+
+def _edit(folder, change):
+    fields = json.loads((folder / "config.json").read_text())
+    change(fields)
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.update(kind="diffusion"), "Invalid enum value 'diffusion'"),
+        (lambda f: f.update(dtype="int4"), "Invalid enum value 'int4'"),
+        (lambda f: f.update(extra=1), "unknown field `extra`"),
+        (lambda f: f["config"]["attention"].update(sinks=4), r"unknown fields config\.attention\.sinks"),
+        (lambda f: f["config"].update(layers="3"), r"Expected `int`, got `str` - at `\$\.layers`"),
+        (lambda f: f["config"].update(layers=0), r"layers must be >= 1, got 0"),
+        (lambda f: f["config"].pop("mlp"), "missing required field `mlp`"),
+    ],
+)
+def test_config_json_is_read_strictly(copy, change, message):
+    _edit(copy, change)
+    with pytest.raises(CheckpointError, match=message) as error:
+        Description.read(copy)
+    assert str(copy / "config.json") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_no_config(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json; make a model directory with `jaxinfer convert"):
+        load_model(tmp_path)
+
+
+def test_all_leaves_that_do_not_fit_are_listed(copy, original, tmp_path):
+    leaves, axes = checkpoints.load(copy), checkpoints.read_manifest(copy).leaves
+    del leaves["layers.2.mlp.down.kernel"], leaves["final_norm.scale"]
+    leaves["head.kernel"] = leaves["head.kernel"][:-1]
+    leaves["layers.0.mlp.up.kernel"] = leaves["layers.0.mlp.up.kernel"].astype(jnp.bfloat16)
+    names = {name: axes[name].axes for name in leaves}
+    leaves["surprise.kernel"], names["surprise.kernel"] = jnp.zeros((2, 2)), ("mlp", "embed")
+    checkpoints.save(tmp_path / "bad", leaves, names, {"config.json": copy / "config.json"})
+    with pytest.raises(CheckpointError) as error:
+        load_model(tmp_path / "bad")
+    message = str(error.value)
+    assert "2 missing: final_norm.scale, layers.2.mlp.down.kernel" in message
+    assert "1 unexpected: surprise.kernel" in message
+    assert "2 mis-shaped" in message
+    assert "head.kernel is float32[63, 32], not float32[64, 32]" in message
+    assert "layers.0.mlp.up.kernel is bfloat16[96, 32], not float32[96, 32]" in message
+    assert "\n" not in message
+
+
+def test_too_little_memory_is_said_before_loading(saved, monkeypatch):
+    monkeypatch.setattr(loading, "available_bytes", lambda *_: 1000)
+    monkeypatch.setattr(checkpoints, "stream", lambda *_, **__: pytest.fail("a weight was read"))
+    with pytest.raises(MemoryError, match=r"the weights need 0\.00 GiB of memory and 0\.00 GiB are available; use"):
+        load_model(saved)
+
+
+def test_memory_is_that_of_the_leaves(saved):
+    leaves = loading.canonical_leaves(CONFIG, WeightFormat())
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(load_model(saved).state))
+    assert loading.bytes_per_device(leaves, None, loading.ShardingRules()) == total
+    split = loading.bytes_per_device(leaves, MeshConfig(tensor=2).abstract(), loading.ShardingRules())
+    assert total / 2 < split < total * 0.52
+    assert loading.available_bytes() > 2**20
+    cache = loading.cache_leaves(CONFIG, WeightFormat(), batch=2, context=40)
+    assert sum(leaf.bytes for leaf in cache.values()) == 2 * 3 * (2 * 40) * 2 * 8 * 4
+
+
+def test_options(saved, original, tmp_path):
+    with pytest.raises(ValueError, match="dtype='int4' is not implemented; known: float32, bfloat16, float16"):
+        load_model(saved, dtype="int4")
+    with pytest.raises(ValueError, match="quantize='int4' is not implemented; known: int8"):
+        load_model(saved, quantize="int4")
+    with pytest.raises(ValueError, match="takes a float model"):
+        save_model(tmp_path / "x", original, family="test", weights=WeightFormat(int8=True))
+    with pytest.raises(ValueError, match="dtype='int8' is not implemented"):
+        save_model(tmp_path / "x", original, family="test", weights=WeightFormat(), dtype="int8")
