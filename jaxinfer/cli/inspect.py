@@ -1,0 +1,131 @@
+"""`jaxinfer inspect`: what a model's decode program would run on a GPU that is not here."""
+
+import collections
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxinfer.cli.common import DtypeOption, QuantizeOption
+
+if TYPE_CHECKING:
+    from jaxinfer.compiled.target import TargetReport
+    from jaxinfer.models import DecoderConfig, WeightFormat
+
+PAGE_SIZE = 16
+TEMPORARIES = 5
+
+
+def inspect(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.", show_default=False)],
+    target: Annotated[str, typer.Option(help="The GPU to compile for.")] = "h200",
+    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Most tokens per launch of the program.")] = 16,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    registers: Annotated[
+        bool, typer.Option("--registers", help="Also registers and spills, for some seconds.")
+    ] = False,
+) -> None:
+    """Compile a model's decode loop for a GPU on this machine and show kernels, CUDA graphs and memory.
+
+    Only config.json is read. Nothing is timed, and XLA's matrix products have tiles that a real GPU would tune.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
+    from jaxinfer.compiled.target import Target, compile_for, compiler_options
+    from jaxinfer.models import DecoderConfig
+    from jaxinfer.models.loading import Description, weight_format
+
+    gpu, description = Target.load(target), Description.read(directory)
+    weights, config = weight_format(description, dtype=dtype, quantize=quantize), description.config
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(f"{directory} holds an encoder; inspect compiles the decode loop of decoders.")
+    if (context := context or config.context) > config.context:
+        raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
+    program, args = decode_program(config, weights, batch=batch, context=context, steps=steps)
+    options = compiler_options("gpu", rows=batch, int8=weights.int8)
+    report = compile_for(gpu, program, args, donate=(1,), options=options, resources=registers)
+    _print(report, f"{directory}: decode of {steps} steps, batch {batch}, {context} tokens", registers)
+
+
+def decode_program(
+    config: "DecoderConfig", weights: "WeightFormat", *, batch: int, context: int, steps: int
+) -> tuple[Callable, tuple]:
+    """The generation loop of a model, and its arguments as shapes; the second argument is to be donated."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jaxinfer.generation.programs import DeviceState, Rows, decode
+    from jaxinfer.generation.sampling import IDLE, sampling_arrays
+    from jaxinfer.models import Decoder, KVPages
+    from jaxinfer.models.loading import abstract_model
+
+    graphdef, state = nnx.split(abstract_model(config, weights))
+    leaves, treedef = jax.tree.flatten(state)
+
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    pages = -(-context // PAGE_SIZE)
+    shape = (batch * pages, PAGE_SIZE, config.attention.kv_heads, config.attention.head_dim)
+    cache = jax.ShapeDtypeStruct(shape, weights.dtype)
+    caches = [KVPages(cache, cache) for _ in range(config.layers)]  # type: ignore[arg-type]  # shapes for arrays
+    device_state = DeviceState(caches, integers(batch + 1, context))  # type: ignore[arg-type]
+    rows = Rows(integers(batch), integers(batch), integers(batch, pages), sampling_arrays([IDLE] * batch))  # type: ignore[arg-type]
+
+    def program(leaves: list[jax.Array], state: DeviceState, rows: Rows, length: jax.Array, count: jax.Array):
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        assert isinstance(model, Decoder)
+        return decode(model, state, rows, length, count, max_steps=steps)
+
+    return program, (leaves, device_state, rows, integers(batch), integers())
+
+
+def _print(report: "TargetReport", title: str, registers: bool) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    per_layer = [len(report.of_layer(layer)) for layer in range(report.layers)]
+    summary = Table("", title)
+    for name, value in (
+        ("target", f"{report.target}, compiled in {report.compile_seconds:.1f} s"),
+        ("CUDA graphs", f"{report.graphs}, and {len(report.host_launches) or 'no'} launches outside"),
+        ("kernels", f"{len(report.kernels)}, {len(report.of_layer(None))} of them outside the layers"),
+        ("kernels per layer", f"{max(per_layer[1:] or per_layer)}; {per_layer[0]} in layer 0, with what all share"),
+        ("written in place", f"{report.aliased} of {report.donated} donated arrays, {decimal(report.alias_bytes)}"),
+        ("arguments", decimal(report.argument_bytes)),
+        ("workspace", decimal(report.temp_bytes)),
+        ("memory per device", decimal(report.argument_bytes + report.temp_bytes)),
+    ):
+        summary.add_row(name, value)
+
+    last = report.layers - 1
+    kernels = Table(f"layer {last}", "from", "blocks", "threads", "shared bytes")
+    if registers:
+        kernels.add_column("registers")
+        kernels.add_column("spilled bytes")
+    for kernel in report.of_layer(last):
+        cells = [kernel.name, kernel.scope.split(f"layers.{last}/")[-1]]
+        cells += [f"{size:,}" for size in (kernel.grid, kernel.threads, kernel.shared_bytes)]
+        if registers:
+            used = kernel.resources
+            cells += [str(used.registers), str(used.spill_bytes)] if used else ["", ""]
+        kernels.add_row(*cells)
+
+    temporaries = Table("largest temporaries", "from", "bytes", "how many")
+    alike = collections.Counter((buffer.shape, buffer.bytes) for buffer in report.temporaries)
+    scopes = {kernel.name: kernel.scope for kernel in report.kernels}
+    for (shape, size), count in list(alike.items())[:TEMPORARIES]:
+        first = next(buffer.name for buffer in report.temporaries if buffer.shape == shape)
+        temporaries.add_row(shape, scopes.get(first.split("{")[0], ""), f"{size:,}", str(count))
+    console = Console()
+    for table in (summary, kernels, temporaries):
+        for column in table.columns[2:]:
+            column.justify = "right"
+        console.print(table)

@@ -1,0 +1,310 @@
+"""Compile for a GPU that is not here, and say what it would run: kernels, CUDA graphs, memory.
+
+XLA needs no device to compile for one, only its description; those in `targets/` were written by a GPU of that kind
+(`docs/ahead-of-time.md` says how to add one). Nothing is timed and no kernel is autotuned, so the report is about
+structure: how many kernels, which of them in a CUDA graph, which buffers. Start at `compile_for`.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinfer.compiled.dumps import (
+    CONTROL,
+    Buffer,
+    Resources,
+    Thunk,
+    read_aliases,
+    read_op_names,
+    read_resources,
+    read_temporaries,
+    read_thunk_names,
+    read_thunks,
+)
+
+Options = Mapping[str, str | bool | int]
+
+
+def compiler_options(platform: str, *, rows: int, int8: bool) -> dict[str, str | bool | int]:
+    """XLA's options for a generation program of `rows` rows; `platform` as in `jax.Device.platform`.
+
+    On a GPU a whole program becomes one CUDA graph, loops and branches included: XLA captures no loop by default,
+    and with one it counts the loop as a single kernel, too few for its own minimum. The list is written in full
+    because compiler options, unlike XLA_FLAGS, do not take "+WHILE".
+    """
+    if platform != "gpu":
+        return {}
+    options: dict[str, str | bool | int] = {
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+        ),
+        "xla_gpu_graph_min_graph_size": 1,
+    }
+    if rows == 1 and not int8:
+        # The pass writes a product of one row as multiply and reduce. Attention at one row then takes three kernels
+        # more, two of them on a single SM, and writes all products of weights and values to memory. From two rows on
+        # XLA fuses these, and int8 weights need the pass: without it they are converted to int32 in memory.
+        options["xla_disable_hlo_passes"] = "dot-strength-reduction"
+    return options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A kind of GPU to compile for.
+
+    Attributes:
+      name: how users call it ("h200").
+      description: XLA's `GpuTargetConfigProto` as text.
+      topology: processes x devices of each x partitions; the product is the number of devices.
+    """
+
+    name: str
+    description: str
+    topology: str = "1x1x1"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", self.topology):
+            raise ValueError(f"Target.topology must be three numbers like 1x1x1, got {self.topology!r}.")
+
+    @staticmethod
+    def names() -> list[str]:
+        """The targets that come with jaxinfer."""
+        folder = resources.files("jaxinfer.compiled") / "targets"
+        return sorted(file.name.removesuffix(".txtpb") for file in folder.iterdir() if file.name.endswith(".txtpb"))
+
+    @classmethod
+    def load(cls, name: str) -> "Target":
+        """The target of that name, on one device."""
+        if name not in cls.names():
+            raise ValueError(f"Unknown target {name!r}; known: {', '.join(cls.names())}.")
+        return cls(name=name, description=(resources.files("jaxinfer.compiled") / f"targets/{name}.txtpb").read_text())
+
+    def mesh(self) -> jax.sharding.Mesh:
+        """A mesh of devices that can be compiled for but not run on. Raises MissingCompilerError."""
+        require_compiler()
+        count = math.prod(int(size) for size in self.topology.split("x"))
+        described = topologies.get_topology_desc(
+            platform="cuda", target_config=self.description, topology=self.topology
+        )
+        return topologies.make_mesh(described, (count,), ("device",))
+
+
+class MissingCompilerError(FileNotFoundError):
+    """XLA's CUDA compiler, ptxas or libdevice is not installed."""
+
+
+def ptxas() -> Path | None:
+    """NVIDIA's assembler: of the Python packages, else on PATH, else in the usual place."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(root) / "cu13" / "bin" for root in (spec.submodule_search_locations or ())] if spec else []
+    candidates = [folder / "ptxas" for folder in folders]
+    if found := shutil.which("ptxas"):
+        candidates.append(Path(found))
+    candidates.append(Path("/usr/local/cuda/bin/ptxas"))
+    return next((path for path in candidates if path.exists()), None)
+
+
+def require_compiler() -> None:
+    """Raise MissingCompilerError, naming the remedy, if this machine cannot compile for an NVIDIA GPU."""
+    plugin = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
+    missing = "XLA's CUDA compiler (jax-cuda13-plugin)" if not plugin else "ptxas" if ptxas() is None else None
+    if missing:
+        raise MissingCompilerError(
+            f"{missing} is not installed, so there is nothing to compile for a GPU with: pip install 'jaxinfer[aot]'"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One launch (a kernel, a copy or a library call) of a compiled program.
+
+    Attributes:
+      name: the HLO instruction it runs.
+      scope: where in the model its result comes from ("layers.3/attention/dot_general").
+      kind: XLA's kind of thunk.
+      grid, threads, shared_bytes: blocks, threads of each, and shared memory declared at launch; 0 where unknown.
+      in_graph: whether it is launched by a CUDA graph rather than by the host.
+      resources: registers and spills, where asked for.
+    """
+
+    name: str
+    scope: str
+    kind: str
+    grid: int
+    threads: int
+    shared_bytes: int
+    in_graph: bool
+    resources: Resources | None = None
+
+    @property
+    def layer(self) -> int | None:
+        """The model's layer, or None outside of them."""
+        match = re.search(r"\blayers\.(\d+)", self.scope)
+        return int(match[1]) if match else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetReport:
+    """What a program would run on a target, per device.
+
+    Attributes:
+      kernels: every launch, in order; what a loop or branch holds is listed once.
+      graphs: CUDA graphs the host launches. host_launches: what it launches besides, by kind; empty at best.
+      argument_bytes: weights, caches and inputs. output_bytes: results. alias_bytes: of these, written in place.
+      temp_bytes: workspace. temporaries: the values that share it, largest first.
+      donated, aliased: arrays that may be overwritten, and results that are written into one of them.
+    """
+
+    target: str
+    kernels: tuple[Kernel, ...]
+    graphs: int
+    host_launches: tuple[str, ...]
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    temporaries: tuple[Buffer, ...]
+    donated: int
+    aliased: int
+    compile_seconds: float
+
+    def of_layer(self, layer: int | None) -> tuple[Kernel, ...]:
+        """The kernels of one layer; of None, those outside the layers. Layer 0 has those that all layers share."""
+        return tuple(kernel for kernel in self.kernels if kernel.layer == layer)
+
+    @property
+    def layers(self) -> int:
+        """How many layers have kernels."""
+        return len({kernel.layer for kernel in self.kernels} - {None})
+
+
+def compile_for(
+    target: Target,
+    function: Callable,
+    args: tuple,
+    *,
+    donate: tuple[int, ...] = (),
+    options: Options | None = None,
+    resources: bool = False,
+) -> TargetReport:
+    """Compile `function` for a target that need not be here, and report on it.
+
+    Args:
+      args: pytrees of arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are used, and all are replicated.
+      donate: positions of the arguments that results may overwrite.
+      options: XLA's compiler options, usually those of `compiler_options`.
+      resources: also assemble every kernel once more, to report its registers and spills (0.1 s each).
+    Raises: MissingCompilerError without the extra `aot`.
+    """
+    mesh = target.mesh()
+    replicated = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), args)
+    with tempfile.TemporaryDirectory(prefix="jaxinfer-dump-") as folder, _uncached():
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        if resources:
+            dump["xla_dump_emitter_re"] = "ptx"
+        start = time.perf_counter()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jax.jit(function, donate_argnums=donate).lower(*shapes)
+        executable = lowered.compile(compiler_options=dict(options or {}) | dump)
+        seconds = time.perf_counter() - start
+        files = list(Path(folder).iterdir())
+        usage = _assemble([file for file in files if file.suffix == ".ptx"])
+        thunks = read_thunks(_text(files, "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt"))
+        names = read_thunk_names(_text(files, "thunk_metadata.txt"))
+        temporaries = read_temporaries(_text(files, "-buffer-assignment.txt"))
+    hlo, memory = executable.as_text(), executable.memory_analysis()
+    assert hlo is not None  # XLA:GPU has both
+    assert memory is not None
+    graphs = {thunk.id for thunk in thunks if thunk.kind == "kCommandBuffer" and not thunk.parents}
+    return TargetReport(
+        target=target.name,
+        kernels=_kernels(thunks, names, read_op_names(hlo), usage, graphs),
+        graphs=len(graphs),
+        host_launches=tuple(t.kind for t in thunks if graphs.isdisjoint((t.id, *t.parents))),
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        temporaries=tuple(temporaries),
+        donated=len(jax.tree.leaves([args[index] for index in donate])),
+        aliased=read_aliases(hlo),
+        compile_seconds=seconds,
+    )
+
+
+def _kernels(
+    thunks: list[Thunk],
+    names: dict[int, str],
+    scopes: dict[str, str],
+    usage: dict[str, Resources],
+    graphs: set[int],
+) -> tuple[Kernel, ...]:
+    found = []
+    for thunk in thunks:
+        if thunk.kind in CONTROL:
+            continue
+        name = names.get(thunk.id, thunk.kernel)
+        found.append(
+            Kernel(
+                name=name,
+                scope=scopes.get(name, "").split("/", 1)[-1],  # without "jit(function)/"
+                kind=thunk.kind,
+                grid=thunk.grid,
+                threads=thunk.threads,
+                shared_bytes=thunk.shared_bytes,
+                in_graph=not graphs.isdisjoint(thunk.parents),
+                resources=usage.get(thunk.kernel),
+            )
+        )
+    return tuple(found)
+
+
+def _text(files: list[Path], *endings: str) -> str:
+    """The dump with the first of these endings that XLA wrote (some only where a pass changed something)."""
+    for ending in endings:
+        for file in files:
+            if file.name.endswith(ending):
+                return file.read_text()
+    raise FileNotFoundError(f"XLA wrote no dump ending in {' or '.join(endings)}: its dumps have changed.")
+
+
+def _assemble(sources: list[Path]) -> dict[str, Resources]:
+    """Registers and spills of the kernels in some PTX files."""
+
+    def one(source: Path) -> dict[str, Resources]:
+        architecture = re.search(r"^\.target (\w+)", source.read_text(), re.MULTILINE)
+        assert architecture is not None, source
+        command = [str(ptxas()), "-v", "--gpu-name", architecture[1], str(source), "-o", f"{source}.cubin"]
+        return read_resources(subprocess.run(command, check=True, capture_output=True, text=True).stderr)
+
+    usage: dict[str, Resources] = {}
+    with ThreadPoolExecutor() as pool:
+        for found in pool.map(one, sources):
+            usage |= found
+    return usage
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """Compile for real: what comes from the persistent cache writes no dumps."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)

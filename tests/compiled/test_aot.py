@@ -1,0 +1,284 @@
+"""Compiling for an H200 here: what GPT-J-6B's decode runs there (marker `aot`), and the readers of XLA's dumps."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+from jaxinfer.cli import app
+from jaxinfer.cli.inspect import decode_program
+from jaxinfer.compiled import target as target_module
+from jaxinfer.compiled.dumps import (
+    Buffer,
+    Resources,
+    read_aliases,
+    read_op_names,
+    read_resources,
+    read_temporaries,
+    read_thunk_names,
+    read_thunks,
+)
+from jaxinfer.compiled.target import MissingCompilerError, Target, compile_for, compiler_options, require_compiler
+from jaxinfer.models import KVPages, WeightFormat
+from jaxinfer.models.loading import Description, abstract_model
+from jaxinfer.models.presets import preset
+
+BF16 = WeightFormat(dtype=np.dtype(jnp.bfloat16))
+CONTEXT = 2048
+KERNELS_PER_LAYER = 16
+OUTSIDE = 8  # embedding, rotary tables, last norm, head, argmax
+
+
+def step_report(layers, *, batch=1, weights=BF16, options=None, page_size=16):
+    """One greedy decode step of GPT-J-6B's shape, compiled for an H200."""
+    config = dataclasses.replace(preset("gpt-j-6b"), layers=layers)
+    graphdef, state = nnx.split(abstract_model(config, weights))
+    leaves, treedef = jax.tree.flatten(state)
+    pages = CONTEXT // page_size
+    page = (page_size, config.attention.kv_heads, config.attention.head_dim)
+    cache = jax.ShapeDtypeStruct((batch * pages, *page), weights.dtype)
+    one = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+
+    def step(leaves, caches, tokens, positions, page_table):
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        hidden, caches = model(tokens, positions, caches, page_table)
+        return jnp.argmax(model.logits(hidden[:, -1]), axis=-1), caches
+
+    if options is None:
+        options = compiler_options("gpu", rows=batch, int8=weights.int8)
+    args = (leaves, [KVPages(cache, cache)] * layers, one, one, jax.ShapeDtypeStruct((batch, pages), jnp.int32))
+    return compile_for(Target.load("h200"), step, args, donate=(1,), options=options)
+
+
+def cache_bytes(batch=1):
+    """Keys (or values) of one layer."""
+    attention = preset("gpt-j-6b").attention
+    return batch * CONTEXT * attention.kv_heads * attention.head_dim * 2
+
+
+@pytest.fixture(scope="module")
+def whole_step():
+    return step_report(preset("gpt-j-6b").layers)
+
+
+@pytest.mark.aot
+def test_caches_are_written_in_place(whole_step):
+    assert whole_step.aliased == whole_step.donated == 2 * 28
+    assert whole_step.alias_bytes == 2 * 28 * cache_bytes()
+
+
+@pytest.mark.aot
+def test_the_only_large_temporaries_are_the_gathered_pages(whole_step):
+    """The keys and values of one layer side by side, which plain-JAX attention reads from."""
+    large = [buffer for buffer in whole_step.temporaries if buffer.bytes > 1e6]
+    assert {buffer.bytes for buffer in large} == {cache_bytes()}
+    assert len(large) == 2 * 28
+    assert all("gather" in buffer.name for buffer in large)
+    # All layers share their room.
+    assert 2 * cache_bytes() <= whole_step.temp_bytes < 2 * cache_bytes() + 1e6
+
+
+@pytest.mark.aot
+def test_kernels_per_layer(whole_step):
+    assert whole_step.layers == 28
+    assert {len(whole_step.of_layer(layer)) for layer in range(1, 28)} == {KERNELS_PER_LAYER}
+    assert len(whole_step.kernels) <= 28 * KERNELS_PER_LAYER + OUTSIDE
+
+
+@pytest.mark.aot
+def test_a_step_is_one_graph(whole_step):
+    assert (whole_step.graphs, whole_step.host_launches) == (1, ())
+    assert all(kernel.in_graph for kernel in whole_step.kernels)
+
+
+@pytest.mark.aot
+def test_from_two_rows_pages_are_read_in_place():
+    report = step_report(2, batch=8)
+    assert report.temporaries[0].bytes < cache_bytes() / 4  # of one row
+    assert len(report.of_layer(1)) <= KERNELS_PER_LAYER + 1
+
+
+@pytest.mark.aot
+def test_int8_weights_stay_int8():
+    report = step_report(2, weights=dataclasses.replace(BF16, int8=True))
+    assert report.temp_bytes < 1e6
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_generation_loop_is_one_graph(batch):
+    config = dataclasses.replace(preset("gpt-j-6b"), layers=2)
+    program, args = decode_program(config, BF16, batch=batch, context=CONTEXT, steps=16)
+    options = compiler_options("gpu", rows=batch, int8=False)
+    report = compile_for(Target.load("h200"), program, args, donate=(1,), options=options)
+    assert (report.graphs, report.host_launches) == (1, ())
+    assert report.aliased == report.donated == 2 * 2 + 1  # the caches and the history
+    assert len(report.of_layer(1)) <= KERNELS_PER_LAYER + 1
+    assert report.temp_bytes < (2 * cache_bytes() + 1e6 if batch == 1 else 16e6)
+
+
+@pytest.mark.aot
+def test_without_the_options_the_host_drives_the_loop():
+    def loop(x):
+        return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
+
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    options = compiler_options("gpu", rows=8, int8=False)
+    driven, captured = (compile_for(Target.load("h200"), loop, (x,), options=o) for o in ({}, options))
+    assert "kWhile" in driven.host_launches
+    assert (captured.graphs, captured.host_launches) == (1, ())
+
+
+@pytest.mark.aot
+def test_registers_and_spills():
+    x = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
+    report = compile_for(Target.load("h200"), lambda x: jax.nn.softmax(x), (x,), resources=True)
+    assert [kernel.resources.spill_bytes for kernel in report.kernels if kernel.resources] == [0]
+    assert all(0 < kernel.resources.registers < 256 for kernel in report.kernels if kernel.resources)
+
+
+def model_directory(folder):
+    """A directory that says what GPT-J-6B with two layers is, without weights."""
+    config = dataclasses.replace(preset("gpt-j-6b"), layers=2)
+    (folder / "config.json").write_bytes(Description(family="gptj", config=config, dtype="bfloat16").to_json())
+    return str(folder)
+
+
+@pytest.mark.aot
+def test_inspect_reports_on_a_model_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    result = CliRunner().invoke(app, ["inspect", model_directory(tmp_path), "--context", "256"])
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
+    assert "CUDA graphs 1, and no launches outside" in lines
+    assert any(line.startswith("written in place 5 of 5 donated arrays") for line in lines)
+    assert any("attention/gather" in line for line in lines)
+
+
+# What needs no compiler.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "h2000"], "Unknown target 'h2000'"),
+        (["--context", "4096"], "--context 4096 is more than the model's 2048"),
+        (["--quantize", "int3"], "int3"),
+    ],
+)
+def test_inspect_refuses(tmp_path, options, message):
+    result = CliRunner().invoke(app, ["inspect", model_directory(tmp_path), *options])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_cpu_programs_take_no_options():
+    assert compiler_options("cpu", rows=1, int8=False) == {}
+
+
+def test_targets():
+    assert "h200" in Target.names()
+    assert 'name: "NVIDIA H200"' in Target.load("h200").description
+    with pytest.raises(ValueError, match=r"Unknown target 'h2000'; known: .*h200"):
+        Target.load("h2000")
+    with pytest.raises(ValueError, match=r"Target.topology must be three numbers like 1x1x1, got '8'"):
+        Target(name="x", description="", topology="8")
+
+
+@pytest.mark.parametrize(("find", "missing"), [("jax_plugins", "jax-cuda13-plugin"), ("nvidia", "ptxas")])
+def test_a_missing_compiler_names_the_extra(monkeypatch, find, missing):
+    present = target_module.importlib.util.find_spec
+    pretended = target_module.importlib.util.spec_from_loader("jax_plugins", None)
+
+    def find_spec(name):
+        if name.startswith(find):
+            return None
+        return pretended if name.startswith("jax_plugins") else present(name)
+
+    monkeypatch.setattr(target_module.importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(target_module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(target_module.Path, "exists", lambda path: False)
+    with pytest.raises(MissingCompilerError, match=rf"{missing}.*pip install 'jaxinfer\[aot\]'"):
+        require_compiler()
+
+
+THUNKS = """\
+000: kCopy         [source | next=001 (1)] kCopy
+001: kCommandBuffer [prev=000 (1) | sink]
+    002: kWhile        [source | sink        ]
+condition:
+        003: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+      body:
+        004: kCustomKernel [source       | sink (2)] dot_7 grid: [4, 2, 1] threads: [64, 1, 1]  shared_memory: 768 bytes
+          true_branch:
+            No thunks.
+005: kGemm [source | sink] kGemm
+"""
+
+
+def test_read_thunks():
+    thunks = {thunk.id: thunk for thunk in read_thunks(THUNKS)}
+    assert [thunk.kind for thunk in thunks.values()] == [
+        "kCopy", "kCommandBuffer", "kWhile", "kCustomKernel", "kCustomKernel", "kGemm"
+    ]  # fmt: skip
+    assert [thunks[number].parents for number in (0, 2, 3, 4, 5)] == [(), (1,), (1, 2), (1, 2), ()]
+    assert (thunks[4].kernel, thunks[4].grid, thunks[4].threads, thunks[4].shared_bytes) == ("dot_7", 8, 64, 768)
+    with pytest.raises(ValueError, match="format has changed"):
+        read_thunks("nothing")
+
+
+def test_read_thunk_names():
+    text = 'thunk_info {\n profile_annotation: "a"\n }\n thunk_info {\n profile_annotation: "b.1"\n thunk_id: 2\n }'
+    assert read_thunk_names(text) == {0: "a", 2: "b.1"}
+
+
+HLO = """\
+HloModule jit_step, is_scheduled=true, input_output_alias={ {1}: (2, {}, may-alias), {0, 1}: (0, {}, must-alias) }, x=y
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0), metadata={op_name="x"}
+  %dot.1 = f32[2,4]{1,0} fusion(%p), kind=kCustom, calls=%c, metadata={scheduling_name="dot.1"}, backend_config={}
+  ROOT %add = f32[4]{0} fusion(%dot.1, %p), calls=%d, metadata={op_name="jit(step)/layers.3/add" source_line=1}
+}
+"""
+
+
+def test_a_nameless_instruction_belongs_to_its_user():
+    names = read_op_names(HLO)
+    assert names["p"] == "x"
+    assert names["dot.1"] == names["add"] == "jit(step)/layers.3/add"
+
+
+def test_read_aliases():
+    assert read_aliases(HLO) == 2
+    assert read_aliases("HloModule jit_step, is_scheduled=true") == 0
+
+
+def test_read_temporaries():
+    text = """\
+allocation 3: size 64, page 0, parameter 0, shape |f32[16]| at ShapeIndex {}:
+ value: <1 p @0> (size=64,offset=0): f32[16]{0}
+allocation 4: size 96, page 0, preallocated-temp:
+ value: <7 fusion.2 @0> (size=32,offset=64): f32[8]{0}
+ value: <8 fusion.3{} @0> (size=16,offset=0): (f32[8]{0}, f32[8]{0})
+ value: <9 gather{1} @0> (size=64,offset=0): bf16[4,8]{1,0}
+"""
+    small, large = (
+        Buffer(name="fusion.2", shape="f32[8]", bytes=32),
+        Buffer(name="gather{1}", shape="bf16[4,8]", bytes=64),
+    )
+    assert read_temporaries(text) == [large, small]
+
+
+def test_read_resources():
+    text = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'dot_7' for 'sm_90a'
+ptxas info    : Function properties for dot_7
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 768 bytes smem
+"""
+    assert read_resources(text) == {"dot_7": Resources(registers=255, spill_bytes=16)}
