@@ -1,9 +1,8 @@
 """jaxinfer: compiled transformer inference in JAX.
 
-from jaxinfer import LLM, SamplingParams
-
-llm = LLM("examples/demo_model")
-print(llm.generate("def main():", SamplingParams(temperature=0))[0].completions[0].text)
+>>> from jaxinfer import LLM, SamplingParams
+>>> llm = LLM("examples/demo_model")  # doctest: +SKIP
+>>> llm.generate("def main():", SamplingParams(temperature=0))[0].completions[0].text  # doctest: +SKIP
 """
 
 from typing import TYPE_CHECKING, Any

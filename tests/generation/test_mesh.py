@@ -1,0 +1,43 @@
+"""A model split over a mesh generates what it generates on one device."""
+
+import dataclasses
+
+import jax
+import pytest
+from flax import nnx
+
+from jaxinfer.generation import LLM, SamplingParams
+from jaxinfer.models import Decoder, WeightFormat
+from jaxinfer.models.loading import save_model
+from sharding import MeshConfig
+from tests.generation.conftest import CONFIG
+
+
+@pytest.fixture(scope="module")
+def even_model_dir(tmp_path_factory):
+    """The tiny model with a vocabulary that divides."""
+    path = tmp_path_factory.mktemp("models") / "even"
+    weights = WeightFormat()
+    model = Decoder(dataclasses.replace(CONFIG, vocab=256), weights, rngs=nnx.Rngs(1))
+    save_model(path, model, family="tiny", weights=weights)
+    return path
+
+
+def test_tensor_parallel_equals_one_device(even_model_dir):
+    params = SamplingParams(temperature=0, max_tokens=10)
+    prompts = [list(range(20))]
+    alone = LLM(even_model_dir, max_batch=1).generate(prompts, params)
+    llm = LLM(even_model_dir, mesh=MeshConfig(tensor=2), max_batch=1)
+    split = llm.generate(prompts, params)
+    assert [o.completions[0].token_ids for o in split] == [o.completions[0].token_ids for o in alone]
+    kernel = llm.model.state["layers"][0]["attention"]["qkv"]["kernel"][...]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 2
+    caches = jax.tree.leaves(llm.engine.runner._state.caches)
+    assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of two KV heads
+    program = llm.engine.runner.programs.get("decode", batch=1, pages=8)
+    assert program.executable.as_text().count(" all-reduce(") >= 2 * CONFIG.layers
+
+
+def test_a_mesh_that_does_not_divide_is_refused(model_dir):
+    with pytest.raises(ValueError, match="vocab=257 does not divide over tensor=2"):
+        LLM(model_dir, mesh=MeshConfig(tensor=2))
