@@ -36,7 +36,8 @@ def inspect(
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
-    from jaxinfer.compiled.target import Target, compile_for, compiler_options
+    from jaxinfer.compiled import compiler_options
+    from jaxinfer.compiled.target import Target, compile_for
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.loading import Description, weight_format
 

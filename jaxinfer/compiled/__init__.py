@@ -5,6 +5,7 @@ a model's); `target.py` compiles for a GPU on a machine without one.
 """
 
 from jaxinfer.compiled.cache import CompileMissError, CostRecords, ProgramCache, cache_folder, enable_persistent_cache
+from jaxinfer.compiled.options import compiler_options
 from jaxinfer.compiled.program import Bucket, Cost, Program, compile_program, powers, round_up
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "ProgramCache",
     "cache_folder",
     "compile_program",
+    "compiler_options",
     "enable_persistent_cache",
     "powers",
     "round_up",

@@ -1,7 +1,7 @@
 """Compile for a GPU that is not here, and say what it would run: kernels, CUDA graphs, memory.
 
-XLA needs no device to compile for one, only its description; those in `targets/` were written by a GPU of that kind
-(`docs/ahead-of-time.md` says how to add one). Nothing is timed and no kernel is autotuned, so the report is about
+XLA needs no device to compile for one, only its description (`targets/`;
+`docs/ahead-of-time.md` says how to add one). Nothing is timed and no kernel is autotuned, so the report is about
 structure: how many kernels, which of them in a CUDA graph, which buffers. Start at `compile_for`.
 """
 
@@ -35,31 +35,6 @@ from jaxinfer.compiled.dumps import (
     read_thunk_names,
     read_thunks,
 )
-
-Options = Mapping[str, str | bool | int]
-
-
-def compiler_options(platform: str, *, rows: int, int8: bool) -> dict[str, str | bool | int]:
-    """XLA's options for a generation program of `rows` rows; `platform` as in `jax.Device.platform`.
-
-    On a GPU a whole program becomes one CUDA graph, loops and branches included: XLA captures no loop by default,
-    and with one it counts the loop as a single kernel, too few for its own minimum. The list is written in full
-    because compiler options, unlike XLA_FLAGS, do not take "+WHILE".
-    """
-    if platform != "gpu":
-        return {}
-    options: dict[str, str | bool | int] = {
-        "xla_gpu_enable_command_buffer": (
-            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-        ),
-        "xla_gpu_graph_min_graph_size": 1,
-    }
-    if rows == 1 and not int8:
-        # The pass writes a product of one row as multiply and reduce. Attention at one row then takes three kernels
-        # more, two of them on a single SM, and writes all products of weights and values to memory. From two rows on
-        # XLA fuses these, and int8 weights need the pass: without it they are converted to int32 in memory.
-        options["xla_disable_hlo_passes"] = "dot-strength-reduction"
-    return options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +173,7 @@ def compile_for(
     args: tuple,
     *,
     donate: tuple[int, ...] = (),
-    options: Options | None = None,
+    options: Mapping[str, str | bool | int] | None = None,
     resources: bool = False,
 ) -> TargetReport:
     """Compile `function` for a target that need not be here, and report on it.

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.compiled import Bucket, CostRecords, Program, ProgramCache, compile_program, powers, round_up
+from jaxinfer.compiled import (
+    Bucket,
+    CostRecords,
+    Program,
+    ProgramCache,
+    compile_program,
+    compiler_options,
+    powers,
+    round_up,
+)
 from jaxinfer.generation.programs import Decoded, DeviceState, Prefilled, Rows, decode, prefill
 from jaxinfer.generation.request import Sequence, TokenLogprob
 from jaxinfer.generation.sampling import IDLE, Logprobs, RowOptions, sampling_arrays
@@ -85,6 +94,7 @@ class Runner:
             return body(nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), state, rows, *rest)
 
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state)
+        platform = next(iter(self._leaves[0].devices())).platform
         return compile_program(
             name,
             bucket,
@@ -93,6 +103,7 @@ class Runner:
             donate=(1,),
             # A mesh leaves the results' placement to the compiler; the state must come back where it was.
             out_shardings=(self._state_shardings, None) if self.model.mesh else None,
+            compiler_options=compiler_options(platform, rows=batch, int8=self.model.weights.int8),
         )
 
     def compile_ahead(self, sequences: Iterable[Sequence]) -> int:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from jaxinfer.cli import app
 from jaxinfer.cli.inspect import decode_program
+from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled import target as target_module
 from jaxinfer.compiled.dumps import (
     Buffer,
@@ -22,7 +23,7 @@ from jaxinfer.compiled.dumps import (
     read_thunk_names,
     read_thunks,
 )
-from jaxinfer.compiled.target import MissingCompilerError, Target, compile_for, compiler_options, require_compiler
+from jaxinfer.compiled.target import MissingCompilerError, Target, compile_for, require_compiler
 from jaxinfer.models import KVPages, WeightFormat
 from jaxinfer.models.loading import Description, abstract_model
 from jaxinfer.models.presets import preset
