@@ -12,7 +12,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.manifest import Leaf, read_manifest
 from sharding import ShardingRules
 
-GROUP_BYTES = 512 << 20  # read at once: bounds host memory, and large enough to keep the disk busy
+GROUP_BYTES = 128 << 20  # read at once: bounds host memory, and is enough to keep the disk busy
 
 
 def load(

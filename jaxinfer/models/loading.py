@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 import checkpoints
 from checkpoints import CheckpointError, Leaf
+from checkpoints.reading import GROUP_BYTES
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
@@ -221,16 +222,17 @@ def load_model(
         dtype = "float32"  # a CPU converts halves back and forth
     weights = weight_format(description, dtype=dtype, quantize=quantize)
     weights = dataclasses.replace(weights, layout=layout or (KernelLayout.KN if on_cpu else KernelLayout.NK))
-    _check_leaves(folder, description)
+    stored_bytes = _check_leaves(folder, description)
     model = abstract_model(description.config, weights)
     targets = describe_leaves(model)
-    _check_memory(folder, targets, mesh, rules)
+    _check_memory(folder, bytes_per_device(targets, mesh, rules) + min(stored_bytes, GROUP_BYTES), mesh)
 
     arrays: dict[str, jax.Array] = {}
     for name, array in checkpoints.stream(folder, mesh=mesh, rules=rules, dtype=weights.dtype):
         for part, value in _adapt(name, array, targets[name], weights.layout).items():
             leaf = targets[part]
             arrays[part] = jax.device_put(value, _sharding(mesh, rules, leaf.axes, leaf.shape))
+            arrays[part].block_until_ready()  # else reading runs ahead and the originals pile up
     graphdef, state = nnx.split(model)
     filled = {path: variable.replace(arrays[_dotted(path)]) for path, variable in nnx.to_flat_state(state)}
     return LoadedModel(
@@ -306,10 +308,11 @@ def weight_format(description: Description, *, dtype: str | None = None, quantiz
     return dataclasses.replace(description.stored, dtype=jnp.dtype(dtype or description.dtype), int8=int8)
 
 
-def _check_leaves(folder: pathlib.Path, description: Description) -> None:
-    """The checkpoint holds exactly the leaves that its config needs; everything that differs is listed."""
+def _check_leaves(folder: pathlib.Path, description: Description) -> int:
+    """Bytes of the leaves, which must be exactly those that the config needs; everything that differs is listed."""
     wanted = canonical_leaves(description.config, description.stored)
-    found = checkpoints.read_manifest(folder).leaves
+    manifest = checkpoints.read_manifest(folder)
+    found = manifest.leaves
     differing = [
         f"{name} is {found[name]}, not {leaf}" for name, leaf in wanted.items() if name in found and found[name] != leaf
     ]
@@ -326,6 +329,7 @@ def _check_leaves(folder: pathlib.Path, description: Description) -> None:
         raise CheckpointError(
             f"{folder}: the weights do not fit {CONFIG} ({'; '.join(problems)}); convert the model again."
         )
+    return manifest.bytes
 
 
 def _adapt(name: str, array: jax.Array, target: Leaf, layout: KernelLayout) -> dict[str, jax.Array]:
@@ -390,13 +394,12 @@ def _host_available_bytes() -> int:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-def _check_memory(folder: pathlib.Path, leaves: Mapping[str, Leaf], mesh: Mesh | None, rules: ShardingRules) -> None:
+def _check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
     devices = _devices(mesh)
-    needed, available = bytes_per_device(leaves, mesh, rules), available_bytes(mesh)
     if devices[0].platform == "cpu":
         needed *= len(devices)  # they share the host's memory
-    if needed > available:
+    if needed > (available := available_bytes(mesh)):
         raise MemoryError(
-            f"{folder}: the weights need {needed / 2**30:.2f} GiB of memory and {available / 2**30:.2f} GiB are "
+            f"{folder}: loading needs {needed / 2**30:.2f} GiB of memory and {available / 2**30:.2f} GiB are "
             "available; use quantize='int8', a smaller dtype, or a mesh with more devices."
         )
