@@ -53,10 +53,11 @@ def info(
         ("stored as", description.quantization or description.dtype),
         ("stored bytes", decimal(manifest.bytes)),
         ("tokenizer", "yes" if (directory / "tokenizer.json").is_file() else "no: token ids only"),
-        ("mesh", f"data={layout.data}, tensor={layout.tensor}: {layout.size} devices"),
+        ("mesh", f"data={layout.data}, tensor={layout.tensor}"),
         ("weights per device", decimal(weight_bytes)),
-        ("KV cache per device", f"{decimal(cache_bytes)} for batch {batch} of {context} tokens"),
+        ("KV cache per device", f"{decimal(cache_bytes)} for batch {batch} of {context} tokens" if cache_bytes else ""),
         ("memory per device", decimal(weight_bytes + cache_bytes)),
     ):
-        table.add_row(name, str(value))
+        if value != "":
+            table.add_row(name, str(value))
     Console().print(table)

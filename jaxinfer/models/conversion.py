@@ -1,5 +1,6 @@
 """From a Hugging Face directory to a model directory, tensor by tensor."""
 
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -13,7 +14,7 @@ import numpy as np
 
 from checkpoints import CheckpointError, Leaf, Writer
 from checkpoints.huggingface import SafetensorsFolder, read_json
-from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling
 from jaxinfer.models.families import Source, family_of, plan
 from jaxinfer.models.loading import (
     CONFIG,
@@ -47,7 +48,7 @@ class HuggingFaceModel:
         self._tensors = SafetensorsFolder(self.path)
         try:
             family = family_of(fields)
-            self.config: ModelConfig = family.config(fields)
+            self.config: ModelConfig = _with_pooling(self.path, family.config(fields))
             self._plan = plan(family, self.config, self._tensors.shapes)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
@@ -152,6 +153,18 @@ def _quantize(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             block = slice(first, first + rows)
             quantized[block], scale[block] = quantize_matrix(matrix[block])
     return quantized, scale
+
+
+def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
+    """An encoder pools as sentence-transformers' file says, where there is one."""
+    fields = read_json(path / "1_Pooling" / CONFIG)
+    modes = {name for name, on in fields.items() if name.startswith("pooling_mode_") and on is True}
+    if not isinstance(config, EncoderConfig) or not modes:
+        return config
+    known = {"pooling_mode_mean_tokens": Pooling.MEAN, "pooling_mode_cls_token": Pooling.CLS}
+    if len(modes) > 1 or not modes <= known.keys():
+        raise ValueError(f"1_Pooling/config.json: {sorted(modes)} is not implemented; known: {', '.join(known)}.")
+    return dataclasses.replace(config, pooling=known[modes.pop()])
 
 
 def _main_dtype(tensors: SafetensorsFolder, sources: Mapping[str, Source]) -> str:
