@@ -4,6 +4,7 @@ Both take and return the whole device state (donated, so it is updated in place)
 arrays. Dimensions: B rows of the batch, T tokens of the chunk, P pages a row, C tokens of context, S slots.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from jaxinfer.generation.sampling import Logprobs, SamplingArrays, logprobs_of, 
 from jaxinfer.models import Decoder, KVPages
 
 PROMPT_LOGPROB_BLOCK = 64
-"""Prompt positions whose logits are held at once."""
+"""Most prompt positions whose logits are held at once."""
 
 
 class DeviceState(NamedTuple):
@@ -104,7 +105,7 @@ def prefill(
 def _prompt_logprobs(model: Decoder, hidden: jax.Array, following: jax.Array) -> Logprobs:
     """Log probabilities of the following tokens, a block of positions at a time: the logits of all would be large."""
     batch, tokens = following.shape
-    block = min(PROMPT_LOGPROB_BLOCK, tokens)
+    block = math.gcd(PROMPT_LOGPROB_BLOCK, tokens)
 
     def one(args):
         return logprobs_of(model.logits(args[0]), args[1])
