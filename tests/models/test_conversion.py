@@ -333,12 +333,13 @@ def _peak_growth(source: pathlib.Path, out: pathlib.Path, group: int = 0, **opti
 def test_memory_does_not_grow_with_the_model(tmp_path, out):
     total = _llama(tmp_path / "hf", layers=24, embed=512, hidden=2048, shards=2)
     largest = 2 * 2048 * 512 * 2  # gate and up, float16
-    growth = _peak_growth(tmp_path / "hf", out, group=largest, quantize="int8")
-    assert growth < total / 2
+    growth = _peak_growth(tmp_path / "hf", out, group=largest)
+    assert growth < total / 3
 
 
 @pytest.mark.slow
-def test_memory_of_a_large_model(tmp_path, out):
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=str)
+def test_memory_of_a_large_model(tmp_path, out, options):
     total = _llama(tmp_path / "hf", layers=24, embed=2048, hidden=5632, shards=4)
     assert total > 2**31
-    assert _peak_growth(tmp_path / "hf", out) < total / 2
+    assert _peak_growth(tmp_path / "hf", out, **options) < total / 2
