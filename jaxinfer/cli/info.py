@@ -26,7 +26,7 @@ def info(
     from jaxinfer.models.loading import Description, bytes_per_device, cache_leaves, canonical_leaves, weight_format
     from sharding import MeshConfig, ShardingRules
 
-    description, manifest = Description.read(directory), read_manifest(directory)
+    manifest, description = read_manifest(directory), Description.read(directory)
     config, weights = description.config, weight_format(description, dtype=dtype, quantize=quantize)
     layout, rules = parse_mesh(mesh) or MeshConfig(), ShardingRules()
     context = context or config.context

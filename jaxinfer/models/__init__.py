@@ -1,6 +1,7 @@
 """The models: configs, layers, one decoder, one encoder, and the families mapped onto them.
 
-No file access and no scheduling. Start at `config.py` (what a model is), then `decoder.py` (what it computes).
+No scheduling. Start at `config.py` (what a model is), then `decoder.py` (what it computes), then `loading.py` (how it
+gets onto its devices); files are opened there, in `conversion.py` and what it names.
 """
 
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 import checkpoints
-from checkpoints import CheckpointError, Leaf
+from checkpoints import CheckpointError, Leaf, Manifest
 from checkpoints.reading import GROUP_BYTES
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
 from jaxinfer.models.decoder import Decoder
@@ -215,17 +215,17 @@ def load_model(
     read if they do not fit the devices.
     """
     folder, rules = pathlib.Path(path), rules or ShardingRules()
-    description = Description.read(folder)
+    manifest, description = checkpoints.read_manifest(folder), Description.read(folder)
     mesh = _build_mesh(mesh)
     on_cpu = _devices(mesh)[0].platform == "cpu"
     if on_cpu and dtype is None:
         dtype = "float32"  # a CPU converts halves back and forth
     weights = weight_format(description, dtype=dtype, quantize=quantize)
     weights = dataclasses.replace(weights, layout=layout or (KernelLayout.KN if on_cpu else KernelLayout.NK))
-    stored_bytes = _check_leaves(folder, description)
+    _check_leaves(folder, manifest, description)
     model = abstract_model(description.config, weights)
     targets = describe_leaves(model)
-    _check_memory(folder, bytes_per_device(targets, mesh, rules) + min(stored_bytes, GROUP_BYTES), mesh)
+    _check_memory(folder, bytes_per_device(targets, mesh, rules) + min(manifest.bytes, GROUP_BYTES), mesh)
 
     arrays: dict[str, jax.Array] = {}
     for name, array in checkpoints.stream(folder, mesh=mesh, rules=rules, dtype=weights.dtype):
@@ -308,11 +308,9 @@ def weight_format(description: Description, *, dtype: str | None = None, quantiz
     return dataclasses.replace(description.stored, dtype=jnp.dtype(dtype or description.dtype), int8=int8)
 
 
-def _check_leaves(folder: pathlib.Path, description: Description) -> int:
-    """Bytes of the leaves, which must be exactly those that the config needs; everything that differs is listed."""
-    wanted = canonical_leaves(description.config, description.stored)
-    manifest = checkpoints.read_manifest(folder)
-    found = manifest.leaves
+def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Description) -> None:
+    """The checkpoint holds exactly the leaves that its config needs; everything that differs is listed."""
+    wanted, found = canonical_leaves(description.config, description.stored), manifest.leaves
     differing = [
         f"{name} is {found[name]}, not {leaf}" for name, leaf in wanted.items() if name in found and found[name] != leaf
     ]
@@ -329,7 +327,6 @@ def _check_leaves(folder: pathlib.Path, description: Description) -> int:
         raise CheckpointError(
             f"{folder}: the weights do not fit {CONFIG} ({'; '.join(problems)}); convert the model again."
         )
-    return manifest.bytes
 
 
 def _adapt(name: str, array: jax.Array, target: Leaf, layout: KernelLayout) -> dict[str, jax.Array]:
@@ -386,12 +383,18 @@ def available_bytes(mesh: Mesh | None = None) -> int:
     return _host_available_bytes()
 
 
-def _host_available_bytes() -> int:
-    meminfo = pathlib.Path("/proc/meminfo")
-    if not meminfo.exists():  # macOS: the machine's memory is the best that can be said
+def _host_available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """What the machine has free, or what this process's container may still take."""
+    if not (meminfo := root / "proc/meminfo").exists():  # macOS: the whole memory is the best that can be said
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = root / "sys/fs/cgroup"
+    if (limit := group / "memory.max").exists() and (most := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # less what can be dropped
+        available = min(available, int(most) - used)
+    return available
 
 
 def _check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:

@@ -175,7 +175,12 @@ def test_config_json_is_read_strictly(copy, change, message):
 
 def test_no_config(tmp_path):
     with pytest.raises(CheckpointError, match=r"no config\.json; make a model directory with `jaxinfer convert"):
-        load_model(tmp_path)
+        Description.read(tmp_path)
+
+
+def test_a_hugging_face_directory_is_not_a_model_directory():
+    with pytest.raises(CheckpointError, match="not a model directory; make one with `jaxinfer convert"):
+        load_model(GOLDENS / "llama_llama3")
 
 
 def test_all_leaves_that_do_not_fit_are_listed(copy, original, tmp_path):
@@ -213,6 +218,20 @@ def test_memory_is_that_of_the_leaves(saved):
     assert loading.available_bytes() > 2**20
     cache = loading.cache_leaves(CONFIG, WeightFormat(), batch=2, context=40)
     assert sum(leaf.bytes for leaf in cache.values()) == 2 * 3 * (2 * 40) * 2 * 8 * 4
+
+
+def test_a_container_may_have_less_than_its_machine(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n")
+    assert loading._host_available_bytes(tmp_path) == 500 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert loading._host_available_bytes(tmp_path) == 500 * 1024
+    (group / "memory.max").write_text("300000\n")
+    (group / "memory.current").write_text("250000\n")
+    (group / "memory.stat").write_text("anon 190000\ninactive_file 50000\n")
+    assert loading._host_available_bytes(tmp_path) == 100_000
 
 
 def test_options(saved, original, tmp_path):
