@@ -1,8 +1,8 @@
 """Compile for a GPU that is not here, and say what it would run: kernels, CUDA graphs, memory.
 
-XLA needs no device to compile for one, only its description (`targets/`;
-`docs/ahead-of-time.md` says how to add one). Nothing is timed and no kernel is autotuned, so the report is about
-structure: how many kernels, which of them in a CUDA graph, which buffers. Start at `compile_for`.
+XLA needs no device to compile for one, only its description (`targets/`; `docs/ahead-of-time.md` says how to add
+one). Nothing is timed and no kernel is autotuned, so the report is about structure: how many kernels, which of them
+in a CUDA graph, which buffers. Start at `compile_for`.
 """
 
 import contextlib
@@ -276,10 +276,11 @@ def _assemble(sources: list[Path]) -> dict[str, Resources]:
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
-    """Compile for real: what comes from the persistent cache writes no dumps."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    """Keep the persistent cache out of it: it cannot load these executables, and a hit would write no dumps."""
+    name = "jax_persistent_cache_min_compile_time_secs"  # JAX looks at the cache's own switch once in a process
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update(name, float("inf"))
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        jax.config.update(name, before)
