@@ -85,8 +85,8 @@ class MissingCompilerError(FileNotFoundError):
 def ptxas() -> Path | None:
     """NVIDIA's assembler: of the Python packages, else on PATH, else in the usual place."""
     spec = importlib.util.find_spec("nvidia")
-    folders = [Path(root) / "cu13" / "bin" for root in (spec.submodule_search_locations or ())] if spec else []
-    candidates = [folder / "ptxas" for folder in folders]
+    roots = (spec.submodule_search_locations or ()) if spec else ()
+    candidates = [Path(root) / package / "bin/ptxas" for root in roots for package in ("cu13", "cuda_nvcc")]
     if found := shutil.which("ptxas"):
         candidates.append(Path(found))
     candidates.append(Path("/usr/local/cuda/bin/ptxas"))
@@ -95,7 +95,9 @@ def ptxas() -> Path | None:
 
 def require_compiler() -> None:
     """Raise MissingCompilerError, naming the remedy, if this machine cannot compile for an NVIDIA GPU."""
-    plugin = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
+    plugin = importlib.util.find_spec("jax_plugins") and any(
+        importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda13", "xla_cuda12")
+    )
     missing = "XLA's CUDA compiler (jax-cuda13-plugin)" if not plugin else "ptxas" if ptxas() is None else None
     if missing:
         raise MissingCompilerError(
