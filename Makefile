@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell ./find-python)
 PIP = $(1)/bin/python -m pip --disable-pip-version-check --no-input
 # What pip does, a line a package, so that a long set-up is seen to move.
-SHOW = grep --line-buffered -E '^(Collecting|  Downloading|Building|Installing|Successfully|ERROR|error)' | cut -c 1-110
+SHOW = { grep --line-buffered -E '^(Collecting|  Downloading|Building|Installing|Successfully|ERROR|error)' || true; } | cut -c 1-110
 
 .PHONY: demo test slow aot newest peers lint types contracts docs clean
 
@@ -63,4 +63,10 @@ clean:
 
 .venv-newest/.newest: .venv-newest/pyvenv.cfg pyproject.toml
 	$(call PIP,.venv-newest) install --upgrade -e '.[dev]' | $(SHOW)
+	touch $@
+
+# The engines that benchmarks compare with, in an interpreter of their own: PyTorch's CPU build may exist for one Python only.
+.venv-peers/pyvenv.cfg: PYTHON := $(or $(PEERS_PYTHON),$(PYTHON))
+.venv-peers/.peers: .venv-peers/pyvenv.cfg benchmarks/peers/requirements.txt
+	$(call PIP,.venv-peers) install -r benchmarks/peers/requirements.txt | $(SHOW)
 	touch $@

@@ -1,6 +1,8 @@
-"""The environment of every test: CPU with 8 virtual devices, no shared compile cache, warnings as errors."""
+"""The environment of every test: CPU with 8 virtual devices, a compile cache of their own, warnings as errors."""
 
 import os
+
+import pytest
 
 # Before any backend starts: 8 virtual devices on few cores deadlock without spare threads.
 os.environ["NPROC"] = "32"
@@ -8,3 +10,21 @@ os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "0"
 if os.environ.get("JAXINFER_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory):
+    """Executables and cost records stay out of the user's cache, and serve all workers of this run."""
+    patch = pytest.MonkeyPatch()
+    base = tmp_path_factory.getbasetemp()
+    patch.setenv("JAXINFER_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """The model directory of `tests.tiny`."""
+    from tests.tiny import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")

@@ -10,7 +10,7 @@ def convert(
     hf_dir: Annotated[Path, typer.Argument(help="Directory with config.json and safetensors files.")],
     out_dir: Annotated[Path, typer.Argument(help="Model directory to write; must not exist or be empty.")],
     dtype: Annotated[
-        str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 [default: as they are].")
+        str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as they are).")
     ] = None,
     quantize: Annotated[str | None, typer.Option(help="int8: matrices with one scale per output channel.")] = None,
 ) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 
 from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
 
@@ -70,7 +69,7 @@ def generate(
         _print_json(llm, prompts, params)
     else:
         _print_text(llm, prompts, params)
-        Console(stderr=True).print(f"[dim]model loaded in {loaded:.2f} s[/]", highlight=False)
+        _note(f"[model loaded in {loaded:.2f} s]")
 
 
 def _read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> list[Prompt]:
@@ -107,28 +106,38 @@ def _json_prompt(where: str, line: str) -> Prompt:
     return given.prompt if given.prompt is not None else given.token_ids or []
 
 
+def _note(text: str) -> None:
+    """Beside the generated text, which alone goes to stdout."""
+    typer.secho(text, err=True, dim=True)
+
+
 def _print_text(llm: "LLM", prompts: list[Prompt], params: "SamplingParams") -> None:
     """A single completion is streamed; several are printed one after the other."""
-    notes = Console(stderr=True)
+    for prompt in prompts:
+        llm.check(prompt, params)
     for prompt in prompts:
         shown = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
         if params.n > 1:
             output = llm.generate([prompt], params)[0]
             for completion in output.completions:
-                notes.print(f"[bold]{shown}[/] [dim]({completion.index + 1} of {params.n})[/]")
+                _note(f"{shown} ({completion.index + 1} of {params.n})")
                 print(completion.text if llm.tokenizer else completion.token_ids)
         else:
-            notes.print(shown, style="bold", end="", highlight=False, markup=False)
-            output = None
-            printed = 0
-            for output in llm.stream([prompt], params):
-                completion = output.completions[0]
-                text = completion.text if llm.tokenizer else "".join(f",{i}" for i in completion.token_ids)
-                print(text[printed:], end="", flush=True)
-                printed = len(text)
-            print(flush=True)
-            assert output is not None
-        notes.print(_summary(output), style="dim", highlight=False)
+            typer.secho(shown, err=True, bold=True, nl=False)
+            output = _stream(llm, prompt, params)
+        _note(_summary(output))
+
+
+def _stream(llm: "LLM", prompt: Prompt, params: "SamplingParams") -> "RequestOutput":
+    printed, output = 0, None
+    for output in llm.stream([prompt], params):
+        completion = output.completions[0]
+        text = completion.text if llm.tokenizer else "".join(f",{i}" for i in completion.token_ids)
+        print(text[printed:], end="", flush=True)
+        printed = len(text)
+    print(flush=True)
+    assert output is not None, "a request that was checked yields at least once"
+    return output
 
 
 def _summary(output: "RequestOutput") -> str:

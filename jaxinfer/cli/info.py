@@ -12,7 +12,7 @@ from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_m
 def info(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.")],
     mesh: MeshOption = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens per request [default: the model's].")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,

@@ -16,7 +16,7 @@ def verify(
         typer.Option(help="The Hugging Face directory, or a safetensors file with tokens, lengths and logits."),
     ] = None,
     atol: Annotated[
-        float | None, typer.Option(min=0.0, help="Largest difference of a logit [default: by stored dtype].")
+        float | None, typer.Option(min=0.0, help="Largest difference of a logit (default: by stored dtype).")
     ] = None,
 ) -> None:
     """Check every file's sha256, then compare tensors or logits with a reference. Status 1 if they disagree."""

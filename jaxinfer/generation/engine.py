@@ -38,6 +38,10 @@ class Engine:
         prefill_tokens: int = 2048,
         max_decode_steps: int = 16,
     ):
+        if model.mesh is not None and (data := model.mesh.shape.get("data", 1)) > 1:
+            raise ValueError(
+                f"MeshConfig.data={data} is not implemented for generation; split by tensor, or run a process per copy."
+            )
         self.model, self.tokenizer, self.context = model, tokenizer, context
         chunk = min(chunk, context)
         self.scheduler = Scheduler(

@@ -12,7 +12,7 @@ from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.config import kv_bytes_per_token
 from jaxinfer.models.loading import LoadedModel, available_bytes, load_model
-from sharding import MeshConfig
+from sharding import MeshConfig, ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
 
@@ -26,12 +26,14 @@ class LLM:
         None for the first device.
       dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
       quantize: "int8" multiplies in int8 (weights per channel, activations per row); None: as stored.
+      rules: which dimension of weights and caches is split over which mesh axis; None: heads, MLP and vocabulary.
       max_batch: most sequences that run together.
       context: most tokens of a sequence, prompt and output; None: the model's own.
       cache_bytes: memory for keys and values; None: what `max_batch` full sequences need, or half of what is free.
       page_size: tokens in a page of the cache.
 
-    Raises ValueError naming what is wrong and how to mend it, before any weight is read where possible.
+    Raises ValueError naming what is wrong and how to mend it, and MemoryError if the weights do not fit, both before
+    any weight is read.
 
     >>> llm = LLM("examples/demo_model")  # doctest: +SKIP
     >>> llm.generate("import os\\n", SamplingParams(temperature=0))[0].completions[0].text  # doctest: +SKIP
@@ -44,6 +46,7 @@ class LLM:
         mesh: MeshConfig | str | Path | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
+        rules: ShardingRules | None = None,
         max_batch: int = 8,
         context: int | None = None,
         cache_bytes: int | None = None,
@@ -53,7 +56,7 @@ class LLM:
             if value < 1:
                 raise ValueError(f"LLM.{name} must be >= 1, got {value}.")
         enable_persistent_cache()
-        self.model = load_model(path, mesh=mesh, dtype=dtype, quantize=quantize)
+        self.model = load_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
         config = self.model.config
         if not isinstance(config, DecoderConfig):
             raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
@@ -146,7 +149,7 @@ def _page_count(
     """Pages for `max_batch` full sequences, or fewer if the memory does not allow that many."""
     full = max_batch * -(-context // page_size)
     page_bytes = page_size * kv_bytes_per_token(config, model.weights.dtype.itemsize)
-    budget = available_bytes() // 2 if cache_bytes is None else cache_bytes
+    budget = available_bytes(model.mesh) // 2 if cache_bytes is None else cache_bytes
     if budget < page_bytes:
         raise ValueError(
             f"The KV cache may take {budget} bytes, but one page of {page_size} tokens takes {page_bytes}: "

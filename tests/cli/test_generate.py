@@ -1,0 +1,99 @@
+"""`jaxinfer generate` as a user runs it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxinfer.cli import app
+from jaxinfer.generation import LLM, SamplingParams
+from jaxinfer.models.conversion import convert
+from tests.models.goldens import DIRECTORY as GOLDENS
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, ["generate", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir):
+    return LLM(model_dir)
+
+
+def test_greedy_text_is_the_librarys(model_dir, llm):
+    done = run(model_dir, "--prompt", "hello", "--temperature", 0, "--max-new-tokens", 12, "--ignore-eos")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert done.stdout == llm.generate("hello", params)[0].completions[0].text + "\n"
+    assert "[12 tokens, length" in done.stderr
+    assert "first token after" in done.stderr
+
+
+def test_json_lines_carry_the_request_and_its_answer(model_dir, llm):
+    arguments = ("--prompt", "one", "--prompt", "two", "--temperature", 0.9, "--seed", 3, "--logprobs", 2)
+    done = run(model_dir, *arguments, "--max-new-tokens", 6, "--ignore-eos", "--json")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["one", "two"]
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=6, ignore_eos=True)
+    for line, output in zip(lines, llm.generate(["one", "two"], params), strict=True):
+        assert line["token_ids"] == output.completions[0].token_ids
+        assert line["text"] == output.completions[0].text
+        assert line["finish_reason"] == "length"
+        assert [entry["token_id"] for entry in line["logprobs"]] == line["token_ids"]
+        assert all(len(entry["top"]) == 2 for entry in line["logprobs"])
+        assert line["timings"]["first_token_s"] <= line["timings"]["total_s"]
+
+
+def test_a_bad_prompt_leaves_the_others_alone(model_dir, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": ""}\n{"token_ids": [5, 17, 3]}\n{"token_ids": [999]}\n')
+    done = run(model_dir, "--prompts-file", file, "--json", "--max-new-tokens", 3, "--temperature", 0, code=1)
+    lines = {line["index"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert "empty" in lines[0]["error"]
+    assert len(lines[1]["token_ids"]) == 3
+    assert "[999] of the prompt are outside the vocabulary" in lines[2]["error"]
+
+
+def test_a_file_holds_a_prompt_a_line(model_dir, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("first\nsecond\n")
+    done = run(model_dir, "--prompts-file", file, "--json", "--max-new-tokens", 2, "--temperature", 0)
+    assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["first", "second"]
+
+
+def test_several_completions_of_token_ids_without_a_tokenizer(tmp_path):
+    convert(GOLDENS / "llama_llama3", tmp_path / "model")
+    arguments = ("--token-ids", "5,17,3", "--max-new-tokens", 4, "--ignore-eos", "--seed", 1)
+    (line,) = map(json.loads, run(tmp_path / "model", *arguments, "--n", 2, "--json").stdout.splitlines())
+    assert line["prompt_ids"] == [5, 17, 3]
+    assert [len(c["token_ids"]) for c in line["completions"]] == [4, 4]
+    shown = run(tmp_path / "model", *arguments).stdout.strip().strip(",")
+    assert [int(i) for i in shown.split(",")] == line["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "error: No prompt: give --prompt, --prompts-file or --token-ids."),
+        (("--token-ids", "1,x"), "error: --token-ids must be integers separated by commas, got '1,x'."),
+        (("--prompt", "a", "--temperature", "-1"), "error: SamplingParams.temperature must be finite and >= 0"),
+        (("--prompt", "a", "--dtype", "int3"), "error: dtype='int3' is not implemented"),
+        (("--prompt", "a", "--quantize", "fp4"), "error: quantize='fp4' is not implemented"),
+        (("--prompt", "a", "--context", "9999"), "error: LLM.context must be in [2, 128]"),
+        (("--prompt", "a", "--mesh", "pipeline=2"), "error: mesh 'pipeline=2'"),
+        (("--prompt", "a" * 200), "error: The prompt has 200 tokens; the context of 128"),
+        (("--prompts-file", "missing.txt"), "missing.txt"),
+    ],
+)
+def test_errors_take_one_line(model_dir, arguments, message):
+    done = run(model_dir, *arguments, code=2)
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_line_that_is_no_prompt_is_named(model_dir, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    assert f"{file}:2: " in run(model_dir, "--prompts-file", file, code=2).stderr

@@ -1,0 +1,58 @@
+"""A tiny random model with a byte-level tokenizer, as a model directory."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
+from jaxinfer.models.config import (
+    Activation,
+    AttentionConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    PositionKind,
+    PositionsConfig,
+)
+from jaxinfer.models.loading import save_model
+
+CONFIG = DecoderConfig(
+    vocab=257,
+    embed=32,
+    layers=2,
+    context=128,
+    attention=AttentionConfig(q_heads=4, kv_heads=2, head_dim=8, windows=(None, 20)),
+    positions=PositionsConfig(kind=PositionKind.ROTARY, rotary_dim=8),
+    mlp=MlpConfig(hidden=48, activation=Activation.SILU, gated=True),
+    norm=NormConfig(kind=NormKind.RMS),
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, and <end> = 256."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+def save_tiny(path: Path) -> Path:
+    """Write the model directory; <end> is its end of text."""
+    weights = WeightFormat()
+    model = Decoder(CONFIG, weights, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    for _, variable in nnx.to_flat_state(nnx.state(model)):  # far from uniform, so that mistakes show
+        if variable.ndim == 2:
+            variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
+    files = {
+        "tokenizer.json": byte_tokenizer().to_str().encode(),
+        "tokenizer_config.json": json.dumps({"chat_template": template}).encode(),
+    }
+    save_model(path, model, family="tiny", weights=weights, tokenizer=files, eos_ids=(256,))
+    return path
