@@ -1,0 +1,303 @@
+"""Prefill and decode on a CPU against CTranslate2, llama.cpp and transformers.
+
+    python -m benchmarks.cpu_decode [--quick] [--json benchmarks/results/cpu_decode.json]
+
+One random Llama-shaped model (`peers/make_model.py`) in every engine's own format. Each engine is a process that
+loads it once; every figure is the median over rounds in which all engines take turns. All must agree on the greedy
+continuation of a prompt before anything is timed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import rich
+from rich.table import Table
+
+from benchmarks.report import Report
+from jaxinfer.compiled import cache_folder
+
+ROOT = Path(__file__).parents[1]
+PEERS = Path(__file__).parent / "peers"
+JAXINFER = Path(sys.executable).parent / "jaxinfer"  # the command, as installed beside this interpreter
+PROMPT = 512  # tokens of the timed prefill
+# (engine, dtype) -> its script, and the part of the work folder that it loads.
+ENGINES = {
+    ("jaxinfer", "float32"): ("run_jaxinfer.py", "jaxinfer"),
+    ("jaxinfer", "int8"): ("run_jaxinfer.py", "jaxinfer"),
+    ("jaxinfer", "bfloat16"): ("run_jaxinfer.py", "jaxinfer"),
+    ("ctranslate2", "float32"): ("run_ctranslate2.py", "ct2-float32"),
+    ("ctranslate2", "int8"): ("run_ctranslate2.py", "ct2-int8"),
+    ("llama.cpp", "float32"): ("run_llama_cpp.py", "f32.gguf"),
+    ("llama.cpp", "int8"): ("run_llama_cpp.py", "q8_0.gguf"),
+    ("llama.cpp", "bfloat16"): ("run_llama_cpp.py", "bf16.gguf"),
+    ("transformers", "float32"): ("run_transformers.py", "hf"),
+    ("transformers", "bfloat16"): ("run_transformers.py", "hf"),
+}
+
+
+class Worker:
+    """One engine's process; see `peers/worker.py` for what it answers."""
+
+    def __init__(self, engine: str, dtype: str, command: list[str]):
+        self.engine, self.dtype = engine, dtype
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.version: str = self._answer()["version"]
+
+    def ask(self, **request: Any) -> Any:
+        """The one value of the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        (value,) = self._answer().values()
+        return value
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        raise SystemExit(
+            f"{self.engine} in {self.dtype} ended with {self.process.wait()}: its own message stands above."
+        )
+
+    def close(self) -> None:
+        """Let the process end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def find_peers(given: Path | None) -> Path:
+    """The peers' interpreter, which must have all of them."""
+    python = given or Path(os.environ.get("JAXINFER_PEERS") or ROOT / ".venv-peers/bin/python")
+    remedy = "run `make peers`, or give an interpreter that has benchmarks/peers/requirements.txt as --peer-python."
+    if not python.exists():
+        raise SystemExit(f"No interpreter at {python}: {remedy}")
+    modules = ("torch", "transformers", "ctranslate2", "llama_cpp", "gguf", "safetensors", "tokenizers")
+    code = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m) is None])"
+    missing = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    if missing:
+        raise SystemExit(f"{python} lacks {', '.join(missing)}: {remedy}")
+    return python
+
+
+def make_models(folder: Path, peer_python: Path) -> None:
+    """Write the model in all formats, once; a folder half-written is begun anew."""
+    if not (folder / "hf").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            rich.print(f"Writing the model in every engine's format to {folder} (2.7 GB)")
+            made = Path(temporary) / "models"
+            subprocess.run([peer_python, PEERS / "make_model.py", made], check=True)
+            made.rename(folder)
+    if not (folder / "jaxinfer").exists():
+        command = [JAXINFER, "convert", folder / "hf", folder / "jaxinfer"]
+        subprocess.run(command, check=True)
+
+
+@contextmanager
+def workers(dtype: str, folder: Path, peer_python: Path, threads: int) -> Iterator[list[Worker]]:
+    """The processes of all engines that run this dtype, ended on leaving."""
+    with ExitStack() as stack:
+        found = []
+        for (engine, engine_dtype), (script, part) in ENGINES.items():
+            if engine_dtype == dtype:
+                python = sys.executable if engine == "jaxinfer" else str(peer_python)
+                command = [python, str(PEERS / script), str(folder / part), dtype, str(threads)]
+                found.append(Worker(engine, dtype, command))
+                stack.callback(found[-1].close)
+        yield found
+
+
+def check_agreement(found: list[Worker]) -> None:
+    """All must continue a prompt alike, or they are not running the same model."""
+    prompt = list(range(100, 132))
+    said = {worker.engine: worker.ask(do="greedy", prompt=prompt, count=8) for worker in found}
+    if len({tuple(tokens) for tokens in said.values()}) != 1:
+        raise SystemExit(f"The engines disagree on the greedy continuation, so no figure would mean anything: {said}")
+
+
+def take_turns(found: list[Worker], rounds: int, figure: str, **request: Any) -> list[dict[str, Any]]:
+    """A row for every engine: its seconds in every round, after one round that is not counted."""
+    times: dict[str, list[float]] = {worker.engine: [] for worker in found}
+    rich.print(f"{figure}, {found[0].dtype}: {rounds} rounds of {', '.join(times)}")
+    for counted in [False] + [True] * rounds:
+        for worker in found:
+            time.sleep(0.2)  # let the threads of the engine before go to sleep
+            seconds = worker.ask(**request)
+            if counted:
+                times[worker.engine].append(1e3 * seconds)
+    return [
+        {
+            "figure": figure,
+            "engine": worker.engine,
+            "dtype": worker.dtype,
+            "ms": round(statistics.median(times[worker.engine]), 2),
+            "all_ms": [round(value, 2) for value in times[worker.engine]],
+        }
+        for worker in found
+    ]
+
+
+def read_bandwidth() -> float:
+    """GB/s at which all cores together read a large array from memory: the best of several reductions over it."""
+    import jax
+    import jax.numpy as jnp
+
+    array = jnp.ones((1024, 200 * 1024), jnp.float32)  # 839 MB, as large as the weights of a decode step
+    vector = jnp.ones(1024, jnp.float32)
+    reductions: list[Callable] = [lambda x, v: v @ x, lambda x, v: x.reshape(-1, 1024) @ v, lambda x, v: x.sum()]
+    best = float("inf")
+    for reduction in reductions:
+        compiled = jax.jit(reduction)
+        for _ in range(8):
+            start = time.perf_counter()
+            compiled(array, vector).block_until_ready()
+            best = min(best, time.perf_counter() - start)
+    return array.nbytes / best / 1e9
+
+
+def host_overhead() -> float:
+    """Seconds until the call of a decode step of 12 layers returns, its results still to come: what the host is busy.
+
+    The layers are so small that a device thread that computes them meanwhile takes little from the host.
+    """
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jaxinfer.compiled import compile_program
+    from jaxinfer.models import Decoder, DecoderConfig, KVPages, WeightFormat
+    from jaxinfer.models import config as c
+
+    config = DecoderConfig(
+        vocab=256,
+        embed=64,
+        layers=12,
+        context=128,
+        attention=c.AttentionConfig(q_heads=2, kv_heads=2, head_dim=32),
+        positions=c.PositionsConfig(kind=c.PositionKind.ROTARY, rotary_dim=32),
+        mlp=c.MlpConfig(hidden=128, activation=c.Activation.SILU, gated=True),
+        norm=c.NormConfig(kind=c.NormKind.RMS),
+    )
+    graphdef, weights = nnx.split(Decoder(config, WeightFormat(), rngs=nnx.Rngs(0)))
+    leaves, treedef = jax.tree.flatten(weights)
+
+    def step(leaves, caches, tokens, positions, page_table):
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        hidden, caches = model(tokens, positions, caches, page_table)
+        return model.logits(hidden).argmax(-1).astype(jnp.int32), caches
+
+    caches = [KVPages(*(jnp.zeros((8, 16, 2, 32)) for _ in range(2))) for _ in range(config.layers)]
+    tokens, positions = jnp.ones((1, 1), jnp.int32), jnp.full((1, 1), 100, jnp.int32)
+    page_table = jnp.arange(8, dtype=jnp.int32)[None]
+    program = compile_program("step", (), step, (leaves, caches, tokens, positions, page_table), donate=(1,))
+    calls = []
+    for _ in range(200):
+        start = time.perf_counter()
+        tokens, caches = program(leaves, caches, tokens, positions, page_table)
+        calls.append(time.perf_counter() - start)
+        tokens.block_until_ready()
+    return statistics.median(calls)
+
+
+def demo_start(demo: Path) -> float:
+    """Seconds of a whole `jaxinfer generate` of 16 tokens, the second time."""
+    if not demo.exists():
+        raise SystemExit(f"No model directory at {demo}: give one as --demo.")
+    command = [JAXINFER, "generate", demo, "--prompt", "import os\n", "--max-new-tokens"]
+    subprocess.run([*command, "16"], check=True, stdout=subprocess.DEVNULL)
+    start = time.perf_counter()
+    subprocess.run([*command, "16"], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def weight_bytes(itemsize: int) -> int:
+    """Bytes of the matrices that a decode step reads: all but the embedding table."""
+    layer = 1024 * (16 + 2 * 4) * 64 + 1024 * 1024 + 3 * 1024 * 2816
+    return itemsize * (16 * layer + 1024 * 32_000)
+
+
+def add_checks(report: Report, rows: list[dict[str, Any]], bandwidth: float) -> None:
+    """The ratios of the peers' times to ours, and our float32 decode against the memory."""
+    ms = {(row["figure"], row["engine"], row["dtype"]): row["ms"] for row in rows}
+
+    def ratio(figure: str, dtype: str, *peers: str) -> float:
+        return min(ms[figure, peer, dtype] for peer in peers) / ms[figure, "jaxinfer", dtype]
+
+    peers = [engine for engine, dtype in ENGINES if dtype == "float32" and engine != "jaxinfer"]
+    b1, b8, prefill = "decode batch 1", "decode batch 8", f"prefill {PROMPT}"
+    report.check("decode_fp32_b1_vs_best_peer", ratio(b1, "float32", *peers), "x", target=1.0)
+    report.check("decode_fp32_b1_vs_hf", ratio(b1, "float32", "transformers"), "x", target=1.5)
+    report.check("decode_fp32_b8_vs_best_peer", ratio(b8, "float32", *peers), "x", target=1.1)
+    report.check("decode_int8_b1_vs_ctranslate2", ratio(b1, "int8", "ctranslate2"), "x", target=1.0)
+    report.check("prefill_vs_best_peer", ratio(prefill, "float32", *peers), "x", target=0.9)
+    read = weight_bytes(4) / ms[b1, "jaxinfer", "float32"] / 1e6
+    report.row(figure="read bandwidth", gb_per_s=round(bandwidth, 1), decode_fp32_b1_gb_per_s=round(read, 1))
+    report.check("decode_fp32_b1_of_read_bandwidth", read / bandwidth, "", target=0.85)
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """The measurements as a table: engines down, figures across."""
+    columns = list(dict.fromkeys(row["figure"] for row in rows))
+    table = Table("engine", "dtype", *columns, title="milliseconds, median (least)")
+    for key in dict.fromkeys((row["engine"], row["dtype"]) for row in rows):
+        cells = {
+            r["figure"]: f"{r['ms']:.1f} ({min(r['all_ms']):.1f})" for r in rows if (r["engine"], r["dtype"]) == key
+        }
+        table.add_row(*key, *(cells.get(column, "") for column in columns))
+    rich.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two rounds instead of seven, and no bfloat16")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--work-dir", type=Path, default=cache_folder() / "benchmarks" / "cpu_decode")
+    parser.add_argument(
+        "--peer-python", type=Path, help="interpreter with the peers (default: $JAXINFER_PEERS or make peers)"
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the peers")
+    parser.add_argument("--context", type=int, default=352, help="tokens before the first timed decode step")
+    parser.add_argument("--demo", type=Path, default=ROOT / "examples/demo_model")
+    args = parser.parse_args()
+    rounds, steps = (2, 8) if args.quick else (7, 16)
+
+    peer_python = find_peers(args.peer_python)
+    make_models(args.work_dir, peer_python)
+    rows: list[dict[str, Any]] = []
+    versions: dict[str, str] = {}
+    bandwidth = 0.0
+    for dtype in ("float32", "int8", "bfloat16")[: 2 if args.quick else 3]:
+        with workers(dtype, args.work_dir, peer_python, args.threads) as found:
+            versions |= {w.engine: w.version for w in found if w.engine != "jaxinfer"}
+            if dtype == "float32":
+                check_agreement(found)
+            rows += take_turns(found, rounds, f"prefill {PROMPT}", do="prefill", tokens=PROMPT)
+            if dtype == "bfloat16":  # the other engines' decoding in it is not what they are used for on a CPU
+                continue
+            for batch in (1, 8):
+                bandwidth = max(bandwidth, read_bandwidth())
+                request = {"batch": batch, "context": args.context, "steps": steps}
+                rows += take_turns(found, rounds, f"decode batch {batch}", do="decode", **request)
+    print_rows(rows)
+    report = Report(versions)
+    for row in rows:
+        report.row(**row)
+    add_checks(report, rows, bandwidth)
+    report.check("host_overhead_ms", 1e3 * host_overhead(), "ms", target=0.3, better="lower")
+    report.check("demo_warm_start_s", demo_start(args.demo), "s", target=10, better="lower")
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Our own engine, behind the same protocol: `run_jaxinfer.py MODEL_DIR DTYPE THREADS`."""
+
+import sys
+import time
+
+from worker import serve
+
+from jaxinfer import LLM, SamplingParams
+
+
+class Jaxinfer:
+    """`LLM`'s engine, driven step by step: scheduling, sampling and copying to the host are part of every figure."""
+
+    version = "jaxinfer"
+
+    def __init__(self, folder, dtype, *, int8):
+        self.llm = LLM(folder, dtype=dtype, quantize="int8" if int8 else None, max_batch=8, context=1024)
+        self.engine = self.llm.engine
+        self.running = []
+
+    def _start(self, prompts, limit):
+        params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
+        requests = [self.engine.prepare(prompt, params) for prompt in prompts]
+        sequences = [sequence for request in requests for sequence in request]
+        for request in requests:
+            self.engine.add(request)
+        return sequences
+
+    def _stop(self, sequences):
+        for sequence in sequences:
+            self.engine.abort(sequence.request_id)
+
+    def prefill(self, prompt):
+        self._stop(self.running)
+        self.running = []
+        sequences = self._start([prompt], 2)
+        start = time.perf_counter()
+        while len(sequences[0].ids) == len(prompt):
+            self.engine.step()
+        seconds = time.perf_counter() - start
+        self._stop(sequences)
+        return seconds
+
+    def decode(self, prompts, steps):
+        if len(self.running) != len(prompts):
+            self._stop(self.running)
+            self.running = self._start(prompts, 512)
+            while any(len(s.ids) == s.prompt_length for s in self.running):
+                self.engine.step()
+        produced, start = len(self.running[0].ids), time.perf_counter()
+        while len(self.running[0].ids) < produced + steps:
+            self.engine.step(steps)
+        return (time.perf_counter() - start) / (len(self.running[0].ids) - produced)
+
+    def greedy(self, prompt, count):
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        return self.llm.generate([prompt], params)[0].completions[0].token_ids
+
+
+if __name__ == "__main__":
+    kind = sys.argv[2]
+    serve(lambda: Jaxinfer(sys.argv[1], "float32" if kind == "int8" else kind, int8=kind == "int8"))

@@ -1,0 +1,53 @@
+"""Hugging Face transformers on torch: `run_transformers.py MODEL_DIR DTYPE THREADS`."""
+# Runs in the peers' environment, which ours does not have.
+# pyright: reportMissingImports=false
+
+import sys
+import time
+
+import torch
+import transformers
+from worker import serve
+
+
+class Transformers:
+    """Eager forward passes over a dynamic cache, greedy."""
+
+    version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+    def __init__(self, folder, dtype, threads):
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self.model = model.eval()
+        self.batch, self.cache, self.last = 0, None, None
+
+    def _step(self, ids, cache):
+        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+
+    def prefill(self, prompt):
+        start = time.perf_counter()
+        self._step(torch.tensor([prompt]), None)
+        return time.perf_counter() - start
+
+    def decode(self, prompts, steps):
+        if self.batch != len(prompts):
+            self.batch, (self.last, self.cache) = len(prompts), self._step(torch.tensor(prompts), None)
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.last, self.cache = self._step(self.last, self.cache)
+        return (time.perf_counter() - start) / steps
+
+    def greedy(self, prompt, count):
+        last, cache = self._step(torch.tensor([prompt]), None)
+        tokens = [int(last)]
+        while len(tokens) < count:
+            last, cache = self._step(last, cache)
+            tokens.append(int(last))
+        return tokens
+
+
+if __name__ == "__main__":
+    serve(lambda: Transformers(sys.argv[1], sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,55 @@
+"""The process of one engine: it loads a model, then answers timing requests, one JSON object a line.
+
+Runs under a peer's own interpreter, so it imports the standard library alone. Requests on standard input:
+
+  {"do": "prefill", "tokens": 512}            -> {"seconds": s}: a prompt to its first new token
+  {"do": "decode", "batch": 8, "context": 384, "steps": 16} -> {"seconds": s}: of one step, mean over `steps`
+  {"do": "greedy", "prompt": [...], "count": 8} -> {"tokens": [...]}
+"""
+
+import json
+import os
+import random
+import sys
+from typing import Protocol
+
+VOCAB = 32_000
+
+
+class Engine(Protocol):
+    """What a peer implements. `decode` may go on from where it stopped before, at the same batch."""
+
+    version: str
+
+    def prefill(self, prompt: list[int]) -> float: ...
+
+    def decode(self, prompts: list[list[int]], steps: int) -> float: ...
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]: ...
+
+
+def prompts(batch: int, length: int) -> list[list[int]]:
+    """Random prompts, the same for every engine."""
+    source = random.Random(0)
+    return [[source.randrange(3, VOCAB) for _ in range(length)] for _ in range(batch)]
+
+
+def serve(load) -> None:
+    """Answer requests until standard input closes. `load()` makes the Engine; what it prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that chat on standard output must not speak into the protocol
+
+    def answer(**fields) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    engine = load()
+    answer(ready=True, version=engine.version)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "prefill":
+            answer(seconds=engine.prefill(prompts(1, request["tokens"])[0]))
+        elif request["do"] == "decode":
+            answer(seconds=engine.decode(prompts(request["batch"], request["context"]), request["steps"]))
+        else:
+            answer(tokens=engine.greedy(request["prompt"], request["count"]))

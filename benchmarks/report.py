@@ -1,0 +1,110 @@
+"""What a benchmark hands over: rows, checks against targets, and what they were measured on."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import rich
+from rich.table import Table
+
+PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One figure with a target. `better` says in which direction the target is met."""
+
+    name: str
+    value: float
+    unit: str
+    target: float
+    better: Literal["higher", "lower"]
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.target if self.better == "higher" else self.value <= self.target
+
+
+class Report:
+    """Collects a benchmark's rows and checks; `finish` prints the checks and writes the JSON.
+
+    Args:
+      versions: of software besides our own packages: {"ctranslate2": "4.8.5"}.
+    """
+
+    def __init__(self, versions: Mapping[str, str] | None = None):
+        self.rows: list[dict[str, Any]] = []
+        self.checks: list[Check] = []
+        self.versions = {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+            **(versions or {}),
+        }
+
+    def row(self, **fields: Any) -> None:
+        """Add a measurement: what was measured and the figures."""
+        self.rows.append(fields)
+
+    def check(
+        self, name: str, value: float, unit: str, *, target: float, better: Literal["higher", "lower"] = "higher"
+    ) -> None:
+        """Add a figure that has a target."""
+        self.checks.append(Check(name=name, value=round(value, 4), unit=unit, target=target, better=better))
+
+    def finish(self, json_file: Path | None) -> None:
+        """Print the table of checks; write everything to `json_file` if given."""
+        table = Table("check", "value", "target", "", title=f"{machine()['cpu']}, {machine()['cores']} cores")
+        for check in self.checks:
+            sign = "≥" if check.better == "higher" else "≤"
+            verdict = "[green]met[/]" if check.met else "[red]missed[/]"
+            table.add_row(check.name, f"{check.value:.3g} {check.unit}", f"{sign} {check.target:g}", verdict)
+        rich.print(table)
+        if json_file is None:
+            return
+        result = {
+            "machine": machine(),
+            "commit": commit(),
+            "versions": self.versions,
+            "rows": self.rows,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+        }
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        rich.print(f"Wrote {json_file}")
+
+
+def machine() -> dict[str, Any]:
+    """The machine, as far as speed depends on it."""
+    model, flags = platform.processor() or platform.machine(), set()
+    if (info := Path("/proc/cpuinfo")).exists():
+        fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+        fields = {name.strip(): value.strip() for name, value in fields.items()}
+        model, flags = fields.get("model name", model), set(fields.get("flags", "").split())
+    features = sorted(flags & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"})
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "features": features,
+        "memory_gib": round(memory / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def commit() -> str:
+    """The commit that was measured, with "+changes" if the working tree differed from it."""
+    root = Path(__file__).parents[1]
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (not a git checkout)"
