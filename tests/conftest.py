@@ -10,6 +10,8 @@ os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "0"
 if os.environ.get("JAXINFER_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+    # Tests compile for far longer than they run.
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
 
 
 @pytest.fixture(scope="session", autouse=True)

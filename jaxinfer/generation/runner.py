@@ -117,7 +117,8 @@ class Runner:
         widths = {round_up(min(p, self._chunks[-1]), self._chunks) for p in prompts}
         widths |= {round_up(rest, self._chunks) for p in prompts if (rest := p % self._chunks[-1])}
         prefill_pages = self._page_range(min(min(prompts), self._chunks[-1]), max(prompts))
-        decode_pages = self._page_range(min(prompts) + 1, max(s.limit for s in sequences))
+        longer = [s for s in sequences if s.limit > s.prompt_length + 1]  # the first new token comes of the prefill
+        decode_pages = self._page_range(min(prompts) + 1, max(s.limit for s in longer)) if longer else ()
         for batch in self._batches[: self._batches.index(most) + 1]:
             for pages in decode_pages:
                 yield "decode", {"batch": batch, "pages": pages}

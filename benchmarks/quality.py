@@ -1,0 +1,76 @@
+"""What precision costs: bits per byte of the demo model on held-out source, through the engine, in every format.
+
+    python -m benchmarks.quality [--quick] [--json FILE]
+
+The text is that of `examples/train_demo_model.py`: modules of Python's standard library that the model never saw.
+`xz -9` compresses the same bytes, all files as one.
+"""
+
+import argparse
+import math
+import sysconfig
+from pathlib import Path
+
+from benchmarks.report import Report
+from examples.train_demo_model import read_corpus, xz_bits
+from jaxinfer import LLM, SamplingParams
+
+FORMATS = (("float32", None), ("bfloat16", None), ("float32", "int8"))  # dtype, quantize
+OVERLAP = 0.5  # of a window whose tokens serve as context alone
+
+
+def bits(llm: LLM, texts: list[str]) -> float:
+    """Bits that the model needs for the texts, each token predicted from at least half a context where there is one."""
+    assert llm.tokenizer is not None
+    window = llm.engine.context - 1
+    stride = round(window * (1 - OVERLAP))
+    prompts, skipped = [], []
+    begin = llm.model.eos_ids[0]  # ends one document and so begins the next
+    for text in texts:
+        ids = [begin, *llm.tokenizer.encode(text)]
+        for start in range(0, max(len(ids) - (window - stride), 1), stride):
+            prompts.append(ids[start : start + window])
+            skipped.append(window - stride if start else 1)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+    nats = 0.0
+    for output, skip in zip(outputs, skipped, strict=True):
+        assert output.prompt_logprobs is not None
+        nats -= sum(p.logprob for p in output.prompt_logprobs[skip:] if p is not None)
+    return nats / math.log(2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="examples/demo_model")
+    parser.add_argument("--quick", action="store_true", help="the four smallest modules only")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    texts = sorted(read_corpus(Path(sysconfig.get_path("stdlib"))).held_out.values(), key=len)
+    texts = texts[:4] if args.quick else texts
+    size = sum(len(text.encode()) for text in texts)
+    report = Report()
+    xz = xz_bits("".join(texts).encode()) / size
+    report.row(name="xz -9", bytes=size, bits_per_byte=round(xz, 4))
+    found = {}
+    for dtype, quantize in FORMATS:
+        name = quantize or dtype
+        found[name] = bits(LLM(args.model, max_batch=4, dtype=dtype, quantize=quantize), texts) / size
+        report.row(name=name, bytes=size, bits_per_byte=round(found[name], 4))
+        print(f"{name:10} {found[name]:.4f} bits/byte")
+    report.check("bits_per_byte_vs_xz", found["float32"] / xz, "of xz -9", target=1.0, better="lower")
+    report.check(
+        "int8_bits_per_byte_loss", found["int8"] / found["float32"] - 1, "of float32", target=0.01, better="lower"
+    )
+    report.check(
+        "bfloat16_bits_per_byte_loss",
+        found["bfloat16"] / found["float32"] - 1,
+        "of float32",
+        target=0.01,
+        better="lower",
+    )
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()
