@@ -24,8 +24,18 @@ class KernelLayout(enum.StrEnum):
 
 
 def _contract(x: jax.Array, kernel: jax.Array, layout: KernelLayout, accumulator=None) -> jax.Array:
-    dims = (((x.ndim - 1,), (layout.contraction,)), ((), ()))
-    return lax.dot_general(x, kernel, dims, preferred_element_type=accumulator)
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        dims = (((x.ndim - 1,), (layout.contraction,)), ((), ()))
+        return lax.dot_general(x, kernel, dims, preferred_element_type=accumulator)
+
+    def product_of_two_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
+        return product(rows, kernel)[0].reshape(*x.shape[:-1], -1)
+
+    if x.size == x.shape[-1] and x.dtype != jnp.float32:
+        # XLA:CPU has no fast path for one row in anything but float32, and multiplies element by element.
+        return lax.platform_dependent(x, kernel, cpu=product_of_two_rows, default=product)
+    return product(x, kernel)
 
 
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, *, layout: KernelLayout) -> jax.Array:
