@@ -26,7 +26,8 @@ def run(model: str, mesh_file: str, max_tokens: int) -> tuple[list[int], list[in
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm = LLM(model, mesh=mesh, max_batch=1)
     for path, leaf in jax.tree.leaves_with_path(llm.model.state)[:12]:
-        print(f"{jax.tree_util.keystr(path):<60} {leaf.shape!s:<14} {leaf.sharding.spec}")
+        name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
+        print(f"{name:<36} {leaf.shape!s:<14} {leaf.sharding.spec}")
     on_mesh = llm.generate(PROMPT, params)[0].completions[0]
     print(f"--- on {mesh.size} devices\n{PROMPT}{on_mesh.text}")
     alone = LLM(model, max_batch=1).generate(PROMPT, params)[0].completions[0]

@@ -1,13 +1,14 @@
 """The environment of every test: CPU with 8 virtual devices, a compile cache of their own, warnings as errors."""
 
 import os
+import sys
 
 import pytest
 
 # Before any backend starts: 8 virtual devices on few cores deadlock without spare threads.
 os.environ["NPROC"] = "32"
 os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "0"
-if os.environ.get("JAXINFER_TEST_GPU") != "1":
+if "gpu" not in sys.argv:  # `pytest -m gpu` alone lets JAX find the GPU
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     # Tests compile for far longer than they run.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxinfer.compiled import (
     Bucket,
@@ -30,7 +31,7 @@ class Embedder:
         self,
         path: str | Path,
         *,
-        mesh: MeshConfig | str | Path | None = None,
+        mesh: Mesh | MeshConfig | str | Path | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
         max_batch: int = 32,

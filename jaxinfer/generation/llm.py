@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from jaxinfer.compiled import enable_persistent_cache
 from jaxinfer.generation.engine import Engine, Prompt
 from jaxinfer.generation.params import SamplingParams
@@ -22,8 +24,8 @@ class LLM:
 
     Args:
       path: a model directory (`jaxinfer convert` makes one from Hugging Face files).
-      mesh: how to split the model over devices: a MeshConfig, the path of a TOML file with a [mesh] table, or
-        None for the first device.
+      mesh: how to split the model over devices: a MeshConfig, the path of a TOML file with a [mesh] table, a
+        `jax.sharding.Mesh` with MeshConfig's axes, or None for the first device.
       dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
       quantize: "int8" multiplies in int8 (weights per channel, activations per row); None: as stored.
       rules: which dimension of weights and caches is split over which mesh axis; None: heads, MLP and vocabulary.
@@ -43,7 +45,7 @@ class LLM:
         self,
         path: str | Path,
         *,
-        mesh: MeshConfig | str | Path | None = None,
+        mesh: Mesh | MeshConfig | str | Path | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
         rules: ShardingRules | None = None,
