@@ -212,8 +212,6 @@ def host_overhead() -> float:
 
 def demo_start(demo: Path) -> float:
     """Seconds of a whole `jaxinfer generate` of 16 tokens, the second time."""
-    if not demo.exists():
-        raise SystemExit(f"No model directory at {demo}: give one as --demo.")
     command = [JAXINFER, "generate", demo, "--prompt", "import os\n", "--max-new-tokens"]
     subprocess.run([*command, "16"], check=True, stdout=subprocess.DEVNULL)
     start = time.perf_counter()
@@ -272,6 +270,8 @@ def main() -> None:
     args = parser.parse_args()
     rounds, steps = (2, 8) if args.quick else (7, 16)
 
+    if not args.demo.exists():
+        raise SystemExit(f"No model directory at {args.demo}: give one as --demo.")
     peer_python = find_peers(args.peer_python)
     make_models(args.work_dir, peer_python)
     rows: list[dict[str, Any]] = []
@@ -291,6 +291,7 @@ def main() -> None:
                 rows += take_turns(found, rounds, f"decode batch {batch}", do="decode", **request)
     print_rows(rows)
     report = Report(versions)
+    report.row(figure="settings", context=args.context, steps=steps, rounds=rounds, peer_threads=args.threads)
     for row in rows:
         report.row(**row)
     add_checks(report, rows, bandwidth)

@@ -25,10 +25,13 @@ class LlamaCpp:
 
     version = f"llama-cpp-python {llama_cpp.__version__}"
 
-    def __init__(self, file, threads):
+    def __init__(self, file, dtype, threads):
         llama_cpp.llama_log_set(log_errors, None)
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+        options = llama_cpp.llama_model_default_params()
+        # llama-cpp-python 0.3.36 crashes on a CPU with AMX when it repacks q8_0 weights: leave them as they are.
+        options.use_extra_bufts = dtype != "int8"
+        model = llama_cpp.llama_model_load_from_file(file.encode(), options)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = MOST_SEQUENCES * CONTEXT, MOST_SEQUENCES, False
         params.n_batch = params.n_ubatch = 512
@@ -90,4 +93,4 @@ class LlamaCpp:
 
 
 if __name__ == "__main__":
-    serve(lambda: LlamaCpp(sys.argv[1], int(sys.argv[3])))
+    serve(lambda: LlamaCpp(sys.argv[1], sys.argv[2], int(sys.argv[3])))
