@@ -441,7 +441,6 @@ def export(path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
         path,
         model,
         family="demo",
-        weights=WeightFormat(),
         dtype=STORED,
         tokenizer={"tokenizer.json": tokenizer.to_str().encode()},
         eos_ids=(end_of_text(tokenizer),),

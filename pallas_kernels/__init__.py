@@ -5,6 +5,6 @@ a kernel and the definition is made here. Start at `linear.py` (matrix products)
 """
 
 from pallas_kernels.attention import attention
-from pallas_kernels.linear import KernelLayout, linear, quantize_rows, quantized_linear
+from pallas_kernels.linear import linear, quantize_rows, quantized_linear
 
-__all__ = ["KernelLayout", "attention", "linear", "quantize_rows", "quantized_linear"]
+__all__ = ["attention", "linear", "quantize_rows", "quantized_linear"]

@@ -1,32 +1,17 @@
 """Matrix products with weights, in float and in int8: the definitions.
 
-A weight has N outputs and K inputs. Which of the two lies innermost in memory decides the speed at small batch
-and differs by platform, so it is part of the operation (`KernelLayout`), chosen once when weights are loaded.
+A weight is [N, K]: N outputs of K inputs each, the inputs contiguous. A GPU reduces such rows at batch 1 without
+writing the product to memory; XLA:CPU, too, multiplies one row by them faster than by [K, N] (`docs/cpu-speed.md`).
 """
-
-import enum
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-class KernelLayout(enum.StrEnum):
-    """The order of a weight's two dimensions."""
-
-    NK = "nk"  # [outputs, inputs]: contiguous rows for a GPU's row reduction at batch 1
-    KN = "kn"  # [inputs, outputs]: what XLA:CPU multiplies fastest at 2 to 8 rows
-
-    @property
-    def contraction(self) -> int:
-        """The dimension that holds the K inputs."""
-        return 1 if self is KernelLayout.NK else 0
-
-
-def _contract(x: jax.Array, kernel: jax.Array, layout: KernelLayout, accumulator=None) -> jax.Array:
+def _contract(x: jax.Array, kernel: jax.Array, accumulator=None) -> jax.Array:
     def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        dims = (((x.ndim - 1,), (layout.contraction,)), ((), ()))
-        return lax.dot_general(x, kernel, dims, preferred_element_type=accumulator)
+        return lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulator)
 
     def product_of_two_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
         rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
@@ -38,9 +23,9 @@ def _contract(x: jax.Array, kernel: jax.Array, layout: KernelLayout, accumulator
     return product(x, kernel)
 
 
-def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, *, layout: KernelLayout) -> jax.Array:
-    """x W + b. x: [..., K]; kernel: [N, K] or [K, N] by `layout`; bias: [N]. Returns [..., N] in x's dtype."""
-    y = _contract(x, kernel, layout)
+def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x W^T + b. x: [..., K]; kernel: [N, K]; bias: [N]. Returns [..., N] in x's dtype."""
+    y = _contract(x, kernel)
     return y if bias is None else y + bias.astype(y.dtype)
 
 
@@ -54,15 +39,13 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
-def quantized_linear(
-    x: jax.Array, kernel: jax.Array, scale: jax.Array, bias: jax.Array | None = None, *, layout: KernelLayout
-) -> jax.Array:
-    """x W + b with int8 weights and rows of x quantised on the fly; int32 accumulation, scaled after the product.
+def quantized_linear(x: jax.Array, kernel: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x W^T + b with int8 weights and rows of x quantised on the fly; int32 accumulation, scaled after the product.
 
-    x: [..., K]; kernel: int8 [N, K] or [K, N] by `layout`; scale: float32 [N], one per output channel; bias: [N].
+    x: [..., K]; kernel: int8 [N, K]; scale: float32 [N], one per output channel; bias: [N].
     Returns [..., N] in x's dtype.
     """
     q, x_scale = quantize_rows(x)
-    product = _contract(q, kernel, layout, accumulator=jnp.int32)
+    product = _contract(q, kernel, accumulator=jnp.int32)
     y = product.astype(jnp.float32) * x_scale * scale
     return (y if bias is None else y + bias).astype(x.dtype)

@@ -54,5 +54,5 @@ def save_tiny(path: Path) -> Path:
         "tokenizer.json": byte_tokenizer().to_str().encode(),
         "tokenizer_config.json": json.dumps({"chat_template": template}).encode(),
     }
-    save_model(path, model, family="tiny", weights=weights, tokenizer=files, eos_ids=(256,))
+    save_model(path, model, family="tiny", tokenizer=files, eos_ids=(256,))
     return path

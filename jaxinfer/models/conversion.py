@@ -62,7 +62,7 @@ class HuggingFaceModel:
         return tuple(self._plan)
 
     def read(self, name: str) -> np.ndarray:
-        """One leaf in the canonical layout, in the checkpoint's dtype."""
+        """One leaf as ours, in the checkpoint's dtype."""
         source = self._plan[name]
         return source.combine(*(self._tensors.read(tensor) for tensor in source.names))
 

@@ -26,15 +26,14 @@ from jaxinfer.models.config import (
     RopeScaling,
     alibi_slopes,
 )
-from pallas_kernels import KernelLayout, attention, linear, quantized_linear
+from pallas_kernels import attention, linear, quantized_linear
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """How a model holds its matrices: their dtype, their order in memory, and whether they are int8."""
+    """How a model holds its matrices: their dtype, and whether they are int8."""
 
     dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
-    layout: KernelLayout = KernelLayout.NK
     int8: bool = False
 
 
@@ -43,7 +42,7 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: np.dtype) -> jax.Arra
 
 
 class Linear(nnx.Module):
-    """x W + b, [..., K] -> [..., N], in float or (with `weights.int8`) with int8 weights and activations."""
+    """x W^T + b, [..., K] -> [..., N], in float or (with `weights.int8`) with int8 weights and activations."""
 
     def __init__(
         self,
@@ -55,23 +54,20 @@ class Linear(nnx.Module):
         bias: bool,
         rngs: nnx.Rngs,
     ):
-        self.layout = weights.layout
-        shape, names = (outputs, inputs), axes
-        if self.layout is KernelLayout.KN:
-            shape, names = shape[::-1], names[::-1]
+        shape = (outputs, inputs)
         if weights.int8:
-            self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8), axes=names)
+            self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8), axes=axes)
             self.scale = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[:1])
         else:
-            self.kernel = nnx.Param(_normal(rngs, shape, weights.dtype), axes=names)
+            self.kernel = nnx.Param(_normal(rngs, shape, weights.dtype), axes=axes)
             self.scale = None
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=axes[:1]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
         if self.scale is None:
-            return linear(x, self.kernel[...], bias, layout=self.layout)
-        return quantized_linear(x, self.kernel[...], self.scale[...], bias, layout=self.layout)
+            return linear(x, self.kernel[...], bias)
+        return quantized_linear(x, self.kernel[...], self.scale[...], bias)
 
 
 class Embedding(nnx.Module):
@@ -99,8 +95,8 @@ class Embedding(nnx.Module):
     def project(self, x: jax.Array) -> jax.Array:
         """x table^T: [..., D] -> [..., rows]."""
         if self.scale is None:
-            return linear(x, self.table[...], layout=KernelLayout.NK)
-        return quantized_linear(x, self.table[...], self.scale[...], layout=KernelLayout.NK)
+            return linear(x, self.table[...])
+        return quantized_linear(x, self.table[...], self.scale[...])
 
 
 class Norm(nnx.Module):

@@ -1,8 +1,7 @@
 """From a model directory to a model on its devices, and back.
 
-`config.json` says what the model is (`Description`); the Orbax checkpoint holds its leaves in the canonical layout.
-Loading places each leaf where it will be used and brings it, one at a time, into the platform's layout and, if
-asked, to int8.
+`config.json` says what the model is (`Description`); the Orbax checkpoint holds its leaves.
+Loading places each leaf where it will be used and, if asked, brings it to int8, one at a time.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
 from jaxinfer.models.layers import WeightFormat
-from pallas_kernels import KernelLayout, quantize_rows
+from pallas_kernels import quantize_rows
 from sharding import MeshConfig, ShardingRules
 
 CONFIG = "config.json"
@@ -75,7 +74,7 @@ class Description:
     @property
     def stored(self) -> WeightFormat:
         """The format of the checkpoint's leaves."""
-        return WeightFormat(dtype=jnp.dtype(self.dtype), layout=KernelLayout.NK, int8=self.quantization == "int8")
+        return WeightFormat(dtype=jnp.dtype(self.dtype), int8=self.quantization == "int8")
 
     def to_json(self) -> bytes:
         """The content of `config.json`."""
@@ -144,7 +143,7 @@ def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:
 
 def canonical_leaves(config: ModelConfig, weights: WeightFormat) -> dict[str, Leaf]:
     """The leaves of a checkpoint that holds a model in this dtype and quantisation."""
-    return describe_leaves(abstract_model(config, dataclasses.replace(weights, layout=KernelLayout.NK)))
+    return describe_leaves(abstract_model(config, weights))
 
 
 def _variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
@@ -201,7 +200,6 @@ def load_model(
     rules: ShardingRules | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
-    layout: KernelLayout | None = None,
 ) -> LoadedModel:
     """Load a model directory.
 
@@ -210,18 +208,15 @@ def load_model(
       rules: which dimension of a weight is split over which mesh axis.
       dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
       quantize: "int8" quantises a float checkpoint while loading; None: as stored.
-      layout: the order of the kernels' dimensions; None: the platform's faster one.
     Raises CheckpointError if files, config and weights do not fit together, and MemoryError before any weight is
     read if they do not fit the devices.
     """
     folder, rules = pathlib.Path(path), rules or ShardingRules()
     manifest, description = checkpoints.read_manifest(folder), Description.read(folder)
     mesh = _build_mesh(mesh)
-    on_cpu = _devices(mesh)[0].platform == "cpu"
-    if on_cpu and dtype is None:
+    if dtype is None and _devices(mesh)[0].platform == "cpu":
         dtype = "float32"  # a CPU converts halves back and forth
     weights = weight_format(description, dtype=dtype, quantize=quantize)
-    weights = dataclasses.replace(weights, layout=layout or (KernelLayout.KN if on_cpu else KernelLayout.NK))
     _check_leaves(folder, manifest, description)
     model = abstract_model(description.config, weights)
     targets = describe_leaves(model)
@@ -229,7 +224,7 @@ def load_model(
 
     arrays: dict[str, jax.Array] = {}
     for name, array in checkpoints.stream(folder, mesh=mesh, rules=rules, dtype=weights.dtype):
-        for part, value in _adapt(name, array, targets[name], weights.layout).items():
+        for part, value in _adapt(name, array, targets[name]).items():
             leaf = targets[part]
             arrays[part] = jax.device_put(value, _sharding(mesh, rules, leaf.axes, leaf.shape))
             arrays[part].block_until_ready()  # else reading runs ahead and the originals pile up
@@ -251,7 +246,6 @@ def save_model(
     model: Decoder | Encoder,
     *,
     family: str,
-    weights: WeightFormat,
     dtype: str = "float32",
     tokenizer: Mapping[str, bytes | pathlib.Path] | None = None,
     bos_id: int | None = None,
@@ -261,19 +255,17 @@ def save_model(
 
     Args:
       family: a name for `jaxinfer info`.
-      weights: the format that `model` was made with.
       dtype: what the matrices are stored in.
       tokenizer: files beside the weights by name, such as {"tokenizer.json": b"..."}.
     """
-    if weights.int8:
+    variables = _variables(model)
+    if any(variable.dtype == jnp.int8 for variable in variables.values()):
         raise ValueError("save_model takes a float model; quantise with load_model(quantize='int8') or convert.")
     description = Description(family=family, config=model.cfg, dtype=dtype, bos_id=bos_id, eos_ids=eos_ids)
     leaves = canonical_leaves(model.cfg, description.stored)
     arrays = {}
-    for name, variable in _variables(model).items():
-        turned = weights.layout is KernelLayout.KN and name.endswith(".kernel")
-        array = variable[...].T if turned else variable[...]
-        arrays[name] = np.asarray(array.astype(leaves[name].dtype))
+    for name, variable in variables.items():
+        arrays[name] = np.asarray(variable[...].astype(leaves[name].dtype))
     checkpoints.save(
         path,
         arrays,
@@ -301,7 +293,7 @@ def _sharding(
 
 
 def weight_format(description: Description, *, dtype: str | None = None, quantize: str | None = None) -> WeightFormat:
-    """The format asked for, in the canonical layout; None: as stored."""
+    """The format asked for; None: as stored."""
     require_choice("dtype", dtype, (None, *DTYPES))
     require_choice("quantize", quantize, (None, *QUANTIZATIONS))
     int8 = "int8" in (quantize, description.quantization)
@@ -329,13 +321,11 @@ def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Descrip
         )
 
 
-def _adapt(name: str, array: jax.Array, target: Leaf, layout: KernelLayout) -> dict[str, jax.Array]:
-    """A stored leaf as the model holds it: matrices quantised if it is int8, kernels turned to its layout."""
+def _adapt(name: str, array: jax.Array, target: Leaf) -> dict[str, jax.Array]:
+    """A stored leaf as the model holds it: a matrix and its scales if it is int8."""
     parts = {name: array}
     if target.dtype == "int8" and array.dtype != jnp.int8:
         parts[name], parts[scale_name(name)] = quantize_matrix(array)
-    if name.endswith(".kernel") and layout is KernelLayout.KN:
-        parts[name] = _transpose(parts[name])
     return parts
 
 
@@ -349,9 +339,6 @@ def quantize_matrix(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[N, K] -> int8 [N, K] and its scale per output, float32 [N]."""
     quantized, scale = quantize_rows(kernel)
     return quantized, scale[:, 0]
-
-
-_transpose = jax.jit(jnp.transpose)
 
 
 # Memory.

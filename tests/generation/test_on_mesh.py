@@ -19,7 +19,7 @@ def even_model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "even"
     weights = WeightFormat()
     model = Decoder(dataclasses.replace(CONFIG, vocab=256), weights, rngs=nnx.Rngs(1))
-    save_model(path, model, family="tiny", weights=weights)
+    save_model(path, model, family="tiny")
     return path
 
 

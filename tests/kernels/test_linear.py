@@ -7,23 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import KernelLayout, linear, quantize_rows, quantized_linear
-
-LAYOUTS = list(KernelLayout)
+from pallas_kernels import linear, quantize_rows, quantized_linear
 
 
-def stored(kernel: np.ndarray, layout: KernelLayout) -> np.ndarray:
-    return kernel if layout is KernelLayout.NK else np.ascontiguousarray(kernel.T)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("leading", [(), (1,), (1, 1), (3, 1), (2, 9)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
-def test_linear(leading, layout, dtype, tolerance):
+def test_linear(leading, dtype, tolerance):
     rng = np.random.default_rng(0)
     x, kernel, bias = rng.normal(size=(*leading, 40)), rng.normal(size=(24, 40)) / 6, rng.normal(size=24)
-    args = (jnp.asarray(x, dtype), jnp.asarray(stored(kernel, layout), dtype), jnp.asarray(bias, jnp.float32))
-    y = jax.jit(linear, static_argnames="layout")(*args, layout=layout)
+    args = (jnp.asarray(x, dtype), jnp.asarray(kernel, dtype), jnp.asarray(bias, jnp.float32))
+    y = jax.jit(linear)(*args)
     rounded = [np.asarray(jnp.asarray(a, dtype)).astype(np.float64) for a in (x, kernel)]
     exact = rounded[0] @ rounded[1].T + bias
     assert y.dtype == dtype
@@ -36,25 +29,23 @@ def test_linear(leading, layout, dtype, tolerance):
     rows=st.integers(1, 9),
     inputs=st.integers(1, 70),
     outputs=st.integers(1, 20),
-    layout=st.sampled_from(LAYOUTS),
 )
-def test_quantized_linear_is_the_product_of_its_quantised_operands(seed, rows, inputs, outputs, layout):
+def test_quantized_linear_is_the_product_of_its_quantised_operands(seed, rows, inputs, outputs):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, inputs)).astype(np.float32)
     kernel = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
     scale = rng.uniform(0.01, 0.1, outputs).astype(np.float32)
     q, x_scale = map(np.asarray, quantize_rows(x))
     exact = (q.astype(np.int64) @ kernel.T.astype(np.int64)) * x_scale.astype(np.float64) * scale
-    y = quantized_linear(x, stored(kernel, layout), scale, layout=layout)
+    y = quantized_linear(x, kernel, scale)
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_quantised_weights_stay_close_to_the_float_product(layout):
+def test_quantised_weights_stay_close_to_the_float_product():
     rng = np.random.default_rng(1)
     x, kernel = rng.normal(size=(5, 256)).astype(np.float32), rng.normal(size=(64, 256)).astype(np.float32)
     q, scale = map(np.asarray, quantize_rows(kernel))
-    y = quantized_linear(x, stored(q, layout), scale[:, 0], jnp.ones(64), layout=layout)
+    y = quantized_linear(x, q, scale[:, 0], jnp.ones(64))
     error = np.abs(np.asarray(y) - (x @ kernel.T + 1))
     # Two roundings of relative size 1/254 of the largest element, averaged over 256 terms.
     assert error.max() < 1.0
