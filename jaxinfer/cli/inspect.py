@@ -48,7 +48,7 @@ def inspect(
     if (context := context or config.context) > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
     program, args = decode_program(config, weights, batch=batch, context=context, steps=steps)
-    options = compiler_options("gpu", rows=batch, int8=weights.int8)
+    options = compiler_options("gpu", rows=batch, dtype=weights.matrix_dtype)
     report = compile_for(gpu, program, args, donate=(1,), options=options, resources=registers)
     _print(report, f"{directory}: decode of {steps} steps, batch {batch}, {context} tokens", registers)
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,8 @@ def enable_persistent_cache() -> None:
     # By default JAX leaves out what compiles in under a second; a start-up consists of many of those.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # Programs with oneDNN products (`compiler_options`) cannot be written there; they are compiled in every process.
+    warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry.*bad_alloc")
 
 
 class CostRecords:

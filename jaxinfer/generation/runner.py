@@ -103,7 +103,12 @@ class Runner:
             donate=(1,),
             # A mesh leaves the results' placement to the compiler; the state must come back where it was.
             out_shardings=(self._state_shardings, None) if self.model.mesh else None,
-            compiler_options=compiler_options(platform, rows=batch, int8=self.model.weights.int8),
+            compiler_options=compiler_options(
+                platform,
+                rows=batch * sizes.get("tokens", 1),
+                dtype=self.model.weights.matrix_dtype,
+                weight_bytes=sum(leaf.nbytes for leaf in self._leaves),
+            ),
         )
 
     def compile_ahead(self, sequences: Iterable[Sequence]) -> int:

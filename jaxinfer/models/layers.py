@@ -36,6 +36,11 @@ class WeightFormat:
     dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
     int8: bool = False
 
+    @property
+    def matrix_dtype(self) -> np.dtype:
+        """What the matrices are stored in."""
+        return np.dtype(np.int8) if self.int8 else self.dtype
+
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)

@@ -50,7 +50,7 @@ def step_report(layers, *, batch=1, weights=BF16, options=None, page_size=16):
         return jnp.argmax(model.logits(hidden[:, -1]), axis=-1), caches
 
     if options is None:
-        options = compiler_options("gpu", rows=batch, int8=weights.int8)
+        options = compiler_options("gpu", rows=batch, dtype=weights.matrix_dtype)
     args = (leaves, [KVPages(cache, cache)] * layers, one, one, jax.ShapeDtypeStruct((batch, pages), jnp.int32))
     return compile_for(Target.load("h200"), step, args, donate=(1,), options=options)
 
@@ -114,7 +114,7 @@ def test_int8_weights_stay_int8():
 def test_the_generation_loop_is_one_graph(batch):
     config = dataclasses.replace(preset("gpt-j-6b"), layers=2)
     program, args = decode_program(config, BF16, batch=batch, context=CONTEXT, steps=16)
-    options = compiler_options("gpu", rows=batch, int8=False)
+    options = compiler_options("gpu", rows=batch, dtype=BF16.dtype)
     report = compile_for(Target.load("h200"), program, args, donate=(1,), options=options)
     assert (report.graphs, report.host_launches) == (1, ())
     assert report.aliased == report.donated == 2 * 2 + 1  # the caches and the history
@@ -128,7 +128,7 @@ def test_without_the_options_the_host_drives_the_loop():
         return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
 
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    options = compiler_options("gpu", rows=8, int8=False)
+    options = compiler_options("gpu", rows=8, dtype=BF16.dtype)
     driven, captured = (compile_for(Target.load("h200"), loop, (x,), options=o) for o in ({}, options))
     assert "kWhile" in driven.host_launches
     assert (captured.graphs, captured.host_launches) == (1, ())
@@ -175,10 +175,6 @@ def test_inspect_refuses(tmp_path, options, message):
     result = CliRunner().invoke(app, ["inspect", model_directory(tmp_path), *options])
     assert result.exit_code == 2
     assert message in result.output
-
-
-def test_cpu_programs_take_no_options():
-    assert compiler_options("cpu", rows=1, int8=False) == {}
 
 
 def test_targets():
