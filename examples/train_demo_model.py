@@ -4,7 +4,11 @@ python examples/train_demo_model.py --work-dir demo --minutes 90 --export exampl
 
 Some modules are held out; at the end their bits per byte are printed beside what `xz -9` needs for the same bytes.
 Run it again with the same work directory and it continues where the last saved state left off, also with another
-length: the last tenth of the time is best spent on sequences of the whole context.
+length.
+
+`examples/demo_model` was trained so on two shared CPU cores in 75 minutes: 830 steps of 16 sequences of 512 tokens,
+then 273 of 8 sequences of the whole context (`--length 1024 --batch 8`), 9.0 million tokens in all. Bits per byte on
+the held-out modules: 1.22, against 2.01 of `xz -9` on each file and 1.77 on all of them as one.
 """
 
 import argparse
