@@ -11,8 +11,8 @@ SHOW = { grep --line-buffered -E '^(Collecting|  Downloading|Building|Installing
 .PHONY: demo test slow aot newest peers lint types contracts docs clean
 
 demo: .venv/.base
-	.venv/bin/jaxinfer generate examples/demo_model --prompt $$'def read_lines(path):\n    """Return the lines of a file."""\n' \
-	  --max-new-tokens 64 --temperature 0
+	.venv/bin/jaxinfer generate examples/demo_model --max-new-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
+	  --prompt $$'    def test_read(self):\n        with open(self.path) as f:\n'
 
 test: .venv/.dev
 	.venv/bin/python -m pytest -n 2 --dist worksteal
