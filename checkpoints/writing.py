@@ -87,6 +87,7 @@ class Writer:
         if self._group:
             self._flush()
         ocp.partial.finalize(str(self._state))
+        (self._state / "commit_success.txt").unlink(missing_ok=True)  # holds the path of this machine
         for name, content in self._files.items():
             if isinstance(content, bytes):
                 (self._state / name).write_bytes(content)
