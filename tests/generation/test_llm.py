@@ -169,6 +169,20 @@ def test_generation_ahead_compiles_all_it_needs(model_dir):
     assert llm.engine.runner.programs.misses == 0
 
 
+def test_caches_are_written_in_place_and_costs_recorded(llm):
+    llm.generate([[1, 2, 3]], GREEDY)
+    runner = llm.engine.runner
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
+    for name in ("prefill", "decode"):
+        program = next(p for p in runner.programs if p.name == name)
+        assert program.cost.alias_bytes == state_bytes
+        assert "input_output_alias" in program.executable.as_text()
+    recorded = runner._records.read()
+    (decoded,) = [cost for key, cost in recorded.items() if key == f"{runner._records.model}/decode/batch=1, pages=8"]
+    assert decoded["calls"] >= 1
+    assert 0 < decoded["best_seconds"] <= decoded["total_seconds"]
+
+
 def test_max_tokens_none_fills_the_context(llm):
     out = llm.generate([[1] * 100], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     assert len(out[0].completions[0].token_ids) == 28
