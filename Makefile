@@ -8,7 +8,7 @@ PIP = $(1)/bin/python -m pip --disable-pip-version-check --no-input
 # What pip does, a line a package, so that a long set-up is seen to move.
 SHOW = { grep --line-buffered -E '^(Collecting|  Downloading|Building|Installing|Successfully|ERROR|error)' || true; } | cut -c 1-110
 
-.PHONY: demo test slow aot newest peers lint types contracts docs clean
+.PHONY: demo test slow aot newest peers lint types contracts clean
 
 demo: .venv/.base
 	.venv/bin/jaxinfer generate examples/demo_model --max-new-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \

@@ -12,8 +12,7 @@ from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_m
 
 if TYPE_CHECKING:
     from jaxinfer.generation import LLM, RequestOutput, SamplingParams
-
-Prompt = str | list[int]
+    from jaxinfer.generation.text import Prompt
 
 
 def generate(
@@ -72,7 +71,7 @@ def generate(
         _note(f"[model loaded in {loaded:.2f} s]")
 
 
-def _read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> list[Prompt]:
+def _read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":
     """The prompts of all three options. Raises ValueError naming the option or line that is wrong."""
     prompts: list[Prompt] = list(texts)
     if file is not None:
@@ -96,7 +95,7 @@ class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[int] | None = None
 
 
-def _json_prompt(where: str, line: str) -> Prompt:
+def _json_prompt(where: str, line: str) -> "Prompt":
     try:
         given = msgspec.json.decode(line, type=_PromptLine)
     except msgspec.MsgspecError as error:
@@ -111,7 +110,7 @@ def _note(text: str) -> None:
     typer.secho(text, err=True, dim=True)
 
 
-def _print_text(llm: "LLM", prompts: list[Prompt], params: "SamplingParams") -> None:
+def _print_text(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:
     """A single completion is streamed; several are printed one after the other."""
     for prompt in prompts:
         llm.check(prompt, params)
@@ -128,7 +127,7 @@ def _print_text(llm: "LLM", prompts: list[Prompt], params: "SamplingParams") -> 
         _note(_summary(output))
 
 
-def _stream(llm: "LLM", prompt: Prompt, params: "SamplingParams") -> "RequestOutput":
+def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> "RequestOutput":
     printed, output = 0, None
     for output in llm.stream([prompt], params):
         completion = output.completions[0]
@@ -148,7 +147,7 @@ def _summary(output: "RequestOutput") -> str:
     return f"[{len(completion.token_ids)} tokens, {completion.finish_reason}{rate}{first}]"
 
 
-def _print_json(llm: "LLM", prompts: list[Prompt], params: "SamplingParams") -> None:
+def _print_json(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:
     failed = False
     runnable: list[tuple[int, Prompt]] = []
     for index, prompt in enumerate(prompts):

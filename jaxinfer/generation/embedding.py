@@ -18,7 +18,7 @@ from jaxinfer.compiled import (
     powers,
     round_up,
 )
-from jaxinfer.generation.text import Tokenizer
+from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
 from jaxinfer.models import EncoderConfig
 from jaxinfer.models.loading import load_model
 from sharding import MeshConfig
@@ -60,7 +60,7 @@ class Embedder:
 
         return compile_program(name, bucket, embed, (self._leaves, tokens, tokens))
 
-    def embed(self, texts: Sequence[str | list[int]]) -> np.ndarray:
+    def embed(self, texts: Sequence[Prompt]) -> np.ndarray:
         """Vectors of length 1, float32 [len(texts), D]. Raises ValueError for an empty or too long text."""
         prompts = [self._encode(index, text) for index, text in enumerate(texts)]
         out = np.zeros((len(prompts), self.config.embed), np.float32)
@@ -79,10 +79,8 @@ class Embedder:
         program = self.programs.get("embed", batch=batch, tokens=length)
         return np.asarray(program(self._leaves, tokens, positions))[: len(prompts)]
 
-    def _encode(self, index: int, text: str | list[int]) -> list[int]:
-        if isinstance(text, str) and self.tokenizer is None:
-            raise ValueError("The model directory has no tokenizer: give token ids.")
-        ids = self.tokenizer.encode(text) if isinstance(text, str) and self.tokenizer else list(text)
+    def _encode(self, index: int, text: Prompt) -> list[int]:
+        ids = encode_prompt(self.tokenizer, text, self.config.vocab)
         if not 0 < len(ids) <= self.config.context:
             raise ValueError(f"Text {index} has {len(ids)} tokens; this model takes 1 to {self.config.context}.")
-        return ids  # type: ignore[return-value]  # a list of ids by now
+        return ids

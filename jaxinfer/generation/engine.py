@@ -8,10 +8,8 @@ from jaxinfer.generation.params import MAX_STOP_IDS, SamplingParams
 from jaxinfer.generation.request import RequestOutput, Sequence
 from jaxinfer.generation.runner import Runner
 from jaxinfer.generation.scheduler import Scheduler
-from jaxinfer.generation.text import Tokenizer
+from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
 from jaxinfer.models.loading import LoadedModel
-
-Prompt = str | list[int]
 
 
 class Engine:
@@ -72,12 +70,10 @@ class Engine:
         Raises ValueError for an empty or too long prompt, unknown token ids, text without a tokenizer, or a request
         that the cache could never hold.
         """
-        ids, text = self._encode(prompt), prompt if isinstance(prompt, str) else None
         vocab = self.model.config.vocab
+        ids = encode_prompt(self.tokenizer, prompt, vocab)
         if not ids:
             raise ValueError("The prompt is empty: give at least one token.")
-        if unknown := [i for i in ids if not 0 <= i < vocab]:
-            raise ValueError(f"Token ids {unknown[:5]} of the prompt are outside the vocabulary [0, {vocab}).")
         for name in ("stop_ids", "logit_bias"):
             if unknown := [i for i in getattr(params, name) if not 0 <= i < vocab]:
                 raise ValueError(f"SamplingParams.{name} holds {unknown[:5]}, outside the vocabulary [0, {vocab}).")
@@ -100,7 +96,7 @@ class Engine:
                 index,
                 ids,
                 params,
-                prompt=text,
+                prompt=prompt if isinstance(prompt, str) else None,
                 # Completions of one seed differ by a fixed odd step, so that n of them are reproducible too.
                 seed=(seed + 0x9E3779B9 * index) % 2**32,
                 limit=limit,
@@ -111,13 +107,6 @@ class Engine:
         ]
         self.scheduler.check(sequences[0])
         return sequences
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError("The model directory has no tokenizer: give the prompt as token ids.")
-        return self.tokenizer.encode(prompt)
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of a prepared request."""

@@ -6,11 +6,11 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from jaxinfer.compiled import enable_persistent_cache
-from jaxinfer.generation.engine import Engine, Prompt
+from jaxinfer.generation.engine import Engine
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.request import RequestOutput
 from jaxinfer.generation.request import Sequence as RunningSequence
-from jaxinfer.generation.text import Tokenizer
+from jaxinfer.generation.text import Prompt, Tokenizer
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.config import kv_bytes_per_token
 from jaxinfer.models.loading import LoadedModel, available_bytes, load_model

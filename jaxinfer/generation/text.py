@@ -10,6 +10,9 @@ from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
+Prompt = str | list[int]
+"""What is asked of a model: a text, or token ids."""
+
 
 class Tokenizer:
     """A model directory's `tokenizer.json`, with its chat template if it has one."""
@@ -61,6 +64,19 @@ class Tokenizer:
     def stream(self) -> "TextStream":
         """A text that grows with the tokens pushed to it."""
         return TextStream(self._tokenizer)
+
+
+def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt, vocab: int) -> list[int]:
+    """A prompt's token ids. Raises ValueError for text without a tokenizer, and for ids outside [0, vocab)."""
+    if not isinstance(prompt, str):
+        ids = list(prompt)
+    elif tokenizer is None:
+        raise ValueError("The model directory has no tokenizer: give the prompt as token ids.")
+    else:
+        ids = tokenizer.encode(prompt)
+    if unknown := [i for i in ids if not 0 <= i < vocab]:
+        raise ValueError(f"Token ids {unknown[:5]} of the prompt are outside the vocabulary [0, {vocab}).")
+    return ids
 
 
 class TextStream:

@@ -297,7 +297,7 @@ def weight_format(description: Description, *, dtype: str | None = None, quantiz
     require_choice("dtype", dtype, (None, *DTYPES))
     require_choice("quantize", quantize, (None, *QUANTIZATIONS))
     int8 = "int8" in (quantize, description.quantization)
-    return dataclasses.replace(description.stored, dtype=jnp.dtype(dtype or description.dtype), int8=int8)
+    return WeightFormat(dtype=jnp.dtype(dtype or description.dtype), int8=int8)
 
 
 def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Description) -> None:
