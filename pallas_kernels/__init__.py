@@ -5,6 +5,16 @@ a kernel and the definition is made here. Start at `linear.py` (matrix products)
 """
 
 from pallas_kernels.attention import attention
+from pallas_kernels.kv_pages import KVPages, write_pages
 from pallas_kernels.linear import linear, quantize_rows, quantized_linear
+from pallas_kernels.paged_attention import paged_attention
 
-__all__ = ["attention", "linear", "quantize_rows", "quantized_linear"]
+__all__ = [
+    "KVPages",
+    "attention",
+    "linear",
+    "paged_attention",
+    "quantize_rows",
+    "quantized_linear",
+    "write_pages",
+]

@@ -1,0 +1,124 @@
+"""Causal attention over the pages of a KV cache: the definition, and blocks with a running softmax on a CPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention import _HIDDEN, attention
+from pallas_kernels.kv_pages import KVPages
+
+_BLOCK = 128  # keys that the CPU takes at once
+
+
+def paged_attention(
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    q_positions: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: tuple[float, ...] | None = None,
+) -> jax.Array:
+    """Causal `attention` of each row's queries over the row's pages.
+
+    On a CPU the time follows the longest context present, elsewhere the width of the page table.
+
+    Args:
+      q: [B, T, Hq, K]; query head h reads KV head h // (Hq / Hkv).
+      pages: the cache, which already holds the keys and values of these queries.
+      page_table: int32 [B, P]; page i of a row holds its positions from i * page_size on. Entries beyond a row's
+        length may be any page.
+      q_positions: int32 [B, T], negative for padding (whose result is finite and means nothing).
+      scale, window, softcap, alibi: as in `attention`.
+    Returns: [B, T, Hq, K] in q's dtype.
+    """
+    options = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi}
+    return lax.platform_dependent(
+        q,
+        pages,
+        page_table,
+        q_positions,
+        cpu=functools.partial(_by_blocks, **options),
+        default=functools.partial(gathered_attention, **options),
+    )
+
+
+def gathered_attention(
+    q: jax.Array, pages: KVPages, page_table: jax.Array, q_positions: jax.Array, **options
+) -> jax.Array:
+    """The definition of `paged_attention`: `attention` over every page of the table, side by side."""
+    batch, count = page_table.shape
+
+    def gather(x: jax.Array) -> jax.Array:
+        return x[page_table].reshape(batch, count * x.shape[1], *x.shape[2:]).astype(q.dtype)
+
+    k, v = gather(pages.k), gather(pages.v)
+    k_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
+    return attention(q, k, v, q_positions, k_positions, **options)
+
+
+def _by_blocks(
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    q_positions: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    alibi: tuple[float, ...] | None,
+) -> jax.Array:
+    """Block after block of keys with a running maximum and sum (Dao et al. 2022, arXiv:2205.14135, algorithm 1).
+
+    A row's result depends on nothing beyond it: a block that is hidden from a row either leaves its sums as they are
+    or, before the first key that the row sees, makes sums that the factor exp(_HIDDEN - score) = 0 then clears.
+    """
+    batch, tokens, q_heads, head_dim = q.shape
+    page_size, kv_heads = pages.k.shape[1:3]
+    group = q_heads // kv_heads
+    count = max(_BLOCK // page_size, 1)  # pages of a block
+    size = count * page_size
+    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % count)))
+    rows = jnp.einsum("bthgk->bhgtk", q.reshape(batch, tokens, kv_heads, group, head_dim)).astype(jnp.float32) * scale
+    rows = rows.reshape(batch, kv_heads, group * tokens, head_dim)
+    at = jnp.tile(q_positions, (1, group))[:, None, :, None]  # [B, 1, G * T, 1]
+    slopes = None if alibi is None else jnp.repeat(jnp.asarray(alibi, jnp.float32), tokens).reshape(kv_heads, -1, 1)
+
+    def block(x: jax.Array, i: jax.Array) -> jax.Array:
+        page = lax.dynamic_slice(page_table, (0, i * count), (batch, count))
+        return x.at[page].get(mode="clip").reshape(batch, size, kv_heads, head_dim).astype(jnp.float32)
+
+    def scores_of(i: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bhrk,bshk->bhrs", rows, block(pages.k, i))
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        distance = i * size + jnp.arange(size) - at  # of the key from the query; negative if before it
+        if slopes is not None:
+            scores += slopes * distance.astype(jnp.float32)
+        seen = distance <= 0
+        if window is not None:
+            seen &= distance > -window
+        return jnp.where(seen, scores, _HIDDEN)
+
+    def add(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        highest, total, mixed = state
+        scores = scores_of(i)
+        higher = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, kept = jnp.exp(scores - higher), jnp.exp(highest - higher)
+        total = total * kept + jnp.sum(weights, axis=-1, keepdims=True)
+        return higher, total, mixed * kept + jnp.einsum("bhrs,bshk->bhrk", weights, block(pages.v, i))
+
+    last = jnp.max(q_positions, initial=0)
+    first = 0
+    if window is not None:
+        lowest = jnp.min(jnp.where(q_positions < 0, last, q_positions), initial=last)
+        first = jnp.maximum(lowest - window + 1, 0) // size
+    zeros = jnp.zeros((batch, kv_heads, group * tokens, 1), jnp.float32)
+    state = (zeros + _HIDDEN, zeros, jnp.zeros_like(rows))
+    _, total, mixed = lax.fori_loop(first, last // size + 1, add, state)
+    heads = (mixed / total).reshape(batch, kv_heads, group, tokens, head_dim)
+    return jnp.einsum("bhgtk->bthgk", heads).reshape(q.shape).astype(q.dtype)
