@@ -1,0 +1,377 @@
+"""LoRA adapters in PEFT's layout, brought onto our fused linears.
+
+A LoRA adapter (arXiv:2106.09685) adds a product of two thin matrices to a linear: y = x W^T + (x A^T) B^T. PEFT
+writes one pair for each of the model's own projections; here several of those share one kernel, in an order of ours.
+A linear made of P projections gets their A below one another and their B in a block of columns each, rows in our
+order, so that it computes all of their deltas at once.
+
+Start at `read_adapter`. Linears are named as in a checkpoint, without `.kernel`: `layers.0.attention.qkv`.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from checkpoints import CheckpointError
+from checkpoints.huggingface import read_json
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.families import FAMILIES, Family, llama
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+# What the adapter is, and how it was trained: fields that change nothing in what it computes.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the tensors say it
+        *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
+        *("ensure_weight_tying", "megatron_core", "qalora_group_size"),
+    }
+)
+# Initial values that leave the model's own weights alone; the others (pissa, olora, corda, loftq, ...) change them.
+_KEEPS_THE_MODEL = (True, False, None, "gaussian", "eva", "orthogonal")
+
+_Rank = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _ConfigFile(msgspec.Struct, kw_only=True):
+    """The fields of `adapter_config.json` that decide what an adapter computes."""
+
+    peft_type: str
+    r: _Rank
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, _Rank] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    init_lora_weights: bool | str | None = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterInfo:
+    """What an adapter's `adapter_config.json` says.
+
+    Attributes:
+      rank: the largest of `base_rank` and the ranks in `rank_pattern`.
+      base_rank, alpha: of every module that no pattern names.
+      rank_pattern, alpha_pattern: regular expression of a module's last names -> its rank or alpha; the first match
+        counts.
+      rank_stabilized: deltas are scaled by alpha / sqrt(rank) (arXiv:2312.03732), else by alpha / rank.
+      fan_in_fan_out: the adapted model stores its weights [inputs, outputs] (GPT-2).
+    """
+
+    folder: pathlib.Path
+    base_rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    rank_stabilized: bool
+    fan_in_fan_out: bool
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> "AdapterInfo":
+        """Read `adapter_config.json` alone. Raises CheckpointError for anything but plain LoRA."""
+        file = pathlib.Path(folder) / CONFIG
+        if not file.is_file():
+            raise CheckpointError(f"{file}: no such file; name a folder that PEFT's save_pretrained wrote.")
+        fields = read_json(file)
+        try:
+            found = msgspec.convert(fields, _ConfigFile)
+            for pattern in (*(found.rank_pattern or {}), *(found.alpha_pattern or {})):
+                re.compile(pattern)
+        except (msgspec.ValidationError, re.error) as error:
+            raise CheckpointError(f"{file}: {error}; save the adapter with PEFT again.") from error
+        _require_plain_lora(file, found, fields)
+        return cls(
+            folder=file.parent,
+            base_rank=found.r,
+            alpha=found.lora_alpha,
+            rank_pattern=found.rank_pattern or {},
+            alpha_pattern=found.alpha_pattern or {},
+            rank_stabilized=found.use_rslora,
+            fan_in_fan_out=found.fan_in_fan_out,
+        )
+
+    @property
+    def rank(self) -> int:
+        return max((self.base_rank, *self.rank_pattern.values()))
+
+    def rank_of(self, module: str) -> int:
+        """The rank of one module, by its name in the adapted model."""
+        return _first_match(self.rank_pattern, module, self.base_rank)
+
+    def scale_of(self, module: str) -> float:
+        """What one module's delta is multiplied by."""
+        alpha, rank = _first_match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+    def require_rank(self, max_rank: int) -> None:
+        """Raise CheckpointError if the adapter does not fit into the rank that is reserved for it."""
+        if self.rank > max_rank:
+            raise CheckpointError(
+                f"{self.folder / CONFIG}: rank {self.rank} is more than the {max_rank} that are reserved; "
+                f"raise max_lora_rank to {self.rank}."
+            )
+
+
+def _require_plain_lora(file: pathlib.Path, found: _ConfigFile, fields: Mapping[str, object]) -> None:
+    """Refuse every field that asks for more than x A^T B^T, those of later PEFT versions too."""
+    choices = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _KEEPS_THE_MODEL}
+    for name, supported in choices.items():
+        if (value := getattr(found, name)) not in supported:
+            raise CheckpointError(
+                f"{file}: {name}={value!r} is not implemented, only {', '.join(map(repr, supported))}; "
+                "train the adapter with one of these."
+            )
+    known = _WITHOUT_EFFECT.union(found.__struct_fields__)
+    if active := sorted(name for name, value in fields.items() if value and name not in known):
+        described = ", ".join(f"{name}={fields[name]!r}" for name in active)
+        raise CheckpointError(f"{file}: {described} is not implemented; train the adapter without it.")
+
+
+def _first_match[T](patterns: Mapping[str, T], module: str, default: T) -> T:
+    """The value of the first pattern that matches a module's whole name, or its end from a dot on."""
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to one linear [N, K]: x -> (x a^T) b^T; its scale is part of b.
+
+    Attributes:
+      a: float32 [R, K].
+      b: float32 [N, R].
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Adapter:
+    """An adapter for one model, on the host.
+
+    Attributes:
+      max_rank: the columns that each projection has in a linear: R = max_rank * projections, unused ones zero.
+      layers: what is added to each linear, by its name; linears that are not named stay as they are.
+    """
+
+    info: AdapterInfo
+    max_rank: int
+    layers: Mapping[str, LowRank]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(a.nbytes + b.nbytes for a, b in self.layers.values())
+
+
+def adapter_shapes(
+    family: str, config: DecoderConfig, max_rank: int
+) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    """The shapes of `LowRank.a` and `LowRank.b` for every linear that adapters of this model can name.
+
+    Embeddings and the output head are not among them. Arguments and errors are those of `read_adapter`.
+    """
+    shapes = {}
+    for name, linear in _linears(family, config).items():
+        rank = max_rank * len(linear.tensors)
+        shapes[name] = (rank, linear.inputs), (sum(linear.outputs), rank)
+    return shapes
+
+
+def read_adapter(
+    folder: str | os.PathLike[str], family: str, config: DecoderConfig, *, max_rank: int | None = None
+) -> Adapter:
+    """Read `adapter_config.json` and `adapter_model.safetensors`, as PEFT's `save_pretrained` writes them.
+
+    Args:
+      family: Hugging Face's `model_type` of the model, which says what its projections are called. A family of the
+        author's takes Llama's names (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj).
+      max_rank: the columns of each projection; None: as many as the adapter's largest rank.
+    Raises CheckpointError if the adapter asks for more than plain LoRA, does not fit the model or `max_rank`, or is
+    damaged; ValueError if Llama's names do not fit a family of the author's.
+    """
+    info = AdapterInfo.read(folder)
+    max_rank = info.rank if max_rank is None else max_rank
+    info.require_rank(max_rank)
+    linears = _linears(family, config)
+    _require_same_storage(info, any(linear.inputs_first for linear in linears.values()))
+    pairs = _read_pairs(info, _family(family), config.layers, linears)
+    layers = {}
+    for name, linear in linears.items():
+        if not pairs.keys().isdisjoint(linear.tensors):
+            layers[name] = _fuse(linear, pairs, max_rank)
+    return Adapter(info=info, max_rank=max_rank, layers=layers)
+
+
+# The model's side: which projections make a linear.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Linear:
+    """One linear and the projections it is made of.
+
+    Attributes:
+      tensors: the projections' weights, named as the family's sources name them.
+      outputs: how many each of them has.
+      order: int [N], which of all their outputs, one projection after another, is each of ours.
+      inputs_first: their weights are stored [inputs, outputs].
+    """
+
+    tensors: tuple[str, ...]
+    outputs: tuple[int, ...]
+    inputs: int
+    order: np.ndarray
+    inputs_first: bool
+
+
+def _family(family: str) -> Family:
+    return FAMILIES.get(family, llama.FAMILY)
+
+
+def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
+    """Every linear that can be adapted."""
+    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    shapes = {
+        "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
+        "attention.out": (embed, attention.q_heads * attention.head_dim),
+        "mlp.up": (2 * hidden if config.mlp.gated else hidden, embed),
+        "mlp.down": (embed, hidden),
+    }
+    sources, linears = _family(family).sources(config), {}
+    for layer in range(config.layers):
+        for kind, (rows, inputs) in shapes.items():
+            source = sources[f"layers.{layer}.{kind}.kernel"]
+            outputs = tuple(math.prod(shape) // inputs for shape in source.shapes)
+            if sum(outputs) != rows:
+                raise ValueError(
+                    f"family={family!r}: this model's {kind} has {rows} outputs, {', '.join(source.names)} have "
+                    f"{sum(outputs)}: the names of {_family(family).model_types[0]} do not fit it; adapters need a "
+                    f"family of {', '.join(sorted(FAMILIES))}, or a gated MLP."
+                )
+            numbers = np.split(np.arange(rows), np.cumsum(outputs)[:-1])
+            linears[f"layers.{layer}.{kind}"] = _Linear(
+                tensors=source.names,
+                outputs=outputs,
+                inputs=inputs,
+                order=source.combine(*numbers),  # which reorders the rows of vectors as it does those of kernels
+                inputs_first=any(shape[1] != inputs for shape in source.shapes),
+            )
+    return linears
+
+
+def _require_same_storage(info: AdapterInfo, inputs_first: bool) -> None:
+    if info.fan_in_fan_out != inputs_first:
+        raise CheckpointError(
+            f"{info.folder / CONFIG}: fan_in_fan_out={info.fan_in_fan_out}, but this model's weights are stored "
+            f"{'[inputs, outputs]' if inputs_first else '[outputs, inputs]'}; take an adapter made for this model."
+        )
+
+
+# The adapter's side: its tensors, checked against the model.
+
+
+class _Pair(NamedTuple):
+    """One projection's a [r, K] and b [N, r], float32, as PEFT has them, but b scaled."""
+
+    a: np.ndarray
+    b: np.ndarray
+
+
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+
+
+def _read_pairs(info: AdapterInfo, family: Family, layers: int, linears: Mapping[str, _Linear]) -> dict[str, _Pair]:
+    """Each adapted projection's matrices, by its weight's name as the family's sources have it."""
+    file = info.folder / WEIGHTS
+    sizes = {
+        tensor: (outputs, linear.inputs)
+        for linear in linears.values()
+        for tensor, outputs in zip(linear.tensors, linear.outputs, strict=True)
+    }
+    pairs = {}
+    for module, sides in _read_modules(file).items():
+        tensor = family.plain_name(f"{module}.weight")
+        if tensor not in sizes:
+            adaptable = sorted({re.sub(r"^.*?\.\d+\.|\.weight$", "", known) for known in sizes})
+            raise CheckpointError(
+                f"{file}: {module} is no linear in this model's {layers} layers, where adapters may name "
+                f"{', '.join(adaptable)}; take an adapter made for this model, without embeddings and output head."
+            )
+        if tensor in pairs:
+            raise CheckpointError(f"{file}: {module} is there twice; save the adapter again.")
+        pairs[tensor] = _checked_pair(file, info, module, sides, *sizes[tensor])
+    return pairs
+
+
+def _read_modules(file: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
+    """Module -> "A" and "B" -> tensor, for every tensor of the file."""
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file; save the adapter with save_pretrained(safe_serialization=True).")
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: truncated or corrupt ({error}); fetch it again.") from error
+    modules: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        if (match := _TENSOR.fullmatch(name)) is None:
+            raise CheckpointError(
+                f"{file}: {name} is not one of the matrices lora_A and lora_B of a linear layer, which alone are "
+                "implemented; train the adapter without it."
+            )
+        sides = modules.setdefault(match["module"], {})
+        if match["side"] in sides:
+            raise CheckpointError(f"{file}: {name} is there twice, with and without `.default`; save it again.")
+        sides[match["side"]] = tensor
+    if not modules:
+        raise CheckpointError(f"{file}: holds no tensors; save the adapter again.")
+    return modules
+
+
+def _checked_pair(
+    file: pathlib.Path, info: AdapterInfo, module: str, sides: Mapping[str, np.ndarray], outputs: int, inputs: int
+) -> _Pair:
+    rank = info.rank_of(module)
+    for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        if side not in sides:
+            raise CheckpointError(f"{file}: {module} has no lora_{side}; save the adapter again.")
+        if (tensor := sides[side]).shape != shape:
+            raise CheckpointError(
+                f"{file}: {module}.lora_{side} is {list(tensor.shape)}, but this model and rank {rank} need "
+                f"{list(shape)}; take an adapter made for this model, with its own {CONFIG}."
+            )
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise CheckpointError(
+                f"{file}: {module}.lora_{side} has dtype {tensor.dtype}, which is not implemented; save it as a float."
+            )
+    return _Pair(sides["A"].astype(np.float32), sides["B"].astype(np.float32) * np.float32(info.scale_of(module)))
+
+
+def _fuse(linear: _Linear, pairs: Mapping[str, _Pair], max_rank: int) -> LowRank:
+    """The pairs of a linear's projections as one; projections that are not adapted stay zero."""
+    rank = max_rank * len(linear.tensors)
+    a = np.zeros((rank, linear.inputs), np.float32)
+    b = np.zeros((sum(linear.outputs), rank), np.float32)
+    first_row = 0
+    for part, (tensor, outputs) in enumerate(zip(linear.tensors, linear.outputs, strict=True)):
+        if tensor in pairs:
+            pair, column = pairs[tensor], part * max_rank
+            columns = slice(column, column + len(pair.a))
+            a[columns] = pair.a
+            b[first_row : first_row + outputs, columns] = pair.b
+        first_row += outputs
+    return LowRank(a, b[linear.order])
