@@ -6,6 +6,7 @@ Expected errors (bad files, bad values, too little memory) end in one line on st
 import typer
 from typer.core import TyperGroup
 
+from jaxinfer.cli.bench import bench
 from jaxinfer.cli.convert import convert
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
@@ -35,3 +36,4 @@ app = typer.Typer(
 )
 for _command in (convert, generate, info, inspect, verify):
     app.command()(_command)
+app.add_typer(bench, name="bench")

@@ -1,0 +1,199 @@
+"""`jaxinfer bench` as a user runs it, and the measuring that it shares with Python."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jaxinfer.cli import app
+from jaxinfer.generation import LLM
+from jaxinfer.generation.measure import (
+    Distribution,
+    Request,
+    measure_latency,
+    measure_throughput,
+    random_prompts,
+    spread_lengths,
+)
+from jaxinfer.models.conversion import convert
+from tests.models.goldens import DIRECTORY as GOLDENS
+
+TOKENS = ("--prompt-tokens", 12, "--output-tokens", 6)
+LATENCY = ("--batch", "1,2", *TOKENS, "--rounds", 3, "--warmup", 1)
+THROUGHPUT = ("--requests", 5, "--max-batch", 2, *TOKENS, "--spread", 0.25)
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, ["bench", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def check_distribution(found, samples):
+    assert found["samples"] == samples
+    order = [found[name] for name in ("min", "p50", "p90", "p95", "p99", "max")]
+    assert order == sorted(order)
+    assert 0 < found["min"] <= found["mean"] <= found["max"]
+
+
+def test_latency(model_dir, tmp_path):
+    file = tmp_path / "latency.json"
+    file.write_text("of an earlier run")
+    done = run("latency", model_dir, *LATENCY, "--json", file)
+    report = json.loads(file.read_text())
+    assert list(tmp_path.iterdir()) == [file]
+
+    assert list(report) == ["command", "model", "versions", "machine", "settings", "warm_up", "metrics"]
+    assert report["command"] == "bench latency"
+    assert report["model"]["directory"] == str(model_dir)
+    assert report["settings"] | {"batch": "1,2", "rounds": 3, "context": 128, "seed": 0} == report["settings"]
+    assert report["machine"]["platform"] == "cpu"
+    assert set(report["warm_up"]["programs"]) == {
+        f"{program}pages=8"
+        for batch in (1, 2)
+        for program in (f"prefill: batch={batch}, tokens=16, ", f"decode: batch={batch}, ")
+    }
+    for batch, metrics in zip((1, 2), report["metrics"]["batches"], strict=True):
+        assert metrics["batch"] == batch
+        assert metrics["output_tokens"] == 3 * batch * 6
+        assert metrics["output_tokens_per_s"] == pytest.approx(metrics["output_tokens"] / metrics["seconds"])
+        check_distribution(metrics["end_to_end_s"], 3)
+        check_distribution(metrics["first_token_s"], 3 * batch)
+        check_distribution(metrics["per_output_token_s"], 3 * batch)
+        check_distribution(metrics["inter_token_s"], 3 * batch * 5)
+        assert metrics["end_to_end_s"]["mean"] == pytest.approx(metrics["seconds"] / 3)
+        assert metrics["first_token_s"]["max"] < metrics["end_to_end_s"]["max"]
+        assert f"{1e3 * metrics['inter_token_s']['p99']:,.2f}" in done.stdout
+        assert f"{metrics['output_tokens_per_s']:,.1f}" in done.stdout
+    assert "4 programs" in done.stdout
+    assert done.stderr == f"Wrote {file}\n"
+
+
+def test_throughput(model_dir, tmp_path):
+    done = run("throughput", model_dir, *THROUGHPUT, "--json", tmp_path / "throughput.json")
+    report = json.loads((tmp_path / "throughput.json").read_text())
+    assert report["command"] == "bench throughput"
+    assert report["settings"] | {"requests": 5, "max_batch": 2, "spread": 0.25} == report["settings"]
+    metrics = report["metrics"]
+    rng = np.random.default_rng(0)
+    prompts = random_prompts(rng, 257, spread_lengths(rng, 12, 0.25, 5))
+    assert metrics["prompt_tokens"] == sum(map(len, prompts))
+    assert metrics["output_tokens"] == sum(spread_lengths(rng, 6, 0.25, 5))
+    tokens = metrics["prompt_tokens"] + metrics["output_tokens"]
+    assert metrics["requests"] == 5
+    for rate, count in (("requests", 5), ("output_tokens", metrics["output_tokens"]), ("total_tokens", tokens)):
+        assert metrics[f"{rate}_per_s"] == pytest.approx(count / metrics["seconds"])
+    for name in ("end_to_end_s", "first_token_s", "per_output_token_s"):
+        check_distribution(metrics[name], 5)
+    assert metrics["end_to_end_s"]["max"] <= metrics["seconds"]
+    assert f"{metrics['total_tokens_per_s']:,.1f}" in done.stdout
+
+
+def test_prompts_come_from_a_file(model_dir, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one and two"}\n{"token_ids": [5, 17, 3]}\n{"prompt": "left out"}\n')
+    options = ("--prompts-file", file, "--requests", 2, "--output-tokens", 1, "--spread", 0, "--max-batch", 2)
+    run("throughput", model_dir, *options, "--json", tmp_path / "out.json")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["settings"]["prompt_tokens"] is None
+    assert report["metrics"]["prompt_tokens"] == len("one and two") + 3
+    assert report["metrics"]["output_tokens"] == 2
+    assert report["metrics"]["per_output_token_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "suffix", "magic"),
+    [("latency", LATENCY, ".svg", b"<?xml"), ("throughput", THROUGHPUT, ".png", b"\x89PNG")],
+)
+def test_plots(model_dir, tmp_path, command, options, suffix, magic):
+    pytest.importorskip("matplotlib", reason="needs the extra `bench`")
+    file = tmp_path / f"plot{suffix}"
+    run(command, model_dir, *options, "--plot", file)
+    assert file.read_bytes().startswith(magic)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_distribution():
+    found = Distribution.of([float(value) for value in range(100, -1, -1)])
+    assert found == Distribution(samples=101, mean=50, p50=50, p90=90, p95=95, p99=99, min=0, max=100)
+    assert Distribution.of([]) is None
+
+
+def test_lengths_spread_over_all_of_the_range():
+    lengths = spread_lengths(np.random.default_rng(0), 8, 0.5, 1000)
+    assert set(lengths) == set(range(4, 13))
+    assert set(spread_lengths(np.random.default_rng(0), 8, 0, 10)) == {8}
+    assert min(spread_lengths(np.random.default_rng(0), 1, 0.9, 100)) == 1
+
+
+def test_timeline_counts_every_token_and_nothing_compiles_in_it(model_dir):
+    llm = LLM(model_dir, max_batch=2)
+    requests = [Request([1, 2, 3], 20), Request([4] * 16, 3), Request([5], 1)]
+    seen = []
+    result, warm_up = measure_throughput(llm, requests, progress=lambda *reached: seen.append(reached))
+    assert len(list(llm.engine.runner.programs)) == len(warm_up.programs)
+    assert warm_up.compile_s == pytest.approx(sum(warm_up.programs.values()))
+    assert seen[-1] == (3, 24)
+    seconds, tokens = zip(*result.timeline, strict=True)
+    assert list(seconds) == sorted(seconds)
+    assert list(tokens) == sorted(tokens) == [reached for _, reached in seen]
+    assert seconds[-1] <= result.seconds < warm_up.seconds
+
+
+def test_a_batch_that_would_wait_for_itself_is_refused(model_dir):
+    llm = LLM(model_dir, max_batch=2, cache_bytes=16384)  # 4 pages of 16 tokens
+    with pytest.raises(ValueError, match="batch of 2 requests of 40 tokens does not fit in the cache of 4 pages of 16"):
+        measure_latency(llm, [1, 2], prompt_tokens=30, output_tokens=10, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("latency", ("--batch", "4,0"), "--batch must be integers >= 1 separated by commas, got '4,0'."),
+        ("latency", ("--batch", "a"), "--batch must be integers >= 1 separated by commas, got 'a'."),
+        ("latency", (), "128 prompt and 64 output tokens are more than the context of 128"),
+        ("latency", (*TOKENS, "--context", 17), "12 prompt and 6 output tokens are more than the context of 17"),
+        ("latency", (*TOKENS, "--context", 129), "--context must be in [2, 128] for this model, got 129."),
+        ("latency", (*TOKENS, "--quantize", "int3"), "quantize='int3' is not implemented"),
+        ("latency", ("--json", "none/out.json"), "--json none/out.json: none is not a directory"),
+        ("latency", ("--json", "file/out.json"), "--json file/out.json: file is not a directory"),
+        ("latency", ("--json", "."), "--json . is a directory"),
+        ("latency", ("--plot", "out.pdf"), "--plot out.pdf must end in .png or .svg."),
+        ("throughput", ("--spread", 1), "--spread must be in [0, 1), got 1.0."),
+        ("throughput", ("--spread", "nan"), "--spread must be in [0, 1), got nan."),
+        ("throughput", ("--prompt-tokens", 90, "--output-tokens", 60), "Request 1: "),
+        ("throughput", ("--prompts-file", "p", "--prompt-tokens", 4), "--prompt-tokens 4 contradicts --prompts-file p"),
+        ("throughput", ("--prompts-file", "missing"), "missing"),
+        (
+            "throughput",
+            ("--prompts-file", "lines", "--requests", 3),
+            "--requests 3 is more than the 2 prompts in lines",
+        ),
+        ("throughput", ("--prompts-file", "lines"), "lines:2: the prompt is empty."),
+        ("throughput", ("--prompts-file", "ids.jsonl"), "ids.jsonl:1: Token ids [999] of the prompt are outside"),
+    ],
+)
+def test_refusals_come_before_the_run(model_dir, tmp_path, monkeypatch, command, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "lines").write_text("first\n\n")
+    (tmp_path / "ids.jsonl").write_text('{"token_ids": [999]}\n')
+    done = run(command, model_dir, *options, code=2)
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_encoders_are_refused(tmp_path):
+    convert(GOLDENS / "bert_pooled", tmp_path / "model")
+    done = run("latency", tmp_path / "model", code=2)
+    assert done.stderr == f"error: {tmp_path / 'model'} holds an encoder; bench measures decoders.\n"
+
+
+def test_without_matplotlib_the_extra_is_named(model_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run("throughput", model_dir, "--plot", "out.svg", code=2)
+    assert done.stderr == "error: --plot out.svg needs matplotlib: pip install 'jaxinfer[bench]'\n"
