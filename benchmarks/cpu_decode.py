@@ -8,15 +8,10 @@ continuation of a prompt before anything is timed.
 """
 
 import argparse
-import json
-import os
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,104 +19,15 @@ import rich
 from rich.table import Table
 
 from benchmarks.report import Report
-from jaxinfer.compiled import cache_folder
+from benchmarks.workers import ENGINES, JAXINFER, Worker, add_options, find_peers, make_models, workers
 
-ROOT = Path(__file__).parents[1]
-PEERS = Path(__file__).parent / "peers"
-JAXINFER = Path(sys.executable).parent / "jaxinfer"  # the command, as installed beside this interpreter
 PROMPT = 512  # tokens of the timed prefill
-# (engine, dtype) -> its script, and the part of the work folder that it loads.
-ENGINES = {
-    ("jaxinfer", "float32"): ("run_jaxinfer.py", "jaxinfer"),
-    ("jaxinfer", "int8"): ("run_jaxinfer.py", "jaxinfer"),
-    ("jaxinfer", "bfloat16"): ("run_jaxinfer.py", "jaxinfer"),
-    ("ctranslate2", "float32"): ("run_ctranslate2.py", "ct2-float32"),
-    ("ctranslate2", "int8"): ("run_ctranslate2.py", "ct2-int8"),
-    ("llama.cpp", "float32"): ("run_llama_cpp.py", "f32.gguf"),
-    ("llama.cpp", "int8"): ("run_llama_cpp.py", "q8_0.gguf"),
-    ("llama.cpp", "bfloat16"): ("run_llama_cpp.py", "bf16.gguf"),
-    ("transformers", "float32"): ("run_transformers.py", "hf"),
-    ("transformers", "bfloat16"): ("run_transformers.py", "hf"),
-}
-
-
-class Worker:
-    """One engine's process; see `peers/worker.py` for what it answers."""
-
-    def __init__(self, engine: str, dtype: str, command: list[str]):
-        self.engine, self.dtype = engine, dtype
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        self.version: str = self._answer()["version"]
-
-    def ask(self, **request: Any) -> Any:
-        """The one value of the answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        (value,) = self._answer().values()
-        return value
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        if line := self.process.stdout.readline():
-            return json.loads(line)
-        raise SystemExit(
-            f"{self.engine} in {self.dtype} ended with {self.process.wait()}: its own message stands above."
-        )
-
-    def close(self) -> None:
-        """Let the process end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def find_peers(given: Path | None) -> Path:
-    """The peers' interpreter, which must have all of them."""
-    python = given or Path(os.environ.get("JAXINFER_PEERS") or ROOT / ".venv-peers/bin/python")
-    remedy = "run `make peers`, or give an interpreter that has benchmarks/peers/requirements.txt as --peer-python."
-    if not python.exists():
-        raise SystemExit(f"No interpreter at {python}: {remedy}")
-    modules = ("torch", "transformers", "ctranslate2", "llama_cpp", "gguf", "safetensors", "tokenizers")
-    code = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m) is None])"
-    missing = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    if missing:
-        raise SystemExit(f"{python} lacks {', '.join(missing)}: {remedy}")
-    return python
-
-
-def make_models(folder: Path, peer_python: Path) -> None:
-    """Write the model in all formats, once; a folder half-written is begun anew."""
-    if not (folder / "hf").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            rich.print(f"Writing the model in every engine's format to {folder} (2.7 GB)")
-            made = Path(temporary) / "models"
-            subprocess.run([peer_python, PEERS / "make_model.py", made], check=True)
-            made.rename(folder)
-    if not (folder / "jaxinfer").exists():
-        command = [JAXINFER, "convert", folder / "hf", folder / "jaxinfer"]
-        subprocess.run(command, check=True)
-
-
-@contextmanager
-def workers(dtype: str, folder: Path, peer_python: Path, threads: int) -> Iterator[list[Worker]]:
-    """The processes of all engines that run this dtype, ended on leaving."""
-    with ExitStack() as stack:
-        found = []
-        for (engine, engine_dtype), (script, part) in ENGINES.items():
-            if engine_dtype == dtype:
-                python = sys.executable if engine == "jaxinfer" else str(peer_python)
-                command = [python, str(PEERS / script), str(folder / part), dtype, str(threads)]
-                found.append(Worker(engine, dtype, command))
-                stack.callback(found[-1].close)
-        yield found
 
 
 def check_agreement(found: list[Worker]) -> None:
     """All must continue a prompt alike, or they are not running the same model."""
     prompt = list(range(100, 132))
-    said = {worker.engine: worker.ask(do="greedy", prompt=prompt, count=8) for worker in found}
+    said = {worker.engine: worker.ask(do="greedy", prompt=prompt, count=8)["tokens"] for worker in found}
     if len({tuple(tokens) for tokens in said.values()}) != 1:
         raise SystemExit(f"The engines disagree on the greedy continuation, so no figure would mean anything: {said}")
 
@@ -133,7 +39,7 @@ def take_turns(found: list[Worker], rounds: int, figure: str, **request: Any) ->
     for counted in [False] + [True] * rounds:
         for worker in found:
             time.sleep(0.2)  # let the threads of the engine before go to sleep
-            seconds = worker.ask(**request)
+            seconds = worker.ask(**request)["seconds"]
             if counted:
                 times[worker.engine].append(1e3 * seconds)
     return [
@@ -259,14 +165,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two rounds instead of seven, and no bfloat16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--work-dir", type=Path, default=cache_folder() / "benchmarks" / "cpu_decode")
-    parser.add_argument(
-        "--peer-python", type=Path, help="interpreter with the peers (default: $JAXINFER_PEERS or make peers)"
-    )
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the peers")
     parser.add_argument("--context", type=int, default=352, help="tokens before the first timed decode step")
-    parser.add_argument("--demo", type=Path, default=ROOT / "examples/demo_model")
+    add_options(parser)
     args = parser.parse_args()
     rounds, steps = (2, 8) if args.quick else (7, 16)
 

@@ -9,19 +9,36 @@ import ctranslate2
 from worker import serve
 
 
+def words(prompts):
+    return [[f"t{i}" for i in prompt] for prompt in prompts]
+
+
+def token_ids(result):
+    return [int(token[1:]) for token in result.sequences[0]]
+
+
 class CTranslate2:
     """`Generator.generate_batch`, greedy; a callback notes the time of every step."""
 
     version = f"ctranslate2 {ctranslate2.__version__}"
 
     def __init__(self, folder, compute_type, threads):
-        self.generator = ctranslate2.Generator(
-            folder, device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads
-        )
+        def load(workers):
+            return ctranslate2.Generator(
+                folder,
+                device="cpu",
+                compute_type=compute_type,
+                inter_threads=workers,
+                intra_threads=threads // workers,
+            )
+
+        self.load, self.generators = load, {1: load(1)}
+        # One batch at a time on all threads, or one batch a thread.
+        self.ways = [{"batch": batch, "workers": workers} for batch in (16, 32) for workers in {1, threads}]
 
     def _generate(self, prompts, count, callback=None, static=None):
-        results = self.generator.generate_batch(
-            [[f"t{i}" for i in prompt] for prompt in prompts],
+        results = self.generators[1].generate_batch(
+            words(prompts),
             max_length=count,
             min_length=count,
             sampling_topk=1,
@@ -29,7 +46,7 @@ class CTranslate2:
             static_prompt=static,
             callback=callback,
         )
-        return [[int(token[1:]) for token in result.sequences[0]] for result in results]
+        return [token_ids(result) for result in results]
 
     def prefill(self, prompt):
         start = time.perf_counter()
@@ -50,6 +67,45 @@ class CTranslate2:
 
     def greedy(self, prompt, count):
         return self._generate([prompt], count)[0]
+
+    def throughput(self, prompts, outputs, *, batch, workers):
+        """Batches of prompts of like length, all queued at once, the longest first.
+
+        A batch runs its prompts together as far as the shortest reaches, and their rest token by token.
+        """
+        if workers not in self.generators:
+            self.generators[workers] = self.load(workers)
+        rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+        groups = [rows[at : at + batch] for at in range(0, len(rows), batch)]
+        start = time.perf_counter()
+        queued = [
+            self._queue(self.generators[workers], [prompts[row] for row in group], [outputs[row] for row in group])
+            for group in groups
+        ]
+        tokens = [[] for _ in prompts]
+        for group, results in zip(groups, queued, strict=True):
+            for row, result in zip(group, results, strict=True):
+                tokens[row] = token_ids(result.result())
+        return time.perf_counter() - start, tokens
+
+    @staticmethod
+    def _queue(generator, prompts, outputs):
+        """Results to come of one batch; each row leaves it with its own number of tokens."""
+        left = list(outputs)
+
+        def complete(step):
+            left[step.batch_id] -= 1
+            return left[step.batch_id] == 0
+
+        return generator.generate_batch(
+            words(prompts),
+            max_length=max(outputs),
+            min_length=max(outputs),
+            sampling_topk=1,
+            include_prompt_in_result=False,
+            callback=complete,
+            asynchronous=True,
+        )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from typing import ClassVar
 
 from worker import serve
 
@@ -12,9 +13,14 @@ class Jaxinfer:
     """`LLM`'s engine, driven step by step: scheduling, sampling and copying to the host are part of every figure."""
 
     version = "jaxinfer"
+    ways: ClassVar = [{"batch": 64}]
 
     def __init__(self, folder, dtype, *, int8):
-        self.llm = LLM(folder, dtype=dtype, quantize="int8" if int8 else None, max_batch=8, context=1024)
+        def load(max_batch, context):
+            return LLM(folder, dtype=dtype, quantize="int8" if int8 else None, max_batch=max_batch, context=context)
+
+        self.load, self.wide = load, {}
+        self.llm = load(8, 1024)
         self.engine = self.llm.engine
         self.running = []
 
@@ -55,6 +61,15 @@ class Jaxinfer:
     def greedy(self, prompt, count):
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         return self.llm.generate([prompt], params)[0].completions[0].token_ids
+
+    def throughput(self, prompts, outputs, *, batch):
+        if batch not in self.wide:
+            self.wide[batch] = self.load(batch, 512)
+            self.wide[batch].engine.compile_ahead()
+        params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in outputs]
+        start = time.perf_counter()
+        found = self.wide[batch].generate(prompts, params)
+        return time.perf_counter() - start, [output.completions[0].token_ids for output in found]
 
 
 if __name__ == "__main__":

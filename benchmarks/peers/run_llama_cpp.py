@@ -4,12 +4,14 @@
 
 import sys
 import time
+from typing import ClassVar
 
 import llama_cpp
 import numpy as np
 from worker import VOCAB, serve
 
 MOST_SEQUENCES, CONTEXT = 8, 1024
+BATCH_TOKENS = 512  # of one llama_decode
 ERROR = 4  # of llama.cpp's levels of messages
 
 
@@ -20,32 +22,23 @@ def log_errors(level, text, _):
         sys.stderr.write(text.decode())
 
 
-class LlamaCpp:
-    """One context with eight sequences, each with a cache of its own; greedy from the logits."""
+class Context:
+    """A llama_context and its batch. `unified`: its sequences share one cache of `tokens`; else each has its part."""
 
-    version = f"llama-cpp-python {llama_cpp.__version__}"
-
-    def __init__(self, file, dtype, threads):
-        llama_cpp.llama_log_set(log_errors, None)
-        llama_cpp.llama_backend_init()
-        options = llama_cpp.llama_model_default_params()
-        # llama-cpp-python 0.3.36 crashes on a CPU with AMX when it repacks q8_0 weights: leave them as they are.
-        options.use_extra_bufts = dtype != "int8"
-        model = llama_cpp.llama_model_load_from_file(file.encode(), options)
+    def __init__(self, model, threads, *, sequences, tokens, unified):
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.kv_unified = MOST_SEQUENCES * CONTEXT, MOST_SEQUENCES, False
-        params.n_batch = params.n_ubatch = 512
+        params.n_ctx, params.n_seq_max, params.kv_unified = tokens, sequences, unified
+        params.n_batch = params.n_ubatch = BATCH_TOKENS
         params.n_threads = params.n_threads_batch = threads
         # The cache of every engine has the type of its activations.
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
         self.context = llama_cpp.llama_init_from_model(model, params)
         if not self.context:
-            raise RuntimeError(f"llama.cpp made no context for {file}.")
+            raise RuntimeError(f"llama.cpp made no context of {tokens} tokens.")
         self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
         self.memory = llama_cpp.llama_get_memory(self.context)
-        self.running, self.length, self.last = 0, 0, []
 
-    def _run(self, entries):
+    def run(self, entries):
         """Decode (token, position, sequence, wants logits) entries; the greedy token of those that want logits."""
         batch = self.batch
         batch.n_tokens = len(entries)
@@ -59,37 +52,127 @@ class LlamaCpp:
             int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, i), (VOCAB,)).argmax()) for i in rows
         ]
 
-    def _start(self, prompt, sequence):
+    def start(self, prompt, sequence):
+        """Run a prompt; its first new token."""
         last = len(prompt) - 1
-        return self._run([(token, i, sequence, i == last) for i, token in enumerate(prompt)])[0]
+        return self.run([(token, i, sequence, i == last) for i, token in enumerate(prompt)])[0]
+
+    def clear(self):
+        llama_cpp.llama_memory_clear(self.memory, True)
+
+    def forget(self, sequence):
+        """Free the cache of one sequence."""
+        llama_cpp.llama_memory_seq_rm(self.memory, sequence, -1, -1)
+
+    def free(self):
+        llama_cpp.llama_batch_free(self.batch)
+        llama_cpp.llama_free(self.context)
+
+
+class Request:
+    """A prompt in a sequence of the context: how far its cache has come, and its output."""
+
+    def __init__(self, prompt, count, produced):
+        self.prompt, self.count, self.produced, self.computed = prompt, count, produced, 0
+
+    def entries(self, sequence, room):
+        """What it runs next, at most `room` tokens: the rest of its prompt, or its newest token."""
+        ids = self.prompt[self.computed :][:room] or self.produced[-1:]
+        first, self.computed = self.computed, self.computed + len(ids)
+        last = len(self.prompt) - 1
+        return [(token, at, sequence, at >= last) for at, token in enumerate(ids, first)]
+
+
+class LlamaCpp:
+    """One context with eight sequences, each with a cache of its own; greedy from the logits."""
+
+    version = f"llama-cpp-python {llama_cpp.__version__}"
+    ways: ClassVar = [{"batch": batch} for batch in (16, 32, 64)]
+
+    def __init__(self, file, dtype, threads):
+        llama_cpp.llama_log_set(log_errors, None)
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        # llama-cpp-python 0.3.36 crashes on a CPU with AMX when it repacks q8_0 weights: leave them as they are.
+        options.use_extra_bufts = dtype != "int8"
+        self.model, self.threads = llama_cpp.llama_model_load_from_file(file.encode(), options), threads
+        if not self.model:
+            raise RuntimeError(f"llama.cpp could not load {file}.")
+        self.context = Context(
+            self.model, threads, sequences=MOST_SEQUENCES, tokens=MOST_SEQUENCES * CONTEXT, unified=False
+        )
+        self.running, self.length, self.last = 0, 0, []
+        self.pools = {}
 
     def _clear(self):
-        llama_cpp.llama_memory_clear(self.memory, True)
+        self.context.clear()
         self.running = 0
 
     def prefill(self, prompt):
         self._clear()
         start = time.perf_counter()
-        self._start(prompt, 0)
+        self.context.start(prompt, 0)
         return time.perf_counter() - start
 
     def decode(self, prompts, steps):
         if self.running != len(prompts):
             self._clear()
-            self.last = [self._start(prompt, sequence) for sequence, prompt in enumerate(prompts)]
+            self.last = [self.context.start(prompt, sequence) for sequence, prompt in enumerate(prompts)]
             self.running, self.length = len(prompts), len(prompts[0])
         start = time.perf_counter()
         for _ in range(steps):
-            self.last = self._run([(token, self.length, s, True) for s, token in enumerate(self.last)])
+            self.last = self.context.run([(token, self.length, s, True) for s, token in enumerate(self.last)])
             self.length += 1
         return (time.perf_counter() - start) / steps
 
     def greedy(self, prompt, count):
         self._clear()
-        tokens = [self._start(prompt, 0)]
+        tokens = [self.context.start(prompt, 0)]
         while len(tokens) < count:
-            tokens += self._run([(tokens[-1], len(prompt) + len(tokens) - 1, 0, True)])
+            tokens += self.context.run([(tokens[-1], len(prompt) + len(tokens) - 1, 0, True)])
         return tokens
+
+    def throughput(self, prompts, outputs, *, batch):
+        """Continuous batching as llama-server does it: newest tokens first, then prompts while the batch has room.
+
+        The sequences share one cache: with parts of their own, llama.cpp runs those that bring different numbers of
+        tokens in passes of their own, each of which reads all weights.
+        """
+        longest = max(len(prompt) + count for prompt, count in zip(prompts, outputs, strict=True))
+        context = self._pool(batch, longest)
+        tokens = [[] for _ in prompts]
+        waiting = [Request(*request) for request in zip(prompts, outputs, tokens, strict=True)][::-1]
+        running = {}  # sequence -> Request
+        start = time.perf_counter()
+        while waiting or running:
+            for sequence in range(batch):
+                if sequence not in running and waiting:
+                    running[sequence] = waiting.pop()
+            self._advance(context, running)
+        return time.perf_counter() - start, tokens
+
+    def _advance(self, context, running):
+        """Run one batch; drop what has all its output."""
+        order = sorted(running, key=lambda sequence: not running[sequence].produced)  # those with output first
+        entries = []
+        for sequence in order:
+            entries += running[sequence].entries(sequence, BATCH_TOKENS - len(entries))
+        for sequence, token in zip([entry[2] for entry in entries if entry[3]], context.run(entries), strict=True):
+            request = running[sequence]
+            request.produced.append(token)
+            if len(request.produced) == request.count:
+                context.forget(sequence)
+                del running[sequence]
+
+    def _pool(self, batch, longest):
+        """An empty context for `batch` sequences, kept from call to call."""
+        if (batch, longest) not in self.pools:
+            for pool in self.pools.values():
+                pool.free()
+            made = Context(self.model, self.threads, sequences=batch, tokens=batch * longest, unified=True)
+            self.pools = {(batch, longest): made}
+        self.pools[batch, longest].clear()
+        return self.pools[batch, longest]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 import sys
 import time
+from typing import ClassVar
 
 import torch
 import transformers
@@ -14,6 +15,7 @@ class Transformers:
     """Eager forward passes over a dynamic cache, greedy."""
 
     version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    ways: ClassVar = [{"batch": batch, "order": order} for batch in (8, 16, 32, 64) for order in ("prompt", "output")]
 
     def __init__(self, folder, dtype, threads):
         transformers.utils.logging.disable_progress_bar()
@@ -47,6 +49,27 @@ class Transformers:
             last, cache = self._step(last, cache)
             tokens.append(int(last))
         return tokens
+
+    def throughput(self, prompts, outputs, *, batch, order):
+        """`generate` in fixed batches of prompts or outputs of like length; each runs until its longest output."""
+        lengths = outputs if order == "output" else [len(prompt) for prompt in prompts]
+        rows = sorted(range(len(prompts)), key=lengths.__getitem__)
+        tokens = [[] for _ in prompts]
+        start = time.perf_counter()
+        for group in (rows[at : at + batch] for at in range(0, len(rows), batch)):
+            longest = max(outputs[row] for row in group)
+            for row, produced in zip(group, self._generate([prompts[row] for row in group], longest), strict=True):
+                tokens[row] = produced[: outputs[row]]
+        return time.perf_counter() - start, tokens
+
+    def _generate(self, prompts, count):
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        produced = self.model.generate(
+            ids, attention_mask=mask, do_sample=False, min_new_tokens=count, max_new_tokens=count, pad_token_id=0
+        )
+        return produced[:, width:].tolist()
 
 
 if __name__ == "__main__":

@@ -5,27 +5,41 @@ Runs under a peer's own interpreter, so it imports the standard library alone. R
   {"do": "prefill", "tokens": 512}            -> {"seconds": s}: a prompt to its first new token
   {"do": "decode", "batch": 8, "context": 384, "steps": 16} -> {"seconds": s}: of one step, mean over `steps`
   {"do": "greedy", "prompt": [...], "count": 8} -> {"tokens": [...]}
+  {"do": "throughput", "prompts": [[...]], "outputs": [64], "way": {...}} -> {"seconds": s, "tokens": [[...]]}: all
+      prompts at once, greedy, each to its own number of output tokens; `way` is one of the engine's `ways`
+
+Before the first request it says {"version": "...", "ways": [...]}.
 """
 
 import json
 import os
 import random
 import sys
-from typing import Protocol
+from typing import Any, Protocol
 
 VOCAB = 32_000
 
 
 class Engine(Protocol):
-    """What a peer implements. `decode` may go on from where it stopped before, at the same batch."""
+    """What a peer implements. `decode` may go on from where it stopped before, at the same batch.
+
+    `ways` are the settings of `throughput` worth trying, as its keyword arguments; each has "batch", the most
+    sequences that run together. What a way needs (another context, another pool of threads) is made before the clock
+    starts.
+    """
 
     version: str
+    ways: list[dict[str, Any]]
 
     def prefill(self, prompt: list[int]) -> float: ...
 
     def decode(self, prompts: list[list[int]], steps: int) -> float: ...
 
     def greedy(self, prompt: list[int], count: int) -> list[int]: ...
+
+    def throughput(
+        self, prompts: list[list[int]], outputs: list[int], *, batch: int, **way: Any
+    ) -> tuple[float, list[list[int]]]: ...
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
@@ -44,12 +58,15 @@ def serve(load) -> None:
         answers.flush()
 
     engine = load()
-    answer(ready=True, version=engine.version)
+    answer(version=engine.version, ways=engine.ways)
     for line in sys.stdin:
         request = json.loads(line)
         if request["do"] == "prefill":
             answer(seconds=engine.prefill(prompts(1, request["tokens"])[0]))
         elif request["do"] == "decode":
             answer(seconds=engine.decode(prompts(request["batch"], request["context"]), request["steps"]))
+        elif request["do"] == "throughput":
+            seconds, tokens = engine.throughput(request["prompts"], request["outputs"], **request["way"])
+            answer(seconds=seconds, tokens=tokens)
         else:
             answer(tokens=engine.greedy(request["prompt"], request["count"]))

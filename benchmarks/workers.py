@@ -1,0 +1,118 @@
+"""The processes of all engines, their models on disk, and the options of a command that compares them."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import rich
+
+from jaxinfer.compiled import cache_folder
+
+ROOT = Path(__file__).parents[1]
+PEERS = Path(__file__).parent / "peers"
+JAXINFER = Path(sys.executable).parent / "jaxinfer"  # the command, as installed beside this interpreter
+# (engine, dtype) -> its script, and the part of the work folder that it loads.
+ENGINES = {
+    ("jaxinfer", "float32"): ("run_jaxinfer.py", "jaxinfer"),
+    ("jaxinfer", "int8"): ("run_jaxinfer.py", "jaxinfer"),
+    ("jaxinfer", "bfloat16"): ("run_jaxinfer.py", "jaxinfer"),
+    ("ctranslate2", "float32"): ("run_ctranslate2.py", "ct2-float32"),
+    ("ctranslate2", "int8"): ("run_ctranslate2.py", "ct2-int8"),
+    ("llama.cpp", "float32"): ("run_llama_cpp.py", "f32.gguf"),
+    ("llama.cpp", "int8"): ("run_llama_cpp.py", "q8_0.gguf"),
+    ("llama.cpp", "bfloat16"): ("run_llama_cpp.py", "bf16.gguf"),
+    ("transformers", "float32"): ("run_transformers.py", "hf"),
+    ("transformers", "bfloat16"): ("run_transformers.py", "hf"),
+}
+
+
+class Worker:
+    """One engine's process; see `peers/worker.py` for what it answers."""
+
+    def __init__(self, engine: str, dtype: str, command: list[str]):
+        self.engine, self.dtype = engine, dtype
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        ready = self._answer()
+        self.version: str = ready["version"]
+        self.ways: list[dict[str, Any]] = ready["ways"]
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """The answer to `request`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        raise SystemExit(
+            f"{self.engine} in {self.dtype} ended with {self.process.wait()}: its own message stands above."
+        )
+
+    def close(self) -> None:
+        """Let the process end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def find_peers(given: Path | None) -> Path:
+    """The peers' interpreter, which must have all of them."""
+    python = given or Path(os.environ.get("JAXINFER_PEERS") or ROOT / ".venv-peers/bin/python")
+    remedy = "run `make peers`, or give an interpreter that has benchmarks/peers/requirements.txt as --peer-python."
+    if not python.exists():
+        raise SystemExit(f"No interpreter at {python}: {remedy}")
+    modules = ("torch", "transformers", "ctranslate2", "llama_cpp", "gguf", "safetensors", "tokenizers")
+    code = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m) is None])"
+    missing = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    if missing:
+        raise SystemExit(f"{python} lacks {', '.join(missing)}: {remedy}")
+    return python
+
+
+def make_models(folder: Path, peer_python: Path) -> None:
+    """Write the model in all formats, once; a folder half-written is begun anew."""
+    if not (folder / "hf").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            rich.print(f"Writing the model in every engine's format to {folder} (2.7 GB)")
+            made = Path(temporary) / "models"
+            subprocess.run([peer_python, PEERS / "make_model.py", made], check=True)
+            made.rename(folder)
+    if not (folder / "jaxinfer").exists():
+        command = [JAXINFER, "convert", folder / "hf", folder / "jaxinfer"]
+        subprocess.run(command, check=True)
+
+
+@contextmanager
+def workers(dtype: str, folder: Path, peer_python: Path, threads: int) -> Iterator[list[Worker]]:
+    """The processes of all engines that run this dtype, ended on leaving."""
+    with ExitStack() as stack:
+        found = []
+        for (engine, engine_dtype), (script, part) in ENGINES.items():
+            if engine_dtype == dtype:
+                python = sys.executable if engine == "jaxinfer" else str(peer_python)
+                command = [python, str(PEERS / script), str(folder / part), dtype, str(threads)]
+                found.append(Worker(engine, dtype, command))
+                stack.callback(found[-1].close)
+        yield found
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say where peers and models are."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--work-dir", type=Path, default=cache_folder() / "benchmarks" / "cpu_decode")
+    parser.add_argument(
+        "--peer-python", type=Path, help="interpreter with the peers (default: $JAXINFER_PEERS or make peers)"
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the peers")
+    parser.add_argument("--demo", type=Path, default=ROOT / "examples/demo_model")
