@@ -1,0 +1,181 @@
+"""Writing KV pages: float against a loop; int8 against the tokens that each page should hold, and its exact scales."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import KVPages, write_pages
+
+PAGES, SIZE, HEADS, DIM = 9, 4, 2, 8
+
+write = jax.jit(write_pages, static_argnames="rows")
+
+
+def empty(*, int8=False, dtype=np.float32) -> KVPages:
+    shapes = KVPages.shapes(PAGES, SIZE, HEADS, DIM, np.dtype(dtype), int8=int8)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def tokens(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, HEADS, DIM)).astype(np.float32)
+
+
+def values(pages: KVPages) -> list[np.ndarray]:
+    """What the keys and the values of the pages stand for."""
+    if pages.k_scale is None or pages.v_scale is None:
+        return [np.asarray(pages.k, np.float32), np.asarray(pages.v, np.float32)]
+    pairs = ((pages.k, pages.k_scale), (pages.v, pages.v_scale))
+    return [np.asarray(x, np.float32) * np.asarray(scale)[:, None, :, None] for x, scale in pairs]
+
+
+def indices(*numbers: int) -> jax.Array:
+    return jnp.asarray(numbers, jnp.int32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("page", "slot"),
+    [([3], [2]), ([PAGES], [1]), ([5, 5, 0, PAGES, 8], [0, 1, 3, 0, 3])],
+    ids=["one", "one of padding", "many"],
+)
+def test_float_tokens_land_in_their_slots(page, slot, dtype):
+    filled = jax.tree.map(lambda x: x + 7, empty(dtype=dtype))
+    k, v = tokens(len(page)), tokens(len(page), seed=1)
+    expected = [np.full((PAGES, SIZE, HEADS, DIM), 7, np.float32) for _ in "kv"]
+    for i, (p, s) in enumerate(zip(page, slot, strict=True)):
+        if p < PAGES:
+            expected[0][p, s], expected[1][p, s] = (np.float32(x[i].astype(dtype)) for x in (k, v))
+    written = write(filled, k, v, indices(*page), indices(*slot))
+    assert written.k.dtype == dtype
+    for actual, wanted in zip(values(written), expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def test_int8_rounds_a_whole_page_once():
+    k, v = tokens(SIZE), 10 * tokens(SIZE, seed=1)
+    written = write(empty(int8=True), k, v, jnp.full(SIZE, 2, jnp.int32), jnp.arange(SIZE), rows=1)
+    assert written.k_scale is not None
+    np.testing.assert_allclose(written.k_scale[2], abs(k).max((0, 2)) / 127, rtol=1e-6)
+    for actual, wanted in zip(values(written), (k, v), strict=True):
+        step = abs(wanted).max((0, 2))[:, None] / 127
+        assert (abs(actual[2] - wanted) <= 0.501 * step).all()
+        assert not actual[[0, 1, *range(3, PAGES)]].any()
+
+
+def test_int8_scale_grows_token_by_token():
+    """Each token is twice the one before: the steps it was rounded with add up to less than twice the last."""
+    k = tokens(SIZE) * 2.0 ** np.arange(SIZE)[:, None, None]
+    pages = empty(int8=True)
+    for i in range(SIZE):
+        pages = write(pages, k[i : i + 1], k[i : i + 1], indices(6), indices(i))
+        step = abs(k[: i + 1]).max((0, 2))[:, None] / 127
+        assert pages.k_scale is not None
+        np.testing.assert_allclose(pages.k_scale[6], step[:, 0], rtol=1e-6)
+        assert (abs(values(pages)[0][6, : i + 1] - k[: i + 1]) <= 1.5 * step).all()
+
+
+def test_int8_page_starts_afresh_at_slot_0():
+    k = tokens(SIZE)
+    at = jnp.full(SIZE, 4, jnp.int32), jnp.arange(SIZE)
+    pages = write(empty(int8=True), 1000 * k, 1000 * k, *at)
+    pages = write(pages, k[:1], k[:1], indices(4), indices(0))
+    assert pages.k_scale is not None
+    np.testing.assert_allclose(pages.k_scale[4], abs(k[0]).max(-1) / 127, rtol=1e-6)
+    pages = write(pages, k[1:3], k[1:3], indices(4, 4), indices(1, 2))
+    step = abs(k[:3]).max((0, 2))[:, None] / 127
+    assert (abs(values(pages)[0][4, :3] - k[:3]) <= 1.01 * step).all()
+
+
+def test_int8_zeros_stay_zeros():
+    zeros = np.zeros((2, HEADS, DIM), np.float32)
+    pages = write(empty(int8=True), zeros, zeros, indices(1, 1), indices(0, 1))
+    assert all(np.isfinite(x).all() and not x.any() for x in values(pages))
+
+
+def test_int8_leaves_other_pages_alone():
+    k = tokens(PAGES * SIZE)
+    everywhere = jnp.repeat(jnp.arange(PAGES), SIZE), jnp.tile(jnp.arange(SIZE), PAGES)
+    before = write(empty(int8=True), k, k, *everywhere)
+    after = write(before, 9 * k[:3], 9 * k[:3], indices(2, PAGES, 7), indices(1, 1, 0), rows=1)
+    others = np.array([p for p in range(PAGES) if p not in (2, 7)])
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(x[others], y[others])
+
+
+def test_int8_runs_of_one_page_apart():
+    """Two sequences never share a page that they write, but nothing here relies on it."""
+    k = tokens(4)
+    pages = write(empty(int8=True), k[:1], k[:1], indices(3), indices(0))
+    pages = write(pages, 5 * k[1:], 5 * k[1:], indices(3, 8, 3), indices(1, 2, 2))
+    wanted = np.stack([k[0], 5 * k[1], 5 * k[3]])
+    step = abs(wanted).max((0, 2))[:, None] / 127
+    assert (abs(values(pages)[0][3, :3] - wanted) <= 1.01 * step).all()
+
+
+class Sequences:
+    """Random sequences on pages of their own, and where their next tokens go."""
+
+    def __init__(self, count: int, rng: np.random.Generator):
+        self.rng = rng
+        self.pages = rng.permutation(PAGES)[: count * 3].reshape(count, 3)
+        self.lengths = np.zeros(count, int)
+        self.held = np.zeros((PAGES, SIZE, HEADS, DIM), np.float32)
+
+    def chunk(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Up to `width` more tokens of each, padded: [N, H, K], page [N], slot [N]."""
+        count = len(self.lengths)
+        new = tokens(count * width, seed=int(self.rng.integers(1 << 30))) * 2.0 ** self.rng.integers(
+            -3, 4, (1, HEADS, 1)
+        )
+        page, slot = np.full((count, width), PAGES), np.ones((count, width), int)
+        for row in range(count):
+            size = min(int(self.rng.integers(width + 1)), 3 * SIZE - self.lengths[row])
+            at = self.lengths[row] + np.arange(size)
+            page[row, :size], slot[row, :size] = self.pages[row, at // SIZE], at % SIZE
+            self.held[page[row, :size], slot[row, :size]] = new.reshape(count, width, HEADS, DIM)[row, :size]
+            self.lengths[row] += size
+        return new.astype(np.float32), page.reshape(-1).astype(np.int32), slot.reshape(-1).astype(np.int32)
+
+
+@settings(max_examples=30, deadline=None)
+@given(count=st.integers(1, 3), width=st.sampled_from([1, 2, 7]), seed=st.integers(0, 1 << 30))
+def test_int8_holds_what_was_written(count, width, seed):
+    sequences = Sequences(count, np.random.default_rng(seed))
+    pages = empty(int8=True)
+    for _ in range(4):
+        k, page, slot = sequences.chunk(width)
+        pages = write(pages, k, k, page, slot, rows=count)
+    step = abs(sequences.held).max((1, 3)) / 127
+    assert pages.k_scale is not None
+    np.testing.assert_allclose(pages.k_scale, step, rtol=1e-6, atol=1e-30)
+    # Rounded once when written and once whenever a later write grew the scale, of which there are SIZE - 1 at most.
+    written = sequences.held != 0
+    error = np.where(written, abs(values(pages)[0] - sequences.held), 0)
+    assert (error <= 0.501 * SIZE * step[:, None, :, None]).all()
+
+
+def test_int8_chunks_agree_with_single_tokens():
+    k, count = tokens(11) * np.linspace(0.5, 2, 11, dtype=np.float32)[:, None, None], 11
+    page, slot = np.array([8, 1, 4])[np.arange(count) // SIZE].astype(np.int32), np.arange(count, dtype=np.int32) % SIZE
+    at_once = write(empty(int8=True), k, k, page, slot, rows=1)
+    one_by_one = empty(int8=True)
+    for i in range(count):
+        one_by_one = write(one_by_one, k[i : i + 1], k[i : i + 1], page[i : i + 1], slot[i : i + 1])
+    assert at_once.k_scale is not None
+    np.testing.assert_array_equal(at_once.k_scale, one_by_one.k_scale)
+    assert abs(np.int32(at_once.k) - np.int32(one_by_one.k)).max() <= 2
+
+
+@pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.parametrize("int8", [False, True])
+def test_pages_are_written_in_place(int8, count):
+    """A copy of the pages would cost more than the rest of a step."""
+    cache = KVPages.shapes(1024, 16, HEADS, 64, np.dtype(np.float32), int8=int8)
+    new = jax.ShapeDtypeStruct((count, HEADS, 64), np.float32)
+    index = jax.ShapeDtypeStruct((count,), np.int32)
+    memory = jax.jit(write_pages, donate_argnums=0).lower(cache, new, new, index, index).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < cache.k.size // 16
