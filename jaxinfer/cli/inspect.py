@@ -4,7 +4,7 @@ import collections
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,42 +49,36 @@ def inspect(
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
     program, args = decode_program(config, weights, batch=batch, context=context, steps=steps)
     options = compiler_options("gpu", rows=batch, dtype=weights.matrix_dtype)
-    report = compile_for(gpu, program, args, donate=(1,), options=options, resources=registers)
+    report = compile_for(gpu, program, args, donate=(2,), options=options, resources=registers)
     _print(report, f"{directory}: decode of {steps} steps, batch {batch}, {context} tokens", registers)
 
 
 def decode_program(
     config: "DecoderConfig", weights: "WeightFormat", *, batch: int, context: int, steps: int
 ) -> tuple[Callable, tuple]:
-    """The generation loop of a model, and its arguments as shapes; the second argument is to be donated."""
+    """The generation loop of a model, and its arguments as shapes; the third argument is to be donated."""
     import jax
-    import jax.numpy as jnp
     from flax import nnx
 
-    from jaxinfer.generation.programs import DeviceState, Rows, decode
-    from jaxinfer.generation.sampling import IDLE, sampling_arrays
-    from jaxinfer.models import Decoder, KVPages
+    from jaxinfer.generation import signatures
+    from jaxinfer.generation.config import EngineConfig
+    from jaxinfer.models import Decoder
     from jaxinfer.models.loading import abstract_model
 
-    graphdef, state = nnx.split(abstract_model(config, weights))
-    leaves, treedef = jax.tree.flatten(state)
-
-    def integers(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
+    engine = EngineConfig(slots=batch, context=context, page_size=PAGE_SIZE, max_decode_steps=steps)
     pages = -(-context // PAGE_SIZE)
-    shape = (batch * pages, PAGE_SIZE, config.attention.kv_heads, config.attention.head_dim)
-    cache = jax.ShapeDtypeStruct(shape, weights.dtype)
-    caches = [KVPages(cache, cache) for _ in range(config.layers)]  # type: ignore[arg-type]  # shapes for arrays
-    device_state = DeviceState(caches, integers(batch + 1, context))  # type: ignore[arg-type]
-    rows = Rows(integers(batch), integers(batch), integers(batch, pages), sampling_arrays([IDLE] * batch))  # type: ignore[arg-type]
+    state = signatures.device_state(config, weights, engine, pages=batch * pages, processors=0)
+    sizes = {"batch": batch, "drafts": 0, "pages": pages}
+    body, inputs = signatures.program("decode", sizes, engine, vocab=config.vocab)
+    graphdef, values = nnx.split(abstract_model(config, weights))
+    leaves, treedef = jax.tree.flatten(values)
 
-    def program(leaves: list[jax.Array], state: DeviceState, rows: Rows, length: jax.Array, count: jax.Array):
+    def program(leaves: list[jax.Array], *rest: Any) -> Any:
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         assert isinstance(model, Decoder)
-        return decode(model, state, rows, length, count, max_steps=steps)
+        return body(model, *rest)
 
-    return program, (leaves, device_state, rows, integers(batch), integers())
+    return program, (leaves, None, state, *inputs)
 
 
 def _print(report: "TargetReport", title: str, registers: bool) -> None:

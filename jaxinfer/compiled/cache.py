@@ -104,6 +104,10 @@ class ProgramCache:
             self._compile(key)
         return self._programs[key]
 
+    def find(self, name: str, **sizes: int) -> Program | None:
+        """The program for these sizes, if it is compiled."""
+        return self._programs.get((name, tuple(sizes.items())))
+
     def compile_ahead(self, wanted: Iterable[tuple[str, dict[str, int]]], *, workers: int | None = None) -> int:
         """Compile all of `wanted` that is missing, several at a time; returns how many were missing.
 

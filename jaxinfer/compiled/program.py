@@ -45,7 +45,8 @@ class Cost:
       argument_bytes: weights, caches and inputs. output_bytes: results. alias_bytes: of these, written in place.
       temp_bytes: workspace while it runs.
       compile_seconds: tracing, lowering and compiling (or reading the persistent cache).
-      calls, total_seconds, best_seconds: of the timed calls, dispatch to results on the host.
+      calls, steps: timed calls, and the steps in them (several where a program has a loop).
+      total_seconds: of the timed calls, dispatch to results on the host. best_seconds: of a step, in the best call.
     """
 
     argument_bytes: int
@@ -54,14 +55,16 @@ class Cost:
     temp_bytes: int
     compile_seconds: float
     calls: int = 0
+    steps: int = 0
     total_seconds: float = 0.0
     best_seconds: float = float("inf")
 
-    def record(self, seconds: float) -> None:
+    def record(self, seconds: float, *, steps: int = 1) -> None:
         """Add one timed call."""
         self.calls += 1
+        self.steps += steps
         self.total_seconds += seconds
-        self.best_seconds = min(self.best_seconds, seconds)
+        self.best_seconds = min(self.best_seconds, seconds / steps)
 
 
 class Program:

@@ -1,19 +1,24 @@
 """`LLM`: load a model directory and generate, in three lines."""
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxinfer.compiled import enable_persistent_cache
+from jaxinfer.generation.config import EngineConfig
 from jaxinfer.generation.engine import Engine
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.request import RequestOutput
 from jaxinfer.generation.request import Sequence as RunningSequence
+from jaxinfer.generation.sampling import LogitsProcessor
+from jaxinfer.generation.sizing import plan_memory
 from jaxinfer.generation.text import Prompt, Tokenizer
 from jaxinfer.models import DecoderConfig
-from jaxinfer.models.config import kv_bytes_per_token
-from jaxinfer.models.loading import LoadedModel, available_bytes, load_model
+from jaxinfer.models.adapters import AdapterInfo
+from jaxinfer.models.loading import load_model
 from sharding import MeshConfig, ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
@@ -31,8 +36,12 @@ class LLM:
       rules: which dimension of weights and caches is split over which mesh axis; None: heads, MLP and vocabulary.
       max_batch: most sequences that run together.
       context: most tokens of a sequence, prompt and output; None: the model's own.
-      cache_bytes: memory for keys and values; None: what `max_batch` full sequences need, or half of what is free.
-      page_size: tokens in a page of the cache.
+      cache_bytes: memory for keys and values; None: as `sizing.plan_memory` finds.
+      adapters: LoRA adapters (PEFT folders) by the name that `SamplingParams.adapter` gives.
+      processors: logits processors (`sampling.LogitsProcessor`) by the name that `SamplingParams.processors` gives.
+      draft_tokens: most tokens that prompt lookup proposes at once; 0: no speculation.
+      options: the other fields of `EngineConfig`: page_size, token_budget, max_decode_steps, prefix_caching, kv_dtype,
+        max_adapters, max_lora_rank, adapter_bytes, overlap.
 
     Raises ValueError naming what is wrong and how to mend it, and MemoryError if the weights do not fit, both before
     any weight is read.
@@ -52,28 +61,33 @@ class LLM:
         max_batch: int = 8,
         context: int | None = None,
         cache_bytes: int | None = None,
-        page_size: int = 16,
+        adapters: Mapping[str, str | Path] | None = None,
+        processors: Mapping[str, LogitsProcessor] | None = None,
+        draft_tokens: int = 0,
+        **options: Any,
     ):
-        for name, value in (("max_batch", max_batch), ("page_size", page_size)):
-            if value < 1:
-                raise ValueError(f"LLM.{name} must be >= 1, got {value}.")
+        if max_batch < 1:
+            raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := options.keys() - known:
+            raise TypeError(f"LLM has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
         enable_persistent_cache()
         self.model = load_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
-        config = self.model.config
-        if not isinstance(config, DecoderConfig):
+        model = self.model.config
+        if not isinstance(model, DecoderConfig):
             raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
-        if context is not None and not 1 < context <= config.context:
-            raise ValueError(f"LLM.context must be in [2, {config.context}] for this model, got {context}.")
-        context = context or config.context
+        if context is not None and not 1 < context <= model.context:
+            raise ValueError(f"LLM.context must be in [2, {model.context}] for this model, got {context}.")
+        if adapters:
+            options.setdefault("max_adapters", min(len(adapters), 8))
+            options.setdefault("max_lora_rank", max(AdapterInfo.read(folder).rank for folder in adapters.values()))
+        config = EngineConfig(slots=max_batch, context=context or model.context, draft_tokens=draft_tokens, **options)
         self.tokenizer = Tokenizer.of(self.model.folder)
-        self.engine = Engine(
-            self.model,
-            self.tokenizer,
-            slots=max_batch,
-            context=context,
-            num_pages=_page_count(self.model, config, max_batch, context, cache_bytes, page_size),
-            page_size=page_size,
-        )
+        self.memory = plan_memory(self.model, config, cache_bytes=cache_bytes)
+        self.engine = Engine(self.model, self.tokenizer, config, num_pages=self.memory.num_pages, processors=processors)
+        for name, folder in (adapters or {}).items():
+            assert self.engine.adapters is not None
+            self.engine.adapters.register(name, folder)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | None = None) -> list[RequestOutput]:
         """Continue every prompt; results in the order of the prompts.
@@ -136,6 +150,7 @@ class LLM:
         finally:
             for request in requests:
                 self.engine.abort(request[0].request_id)
+            self.engine.drain()
             self.engine.runner.save_costs()
 
 
@@ -143,18 +158,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
         return [prompts]  # type: ignore[list-item]  # one prompt: a text or a list of ids
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _page_count(
-    model: LoadedModel, config: DecoderConfig, max_batch: int, context: int, cache_bytes: int | None, page_size: int
-) -> int:
-    """Pages for `max_batch` full sequences, or fewer if the memory does not allow that many."""
-    full = max_batch * -(-context // page_size)
-    page_bytes = page_size * kv_bytes_per_token(config, model.weights.dtype.itemsize)
-    budget = available_bytes(model.mesh) // 2 if cache_bytes is None else cache_bytes
-    if budget < page_bytes:
-        raise ValueError(
-            f"The KV cache may take {budget} bytes, but one page of {page_size} tokens takes {page_bytes}: "
-            "raise cache_bytes, or lower page_size."
-        )
-    return min(full, budget // page_bytes)

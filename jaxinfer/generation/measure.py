@@ -223,7 +223,7 @@ def machine() -> dict[str, Any]:
 
 
 def _check_fits_at_once(llm: LLM, batch: int, tokens: int) -> None:
-    page_size, pages = llm.engine.runner.page_size, llm.engine.scheduler.pages.count
+    page_size, pages = llm.engine.config.page_size, llm.engine.scheduler.pages.count
     if batch * -(-tokens // page_size) > pages:
         raise ValueError(
             f"A batch of {batch} requests of {tokens} tokens does not fit in the cache of {pages} pages of {page_size} "

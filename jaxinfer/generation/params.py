@@ -3,10 +3,13 @@
 import dataclasses
 import math
 
+from jaxinfer.generation.structured import Structure
+
 # Sizes of the arrays that carry per-request options to the device; part of every compiled program.
 MAX_STOP_IDS = 16
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
+MAX_PRIORITY = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,10 @@ class SamplingParams:
       logprobs: None: none; k: the log probability of each chosen token and of the k likeliest (0: chosen only),
         from the model's own distribution, before any option above changes it.
       prompt_logprobs: the same for the prompt's tokens.
+      structure: what the text must be (a JSON schema, a regular expression, a grammar, a choice); None: anything.
+      adapter: the name of a LoRA adapter of the engine; None: the model as it is.
+      processors: names of the engine's logits processors to apply, after penalties and before any cut-off.
+      priority: 0 is the usual; a lower number is served earlier, a higher one later, and none waits for ever.
     """
 
     max_tokens: int | None = 128
@@ -49,12 +56,17 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structure: Structure | None = None
+    adapter: str | None = None
+    processors: tuple[str, ...] = ()
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        object.__setattr__(self, "processors", tuple(self.processors))
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "None or >= 1")
         self._check("min_tokens", self.min_tokens >= 0, ">= 0")
         if self.max_tokens is not None:
@@ -68,6 +80,8 @@ class SamplingParams:
         self._check("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
         self._check("seed", self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2**32)")
         self._check("n", self.n >= 1, ">= 1")
+        self._check("priority", abs(self.priority) <= MAX_PRIORITY, f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+        self._check("structure", self.structure is None or self.min_tokens == 0, "None when min_tokens is given")
         self._check("stop", all(self.stop), "without empty strings")
         self._check("stop_ids", len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids")
         self._check("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries")

@@ -4,7 +4,7 @@ Every option is an array, so none of them changes a compiled program; work that 
 time (`lax.cond`). No step sorts the vocabulary: the cut-offs of top-k and top-p are found by bisection.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -13,6 +13,12 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.generation.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+
+LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""A pure function of scores (float32 [B, V]), history (int32 [B, C]) and length (int32 [B], the tokens known), all rows
+at once, that returns new scores. It is compiled into the programs; a request names the ones it wants."""
+
+Processors = tuple[LogitsProcessor, ...]
 
 
 class SamplingArrays(NamedTuple):
@@ -24,6 +30,8 @@ class SamplingArrays(NamedTuple):
       stop_ids: int32 [B, MAX_STOP_IDS], -1 where unused.
       bias_ids: int32 [B, MAX_LOGIT_BIAS], -1 where unused. bias: float32 [B, MAX_LOGIT_BIAS].
       logprobs: bool [B], whether the row wants log probabilities. prompt_logprobs: bool [B].
+      masked: bool [B], whether a mask says which tokens may be chosen. processors: bool [B, n], which ones to apply.
+      pooled: bool [B], whether the row wants the sum of its hidden vectors.
     """
 
     seed: jax.Array
@@ -41,19 +49,28 @@ class SamplingArrays(NamedTuple):
     bias: jax.Array
     logprobs: jax.Array
     prompt_logprobs: jax.Array
+    masked: jax.Array
+    processors: jax.Array
+    pooled: jax.Array
 
 
 class RowOptions(NamedTuple):
-    """What decides the choice of one row's tokens; `stop_ids` includes the model's end-of-text."""
+    """What decides the choice of one row's tokens; `stop_ids` includes the model's end-of-text.
+
+    `processors` has a flag for each logits processor of the engine.
+    """
 
     params: SamplingParams
     seed: int
     prompt_length: int
     stop_ids: tuple[int, ...]
+    processors: tuple[bool, ...] = ()
+    pooled: bool = False
 
 
-IDLE = RowOptions(SamplingParams(temperature=0.0), seed=0, prompt_length=0, stop_ids=())
-"""The options of a padding row: greedy, nothing asked."""
+def idle_options(processors: int) -> RowOptions:
+    """The options of a padding row: greedy, nothing asked."""
+    return RowOptions(SamplingParams(temperature=0.0), 0, 0, (), (False,) * processors)
 
 
 def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:
@@ -83,6 +100,9 @@ def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:
         bias=column(np.float32, [padded(p.logit_bias.values(), MAX_LOGIT_BIAS, 0.0) for p in params]),
         logprobs=column(np.bool_, [p.logprobs is not None for p in params]),
         prompt_logprobs=column(np.bool_, [p.prompt_logprobs is not None for p in params]),
+        masked=column(np.bool_, [p.structure is not None for p in params]),
+        processors=column(np.bool_, [row.processors for row in rows]),
+        pooled=column(np.bool_, [row.pooled for row in rows]),
     )
 
 
@@ -192,15 +212,28 @@ def _draw(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.
     return jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
 
 
+def allowed(mask: jax.Array, vocab: int) -> jax.Array:
+    """The bits of uint32 [B, ceil(V / 32)] as bool [B, V]; token i is bit i % 32 of word i // 32."""
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(len(mask), -1)[:, :vocab] != 0
+
+
 def sample(
-    logits: jax.Array, history: jax.Array, length: jax.Array, options: SamplingArrays
+    logits: jax.Array,
+    history: jax.Array,
+    slot: jax.Array,
+    length: jax.Array,
+    options: SamplingArrays,
+    mask: jax.Array,
+    processors: Processors = (),
 ) -> tuple[jax.Array, Logprobs]:
     """Choose each row's next token.
 
     Args:
       logits: float32 [B, V], the model's.
-      history: int32 [B, C], each row's tokens so far; `length` of them are known, int32 [B].
+      history: int32 [S, C], the tokens so far of row i in row `slot[i]`; `length` of them are known. int32 [B] each.
       options: the rows' options.
+      mask: uint32 [B, ceil(V / 32)], what may be chosen in rows that are `masked`; see `allowed`.
     Returns: int32 [B], and the log probabilities (zeros unless some row asked).
     """
     rows = jnp.arange(logits.shape[0])[:, None]
@@ -213,10 +246,20 @@ def sample(
         early = (length < options.min_length)[:, None] & (options.stop_ids >= 0)
         return x.at[rows, jnp.where(early, options.stop_ids, vocab)].set(-jnp.inf, mode="drop")
 
+    def without_banned(x):
+        return jnp.where(allowed(mask, vocab) | ~options.masked[:, None], x, -jnp.inf)
+
+    def processed(process: LogitsProcessor, wanted: jax.Array):
+        return lambda x: jnp.where(wanted[:, None], process(x, history[slot], length), x)
+
     penalized = (options.repetition != 1) | (options.presence != 0) | (options.frequency != 0)
     scores = lax.cond(jnp.any(options.bias_ids >= 0), biased, lambda x: x, logits)
-    scores = lax.cond(jnp.any(penalized), lambda x: penalize(x, history, length, options), lambda x: x, scores)
+    scores = lax.cond(jnp.any(penalized), lambda x: penalize(x, history[slot], length, options), lambda x: x, scores)
+    for index, process in enumerate(processors):
+        wanted = options.processors[:, index]
+        scores = lax.cond(jnp.any(wanted), processed(process, wanted), lambda x: x, scores)
     scores = lax.cond(jnp.any(length < options.min_length), without_stops, lambda x: x, scores)
+    scores = lax.cond(jnp.any(options.masked), without_banned, lambda x: x, scores)
     tokens = lax.cond(
         jnp.any(options.temperature > 0),
         lambda x: _draw(x, length, options),

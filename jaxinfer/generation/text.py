@@ -30,6 +30,10 @@ class Tokenizer:
         """The tokenizer of a model directory, or None if it has none."""
         return cls(folder) if (folder / "tokenizer.json").exists() else None
 
+    def to_json(self) -> str:
+        """The text of its `tokenizer.json`."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens the tokenizer adds (Llama's begin-of-text, BERT's frame)."""
         return self._tokenizer.encode(text).ids

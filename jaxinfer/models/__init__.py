@@ -7,6 +7,18 @@ gets onto its devices); files are opened there, in `conversion.py` and what it n
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
-from jaxinfer.models.layers import KVPages, WeightFormat
+from jaxinfer.models.layers import LayerAdapters, LowRankStack, TokenRows, WeightFormat
+from pallas_kernels import KVPages
 
-__all__ = ["Decoder", "DecoderConfig", "Encoder", "EncoderConfig", "KVPages", "ModelConfig", "WeightFormat"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "Encoder",
+    "EncoderConfig",
+    "KVPages",
+    "LayerAdapters",
+    "LowRankStack",
+    "ModelConfig",
+    "TokenRows",
+    "WeightFormat",
+]

@@ -6,7 +6,22 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.models.config import BlockKind, DecoderConfig, PositionKind
-from jaxinfer.models.layers import Attention, Embedding, KVPages, Linear, Mlp, Norm, Step, WeightFormat, rotary_table
+from jaxinfer.models.layers import (
+    Attention,
+    Embedding,
+    KVPages,
+    LayerAdapters,
+    Linear,
+    Mlp,
+    Norm,
+    Step,
+    TokenRows,
+    WeightFormat,
+    flat,
+    rotary_table,
+    storage,
+    unflat,
+)
 
 
 class DecoderLayer(nnx.Module):
@@ -24,17 +39,19 @@ class DecoderLayer(nnx.Module):
         self.attention_post_norm = Norm(cfg.embed, cfg.norm) if sandwich else None
         self.mlp_post_norm = Norm(cfg.embed, cfg.norm) if sandwich else None
 
-    def __call__(self, x: jax.Array, step: Step, cache: KVPages | None) -> tuple[jax.Array, KVPages | None]:
+    def __call__(
+        self, x: jax.Array, step: Step, cache: KVPages | None, adapters: LayerAdapters | None
+    ) -> tuple[jax.Array, KVPages | None]:
         normed = self.attention_norm(x)
-        attended, cache = self.attention(normed, step, cache)
+        attended, cache = self.attention(normed, step, cache, adapters)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
         if self.mlp_norm is None:
-            return x + attended + self.mlp(normed), cache
+            return x + attended + self.mlp(normed, step, adapters), cache
         if self.block is BlockKind.PARALLEL_TWO_NORMS:
-            return x + attended + self.mlp(self.mlp_norm(x)), cache
+            return x + attended + self.mlp(self.mlp_norm(x), step, adapters), cache
         x = x + attended
-        hidden = self.mlp(self.mlp_norm(x))
+        hidden = self.mlp(self.mlp_norm(x), step, adapters)
         if self.mlp_post_norm is not None:
             hidden = self.mlp_post_norm(hidden)
         return x + hidden, cache
@@ -68,33 +85,60 @@ class Decoder(nnx.Module):
         caches: list[KVPages] | None = None,
         page_table: jax.Array | None = None,
     ) -> tuple[jax.Array, list[KVPages] | None]:
+        """`run` for a single group of rows: hidden vectors [B, T, D], and the new caches."""
+        (hidden,), caches = self.run((TokenRows(tokens, positions, page_table),), caches)
+        return hidden, caches
+
+    def run(
+        self,
+        groups: tuple[TokenRows, ...],
+        caches: list[KVPages] | None = None,
+        adapters: list[LayerAdapters] | None = None,
+    ) -> tuple[list[jax.Array], list[KVPages] | None]:
         """Hidden vectors after the last norm, and the caches with this step's keys and values in them.
 
+        All groups go through the matrices together; attention runs group by group.
+
         Args:
-          tokens: int32 [B, T].
-          positions: int32 [B, T], each token's place in its request, negative for padding.
-          caches: one KVPages per layer, or None to attend to the given tokens alone.
-          page_table: int32 [B, P], the pages of each row, in order; P * page_size bounds what is read.
-        Returns: [B, T, D], and the new caches (None without caches).
+          groups: rows of tokens. caches: one KVPages per layer, or None to let each row attend to itself alone.
+          adapters: one LayerAdapters per layer, or None.
+        Returns: [B, T, D] of each group, and the new caches (None without caches).
         """
-        cfg = self.cfg
-        x = self.embed(tokens)
+        cfg, step = self.cfg, self._step(groups, caches, adapters)
+        x = self.embed(flat(group.ids for group in groups))
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
-        rotary = None
         if self.positions is not None:
-            x += self.positions(jnp.maximum(positions, 0) + cfg.positions.offset)
-        elif cfg.positions.kind is PositionKind.ROTARY:
-            rotary = rotary_table(cfg.positions, positions)
+            places = flat(group.positions for group in groups)
+            x += self.positions(jnp.maximum(places, 0) + cfg.positions.offset)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
-        step = Step(positions, rotary, page_table)
         new_caches = []
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layers.{index}"):
-                x, cache = layer(x, step, None if caches is None else caches[index])
+                x, cache = layer(
+                    x,
+                    step,
+                    None if caches is None else caches[index],
+                    None if adapters is None else adapters[index],
+                )
             new_caches.append(cache)
-        return self.final_norm(x), None if caches is None else new_caches
+        return unflat(self.final_norm(x), groups), None if caches is None else new_caches
+
+    def _step(
+        self, groups: tuple[TokenRows, ...], caches: list[KVPages] | None, adapters: list[LayerAdapters] | None
+    ) -> Step:
+        rotary = page = slot = chosen = None
+        if self.cfg.positions.kind is PositionKind.ROTARY:
+            rotary = rotary_table(self.cfg.positions, flat(group.positions for group in groups))
+        if caches is not None:
+            num_pages, page_size = caches[0].k.shape[:2]
+            places = [storage(group, page_size, num_pages) for group in groups]
+            page, slot = (flat(part) for part in zip(*places, strict=True))
+        if adapters is not None:
+            slots = len(adapters[0].qkv.a)
+            chosen = flat(_one_hot(group, slots) for group in groups)
+        return Step(groups, rotary, page, slot, chosen)
 
     @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -104,3 +148,9 @@ class Decoder(nnx.Module):
         if (cap := self.cfg.logit_softcap) is not None:
             scores = cap * jnp.tanh(scores / cap)
         return scores
+
+
+def _one_hot(group: TokenRows, slots: int) -> jax.Array:
+    """The adapter of each token: [B, T, S]."""
+    assert group.adapter is not None, "a model with adapters is told the adapter of each row"
+    return jnp.broadcast_to(jax.nn.one_hot(group.adapter - 1, slots)[:, None], (*group.ids.shape, slots))

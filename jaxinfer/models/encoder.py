@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import EncoderConfig, Pooling
-from jaxinfer.models.layers import Attention, Embedding, Mlp, Norm, Step, WeightFormat
+from jaxinfer.models.layers import Attention, Embedding, Mlp, Norm, Step, TokenRows, WeightFormat, flat
 
 
 class EncoderLayer(nnx.Module):
@@ -45,11 +45,11 @@ class Encoder(nnx.Module):
         x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
-        x = self.embed_norm(x)
-        step = Step(positions, rotary=None)
+        step = Step((TokenRows(tokens, positions),))
+        x = self.embed_norm(flat([x]))
         for layer in self.layers:
             x = layer(x, step)
-        return x
+        return x.reshape(*tokens.shape, -1)
 
     def pool(self, hidden: jax.Array, positions: jax.Array) -> jax.Array:
         """One float32 vector a row, of length 1: [B, T, D] -> [B, D]."""

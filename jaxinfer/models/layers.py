@@ -7,7 +7,8 @@ its dimensions (`axes`), which `sharding.ShardingRules` maps onto a mesh.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jaxinfer.models.config import (
     RopeScaling,
     alibi_slopes,
 )
-from pallas_kernels import attention, linear, quantized_linear
+from pallas_kernels import KVPages, attention, linear, paged_attention, quantized_linear, write_pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,35 @@ class WeightFormat:
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+
+class LowRankStack(NamedTuple):
+    """The low-rank updates (LoRA, arXiv:2106.09685) of one linear, one per adapter slot: y += (x a^T) b^T.
+
+    a: [S, R, K]; b: [N, S, R], scale included; zeros where a slot is empty.
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+    def __call__(self, x: jax.Array, chosen: jax.Array) -> jax.Array:
+        """x: [M, K]; chosen: [M, S], 1 at the slot of each token, all 0 without an adapter. Returns [M, N].
+
+        All slots are multiplied and the others' parts set to zero: two plain products, whatever rows sit together.
+        """
+        slots, rank, inputs = self.a.shape
+        reduced = linear(x, self.a.reshape(slots * rank, inputs)).reshape(-1, slots, rank)
+        reduced *= chosen[..., None].astype(reduced.dtype)
+        return linear(reduced.reshape(-1, slots * rank), self.b.reshape(-1, slots * rank))
+
+
+class LayerAdapters(NamedTuple):
+    """The adapters of one decoder layer."""
+
+    qkv: LowRankStack
+    out: LowRankStack
+    up: LowRankStack
+    down: LowRankStack
 
 
 class Linear(nnx.Module):
@@ -68,11 +98,15 @@ class Linear(nnx.Module):
             self.scale = None
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=axes[:1]) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, step: "Step | None" = None, adapters: LowRankStack | None = None) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
         if self.scale is None:
-            return linear(x, self.kernel[...], bias)
-        return quantized_linear(x, self.kernel[...], self.scale[...], bias)
+            y = linear(x, self.kernel[...], bias)
+        else:
+            y = quantized_linear(x, self.kernel[...], self.scale[...], bias)
+        if adapters is None or step is None or step.chosen is None:
+            return y
+        return y + adapters(x, step.chosen)
 
 
 class Embedding(nnx.Module):
@@ -138,7 +172,7 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 class Mlp(nnx.Module):
-    """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated; [..., D] -> [..., D].
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated; [N, D] -> [N, D].
 
     A gated block keeps gate and up in one matrix with their outputs alternating, so that a tile of a fused kernel
     and a shard of a mesh hold both of each pair.
@@ -151,35 +185,68 @@ class Mlp(nnx.Module):
         self.down = Linear(cfg.hidden, embed, weights, axes=("embed", "mlp"), bias=cfg.bias, rngs=rngs)
 
     @jax.named_scope("mlp")
-    def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = self.up(x)
+    def __call__(self, x: jax.Array, step: "Step | None" = None, adapters: LayerAdapters | None = None) -> jax.Array:
+        hidden = self.up(x, step, adapters and adapters.up)
         if self.cfg.gated:
             pairs = hidden.reshape(*hidden.shape[:-1], self.cfg.hidden, 2)  # [..., F, (gate, up)]
             hidden = activate(pairs[..., 0], self.cfg.activation) * pairs[..., 1]
         else:
             hidden = activate(hidden, self.cfg.activation)
-        return self.down(hidden)
+        return self.down(hidden, step, adapters and adapters.down)
 
 
-class KVPages(NamedTuple):
-    """One layer's cache: pages of keys and values, [num_pages, page_size, Hkv, K] each."""
+class TokenRows(NamedTuple):
+    """A rectangle of tokens, B rows of T; what a forward pass takes one or several of.
 
-    k: jax.Array
-    v: jax.Array
+    Attributes:
+      ids: int32 [B, T].
+      positions: int32 [B, T], each token's place in its request, negative for padding.
+      page_table: int32 [B, P], the pages of each row's context in order; None without a cache. Rows may share pages,
+        or be pieces of one request: all keys and values of a layer are written before any is read.
+      adapter: int32 [B], the adapter slot of each row, from 1; 0 is none. None: no row has one.
+    """
+
+    ids: jax.Array
+    positions: jax.Array
+    page_table: jax.Array | None = None
+    adapter: jax.Array | None = None
 
 
 class Step(NamedTuple):
-    """What all layers of one forward pass share.
+    """What all layers of one forward pass share; N tokens of all rows together, one group after the other.
 
     Attributes:
-      positions: int32 [B, T], negative for padding tokens.
-      rotary: cos and sin, float32 [B, T, 1, rotary_dim / 2], or None.
-      page_table: int32 [B, P], the pages of each row's context in order, or None without a cache.
+      groups: the rows, whose shapes say how the N tokens divide.
+      rotary: cos and sin, float32 [N, 1, rotary_dim / 2], or None.
+      page, slot: int32 [N], where each token's key and value are stored; None without a cache.
+      chosen: [N, S], the adapter of each token, one-hot; None without adapters.
     """
 
-    positions: jax.Array
-    rotary: tuple[jax.Array, jax.Array] | None
-    page_table: jax.Array | None = None
+    groups: tuple[TokenRows, ...]
+    rotary: tuple[jax.Array, jax.Array] | None = None
+    page: jax.Array | None = None
+    slot: jax.Array | None = None
+    chosen: jax.Array | None = None
+
+
+def flat(parts: Iterable[jax.Array]) -> jax.Array:
+    """[B, T, ...] of every group -> [N, ...]."""
+    found = [part.reshape(-1, *part.shape[2:]) for part in parts]
+    return found[0] if len(found) == 1 else jnp.concatenate(found)
+
+
+def unflat(x: jax.Array, groups: tuple[TokenRows, ...]) -> list[jax.Array]:
+    """[N, ...] -> [B, T, ...] of every group."""
+    ends = np.cumsum([group.ids.size for group in groups])
+    parts = jnp.split(x, ends[:-1]) if len(groups) > 1 else [x]
+    return [part.reshape(*group.ids.shape, *x.shape[1:]) for part, group in zip(parts, groups, strict=True)]
+
+
+def storage(group: TokenRows, page_size: int, num_pages: int) -> tuple[jax.Array, jax.Array]:
+    """The page and the place in it of every token, int32 [B, T] each; padding goes to page `num_pages`: nowhere."""
+    assert group.page_table is not None
+    page = jnp.take_along_axis(group.page_table, jnp.maximum(group.positions, 0) // page_size, axis=1)
+    return jnp.where(group.positions < 0, num_pages, page), group.positions % page_size
 
 
 def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
@@ -211,14 +278,14 @@ def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
 
 
 def rotary_table(cfg: PositionsConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of every rotation, float32 [B, T, 1, rotary_dim / 2] (float32: bfloat16 rounds 257 to 256)."""
+    """cos and sin of every rotation, float32 [..., 1, rotary_dim / 2] (float32: bfloat16 rounds 257 to 256)."""
     angles = positions[..., None, None].astype(jnp.float32) * rotary_frequencies(cfg)
     factor = cfg.scaling.attention_factor if cfg.scaling else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the leading features of each head, i with i + rotary_dim / 2. x: [B, T, H, K]."""
+    """Rotate the leading features of each head, i with i + rotary_dim / 2. x: [N, H, K]."""
     cos, sin = rotary
     half = cos.shape[-1]
     first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
@@ -226,28 +293,8 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def write_pages(pages: jax.Array, new: jax.Array, page_table: jax.Array, positions: jax.Array) -> jax.Array:
-    """Store a step's keys (or values) [B, T, Hkv, K] at their positions; padding tokens are dropped."""
-    num_pages, page_size = pages.shape[:2]
-    page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
-    slot = positions % page_size
-    new = new.astype(pages.dtype)
-    if page.size == 1:  # a slice, which XLA:GPU writes in one kernel where it takes two for a scatter of one index
-        at = (page[0, 0], slot[0, 0], 0, 0)
-        kept = jnp.where(positions[..., None, None] < 0, lax.dynamic_slice(pages, at, new.shape), new)
-        return lax.dynamic_update_slice(pages, kept, at)
-    page = jnp.where(positions < 0, num_pages, page)  # out of bounds: dropped
-    return pages.at[page, slot].set(new, mode="drop")
-
-
-def read_pages(pages: jax.Array, page_table: jax.Array) -> jax.Array:
-    """The pages of each row side by side: [B, P * page_size, Hkv, K]; index s holds position s."""
-    batch, count = page_table.shape
-    return pages[page_table].reshape(batch, count * pages.shape[1], *pages.shape[2:])
-
-
 class Attention(nnx.Module):
-    """Grouped-query attention over the step's own tokens, or over a paged cache; [B, T, D] -> [B, T, D].
+    """Grouped-query attention over each group's own tokens, or over a paged cache; [N, D] -> [N, D].
 
     The outputs of the fused projection are ordered by KV head: its group's queries, its key, its value; a shard
     along KV heads is complete in itself.
@@ -274,34 +321,36 @@ class Attention(nnx.Module):
         self.k_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
 
     @jax.named_scope("attention")
-    def __call__(self, x: jax.Array, step: Step, cache: KVPages | None) -> tuple[jax.Array, KVPages | None]:
-        cfg, (batch, tokens) = self.cfg, x.shape[:2]
-        grouped = self.qkv(x).reshape(batch, tokens, cfg.kv_heads, cfg.group + 2, cfg.head_dim)
-        q = grouped[:, :, :, : cfg.group].reshape(batch, tokens, cfg.q_heads, cfg.head_dim)
-        k, v = grouped[:, :, :, cfg.group], grouped[:, :, :, cfg.group + 1]
+    def __call__(
+        self, x: jax.Array, step: Step, cache: KVPages | None, adapters: LayerAdapters | None = None
+    ) -> tuple[jax.Array, KVPages | None]:
+        cfg = self.cfg
+        qkv = self.qkv(x, step, adapters and adapters.qkv)
+        grouped = qkv.reshape(-1, cfg.kv_heads, cfg.group + 2, cfg.head_dim)
+        q = grouped[:, :, : cfg.group].reshape(-1, cfg.q_heads, cfg.head_dim)
+        k, v = grouped[:, :, cfg.group], grouped[:, :, cfg.group + 1]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if step.rotary is not None:
             q, k = rotate(q, step.rotary), rotate(k, step.rotary)
-        k_positions = step.positions
         if cache is not None:
-            assert step.page_table is not None
-            cache = KVPages(
-                write_pages(cache.k, k, step.page_table, step.positions),
-                write_pages(cache.v, v, step.page_table, step.positions),
-            )
-            k, v = read_pages(cache.k, step.page_table), read_pages(cache.v, step.page_table)
-            k_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
-        heads = attention(
-            q,
-            k.astype(q.dtype),
-            v.astype(q.dtype),
-            step.positions,
-            k_positions,
-            scale=cfg.score_scale,
-            causal=self.causal,
-            window=self.window,
-            softcap=cfg.softcap,
-            alibi=self.alibi,
-        )
-        return self.out(heads.reshape(batch, tokens, -1)), cache
+            assert step.page is not None
+            assert step.slot is not None
+            cache = write_pages(cache, k, v, step.page, step.slot)
+        groups = zip(step.groups, *(unflat(part, step.groups) for part in (q, k, v)), strict=True)
+        heads = flat(self._attend(group, q, k, v, cache) for group, q, k, v in groups)
+        return self.out(heads.reshape(len(x), -1), step, adapters and adapters.out), cache
+
+    def _attend(self, group: TokenRows, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPages | None) -> jax.Array:
+        """One group's heads, [B, T, Hq, K], over its pages, or without a cache over its own tokens."""
+        cfg, positions = self.cfg, group.positions
+        options: dict[str, Any] = {
+            "scale": cfg.score_scale,
+            "window": self.window,
+            "softcap": cfg.softcap,
+            "alibi": self.alibi,
+        }
+        if cache is None:
+            return attention(q, k, v, positions, positions, causal=self.causal, **options)
+        assert group.page_table is not None
+        return paged_attention(q, cache, group.page_table, positions, **options)

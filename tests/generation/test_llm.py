@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
+from jaxinfer.generation.config import EngineConfig
 from jaxinfer.generation.engine import Engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -55,14 +56,15 @@ def test_prompts_of_different_lengths_continue_as_without_a_cache(llm, logits_of
 
 
 def test_long_prompts_run_in_chunks(llm, logits_of):
-    engine = Engine(llm.model, None, slots=2, context=128, num_pages=30, page_size=8, chunk=16, max_decode_steps=5)
+    config = EngineConfig(slots=2, context=128, page_size=8, token_budget=16, max_decode_steps=5)
+    engine = Engine(llm.model, None, config, num_pages=30)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=1)
     prompts = prompts_of(70, 33)
     requests = [engine.prepare(p, params) for p in prompts]
     for request in requests:
         engine.add(request)
-    while engine.step():
-        pass
+    while not all(s.finished for request in requests for s in request):
+        engine.step()
     for prompt, (sequence,) in zip(prompts, requests, strict=True):
         assert sequence.ids[len(prompt) :] == continue_greedily(logits_of, prompt, 12)
         expected = jax.nn.log_softmax(logits_of(sequence.ids))
@@ -173,12 +175,14 @@ def test_caches_are_written_in_place_and_costs_recorded(llm):
     llm.generate([[1, 2, 3]], GREEDY)
     runner = llm.engine.runner
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
-    for name in ("prefill", "decode"):
+    for name in ("step", "decode"):
         program = next(p for p in runner.programs if p.name == name)
         assert program.cost.alias_bytes == state_bytes
         assert "input_output_alias" in program.executable.as_text()
     recorded = runner._records.read()
-    (decoded,) = [cost for key, cost in recorded.items() if key == f"{runner._records.model}/decode/batch=1, pages=8"]
+    (decoded,) = [
+        cost for key, cost in recorded.items() if key == f"{runner._records.model}/decode/batch=1, drafts=0, pages=8"
+    ]
     assert decoded["calls"] >= 1
     assert 0 < decoded["best_seconds"] <= decoded["total_seconds"]
 

@@ -34,7 +34,7 @@ def test_tensor_parallel_equals_one_device(even_model_dir):
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
     caches = jax.tree.leaves(llm.engine.runner._state.caches)
     assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of two KV heads
-    program = llm.engine.runner.programs.get("decode", batch=1, pages=8)
+    program = llm.engine.runner.programs.get("decode", batch=1, drafts=0, pages=8)
     assert program.executable.as_text().count(" all-reduce(") >= 2 * CONFIG.layers
 
 
