@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxinfer.compiled import enable_persistent_cache
+from jaxinfer.generation.beam import BeamOutput, BeamParams, beam_search
 from jaxinfer.generation.config import EngineConfig
 from jaxinfer.generation.engine import Engine
 from jaxinfer.generation.params import SamplingParams
@@ -114,6 +115,13 @@ class LLM:
         for advanced in self._run(requests, max_steps):
             for request_id in dict.fromkeys(s.request_id for s in advanced):
                 yield self.engine.output(by_id[request_id])
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None) -> list[BeamOutput]:
+        """The likeliest continuations of every prompt that beam search finds; results in the order of the prompts.
+
+        Raises ValueError for an invalid prompt, naming it, before anything runs.
+        """
+        return beam_search(self.engine, _as_list(prompts), params or BeamParams())
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation ({"role", "content"} messages) through the model's chat template."""
