@@ -59,6 +59,11 @@ class Cost:
     total_seconds: float = 0.0
     best_seconds: float = float("inf")
 
+    @property
+    def workspace_bytes(self) -> int:
+        """What a call takes beside its arguments."""
+        return self.temp_bytes + self.output_bytes - self.alias_bytes
+
     def record(self, seconds: float, *, steps: int = 1) -> None:
         """Add one timed call."""
         self.calls += 1

@@ -1,4 +1,4 @@
-"""The pure functions that generation compiles: `admit`, `copy`, `step` and `decode`.
+"""The pure functions that generation compiles: `admit`, `copy`, `place_adapter`, `step` and `decode`.
 
 All take and return the whole device state (donated, so it is updated in place). What a request asks for is in the
 state from its admission on, so that a step is told only which slots and pages it is about. The host may therefore
@@ -22,7 +22,7 @@ from jaxinfer.generation.sampling import (
     no_logprobs,
     sample,
 )
-from jaxinfer.models import Decoder, KVPages, LayerAdapters, TokenRows
+from jaxinfer.models import Decoder, KVPages, LayerAdapters, LowRankStack, TokenRows
 
 PROMPT_LOGPROB_BLOCK = 64
 """Most prompt positions whose logits are held at once."""
@@ -123,6 +123,16 @@ def copy(state: DeviceState, source: jax.Array, target: jax.Array) -> DeviceStat
     """Copy pages, all read before any is written. source, target: int32 [R]; a target out of range is dropped."""
     caches = jax.tree.map(lambda x: x.at[target].set(x[source], mode="drop"), state.caches)
     return DeviceState(caches, state.slots)
+
+
+def place_adapter(adapters: list[LayerAdapters], slot: jax.Array, one: list[LayerAdapters]) -> list[LayerAdapters]:
+    """Fill an adapter slot. slot: int32 [], from 0; one: a: [R, K], b: [N, R] of every linear."""
+
+    def fill(stack: LowRankStack, new: LowRankStack) -> LowRankStack:
+        a, b = new.a.astype(stack.a.dtype), new.b.astype(stack.b.dtype)
+        return LowRankStack(stack.a.at[slot].set(a), stack.b.at[:, slot].set(b))
+
+    return jax.tree.map(fill, adapters, one, is_leaf=lambda x: isinstance(x, LowRankStack))
 
 
 def _options(slots: Slots, slot: jax.Array) -> SamplingArrays:

@@ -2,36 +2,25 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxinfer.compiled import (
-    Bucket,
-    CostRecords,
-    Program,
-    ProgramCache,
-    compile_program,
-    compiler_options,
-    powers,
-    round_up,
-)
+from jaxinfer.compiled import CostRecords, Program, ProgramCache, round_up
 from jaxinfer.generation import signatures
 from jaxinfer.generation.adapters import AdapterSlots
+from jaxinfer.generation.builder import ProgramBuilder
 from jaxinfer.generation.config import EngineConfig
 from jaxinfer.generation.programs import Decoded, DeviceState, Pieces, Rows, Slots, Stepped
 from jaxinfer.generation.request import Sequence, TokenLogprob
 from jaxinfer.generation.sampling import LogitsProcessor, Logprobs, RowOptions, idle_options, sampling_arrays
 from jaxinfer.generation.scheduler import Batch
-from jaxinfer.models import DecoderConfig, LayerAdapters, LowRankStack
-from jaxinfer.models.adapters import Adapter, adapter_shapes
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models import LayerAdapters, LowRankStack
+from jaxinfer.models.loading import LoadedModel, available_bytes
 
-SMALLEST_PAGES = 8
 DISPATCH_SECONDS = 0.01
 """What a dispatch of several decode steps may take, so that a new request need not wait long."""
 EVERYTHING = np.uint32(0xFFFFFFFF)
@@ -64,140 +53,38 @@ class Runner:
         processors: Mapping[str, LogitsProcessor],
         adapters: AdapterSlots | None,
     ):
-        assert isinstance(model.config, DecoderConfig)
-        self.model, self.config, self.processors = model, config, dict(processors)
-        self._decoder = model.config
-        self._leaves, self._treedef = jax.tree.flatten(model.state)
-        self._platform = next(iter(self._leaves[0].devices())).platform
-        most_pages = -(-config.context // config.page_size)
-        # Attention on a CPU reads as many pages as there are, elsewhere as many as the table has.
-        first = most_pages if self._platform == "cpu" else min(SMALLEST_PAGES, most_pages)
-        self._pages = powers(2, first, most_pages)
-        self._admissions = powers(8, 1, config.slots)
-        self.num_pages = num_pages
-        self._shapes = self._placed(
-            signatures.device_state(
-                self._decoder, model.weights, config, pages=num_pages, processors=len(self.processors)
-            )
-        )
-        self._state = self._empty_state()
+        self.config, self.processors = config, dict(processors)
+        self._builder = ProgramBuilder(model, config, num_pages=num_pages, processors=processors)
+        self._state: DeviceState = _zeros(self._builder.state)
         self._slots = adapters
-        self._adapters = None if adapters is None else self._empty_adapters()
+        self._adapters: list[LayerAdapters] | None = _zeros(self._builder.adapters)
         self._masks: dict[int, jax.Array] = {}
-        self.programs = ProgramCache(self._build)
+        self.programs = ProgramCache(self._builder.build)
         self._records = CostRecords(f"{model.config} {model.weights} {model.mesh} {config} {num_pages}")
         self._ready = 0.0  # when the last step had come back
         self._timed = 0  # programs whose costs are on record
 
-    # What is on the device
-
-    def _place(self, x: jax.ShapeDtypeStruct, *axes: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.model.sharding(*axes, shape=x.shape))
-
-    def _placed(self, state: DeviceState) -> DeviceState:
-        """The shapes of the state with where each array lives."""
-
-        def pages(x: Any) -> Any:
-            names = ("pages", "page", "kv_heads", "head_dim") if x.ndim == 4 else ("pages", "kv_heads")
-            return self._place(x, *names)
-
-        caches: Any = jax.tree.map(pages, state.caches)
-        return DeviceState(caches, jax.tree.map(lambda x: self._place(x, *[None] * x.ndim), state.slots))
-
-    def _empty_state(self) -> DeviceState:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._shapes)
-
-    def _empty_adapters(self) -> list[LayerAdapters]:
-        shapes = adapter_shapes(self.model.description.family, self._decoder, self.config.max_lora_rank)
-        stacks = signatures.adapters(shapes, self.config, self._decoder.layers, self.model.weights.dtype)
-        axes = {"qkv": ("heads", None), "out": (None, "heads"), "up": ("mlp", None), "down": (None, "mlp")}
-
-        def zeros(x: Any, *names: str | None) -> jax.Array:
-            return jnp.zeros(x.shape, x.dtype, device=self.model.sharding(*names, shape=x.shape))
-
-        def stack(field: str, x: LowRankStack) -> LowRankStack:
-            outputs, inputs = axes[field]
-            return LowRankStack(zeros(x.a, None, None, inputs), zeros(x.b, outputs, None, None))
-
-        return [LayerAdapters(**{f: stack(f, x) for f, x in layer._asdict().items()}) for layer in stacks]
-
     def restart(self) -> None:
         """Begin with an empty state, after a step that failed may have destroyed it."""
-        self._state = self._empty_state()
-
-    # Programs
-
-    def _build(self, name: str, bucket: Bucket) -> Program:
-        """Compile a program for a bucket."""
-        sizes = dict(bucket)
-        body, inputs = signatures.program(
-            name, sizes, self.config, vocab=self._decoder.vocab, processors=tuple(self.processors.values())
-        )
-        shardings = None
-        if self.model.mesh is not None:
-            # The compiler may place what is not placed: inputs go to all devices, the state comes back where it was.
-            inputs = jax.tree.map(lambda x: self._place(x, *[None] * x.ndim), inputs)
-            shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
-        if name not in signatures.OF_MODEL:
-            return compile_program(name, bucket, body, (self._shapes, *inputs), donate=(0,), out_shardings=shardings)
-        graphdef, treedef = self.model.graphdef, self._treedef
-
-        def function(leaves: list[jax.Array], adapters: Any, state: DeviceState, *rest: Any):
-            return body(nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), adapters, state, *rest)
-
-        return compile_program(
-            name,
-            bucket,
-            function,
-            (self._leaves, self._adapters, self._shapes, *inputs),
-            donate=(2,),
-            out_shardings=(shardings, None) if self.model.mesh else None,
-            compiler_options=compiler_options(
-                self._platform,
-                rows=sizes["batch"] + sizes.get("pieces", 0) * sizes.get("tokens", 0),
-                dtype=self.model.weights.matrix_dtype,
-                weight_bytes=sum(leaf.nbytes for leaf in self._leaves),
-            ),
-        )
+        self._state = _zeros(self._builder.state)
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile every program that these sequences can need, run together; returns how many were missing.
 
-        None: every program that any can need.
+        None: every program that any can need. Raises MemoryError if the largest leaves no room to run it.
         """
-        return self.programs.compile_ahead(self._wanted(None if sequences is None else list(sequences)))
+        missing = self.programs.compile_ahead(self._builder.wanted(sequences))
+        if missing and (workspace := self.workspace_bytes) > (free := available_bytes(self._builder.model.mesh)):
+            raise MemoryError(
+                f"The programs need {workspace} bytes to run in, and {free} are free beside weights and cache: "
+                "lower cache_bytes, max_batch or token_budget."
+            )
+        return missing
 
-    def _wanted(self, sequences: list[Sequence] | None) -> Iterator[tuple[str, dict[str, int]]]:
-        """Every (name, sizes) that `launch` can ask for while these sequences, or any, come and go."""
-        config = self.config
-        count, longest, pages, generates = config.slots, config.context, self._pages, True
-        if sequences is not None:
-            count, longest = min(count, len(sequences)), max(s.limit for s in sequences) - 1
-            pages = self._page_range(min(s.prompt_length for s in sequences), longest)
-            generates = any(s.limit > s.prompt_length + 1 for s in sequences)  # the first token comes of the prompt
-            if count * -(-longest // config.page_size) <= self.num_pages:  # none is preempted and computed again
-                longest = max(s.prompt_length for s in sequences)
-        for size in _up_to(count, self._admissions):
-            yield "admit", {"count": size}
-            if config.prefix_caching and (sequences is None or count > 1):
-                yield "copy", {"count": size}
-        for table in pages:
-            for width in _up_to(longest, config.widths):
-                most = min(config.most_pieces(width), count * -(-longest // width))
-                beside = config.mixed_batches if generates and count > 1 else (0,)
-                for pieces in _up_to(most, config.piece_counts(width)):
-                    for batch in _up_to(count - 1, beside):
-                        yield "step", {"pieces": pieces, "tokens": width, "batch": batch, "pages": table}
-            for batch in _up_to(count, config.batches) if generates else ():
-                for drafts in sorted({0, config.draft_tokens}):
-                    yield "decode", {"batch": batch, "drafts": drafts, "pages": table}
-
-    def _page_range(self, least_tokens: int, most_tokens: int) -> tuple[int, ...]:
-        first, last = (self._pages.index(self._page_bucket(tokens)) for tokens in (least_tokens, most_tokens))
-        return self._pages[first : last + 1]
-
-    def _page_bucket(self, tokens: int) -> int:
-        return round_up(-(-tokens // self.config.page_size), self._pages)
+    @property
+    def workspace_bytes(self) -> int:
+        """What the largest program compiled so far needs while it runs, on each device."""
+        return max((program.cost.workspace_bytes for program in self.programs), default=0)
 
     # Steps
 
@@ -216,24 +103,25 @@ class Runner:
         return Flight(batch, program, result, launched)
 
     def _upload_adapters(self) -> None:
-        if self._slots is None or self._adapters is None:
-            return
-        while self._slots.uploads:
-            slot, adapter = self._slots.uploads.pop(0)
-            self._adapters = [_with_adapter(layer, i, slot - 1, adapter) for i, layer in enumerate(self._adapters)]
+        """Fill the slots that have a new adapter; steps in flight keep the arrays they were given."""
+        while self._slots is not None and self._slots.uploads:
+            slot, adapter = self._slots.uploads[0]
+            place = self.programs.get("place_adapter")
+            self._adapters = place(self._adapters, np.int32(slot - 1), self._builder.layers_of(adapter))
+            del self._slots.uploads[0]
 
     def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not copies:
             return
-        count = round_up(len(copies), self._admissions)
-        source, target = np.zeros(count, np.int32), np.full(count, self.num_pages, np.int32)
+        count = round_up(len(copies), self._builder.admissions)
+        source, target = np.zeros(count, np.int32), np.full(count, self._builder.num_pages, np.int32)
         source[: len(copies)], target[: len(copies)] = zip(*copies, strict=True)
         self._state = self.programs.get("copy", count=count)(self._state, source, target)
 
     def _admit(self, sequences: tuple[Sequence, ...]) -> None:
         if not sequences:
             return
-        count = round_up(len(sequences), self._admissions)
+        count = round_up(len(sequences), self._builder.admissions)
         slot = np.full(count, self.config.slots + 1, np.int32)
         rows = Slots(
             history=np.zeros((count, self.config.context), np.int32),  # type: ignore[arg-type]  # numpy until it is sent
@@ -271,7 +159,7 @@ class Runner:
         pieces: Any = Pieces(slot, start, counts, last, self._tables(owners, count, table))  # type: ignore[arg-type]
         mask = self._mask([*owners, *[None] * (count - len(owners)), *batch.rows], count + size)
         self._state, result = program(
-            self._leaves, self._adapters, self._state, pieces, self._rows(batch.rows, size, table), mask
+            self._builder.leaves, self._adapters, self._state, pieces, self._rows(batch.rows, size, table), mask
         )
         return program, result
 
@@ -284,12 +172,12 @@ class Runner:
             limit[row] = min(batch.drafts, self._draft_limit(sequence))
         rows, mask = self._rows(batch.rows, size, table), self._mask(list(batch.rows), size)
         self._state, result = program(
-            self._leaves, self._adapters, self._state, rows, mask, np.int32(batch.steps), limit
+            self._builder.leaves, self._adapters, self._state, rows, mask, np.int32(batch.steps), limit
         )
         return program, result
 
     def _table_width(self, batch: Batch) -> int:
-        return round_up(max(len(s.pages) for s in batch.sequences), self._pages)
+        return round_up(max(len(s.pages) for s in batch.sequences), self._builder.tables)
 
     def _tables(self, sequences: Iterable[Sequence], count: int, width: int) -> np.ndarray:
         table = np.zeros((count, width), np.int32)
@@ -306,10 +194,10 @@ class Runner:
         """What each row may choose; kept on the device while no row has a structure."""
         if not any(s is not None and s.matcher is not None for s in sequences):
             if count not in self._masks:
-                shape = signatures.mask(count, self._decoder.vocab).shape
-                self._masks[count] = jnp.full(shape, EVERYTHING, jnp.uint32, device=self._replicated)
+                shape = self._builder.place(signatures.mask(count, self._builder.decoder.vocab))
+                self._masks[count] = jnp.full(shape.shape, EVERYTHING, shape.dtype, device=shape.sharding)
             return self._masks[count]
-        mask = np.full(signatures.mask(count, self._decoder.vocab).shape, EVERYTHING, np.uint32)
+        mask = np.full(signatures.mask(count, self._builder.decoder.vocab).shape, EVERYTHING, np.uint32)
         for row, sequence in enumerate(sequences):
             if sequence is not None and sequence.matcher is not None and not sequence.matcher.finished:
                 try:
@@ -317,10 +205,6 @@ class Runner:
                 except ValueError as error:  # no token of this model can go on: that is this request's end alone
                     sequence.fail(str(error))
         return mask
-
-    @property
-    def _replicated(self) -> Any:
-        return jax.tree.leaves(self._shapes.slots)[0].sharding
 
     # Results
 
@@ -399,7 +283,7 @@ class Runner:
         batch = round_up(max(1, min(rows, self.config.slots)), self.config.batches)
         found = [
             program.cost.best_seconds
-            for table in self._pages
+            for table in self._builder.tables
             if (program := self.programs.find("decode", batch=batch, drafts=drafts, pages=table)) and program.cost.calls
         ]
         return min(found, default=None)
@@ -412,9 +296,9 @@ class Runner:
             self._records.save(self.programs)
 
 
-def _up_to(most: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The ascending sizes up to the one that holds `most`; all if none does."""
-    return sizes[: next((i for i, size in enumerate(sizes) if size >= most), len(sizes)) + 1]
+def _zeros(shapes: Any) -> Any:
+    """Arrays of these shapes, where they say."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
 
 
 def _append(sequence: Sequence, token: Any, logprobs: Logprobs, at: tuple[int, ...]) -> None:
@@ -437,13 +321,11 @@ def _token_logprob(logprobs: Logprobs, at: tuple[int, ...], token: int, count: i
     return TokenLogprob(int(token), float(logprobs.chosen[at]), {int(i): float(p) for i, p in top if i >= 0})
 
 
-def _with_adapter(layer: LayerAdapters, index: int, slot: int, adapter: Adapter) -> LayerAdapters:
-    """A layer's stacks with one slot filled; zeros where the adapter leaves a linear alone."""
+def _place_adapter(adapters: list[LayerAdapters], slot: jax.Array, update: list[LayerAdapters]) -> list[LayerAdapters]:
+    """Fill one slot, from 0, of all stacks. update: the same without the dimension of the slots, float32."""
 
-    def fill(stack: LowRankStack, name: str) -> LowRankStack:
-        found = adapter.layers.get(f"layers.{index}.{name}")
-        if found is None:
-            return LowRankStack(stack.a.at[slot].set(0), stack.b.at[:, slot].set(0))
-        return LowRankStack(stack.a.at[slot].set(found.a), stack.b.at[:, slot].set(found.b))
+    def fill(stack: LowRankStack, new: LowRankStack) -> LowRankStack:
+        a, b = new.a.astype(stack.a.dtype), new.b.astype(stack.b.dtype)
+        return LowRankStack(stack.a.at[slot].set(a), stack.b.at[:, slot].set(b))
 
-    return LayerAdapters(**{f: fill(stack, signatures.LINEARS[f]) for f, stack in layer._asdict().items()})
+    return jax.tree.map(fill, adapters, update, is_leaf=lambda x: isinstance(x, LowRankStack))

@@ -2,24 +2,28 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
+from rich.filesize import decimal
 
-from jaxinfer.generation import signatures
+from jaxinfer.compiled import ProgramCache
+from jaxinfer.generation.builder import ProgramBuilder
 from jaxinfer.generation.config import EngineConfig
-from jaxinfer.models import DecoderConfig
 from jaxinfer.models.loading import LoadedModel, available_bytes
 
 FRACTION = 0.9
 """Of the memory that is free beside the weights, what cache and workspace may take."""
+AMPLE = 8
+"""Where this many times the cache are free, nobody asks the compiler how much the programs need beside it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one device.
+    """Bytes of one device, as planned before anything runs.
 
     Attributes:
-      weights: what the loaded model takes. available: what was free beside it.
+      weights: what the loaded model takes, adapters included. available: what was free beside the model.
       workspace: what the largest program needs while it runs; None where so much was free that it was not asked.
       page_bytes: one page of keys and values, all layers. num_pages: pages of the cache.
     """
@@ -35,44 +39,57 @@ class MemoryPlan:
         """Bytes of the cache."""
         return self.num_pages * self.page_bytes
 
-
-def page_bytes(model: LoadedModel, config: EngineConfig) -> int:
-    """Bytes of one page on each device, all layers, scales included."""
-    assert isinstance(model.config, DecoderConfig)
-    state = signatures.device_state(model.config, model.weights, config, pages=1, processors=0)
-    names = ("pages", "page", "kv_heads", "head_dim")
-
-    def size(x: jax.ShapeDtypeStruct) -> int:
-        axes = names if len(x.shape) == 4 else ("pages", "kv_heads")
-        return math.prod(model.sharding(*axes, shape=x.shape).shard_shape(x.shape)) * x.dtype.itemsize
-
-    return sum(size(x) for x in jax.tree.leaves(state.caches))
+    def __str__(self) -> str:
+        pages = f"{self.num_pages} pages of {decimal(self.page_bytes)}"
+        workspace = "" if self.workspace is None else f", workspace {decimal(self.workspace)}"
+        free = decimal(self.available)
+        return f"weights {decimal(self.weights)}, cache {decimal(self.cache)} ({pages}){workspace}, of {free} free"
 
 
 def plan_memory(model: LoadedModel, config: EngineConfig, *, cache_bytes: int | None = None) -> MemoryPlan:
-    """Divide the memory beside the weights.
+    """Divide the memory beside the weights between the cache and the programs' workspace.
 
-    Without `cache_bytes` a CPU, which shares its memory with others, gets the pages of `config.slots` full sequences,
-    a GPU all that fit; both at most what `FRACTION` leaves beside the workspace.
+    A CPU, which shares its memory with others, gets the pages of `config.slots` full sequences, a GPU all that fit.
+    Where that is not little of what is free, the largest programs are compiled to learn their workspace.
 
-    Raises ValueError if not even one page fits.
+    Args:
+      cache_bytes: bytes of the cache; None: as many as there is room for.
+    Raises ValueError if not even one page fits, MemoryError if `cache_bytes` and the workspace do not fit together.
     """
-    weights = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.state)
-    )
-    available, size = available_bytes(model.mesh), page_bytes(model, config)
-    pages = config.slots * -(-config.context // config.page_size)
-    budget = int(available * FRACTION) if cache_bytes is None else cache_bytes
-    workspace = None
+    available = available_bytes(model.mesh)
+    builder = ProgramBuilder(model, config, num_pages=config.slots, processors={})  # its shapes hardly depend on pages
+    adapters, size = _device_bytes(builder.adapters), _device_bytes(builder.state.caches) // builder.num_pages
+    full = config.slots * -(-config.context // config.page_size)
+    ample = AMPLE * (full * size + adapters) <= available
+    workspace = None if builder.platform == "cpu" and cache_bytes is None and ample else _workspace(builder)
+    room = int(available * FRACTION) - adapters - (workspace or 0)
+    budget = room if cache_bytes is None else cache_bytes
     if budget < size:
         raise ValueError(
-            f"The KV cache may take {budget} bytes, but one page of {config.page_size} tokens takes {size}: "
-            "raise cache_bytes, or lower page_size."
+            f"The KV cache may take {max(budget, 0)} bytes, but one page of {config.page_size} tokens takes {size}: "
+            "raise cache_bytes, lower page_size, or free memory."
         )
+    if budget > room:
+        raise MemoryError(
+            f"cache_bytes={cache_bytes} does not fit: of {available} bytes that are free beside the weights, programs "
+            f"need {workspace} and adapters {adapters}; the cache may have {max(room, 0)}."
+        )
+    pages = budget // size
     return MemoryPlan(
-        weights=weights,
+        weights=_device_bytes(model.state) + adapters,
         available=available,
         workspace=workspace,
         page_bytes=size,
-        num_pages=min(pages, budget // size),
+        num_pages=min(pages, full) if builder.platform == "cpu" else pages,
     )
+
+
+def _workspace(builder: ProgramBuilder) -> int:
+    programs = ProgramCache(builder.build)
+    programs.compile_ahead(builder.largest())
+    return max(program.cost.workspace_bytes for program in programs)
+
+
+def _device_bytes(tree: Any) -> int:
+    """Bytes of each device's part of arrays or shapes."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -336,7 +336,8 @@ class Attention(nnx.Module):
         if cache is not None:
             assert step.page is not None
             assert step.slot is not None
-            cache = write_pages(cache, k, v, step.page, step.slot)
+            runs = sum(len(group.ids) for group in step.groups)  # of tokens that follow one another
+            cache = write_pages(cache, k, v, step.page, step.slot, rows=runs)
         groups = zip(step.groups, *(unflat(part, step.groups) for part in (q, k, v)), strict=True)
         heads = flat(self._attend(group, q, k, v, cache) for group, q, k, v in groups)
         return self.out(heads.reshape(len(x), -1), step, adapters and adapters.out), cache
