@@ -8,7 +8,8 @@ Runs in an environment of its own, never in the tests:
 Each golden is a directory beside this file with `config.json`, `model.safetensors` and `expected.safetensors`:
 `tokens` (and for encoders `token_types`), int32 [B, T] filled with zeros behind `lengths` [B], and `logits`
 (decoders) or `hidden` (encoders), float32 [sum of lengths, V or D]. Every row is run by itself, so nothing of ours
-depends on how `transformers` treats padding.
+depends on how `transformers` treats padding. One decoder also has `beams.json`: `SEARCHES` after each of its rows, with
+the token ids and scores of all beams, best first.
 """
 
 import json
@@ -22,6 +23,20 @@ from safetensors.torch import load_file, save_file
 
 HERE = pathlib.Path(__file__).parent
 LENGTHS = (21, 9, 1)
+SEARCHES = [
+    {"num_beams": beams, "length_penalty": penalty, "early_stopping": early, "eos_token_id": ends, "max_new_tokens": 12}
+    for beams, penalty, early, ends in (
+        (4, 1.0, False, [13]),
+        (4, 1.0, True, [13]),
+        (4, 0.0, False, [13]),
+        (4, 2.0, False, [13]),
+        (3, -1.0, True, [13]),
+        (2, 0.5, False, [7, 13, 39]),
+        (5, 1.0, True, [7, 13, 39]),
+        (10, 1.0, False, [39, 7]),
+        (10, 1.0, False, None),
+    )
+]
 
 LLAMA = {
     "vocab_size": 64,
@@ -67,7 +82,8 @@ def rope(kind: str, **fields: float) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **fields}}
 
 
-# name -> (fields of its config, options: bf16 weights, names without this prefix, config in transformers 4's spelling)
+# name -> (fields of its config, options: bf16 weights, names without this prefix, config in transformers 4's spelling,
+# beam searches)
 GOLDENS: dict[str, tuple[dict, dict]] = {
     "gpt2_tied": (GPT2, {"strip": "transformer."}),
     "gpt2_awkward": (
@@ -112,7 +128,7 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
     "llama_llama3": (
         LLAMA
         | rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
-        {},
+        {"beams": True},
     ),
     "llama_linear": (
         LLAMA
@@ -278,8 +294,31 @@ def make(name: str, seed: int) -> None:
     (directory / "generation_config.json").unlink(missing_ok=True)
     rewrite(directory, options)
     save_file(expected, directory / "expected.safetensors")
+    if options.get("beams"):
+        prompts = [tokens[row : row + 1, :length].long() for row, length in enumerate(LENGTHS)]
+        searches = [search(model, prompt, options) for options in SEARCHES for prompt in prompts]
+        (directory / "beams.json").write_text("[\n" + ",\n".join(map(json.dumps, searches)) + "\n]\n")
     size = sum(file.stat().st_size for file in directory.iterdir())
     print(f"{name:22} {size / 1e3:6.1f} kB  largest output {expected.popitem()[1].abs().max():.2f}")
+
+
+def search(model: torch.nn.Module, prompt: torch.Tensor, options: dict) -> dict:
+    """A beam search after a prompt [1, T], with every beam it returns."""
+    found = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        num_return_sequences=options["num_beams"],
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    beams = []
+    for ids, score in zip(found.sequences[:, prompt.shape[1] :].tolist(), found.sequences_scores.tolist(), strict=True):
+        ends = [at for at, token in enumerate(ids) if token in (options["eos_token_id"] or ())]
+        beams.append({"token_ids": ids[: ends[0] + 1] if ends else ids, "score": score})
+    return {"prompt": prompt[0].tolist(), **options, "beams": beams}
 
 
 def rewrite(directory: pathlib.Path, options: dict) -> None:
