@@ -82,6 +82,8 @@ class LLM:
         if adapters:
             options.setdefault("max_adapters", min(len(adapters), 8))
             options.setdefault("max_lora_rank", max(AdapterInfo.read(folder).rank for folder in adapters.values()))
+            if not options["max_adapters"]:
+                raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
         config = EngineConfig(slots=max_batch, context=context or model.context, draft_tokens=draft_tokens, **options)
         self.tokenizer = Tokenizer.of(self.model.folder)
         self.memory = plan_memory(self.model, config, cache_bytes=cache_bytes)
