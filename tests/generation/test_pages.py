@@ -1,0 +1,222 @@
+"""The page pool against a model that keeps what every page holds."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jaxinfer.generation.pages import PagePool
+
+SIZE = 3
+COUNT = 10
+
+
+class Request:
+    """Tokens and their pages; the first `written` tokens have their keys and values."""
+
+    def __init__(self, root, tokens):
+        self.root, self.tokens, self.pages = root, list(tokens), []
+        self.written, self.node, self.findable = 0, root, 0
+
+
+class Pool(RuleBasedStateMachine):
+    """Requests share, copy, write, register and release pages.
+
+    `contents` says what is in each page: the tokens before it, from the root on, and its own.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.pool = PagePool(COUNT, SIZE)
+        self.requests: list[Request] = []
+        self.holders: Counter[int] = Counter()
+        self.contents: dict[int, tuple] = {}
+        self.remembered: list[int] = []  # pages that nobody holds and that can be found; the oldest first
+        self.registered: set[int] = set()
+        self.findable: set[tuple] = set()  # beginnings that must be found; None evicted since the last `clear`
+        self.evicted = False
+
+    @rule(root=st.sampled_from("ab"), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4 * SIZE))
+    def start(self, root, tokens):
+        request = Request(root, tokens)
+        match = self.pool.match(root, tokens[:-1])
+        held = match.pages + ([match.copy_from] if match.copied else [])
+        self.holders.update(held)
+        self.remembered = [page for page in self.remembered if page not in held]
+        known = self.check_match(root, tokens[:-1], match)
+        needed = self.pool.pages_for(len(tokens)) - len(match.pages)
+        if needed > self.pool.free:
+            self.release(held)
+            return
+        request.pages = match.pages + self.allocate(needed)
+        if match.copied:
+            self.contents[request.pages[len(match.pages)]] = (
+                root, tuple(tokens[: len(match.pages) * SIZE]), tuple(tokens[len(match.pages) * SIZE : known])
+            )  # fmt: skip
+            self.release([match.copy_from])
+        request.written, request.node, request.findable = known, match.parent, len(match.pages)
+        self.requests.append(request)
+
+    def check_match(self, root, tokens, match):
+        """The pages hold these very tokens; how many of them."""
+        full = len(match.pages) * SIZE
+        for index, page in enumerate(match.pages):
+            assert self.contents[page] == (root, tuple(tokens[: index * SIZE]), tuple(tokens[index * SIZE :][:SIZE]))
+        assert bool(match.copied) == (match.copy_from >= 0)
+        if match.copied:
+            of, before, inside = self.contents[match.copy_from]
+            assert (of, before) == (root, tuple(tokens[:full]))
+            assert inside[: match.copied] == tuple(tokens[full : full + match.copied])
+        known = full + match.copied
+        assert known <= len(tokens)
+        if not self.evicted:
+            common = [_common(text, tokens) for of, text in self.findable if of == root]
+            assert known == max(common, default=0)
+        return known
+
+    def allocate(self, count):
+        empty = COUNT - len(self.remembered) - len(+self.holders)
+        pages = self.pool.allocate(count)
+        forgotten = [page for page in pages if page in self.remembered]
+        assert forgotten == self.remembered[: max(0, count - empty)]  # only if it must; the oldest first
+        del self.remembered[: len(forgotten)]
+        self.evicted |= bool(forgotten)
+        self.registered -= set(forgotten)
+        for page in pages:
+            self.contents.pop(page, None)
+        self.holders.update(pages)
+        return pages
+
+    def release(self, pages):
+        self.pool.release(pages)
+        self.holders.subtract(pages)
+        self.remembered += [p for p in reversed(pages) if not self.holders[p] and p in self.registered]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def write_and_register(self, data):
+        request = data.draw(st.sampled_from(self.requests), "request")
+        request.written = data.draw(st.integers(request.written, len(request.tokens)), "written")
+        tokens = request.tokens
+        for index in range(request.findable, self.pool.pages_for(request.written)):
+            inside = tuple(tokens[index * SIZE : request.written][:SIZE])
+            self.contents[request.pages[index]] = (request.root, tuple(tokens[: index * SIZE]), inside)
+        for index in range(request.findable, request.written // SIZE):
+            request.node = self.register(request, index, tokens[index * SIZE :][:SIZE])
+            request.findable = index + 1
+        if rest := tokens[request.findable * SIZE : request.written]:
+            self.register(request, request.findable, rest)
+        self.findable.add((request.root, tuple(tokens[: request.written])))
+
+    def register(self, request, index, tokens):
+        node = self.pool.register(request.node, tokens, request.pages[index])
+        assert self.contents[node.page][0] == request.root
+        assert node.tokens == tuple(tokens)
+        if node.page == request.pages[index]:
+            self.registered.add(node.page)
+        return node
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def grow(self, data):
+        request = data.draw(st.sampled_from(self.requests), "request")
+        if len(request.tokens) == len(request.pages) * SIZE:
+            if not self.pool.free:
+                return
+            request.pages += self.allocate(1)
+        request.tokens.append(data.draw(st.integers(0, 1), "token"))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def end(self, data):
+        index = data.draw(st.integers(0, len(self.requests) - 1), "request")
+        self.release(self.requests.pop(index).pages)
+
+    @precondition(lambda self: not self.requests)
+    @rule()
+    def clear(self):
+        self.pool.clear()
+        assert self.pool.match("a", [0] * SIZE).pages == []
+        self.remembered, self.evicted = [], False
+        self.registered.clear()
+        self.findable.clear()
+
+    @invariant()
+    def counts_fit(self):
+        self.pool.check_integrity([request.pages for request in self.requests])
+        assert self.pool.free == COUNT - len(+self.holders)
+
+
+def _common(first, second):
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def fill(pool, root, tokens):
+    """The pages of a request for these tokens, all registered."""
+    match = pool.match(root, tokens)
+    pages = match.pages + pool.allocate(pool.pages_for(len(tokens)) - len(match.pages))
+    if match.copied:
+        pool.release([match.copy_from])
+    parent = match.parent
+    for index in range(len(match.pages), len(pages)):
+        parent = pool.register(parent, tokens[index * pool.page_size :][: pool.page_size], pages[index])
+    return pages
+
+
+def test_the_least_recently_used_goes_first_and_a_text_from_its_end():
+    pool = PagePool(4, 2)
+    old = fill(pool, "root", [1, 2, 3, 4])
+    new = fill(pool, "root", [5, 6, 7, 8])
+    pool.release(old)
+    pool.release(new)
+    assert pool.allocate(1) == [old[1]]
+    kept = pool.match("root", [1, 2, 3, 4])
+    assert kept.pages == [old[0]]
+    pool.release(kept.pages)  # now it is the latest used
+    assert pool.allocate(3) == [new[1], new[0], old[0]]
+    assert pool.match("root", [1, 2]).pages == []
+
+
+def test_a_page_that_grew_is_found_by_all_it_holds():
+    pool = PagePool(4, 4)
+    (page,) = fill(pool, "root", [1, 2])
+    assert pool.match("root", [1, 2, 3, 4])[2:] == (page, 2)
+    pool.register("root", [1, 2, 3], page)
+    assert pool.match("root", [1, 2, 3, 4])[2:] == (page, 3)
+    pool.register("root", [1, 2, 3, 4], page)
+    assert pool.match("root", [1, 2, 3, 4]).pages == [page]
+    assert pool.match("root", [1, 2, 9, 9])[2:] == (page, 2)  # of a full page, too, what is common can be copied
+
+
+def test_roots_share_nothing():
+    pool = PagePool(4, 2)
+    fill(pool, "one", [1, 2, 3])
+    assert pool.match("other", [1, 2, 3])[:1] == ([],)
+    assert pool.match("other", [1, 2, 3]).copied == 0
+
+
+def test_the_same_tokens_are_registered_once():
+    pool = PagePool(4, 2)
+    first, second = pool.allocate(2)
+    node = pool.register("root", [1, 2], first)
+    assert pool.register("root", [1, 2], second) is node
+    pool.release([second])
+    pool.release([first])
+    pool.check_integrity([])
+    assert pool.allocate(4)[-1] == first  # the only one whose contents are worth keeping
+
+
+def test_more_than_there_is_is_refused_and_changes_nothing():
+    pool = PagePool(3, 2)
+    held = pool.allocate(2)
+    with pytest.raises(ValueError, match="2 pages asked for, 1 of 3 free"):
+        pool.allocate(2)
+    pool.check_integrity([held])
