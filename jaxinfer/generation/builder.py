@@ -133,7 +133,7 @@ class ProgramBuilder:
             out_shardings=(shardings, None) if self.model.mesh else None,
             compiler_options=compiler_options(
                 self.platform,
-                rows=sizes["batch"] + sizes.get("pieces", 0) * sizes.get("tokens", 0),
+                rows=sizes["batch"] + sizes.get("pieces", 0) * self.config.piece_tokens,
                 dtype=self.model.weights.matrix_dtype,
                 weight_bytes=sum(leaf.nbytes for leaf in self.leaves),
             ),
@@ -169,20 +169,18 @@ class ProgramBuilder:
 
     def _steps(self, count: int, longest: int, table: int, *, generates: bool) -> Iterator[Wanted]:
         """The steps with pieces of prompts of up to `longest` tokens, for `count` sequences at once."""
+        width, counts = self.config.piece_tokens, self.config.piece_counts
         batches = _up_to(count - 1, self.config.mixed_batches) if generates else (0,)
-        for width in _up_to(longest, self.config.widths):
-            most = min(self.config.most_pieces(width), count * -(-longest // width))
-            for pieces in _up_to(most, self.config.piece_counts(width)):
-                for batch in batches:
-                    yield "step", {"pieces": pieces, "tokens": width, "batch": batch, "pages": table}
+        for pieces in _up_to(count * -(-longest // width), counts):
+            for batch in batches:
+                yield "step", {"pieces": pieces, "batch": batch, "pages": table}
 
     def largest(self) -> list[Wanted]:
         """The programs that need the most workspace."""
         config, table = self.config, self.tables[-1]
-        width = config.widths[-1]
-        sizes = {"pieces": config.piece_counts(width)[-1], "tokens": width, "batch": config.mixed_batches[-1]}
+        step = {"pieces": config.piece_counts[-1], "batch": config.mixed_batches[-1], "pages": table}
         decode = {"batch": config.batches[-1], "drafts": config.draft_tokens, "pages": table}
-        return [("step", {**sizes, "pages": table}), ("decode", decode)]
+        return [("step", step), ("decode", decode)]
 
     def _tables_between(self, least_tokens: int, most_tokens: int) -> tuple[int, ...]:
         first, last = (

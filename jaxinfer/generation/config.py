@@ -15,6 +15,8 @@ class EngineConfig:
       slots: most sequences that run at once. context: most tokens of one, prompt and output together.
       page_size: tokens in a page of the cache.
       token_budget: most prompt tokens in one step, beside a token of each sequence that generates.
+      piece_tokens: prompts go through the model in pieces of so many tokens.
+      padding: pieces of padding that a step may have for each real one; 1: none. A GPU hardly notices them.
       max_decode_steps: most tokens a sequence generates in one dispatch, without drafts.
       draft_tokens: most tokens that prompt lookup proposes in one pass; 0: no speculation.
       prefix_caching: whether requests share the pages of equal beginnings.
@@ -28,6 +30,8 @@ class EngineConfig:
     context: int
     page_size: int = 16
     token_budget: int = 512
+    piece_tokens: int = 32
+    padding: float = 1.25
     max_decode_steps: int = 16
     draft_tokens: int = 0
     prefix_caching: bool = True
@@ -38,8 +42,10 @@ class EngineConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("slots", "page_size", "token_budget", "max_decode_steps", "max_lora_rank"):
+        for name in ("slots", "page_size", "token_budget", "piece_tokens", "max_decode_steps", "max_lora_rank"):
             self._check(name, getattr(self, name) >= 1, ">= 1")
+        self._check("token_budget", self.token_budget >= self.piece_tokens, f">= piece_tokens={self.piece_tokens}")
+        self._check("padding", self.padding >= 1, ">= 1")
         self._check("context", self.context >= 2, ">= 2")
         self._check("draft_tokens", 0 <= self.draft_tokens < self.context, f"in [0, {self.context})")
         self._check("max_adapters", self.max_adapters >= 0, ">= 0")
@@ -50,30 +56,24 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.{name} must be {wanted}, got {getattr(self, name)!r}.")
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Tokens of a piece of a prompt: few, for short prompts and for what a known beginning leaves; or many."""
-        most = min(self.token_budget, self.context)
-        return tuple(dict.fromkeys((min(16, most), min(64, most))))
-
-    def piece_width(self, tokens: int) -> int:
-        """The width of a step whose first prompt has so many tokens to go."""
-        return round_up(min(tokens, self.widths[-1]), self.widths)
-
-    def most_pieces(self, width: int) -> int:
-        """Pieces of this width in a step; narrow ones are for the few, since wide ones cost little more each."""
-        most = max(1, self.token_budget // self.widths[-1])
-        return most if width == self.widths[-1] else min(4, most)
-
-    def piece_counts(self, width: int) -> tuple[int, ...]:
+    def piece_counts(self) -> tuple[int, ...]:
         """The numbers of pieces that programs are compiled for."""
-        return powers(4 if width < self.widths[-1] else 2, 1, self.most_pieces(width))
+        return powers(2, 1, max(1, self.token_budget // self.piece_tokens))
+
+    def well_filled(self, pieces: int) -> int:
+        """How many of so many pieces to take, lest a step be mostly padding."""
+        most = self.piece_counts[-1]
+        if pieces >= most:
+            return most
+        size = round_up(pieces, self.piece_counts)
+        return pieces if size <= self.padding * pieces else size // 2
 
     @property
     def batches(self) -> tuple[int, ...]:
         """The numbers of rows that programs without pieces are compiled for."""
-        return powers(2, 1, self.slots)
+        return tuple(sorted({*powers(2, 1, self.slots), *powers(2, 12, self.slots)}))
 
     @property
     def mixed_batches(self) -> tuple[int, ...]:
         """The same beside pieces: few, since a row costs little there."""
-        return (0, *powers(8, min(8, self.slots), self.slots))
+        return (0, *powers(2, min(8, self.slots), self.slots))

@@ -27,8 +27,11 @@ from jaxinfer.models import Decoder, KVPages, LayerAdapters, LowRankStack, Token
 PROMPT_LOGPROB_BLOCK = 64
 """Most prompt positions whose logits are held at once."""
 LONGEST_NGRAM = 4
-SHORTEST_NGRAM = 2
+SHORTEST_NGRAM = 3
 """Tokens at the end of a text that must have stood there before, for what followed then to be proposed."""
+
+LEAST_ACCEPTED = 4
+"""One draft in so many must have been right, or a row gets no more in this dispatch."""
 
 
 class Slots(NamedTuple):
@@ -314,7 +317,9 @@ def decode(
         slots = carry[0].slots
         drafts, count = look_up(slots.history[rows.slot], slots.length[rows.slot], max_drafts)
         room = slots.limit[rows.slot] - slots.length[rows.slot] - 1
-        count = jnp.where(slots.active[rows.slot], jnp.minimum(jnp.minimum(count, draft_limit), room), 0)
+        # A dispatch in which most drafts were wrong proposes no more.
+        good = carry[1].accepted * LEAST_ACCEPTED >= carry[1].drafted
+        count = jnp.where(slots.active[rows.slot] & good, jnp.minimum(jnp.minimum(count, draft_limit), room), 0)
         return lax.cond(jnp.any(count > 0), with_drafts(drafts, count), no_drafts, carry)
 
     return lax.while_loop(going, one, (state, empty))

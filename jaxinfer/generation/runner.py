@@ -14,6 +14,7 @@ from jaxinfer.generation import signatures
 from jaxinfer.generation.adapters import AdapterSlots
 from jaxinfer.generation.builder import ProgramBuilder
 from jaxinfer.generation.config import EngineConfig
+from jaxinfer.generation.drafting import PassCosts
 from jaxinfer.generation.programs import Decoded, DeviceState, Pieces, Rows, Slots, Stepped
 from jaxinfer.generation.request import Sequence, TokenLogprob
 from jaxinfer.generation.sampling import LogitsProcessor, Logprobs, RowOptions, idle_options, sampling_arrays
@@ -61,6 +62,7 @@ class Runner:
         self._masks: dict[int, jax.Array] = {}
         self.programs = ProgramCache(self._builder.build)
         self._records = CostRecords(f"{model.config} {model.weights} {model.mesh} {config} {num_pages}")
+        self._costs = PassCosts()
         self._ready = 0.0  # when the last step had come back
         self._timed = 0  # programs whose costs are on record
 
@@ -146,10 +148,10 @@ class Runner:
         return RowOptions(s.params, s.seed, s.prompt_length, s.stop_ids, wanted, s.pooled)
 
     def _step(self, batch: Batch) -> tuple[Program, Stepped]:
-        count = round_up(len(batch.pieces), self.config.piece_counts(batch.width))
+        count = round_up(len(batch.pieces), self.config.piece_counts)
         size = round_up(len(batch.rows), self.config.mixed_batches)
         table = self._table_width(batch)
-        program = self.programs.get("step", pieces=count, tokens=batch.width, batch=size, pages=table)
+        program = self.programs.get("step", pieces=count, batch=size, pages=table)
         slot, start, counts = np.full(count, self.config.slots, np.int32), *np.zeros((2, count), np.int32)
         last = np.zeros(count, np.bool_)
         for row, piece in enumerate(batch.pieces):
@@ -223,7 +225,9 @@ class Runner:
             flight.program.cost.record(seconds)
             self._take_step(batch, result)
         else:
-            flight.program.cost.record(seconds, steps=max(1, int(result.steps.sum())))
+            plain, drafted = map(int, result.steps)
+            flight.program.cost.record(seconds, steps=max(1, plain + drafted))
+            self._costs.record(self._batch(len(batch.rows)), seconds, plain, drafted)
             self._take_decode(batch, result)
 
     def _take_step(self, batch: Batch, result: Stepped) -> None:
@@ -251,7 +255,7 @@ class Runner:
                 sequence.accepted += int(result.accepted[row])
                 if sequence.drafting is not None:
                     passes, produced = -(-drafted // batch.drafts), len(sequence.ids) - sequence.prompt_length
-                    cost = self._draft_cost(len(batch.rows))
+                    cost = self._costs.ratio(self._batch(len(batch.rows)))
                     sequence.drafting.record(passes, int(result.accepted[row]), produced, cost)
             for at in range(int(result.produced[row])):
                 if not sequence.finished:  # a stop string may end it before the device knew
@@ -259,9 +263,13 @@ class Runner:
 
     # What programs cost
 
+    def _batch(self, rows: int) -> int:
+        """The size that so many rows are padded to."""
+        return round_up(max(1, min(rows, self.config.slots)), self.config.batches)
+
     def decode_steps(self, rows: int) -> int:
         """How many decode steps of so many rows make a dispatch."""
-        seconds = self._step_seconds(rows, 0)
+        seconds = self._costs.plain(self._batch(rows))
         most = self.config.max_decode_steps
         return most if seconds is None else max(1, min(most, int(DISPATCH_SECONDS / seconds)))
 
@@ -272,21 +280,6 @@ class Runner:
     @staticmethod
     def _draft_limit(sequence: Sequence) -> int:
         return sequence.drafting.limit(len(sequence.ids) - sequence.prompt_length) if sequence.drafting else 0
-
-    def _draft_cost(self, rows: int) -> float:
-        """How much longer a pass with drafts takes than one without."""
-        narrow, wide = self._step_seconds(rows, 0), self._step_seconds(rows, self.config.draft_tokens)
-        return 2.0 if narrow is None or wide is None else wide / narrow
-
-    def _step_seconds(self, rows: int, drafts: int) -> float | None:
-        """The quickest pass of a decode program for so many rows, if it has run."""
-        batch = round_up(max(1, min(rows, self.config.slots)), self.config.batches)
-        found = [
-            program.cost.best_seconds
-            for table in self._builder.tables
-            if (program := self.programs.find("decode", batch=batch, drafts=drafts, pages=table)) and program.cost.calls
-        ]
-        return min(found, default=None)
 
     def save_costs(self) -> None:
         """Add what the programs cost to the records of this kind of device, if one has run that had not before."""

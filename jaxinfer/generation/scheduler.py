@@ -30,14 +30,13 @@ class Batch:
 
     Attributes:
       admitted: sequences that have just got their slot. copies: (source, target) pages, before anything is written.
-      pieces: of prompts, at most `width` tokens each. rows: sequences that generate.
+      pieces: of prompts. rows: sequences that generate.
       steps: passes through the model, 1 if there are pieces. drafts: most drafts of a row in each pass.
     """
 
     admitted: tuple[Sequence, ...]
     copies: tuple[tuple[int, int], ...]
     pieces: tuple[Piece, ...]
-    width: int
     rows: tuple[Sequence, ...]
     steps: int
     drafts: int
@@ -112,7 +111,7 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         preempted = self.preemptions
         rows = self._rows()
-        width, pieces = self._pieces(admitted, copies, may_admit=self.preemptions == preempted, rows=rows)
+        pieces = self._pieces(admitted, copies, rows, may_admit=self.preemptions == preempted)
         if not pieces and not rows:
             return None
         if pieces or self.stepwise:
@@ -123,7 +122,6 @@ class Scheduler:
             admitted=tuple(admitted),
             copies=tuple(copies),
             pieces=tuple(pieces),
-            width=width,
             rows=tuple(rows),
             steps=steps,
             drafts=drafts,
@@ -171,24 +169,23 @@ class Scheduler:
         return steps, drafts
 
     def _pieces(
-        self, admitted: list[Sequence], copies: list[tuple[int, int]], *, may_admit: bool, rows: list[Sequence]
-    ) -> tuple[int, list[Piece]]:
-        """Pieces of prompts up to the token budget, of those that run already and then of those that can be admitted.
-
-        One width serves all pieces of a step: the narrow one if the first prompt asks for no more.
-        """
+        self, admitted: list[Sequence], copies: list[tuple[int, int]], rows: list[Sequence], *, may_admit: bool
+    ) -> list[Piece]:
+        """Pieces of prompts up to the token budget: of those that run, then of those that can be admitted."""
         pieces: list[Piece] = []
-        width = 0
+        room = self._room()
         for sequence in self._prompts(admitted, copies, rows, may_admit=may_admit):
-            rest = len(sequence.ids) - sequence.computed
-            width = width or self.config.piece_width(rest)
-            if rest > width and width < self.config.widths[-1]:
-                break  # it is long: the next step is wide
-            room = self.config.most_pieces(width) - len(pieces)
-            pieces += itertools.islice(self._cut(sequence, width), room)
-            if len(pieces) == self.config.most_pieces(width):
+            pieces += itertools.islice(self._cut(sequence), room - len(pieces))
+            if len(pieces) == room:
                 break
-        return width, pieces
+        return pieces
+
+    def _room(self) -> int:
+        """How many pieces the step takes: so many that the program for them is well filled."""
+        width = self.config.piece_tokens
+        rests = [len(s.ids) - s.computed for s in self.running if s.prefilling]
+        rests += [len(s.ids) for s in self.waiting[: len(self._slots)]]
+        return self.config.well_filled(sum(-(-rest // width) for rest in rests))
 
     def _prompts(
         self, admitted: list[Sequence], copies: list[tuple[int, int]], rows: list[Sequence], *, may_admit: bool
@@ -202,8 +199,8 @@ class Scheduler:
             else:
                 rows.append(sequence)
 
-    def _cut(self, sequence: Sequence, width: int) -> Iterator[Piece]:
-        known = len(sequence.ids)
+    def _cut(self, sequence: Sequence) -> Iterator[Piece]:
+        width, known = self.config.piece_tokens, len(sequence.ids)
         while sequence.prefilling:
             start, count = sequence.computed, min(width, known - sequence.computed)
             sequence.computed += count

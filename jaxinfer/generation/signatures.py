@@ -96,7 +96,7 @@ def program(
         return copy, (_integers(sizes["count"]), _integers(sizes["count"]))
     if name == "step":
         count = sizes["pieces"]
-        body = functools.partial(step, width=sizes["tokens"], processors=processors)
+        body = functools.partial(step, width=engine.piece_tokens, processors=processors)
         return body, (pieces(count, pages), rows(batch, pages), mask(count + batch, vocab))
     body = functools.partial(
         decode, max_steps=engine.max_decode_steps, max_drafts=sizes["drafts"], processors=processors

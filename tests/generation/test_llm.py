@@ -56,7 +56,7 @@ def test_prompts_of_different_lengths_continue_as_without_a_cache(llm, logits_of
 
 
 def test_long_prompts_run_in_chunks(llm, logits_of):
-    config = EngineConfig(slots=2, context=128, page_size=8, token_budget=16, max_decode_steps=5)
+    config = EngineConfig(slots=2, context=128, page_size=8, token_budget=16, piece_tokens=16, max_decode_steps=5)
     engine = Engine(llm.model, None, config, num_pages=30)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=1)
     prompts = prompts_of(70, 33)
