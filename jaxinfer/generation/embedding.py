@@ -1,31 +1,37 @@
-"""`Embedder`: sentence vectors from an encoder."""
+"""`Embedder`: sentence vectors from an encoder, or from a decoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
-from jaxinfer.compiled import (
-    Bucket,
-    Program,
-    ProgramCache,
-    compile_program,
-    enable_persistent_cache,
-    powers,
-    round_up,
-)
-from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
-from jaxinfer.models import EncoderConfig
-from jaxinfer.models.loading import load_model
-from sharding import MeshConfig
+from jaxinfer.compiled import enable_persistent_cache
+from jaxinfer.generation.config import EngineConfig
+from jaxinfer.generation.engine import Engine
+from jaxinfer.generation.llm import LLM
+from jaxinfer.generation.text import Prompt, Tokenizer
+from jaxinfer.models.loading import Description, load_model
+from sharding import MeshConfig, ShardingRules
+
+ENCODER_TOKENS = 4096
+"""Most tokens of an encoder's batch, padding included, unless told otherwise."""
 
 
 class Embedder:
-    """An encoder, ready to embed texts; the arguments are those of `LLM`."""
+    """A model, ready to embed texts: an encoder with its pooling, or a decoder by the mean of its hidden vectors.
+
+    Args:
+      path, mesh, dtype, quantize, rules: those of `LLM`.
+      max_batch: most texts that run together. context: most tokens of one; None: the model's own.
+      options: for a decoder, what else `LLM` takes; for an encoder token_budget and overlap of `EngineConfig`.
+
+    Attributes:
+      engine: where requests for embeddings can be queued one by one (`prepare_embedding`, `add`, `step`, `abort`).
+
+    Raises as `LLM` does.
+    """
 
     def __init__(
         self,
@@ -34,53 +40,33 @@ class Embedder:
         mesh: Mesh | MeshConfig | str | Path | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
+        rules: ShardingRules | None = None,
         max_batch: int = 32,
+        context: int | None = None,
+        **options: Any,
     ):
         if max_batch < 1:
             raise ValueError(f"Embedder.max_batch must be >= 1, got {max_batch}.")
-        enable_persistent_cache()
-        self.model = load_model(path, mesh=mesh, dtype=dtype, quantize=quantize)
-        config = self.model.config
-        if not isinstance(config, EncoderConfig):
-            raise ValueError(f"{path} holds a decoder; use jaxinfer.LLM for it.")
-        self.config = config
-        self.tokenizer = Tokenizer.of(self.model.folder)
-        self._leaves, self._treedef = jax.tree.flatten(self.model.state)
-        self._batches = powers(2, 1, max_batch)
-        self._lengths = powers(4, min(16, config.context), config.context)
-        self.programs = ProgramCache(self._build)
+        loading: dict[str, Any] = {"mesh": mesh, "dtype": dtype, "quantize": quantize, "rules": rules}
+        if Description.read(path).kind == "decoder":
+            self.engine = LLM(path, **loading, max_batch=max_batch, context=context, **options).engine
+        else:
+            self.engine = _encoder_engine(path, loading, max_batch, context, options)
+        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
 
-    def _build(self, name: str, bucket: Bucket) -> Program:
-        sizes, graphdef, treedef = dict(bucket), self.model.graphdef, self._treedef
-        tokens = jax.ShapeDtypeStruct((sizes["batch"], sizes["tokens"]), jnp.int32)
+    def embed(self, texts: Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
+        """Vectors of length 1, float32 [len(texts), D]. Raises ValueError for an empty or too long text, naming it."""
+        return self.engine.embed(texts, adapter=adapter)
 
-        def embed(leaves: list[jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
-            model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-            return model.pool(model(tokens, positions), positions)
 
-        return compile_program(name, bucket, embed, (self._leaves, tokens, tokens))
-
-    def embed(self, texts: Sequence[Prompt]) -> np.ndarray:
-        """Vectors of length 1, float32 [len(texts), D]. Raises ValueError for an empty or too long text."""
-        prompts = [self._encode(index, text) for index, text in enumerate(texts)]
-        out = np.zeros((len(prompts), self.config.embed), np.float32)
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # little padding in each batch
-        for first in range(0, len(order), self._batches[-1]):
-            chosen = order[first : first + self._batches[-1]]
-            out[chosen] = self._embed_batch([prompts[i] for i in chosen])
-        return out
-
-    def _embed_batch(self, prompts: list[list[int]]) -> np.ndarray:
-        batch = round_up(len(prompts), self._batches)
-        length = round_up(max(map(len, prompts)), self._lengths)
-        tokens, positions = np.zeros((batch, length), np.int32), np.full((batch, length), -1, np.int32)
-        for row, ids in enumerate(prompts):
-            tokens[row, : len(ids)], positions[row, : len(ids)] = ids, np.arange(len(ids))
-        program = self.programs.get("embed", batch=batch, tokens=length)
-        return np.asarray(program(self._leaves, tokens, positions))[: len(prompts)]
-
-    def _encode(self, index: int, text: Prompt) -> list[int]:
-        ids = encode_prompt(self.tokenizer, text, self.config.vocab)
-        if not 0 < len(ids) <= self.config.context:
-            raise ValueError(f"Text {index} has {len(ids)} tokens; this model takes 1 to {self.config.context}.")
-        return ids
+def _encoder_engine(
+    path: str | Path, loading: dict[str, Any], max_batch: int, context: int | None, options: dict[str, Any]
+) -> Engine:
+    most = Description.read(path).config.context
+    if context is not None and not 1 < context <= most:
+        raise ValueError(f"Embedder.context must be in [2, {most}] for this model, got {context}.")
+    options.setdefault("token_budget", ENCODER_TOKENS)
+    config = EngineConfig(slots=max_batch, context=context or most, **options)
+    enable_persistent_cache()
+    model = load_model(path, **loading)
+    return Engine(model, Tokenizer.of(model.folder), config)

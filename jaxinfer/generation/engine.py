@@ -4,11 +4,14 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
 
 from jaxinfer.generation.adapters import AdapterSlots
 from jaxinfer.generation.config import EngineConfig
 from jaxinfer.generation.drafting import DraftControl
+from jaxinfer.generation.encoders import EncoderRunner, EncoderScheduler
 from jaxinfer.generation.pages import PagePool
 from jaxinfer.generation.params import MAX_STOP_IDS, SamplingParams
 from jaxinfer.generation.request import RequestOutput, Sequence
@@ -17,6 +20,7 @@ from jaxinfer.generation.sampling import LogitsProcessor
 from jaxinfer.generation.scheduler import Batch, Scheduler
 from jaxinfer.generation.structured import StructureCompiler
 from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
+from jaxinfer.models import EncoderConfig
 from jaxinfer.models.loading import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -26,8 +30,9 @@ class Engine:
     """Runs requests together on one model; a request may come or go between any two steps.
 
     Args:
-      model: the loaded decoder. tokenizer: its tokenizer, or None for token ids only.
-      config: the engine's sizes. num_pages: the size of the cache; `sizing.plan_memory` says what fits.
+      model: the loaded model, a decoder to generate and embed, or an encoder to embed.
+      tokenizer: its tokenizer, or None for token ids only.
+      config: the engine's sizes. num_pages: the size of a decoder's cache; `sizing.plan_memory` says what fits.
       processors: logits processors that requests can name.
     """
 
@@ -37,7 +42,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         config: EngineConfig,
         *,
-        num_pages: int,
+        num_pages: int = 0,
         processors: Mapping[str, LogitsProcessor] | None = None,
     ):
         if model.mesh is not None and (data := model.mesh.shape.get("data", 1)) > 1:
@@ -45,19 +50,25 @@ class Engine:
                 f"MeshConfig.data={data} is not implemented for generation; split by tensor, or run a process per copy."
             )
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.adapters = (
-            AdapterSlots(
-                config.max_adapters,
-                config.max_lora_rank,
-                config.adapter_bytes,
-                model.description.family,
-                model.config,  # type: ignore[arg-type]  # a decoder's, as the runner asserts
+        self.adapters: AdapterSlots | None = None
+        if isinstance(model.config, EncoderConfig):
+            # They have the methods that an engine calls; what only generation asks of the others stays unasked.
+            self.scheduler: Scheduler = EncoderScheduler(config)  # type: ignore[assignment]
+            self.runner: Runner = EncoderRunner(model, config)  # type: ignore[assignment]
+        else:
+            if config.max_adapters:
+                self.adapters = AdapterSlots(
+                    config.max_adapters,
+                    config.max_lora_rank,
+                    config.adapter_bytes,
+                    model.description.family,
+                    model.config,
+                )
+            pages = PagePool(num_pages, config.page_size)
+            self.scheduler = Scheduler(config, pages, self.adapters)
+            self.runner = Runner(
+                model, config, num_pages=num_pages, processors=processors or {}, adapters=self.adapters
             )
-            if config.max_adapters
-            else None
-        )
-        self.scheduler = Scheduler(config, PagePool(num_pages, config.page_size), self.adapters)
-        self.runner = Runner(model, config, num_pages=num_pages, processors=processors or {}, adapters=self.adapters)
         self._structures: StructureCompiler | None = None
         self._in_flight: deque[Flight] = deque()
         self._ids = itertools.count()
@@ -122,7 +133,9 @@ class Engine:
         Raises ValueError for an empty or too long prompt, unknown token ids, text without a tokenizer, a structure that
         does not compile, an unknown adapter or processor, or a request that the cache could never hold.
         """
-        ids = self._encode(prompt)
+        if isinstance(self.model.config, EncoderConfig):
+            raise ValueError("This model is an encoder, which cannot generate: use Embedder or Engine.embed.")
+        ids = self._encode(prompt, new=1)
         self._check_options(params)
         matcher = None if params.structure is None else self._compiler().matcher(params.structure)
         stop_ids = tuple(dict.fromkeys((*params.stop_ids, *(() if params.ignore_eos else self.model.eos_ids))))
@@ -150,9 +163,14 @@ class Engine:
         self.scheduler.check(sequences[0])
         return sequences
 
-    def prepare_embedding(self, prompt: Prompt, *, adapter: str | None = None) -> Sequence:
-        """The sequence of a request for the mean of a prompt's hidden vectors, checked and not yet queued."""
-        ids, params = self._encode(prompt), SamplingParams(max_tokens=1, seed=0, adapter=adapter)
+    def prepare_embedding(self, prompt: Prompt, *, adapter: str | None = None, priority: int = 0) -> Sequence:
+        """The sequence of a request for a prompt's vector, checked and not yet queued; it ends up in `vector`.
+
+        A decoder's is the mean of its last hidden vectors, an encoder's what its `Pooling` says; both have length 1.
+        Raises ValueError as `prepare` does; a prompt may fill the context.
+        """
+        ids = self._encode(prompt, new=0)
+        params = SamplingParams(max_tokens=1, seed=0, adapter=adapter, priority=priority)
         self._check_options(params)
         sequence = Sequence(
             str(next(self._ids)),
@@ -173,13 +191,15 @@ class Engine:
     def context(self) -> int:
         return self.config.context
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt, *, new: int) -> list[int]:
+        """The prompt's token ids; at least `new` more fit into the context."""
         ids = encode_prompt(self.tokenizer, prompt, self.model.config.vocab)
         if not ids:
             raise ValueError("The prompt is empty: give at least one token.")
-        if len(ids) >= self.context:
+        if len(ids) + new > self.context:
+            why = "leaves no room to generate" if new else "is shorter"
             raise ValueError(
-                f"The prompt has {len(ids)} tokens; the context of {self.context} leaves no room to generate. "
+                f"The prompt has {len(ids)} tokens; the context of {self.context} {why}. "
                 "Shorten the prompt or raise the context."
             )
         return ids
@@ -220,6 +240,43 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Give up a request; its pages are free at once."""
         self.scheduler.abort(request_id)
+
+    def run(self, requests: list[list[Sequence]], max_steps: int | None = None) -> Iterator[list[Sequence]]:
+        """Queue prepared requests and step until all have ended; yields the sequences that each step has advanced.
+
+        `max_steps` is that of `step`. Closing the iterator gives the requests up.
+        """
+        sequences = [s for request in requests for s in request]
+        if sequences:
+            self.runner.compile_ahead(sequences)
+        try:
+            for request in requests:
+                self.add(request)
+            while not all(s.finished for s in sequences):
+                yield self.step(max_steps)
+        finally:
+            for request in requests:
+                self.abort(request[0].request_id)
+            self.drain()
+            self.runner.save_costs()
+
+    def embed(self, texts: Iterable[Prompt], *, adapter: str | None = None) -> np.ndarray:
+        """The vectors of texts or token ids, of length 1: float32 [texts, D].
+
+        Raises ValueError for an invalid text, naming it, before anything runs; RuntimeError if a step fails.
+        """
+        sequences = []
+        for index, text in enumerate(texts):
+            try:
+                sequences.append(self.prepare_embedding(text, adapter=adapter))
+            except ValueError as error:
+                raise ValueError(f"Text {index}: {error}") from error
+        for _ in self.run([[sequence] for sequence in sequences]):
+            pass
+        for index, sequence in enumerate(sequences):
+            if sequence.error is not None:
+                raise RuntimeError(f"Text {index}: {sequence.error}")
+        return np.array([s.vector for s in sequences], np.float32).reshape(-1, self.model.config.embed)
 
     @staticmethod
     def output(sequences: list[Sequence]) -> RequestOutput:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.compiled import enable_persistent_cache
@@ -101,7 +102,7 @@ class LLM:
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
         requests = self._prepare(prompts, params)
-        for _ in self._run(requests, None):
+        for _ in self.engine.run(requests):
             pass
         return [self.engine.output(sequences) for sequences in requests]
 
@@ -114,7 +115,7 @@ class LLM:
         """
         requests = self._prepare(prompts, params)
         by_id = {sequences[0].request_id: sequences for sequences in requests}
-        for advanced in self._run(requests, max_steps):
+        for advanced in self.engine.run(requests, max_steps):
             for request_id in dict.fromkeys(s.request_id for s in advanced):
                 yield self.engine.output(by_id[request_id])
 
@@ -124,6 +125,13 @@ class LLM:
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
         return beam_search(self.engine, _as_list(prompts), params or BeamParams())
+
+    def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
+        """The mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
+
+        Raises ValueError for an invalid text, naming it, before anything runs.
+        """
+        return self.engine.embed(_as_list(texts), adapter=adapter)
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation ({"role", "content"} messages) through the model's chat template."""
@@ -147,21 +155,6 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"Prompt {index}: {error}") from error
         return requests
-
-    def _run(self, requests: list[list[RunningSequence]], max_steps: int | None) -> Iterator[list[RunningSequence]]:
-        sequences = [s for request in requests for s in request]
-        if sequences:
-            self.engine.runner.compile_ahead(sequences)
-        try:
-            for request in requests:
-                self.engine.add(request)
-            while not all(s.finished for s in sequences):
-                yield self.engine.step(max_steps)
-        finally:
-            for request in requests:
-                self.engine.abort(request[0].request_id)
-            self.engine.drain()
-            self.engine.runner.save_costs()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -56,7 +56,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapted(model_dir, folders):
     """Room for three of the five adapters; prompts go in pieces of 16 tokens."""
-    return LLM(model_dir, max_batch=4, token_budget=16, adapters=folders, max_adapters=3)
+    return LLM(model_dir, max_batch=4, token_budget=16, piece_tokens=16, adapters=folders, max_adapters=3)
 
 
 def merged(model: LoadedModel, folder) -> nnx.State:
@@ -161,7 +161,9 @@ def test_an_adapter_whose_file_is_damaged_ends_its_requests_alone(adapted, folde
 
 def test_an_adapter_over_int8_weights(model_dir, folders, reference):
     """Log probabilities stay near those of the float model with the adapter, far from those of the one without."""
-    llm = LLM(model_dir, max_batch=4, token_budget=16, quantize="int8", adapters={"all": folders["all"]})
+    llm = LLM(
+        model_dir, max_batch=4, token_budget=16, piece_tokens=16, quantize="int8", adapters={"all": folders["all"]}
+    )
 
     def error(output, name):
         tokens = output.completions[0].token_ids
@@ -178,6 +180,7 @@ def test_a_mesh_changes_no_token(model_dir, folders, check):
         model_dir,
         max_batch=4,
         token_budget=16,
+        piece_tokens=16,
         mesh=MeshConfig(tensor=2),
         rules=ShardingRules(vocab=None),
         adapters=folders,
