@@ -2,11 +2,12 @@
 
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
 
-from examples import embed, generate, generate_on_mesh
+from examples import batch_generate, embed, generate, generate_on_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEMO = str(ROOT / "examples/demo_model")
@@ -17,6 +18,27 @@ def test_generate(capsys):
     assert len(texts) == 3
     streamed = capsys.readouterr().out.split("A stream:\n")[1]
     assert streamed == texts[0] + "\n"
+
+
+def test_batch_generate(capsys):
+    found = batch_generate.run(DEMO, max_batch=2)
+    cached = [output.cached_tokens for output in found["prefix"]]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 50
+    assert len({completion.text for completion in found["samples"].completions}) == 3
+    texts = {name: found[name].completions[0].text for name in ("schema", "regex", "stop")}
+    assert json.loads(texts["schema"]).keys() == batch_generate.SCHEMA["properties"].keys()
+    assert re.fullmatch(batch_generate.ASSIGNMENT, texts["regex"])
+    assert texts["stop"]
+    assert "\n" not in texts["stop"]
+    ids = found["processor"].completions[0].token_ids
+    assert len(set(ids)) == len(ids) == batch_generate.WINDOW
+    *usual, urgent = [output.completions[0].timings.first_token_s for output in found["priority"]]
+    assert urgent <= min(usual)
+    assert 0 < found["drafts"].completions[0].accepted <= found["drafts"].completions[0].drafted
+    best, second = found["beams"].beams
+    assert best.score >= second.score
+    assert "were right" in capsys.readouterr().out
 
 
 def test_generate_on_mesh(capsys):
