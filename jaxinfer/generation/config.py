@@ -58,22 +58,22 @@ class EngineConfig:
     @property
     def piece_counts(self) -> tuple[int, ...]:
         """The numbers of pieces that programs are compiled for."""
-        return powers(2, 1, max(1, self.token_budget // self.piece_tokens))
+        return powers(4, 1, max(1, self.token_budget // self.piece_tokens))
 
     def well_filled(self, pieces: int) -> int:
         """How many of so many pieces to take, lest a step be mostly padding."""
-        most = self.piece_counts[-1]
-        if pieces >= most:
-            return most
-        size = round_up(pieces, self.piece_counts)
-        return pieces if size <= self.padding * pieces else size // 2
+        if pieces == 0 or pieces >= self.piece_counts[-1]:
+            return min(pieces, self.piece_counts[-1])
+        if round_up(pieces, self.piece_counts) <= self.padding * pieces:
+            return pieces
+        return max(count for count in self.piece_counts if count <= pieces)
 
     @property
     def batches(self) -> tuple[int, ...]:
         """The numbers of rows that programs without pieces are compiled for."""
-        return tuple(sorted({*powers(2, 1, self.slots), *powers(2, 12, self.slots)}))
+        return tuple(sorted({*powers(2, 1, self.slots), *powers(2, 24, self.slots)}))
 
     @property
     def mixed_batches(self) -> tuple[int, ...]:
         """The same beside pieces: few, since a row costs little there."""
-        return (0, *powers(2, min(8, self.slots), self.slots))
+        return (0, *powers(4, min(8, self.slots), self.slots))
