@@ -127,7 +127,7 @@ def run(model: str, max_batch: int) -> dict[str, Any]:
         model,
         max_batch=max_batch,
         context=256,
-        token_budget=16,  # small: fewer programs to compile
+        token_budget=32,  # small: fewer programs to compile
         draft_tokens=7,
         processors={"no_repeats": no_repeats},
     )

@@ -23,7 +23,7 @@ SEARCHES = json.loads((GOLDEN / "beams.json").read_text())
 def golden_llm(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "llama"
     convert(GOLDEN, path)
-    return LLM(path, max_batch=4, token_budget=16)
+    return LLM(path, max_batch=4, token_budget=32)
 
 
 def prompt_of(length):
