@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
-from jaxinfer.cli.generate import _read_prompts
+from jaxinfer.cli.common import (
+    DraftOption,
+    DtypeOption,
+    KVDtypeOption,
+    MeshOption,
+    QuantizeOption,
+    parse_mesh,
+    read_prompts,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,6 +71,8 @@ def latency(
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
     context: ContextOption = None,
+    draft_tokens: DraftOption = 0,
+    kv_dtype: KVDtypeOption = None,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
     plot: PlotOption = None,
@@ -80,7 +89,16 @@ def latency(
     from jaxinfer.generation import LLM
     from jaxinfer.generation.measure import measure_latency
 
-    llm = LLM(model, mesh=parse_mesh(mesh), dtype=dtype, quantize=quantize, context=context, max_batch=max(batches))
+    llm = LLM(
+        model,
+        mesh=parse_mesh(mesh),
+        dtype=dtype,
+        quantize=quantize,
+        context=context,
+        max_batch=max(batches),
+        draft_tokens=draft_tokens,
+        kv_dtype=kv_dtype,
+    )
     with _progress("rounds", len(batches) * (warmup + rounds)) as (bar, task):
         results, warm_up = measure_latency(
             llm,
@@ -123,6 +141,8 @@ def throughput(
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
     context: ContextOption = None,
+    draft_tokens: DraftOption = 0,
+    kv_dtype: KVDtypeOption = None,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
     plot: PlotOption = None,
@@ -156,7 +176,16 @@ def throughput(
     for number, request in enumerate(workload, 1):
         _check_length(len(request.prompt_ids), request.output_tokens, limit, f"Request {number}: ")
 
-    llm = LLM(model, mesh=parse_mesh(mesh), dtype=dtype, quantize=quantize, context=context, max_batch=max_batch)
+    llm = LLM(
+        model,
+        mesh=parse_mesh(mesh),
+        dtype=dtype,
+        quantize=quantize,
+        context=context,
+        max_batch=max_batch,
+        draft_tokens=draft_tokens,
+        kv_dtype=kv_dtype,
+    )
     with _progress("warm-up", sum(r.output_tokens for r in workload)) as (bar, task):
         show = _now_and_then(bar, task, len(workload))
         # Another seed, so that the warm-up leaves none of these prompts in a cache.
@@ -225,7 +254,7 @@ def _encoded_prompts(file: Path, count: int | None, model: Path, vocab: int) -> 
     """The first `count` prompts of a file, or all, as token ids."""
     from jaxinfer.generation.text import Tokenizer, encode_prompt
 
-    prompts, tokenizer = _read_prompts([], file, []), Tokenizer.of(model)
+    prompts, tokenizer = read_prompts([], file, []), Tokenizer.of(model)
     if count is not None and count > len(prompts):
         raise ValueError(f"--requests {count} is more than the {len(prompts)} prompts in {file}.")
     encoded = []

@@ -1,10 +1,13 @@
 """Options that several subcommands share."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 if TYPE_CHECKING:
+    from jaxinfer.generation.text import Prompt
     from sharding import MeshConfig
 
 MeshOption = Annotated[
@@ -14,6 +17,8 @@ DtypeOption = Annotated[
     str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as stored).")
 ]
 QuantizeOption = Annotated[str | None, typer.Option(help="int8: multiply in int8 (default: as stored).")]
+DraftOption = Annotated[int, typer.Option(help="Most tokens that prompt lookup proposes at once; 0: none.")]
+KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values in bytes (default: as the model).")]
 
 
 def parse_mesh(text: str | None) -> "MeshConfig | None":
@@ -23,3 +28,37 @@ def parse_mesh(text: str | None) -> "MeshConfig | None":
     if text is None:
         return None
     return MeshConfig.parse(text) if "=" in text else MeshConfig.read(text)
+
+
+def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":
+    """The prompts of all three options. Raises ValueError naming the option or line that is wrong."""
+    prompts: list[Prompt] = list(texts)
+    if file is not None:
+        lines = file.read_text().splitlines()
+        if file.suffix == ".jsonl":
+            prompts += [_json_prompt(f"{file}:{number}", line) for number, line in enumerate(lines, 1)]
+        else:
+            prompts += lines
+    for ids in token_ids:
+        try:
+            prompts.append([int(i) for i in ids.split(",")])
+        except ValueError:
+            raise ValueError(f"--token-ids must be integers separated by commas, got {ids!r}.") from None
+    if not prompts:
+        raise ValueError("No prompt: give --prompt, --prompts-file or --token-ids.")
+    return prompts
+
+
+class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: str | None = None
+    token_ids: list[int] | None = None
+
+
+def _json_prompt(where: str, line: str) -> "Prompt":
+    try:
+        given = msgspec.json.decode(line, type=_PromptLine)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{where}: {error}; each line must be an object with `prompt` or `token_ids`.") from error
+    if (given.prompt is None) == (given.token_ids is None):
+        raise ValueError(f"{where}: give exactly one of `prompt` and `token_ids`.")
+    return given.prompt if given.prompt is not None else given.token_ids or []

@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
+from jaxinfer.cli.common import (
+    DraftOption,
+    DtypeOption,
+    KVDtypeOption,
+    MeshOption,
+    QuantizeOption,
+    parse_mesh,
+    read_prompts,
+)
 
 if TYPE_CHECKING:
     from jaxinfer.generation import LLM, RequestOutput, SamplingParams
     from jaxinfer.generation.text import Prompt
+
+ADAPTER = "adapter"
+"""The name of the one adapter that the command line takes."""
 
 
 def generate(
@@ -39,14 +50,29 @@ def generate(
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(help="Most tokens of a sequence.")] = None,
     max_batch: Annotated[int, typer.Option(help="Most sequences that run together.")] = 8,
+    draft_tokens: DraftOption = 0,
+    kv_dtype: KVDtypeOption = None,
+    adapter: Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="The text must satisfy this file's JSON schema.")] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole text must match (Rust's syntax).")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="The text must follow the Lark grammar in this file.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The text must be one of these; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line per request.")] = False,
 ) -> None:
     """Continue prompts, streaming the text as it comes.
 
     With --json, a request that cannot run becomes a line with its `error`; the others run, and the exit code is 1.
     """
-    prompts = _read_prompts(prompt or [], prompts_file, token_ids or [])
+    prompts = read_prompts(prompt or [], prompts_file, token_ids or [])
     from jaxinfer.generation import LLM, SamplingParams
+    from jaxinfer.generation.structured import Structure
+
+    structure = {
+        "json_schema": json_schema and json_schema.read_text(),
+        "regex": regex,
+        "grammar": grammar and grammar.read_text(),
+        "choice": tuple(choice) if choice else None,
+    }
 
     params = SamplingParams(
         max_tokens=max_new_tokens,
@@ -60,49 +86,27 @@ def generate(
         seed=seed,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        structure=Structure(**structure) if any(v is not None for v in structure.values()) else None,
+        adapter=ADAPTER if adapter else None,
     )
     start = time.perf_counter()
-    llm = LLM(model, mesh=parse_mesh(mesh), dtype=dtype, quantize=quantize, context=context, max_batch=max_batch)
+    llm = LLM(
+        model,
+        mesh=parse_mesh(mesh),
+        dtype=dtype,
+        quantize=quantize,
+        context=context,
+        max_batch=max_batch,
+        adapters={ADAPTER: adapter} if adapter else None,
+        draft_tokens=draft_tokens,
+        kv_dtype=kv_dtype,
+    )
     loaded = time.perf_counter() - start
     if as_json:
         _print_json(llm, prompts, params)
     else:
         _print_text(llm, prompts, params)
-        _note(f"[model loaded in {loaded:.2f} s]")
-
-
-def _read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":
-    """The prompts of all three options. Raises ValueError naming the option or line that is wrong."""
-    prompts: list[Prompt] = list(texts)
-    if file is not None:
-        lines = file.read_text().splitlines()
-        if file.suffix == ".jsonl":
-            prompts += [_json_prompt(f"{file}:{number}", line) for number, line in enumerate(lines, 1)]
-        else:
-            prompts += lines
-    for ids in token_ids:
-        try:
-            prompts.append([int(i) for i in ids.split(",")])
-        except ValueError:
-            raise ValueError(f"--token-ids must be integers separated by commas, got {ids!r}.") from None
-    if not prompts:
-        raise ValueError("No prompt: give --prompt, --prompts-file or --token-ids.")
-    return prompts
-
-
-class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
-    prompt: str | None = None
-    token_ids: list[int] | None = None
-
-
-def _json_prompt(where: str, line: str) -> "Prompt":
-    try:
-        given = msgspec.json.decode(line, type=_PromptLine)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{where}: {error}; each line must be an object with `prompt` or `token_ids`.") from error
-    if (given.prompt is None) == (given.token_ids is None):
-        raise ValueError(f"{where}: give exactly one of `prompt` and `token_ids`.")
-    return given.prompt if given.prompt is not None else given.token_ids or []
+        _note(f"[model loaded in {loaded:.2f} s; memory planned: {llm.memory}; programs used {llm.engine.workspace}]")
 
 
 def _note(text: str) -> None:
@@ -143,8 +147,9 @@ def _summary(output: "RequestOutput") -> str:
     completion = output.completions[0]
     timings = completion.timings
     rate = f", {timings.tokens_per_s:.1f} tokens/s" if timings.tokens_per_s else ""
+    drafts = f", {completion.accepted} of {completion.drafted} drafts right" if completion.drafted else ""
     first = f", first token after {timings.first_token_s:.3f} s" if timings.first_token_s is not None else ""
-    return f"[{len(completion.token_ids)} tokens, {completion.finish_reason}{rate}{first}]"
+    return f"[{len(completion.token_ids)} tokens, {completion.finish_reason}{rate}{first}{drafts}]"
 
 
 def _print_json(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:

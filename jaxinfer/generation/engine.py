@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
+from rich.filesize import decimal
 
 from jaxinfer.generation.adapters import AdapterSlots
 from jaxinfer.generation.config import EngineConfig
@@ -122,6 +123,11 @@ class Engine:
     def drain(self) -> list[Sequence]:
         """Wait for the steps in flight; returns sequences that have advanced."""
         return self._collect(keep=0)
+
+    @property
+    def workspace(self) -> str:
+        """What the programs compiled so far need beside weights and cache, for people to read."""
+        return decimal(self.runner.workspace_bytes)
 
     def compile_ahead(self) -> int:
         """Compile every program that any request can need; returns how many were missing."""
