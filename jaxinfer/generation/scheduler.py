@@ -138,7 +138,7 @@ class Scheduler:
             if sequence.slot < 0 or sequence.prefilling or len(sequence.ids) + sequence.least >= sequence.limit:
                 continue  # preempted for another's sake; not there yet; or ended by the steps in flight
             while not self._reserve(sequence, len(sequence.ids) + sequence.most):
-                victim = max(self.running, key=_order)
+                victim = max(reversed(self.running), key=_order)  # of equals the later one, as in the order above
                 self._preempt(victim)
                 if victim is sequence:
                     break
@@ -212,29 +212,37 @@ class Scheduler:
 
     def _admit(self, copies: list[tuple[int, int]]) -> Sequence | None:
         """Give the first waiting sequence a slot and pages, with what the cache knows of it; None if it has to wait."""
-        if not self.waiting or not self._slots or self.waiting[0].most:
-            return None
-        sequence = self.waiting[0]
-        name = sequence.params.adapter
-        adapter = 0
-        if name is not None and self.adapters is not None:
+        while self.waiting and self._slots and not self.waiting[0].most:
+            sequence = self.waiting[0]
             try:
-                found = self.adapters.acquire(name)
-            except ValueError as error:
+                adapter = self._acquire_adapter(sequence)
+            except (ValueError, OSError) as error:  # it cannot be read: that is this request's end alone
                 sequence.fail(str(error))
                 self.dropped.append(self.waiting.pop(0))
-                return self._admit(copies)
-            if found is None:
+                continue
+            if adapter is None:
                 return None
-            adapter = found
-        if not self._take_pages(sequence, copies):
-            if adapter and self.adapters is not None and name is not None:
-                self.adapters.release(name)
-            return None
-        del self.waiting[0]
-        sequence.slot, sequence.adapter_slot = self._slots.pop(), adapter
-        self.running.append(sequence)
-        return sequence
+            sequence.adapter_slot = adapter
+            if not self._take_pages(sequence, copies):
+                self._release_adapter(sequence)
+                return None
+            del self.waiting[0]
+            sequence.slot = self._slots.pop()
+            self.running.append(sequence)
+            return sequence
+        return None
+
+    def _acquire_adapter(self, sequence: Sequence) -> int | None:
+        """The slot of its adapter, 0 without one; None while others use all slots."""
+        name = sequence.params.adapter
+        return 0 if name is None or self.adapters is None else self.adapters.acquire(name)
+
+    def _release_adapter(self, sequence: Sequence) -> None:
+        if sequence.adapter_slot:
+            assert self.adapters is not None
+            assert sequence.params.adapter is not None
+            self.adapters.release(sequence.params.adapter)
+            sequence.adapter_slot = 0
 
     def _take_pages(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Pages for all known tokens, shared or copied as far as their contents are known. False: they have to wait."""
@@ -282,9 +290,10 @@ class Scheduler:
             sequence.least -= least
             sequence.most -= most
         for sequence in batch.sequences:
-            if sequence.slot < 0:
-                continue
-            if sequence.finished:
+            if sequence.slot < 0:  # preempted or given up since
+                if sequence.finished and sequence in self.waiting:
+                    self.waiting.remove(sequence)
+            elif sequence.finished:
                 self._leave(sequence)
             elif not sequence.prefilling:
                 self._make_findable(sequence, len(sequence.ids) - 1, tail=False)
@@ -324,9 +333,8 @@ class Scheduler:
         self.running.remove(sequence)
         self.pages.release(sequence.pages)
         self._slots.append(sequence.slot)
-        if sequence.adapter_slot and self.adapters is not None and sequence.params.adapter is not None:
-            self.adapters.release(sequence.params.adapter)
-        sequence.slot, sequence.adapter_slot, sequence.pages = -1, 0, []
+        self._release_adapter(sequence)
+        sequence.slot, sequence.pages = -1, []
         sequence.prefilling, sequence.computed = True, 0
 
     def check_integrity(self) -> None:
