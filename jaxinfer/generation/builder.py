@@ -157,7 +157,7 @@ class ProgramBuilder:
                 longest = max(s.prompt_length for s in sequences)
         for size in _up_to(count, self.admissions):
             yield "admit", {"count": size}
-            if config.prefix_caching and (sequences is None or len(sequences) > 1):
+            if config.prefix_caching:
                 yield "copy", {"count": size}
         if self.adapters is not None:
             yield "place_adapter", {}

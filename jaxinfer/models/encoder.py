@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import EncoderConfig, Pooling
-from jaxinfer.models.layers import Attention, Embedding, Mlp, Norm, Step, TokenRows, WeightFormat, flat
+from jaxinfer.models.layers import Attention, Embedding, Mlp, Norm, Step, TokenRows, WeightFormat
 
 
 class EncoderLayer(nnx.Module):
@@ -46,10 +46,10 @@ class Encoder(nnx.Module):
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
         step = Step((TokenRows(tokens, positions),))
-        x = self.embed_norm(flat([x]))
+        x = self.embed_norm(x)
         for layer in self.layers:
             x = layer(x, step)
-        return x.reshape(*tokens.shape, -1)
+        return x
 
     def pool(self, hidden: jax.Array, positions: jax.Array) -> jax.Array:
         """One float32 vector a row, of length 1: [B, T, D] -> [B, D]."""

@@ -57,14 +57,14 @@ class LowRankStack(NamedTuple):
     b: jax.Array
 
     def __call__(self, x: jax.Array, chosen: jax.Array) -> jax.Array:
-        """x: [M, K]; chosen: [M, S], 1 at the slot of each token, all 0 without an adapter. Returns [M, N].
+        """x: [..., K]; chosen: [..., S], 1 at the slot of each token, all 0 without an adapter. Returns [..., N].
 
         All slots are multiplied and the others' parts set to zero: two plain products, whatever rows sit together.
         """
         slots, rank, inputs = self.a.shape
-        reduced = linear(x, self.a.reshape(slots * rank, inputs)).reshape(-1, slots, rank)
+        reduced = linear(x, self.a.reshape(slots * rank, inputs)).reshape(*x.shape[:-1], slots, rank)
         reduced *= chosen[..., None].astype(reduced.dtype)
-        return linear(reduced.reshape(-1, slots * rank), self.b.reshape(-1, slots * rank))
+        return linear(reduced.reshape(*x.shape[:-1], slots * rank), self.b.reshape(-1, slots * rank))
 
 
 class LayerAdapters(NamedTuple):
@@ -213,7 +213,7 @@ class TokenRows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all layers of one forward pass share; N tokens of all rows together, one group after the other.
+    """What all layers of one forward pass share; the N tokens of all rows together, as `flat` joins them.
 
     Attributes:
       groups: the rows, whose shapes say how the N tokens divide.
@@ -230,15 +230,19 @@ class Step(NamedTuple):
 
 
 def flat(parts: Iterable[jax.Array]) -> jax.Array:
-    """[B, T, ...] of every group -> [N, ...]."""
-    found = [part.reshape(-1, *part.shape[2:]) for part in parts]
-    return found[0] if len(found) == 1 else jnp.concatenate(found)
+    """[B, T, ...] of every group -> [N, ...]; a single group keeps its form, for which XLA:GPU makes fewer kernels."""
+    found = list(parts)
+    if len(found) == 1:
+        return found[0]
+    return jnp.concatenate([part.reshape(-1, *part.shape[2:]) for part in found])
 
 
 def unflat(x: jax.Array, groups: tuple[TokenRows, ...]) -> list[jax.Array]:
-    """[N, ...] -> [B, T, ...] of every group."""
+    """The groups' own parts, [B, T, ...] each, of what `flat` has joined."""
+    if len(groups) == 1:
+        return [x]
     ends = np.cumsum([group.ids.size for group in groups])
-    parts = jnp.split(x, ends[:-1]) if len(groups) > 1 else [x]
+    parts = jnp.split(x, ends[:-1])
     return [part.reshape(*group.ids.shape, *x.shape[1:]) for part, group in zip(parts, groups, strict=True)]
 
 
@@ -326,9 +330,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KVPages | None]:
         cfg = self.cfg
         qkv = self.qkv(x, step, adapters and adapters.qkv)
-        grouped = qkv.reshape(-1, cfg.kv_heads, cfg.group + 2, cfg.head_dim)
-        q = grouped[:, :, : cfg.group].reshape(-1, cfg.q_heads, cfg.head_dim)
-        k, v = grouped[:, :, cfg.group], grouped[:, :, cfg.group + 1]
+        grouped = qkv.reshape(*x.shape[:-1], cfg.kv_heads, cfg.group + 2, cfg.head_dim)
+        q = grouped[..., : cfg.group, :].reshape(*x.shape[:-1], cfg.q_heads, cfg.head_dim)
+        k, v = grouped[..., cfg.group, :], grouped[..., cfg.group + 1, :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if step.rotary is not None:
@@ -337,10 +341,11 @@ class Attention(nnx.Module):
             assert step.page is not None
             assert step.slot is not None
             runs = sum(len(group.ids) for group in step.groups)  # of tokens that follow one another
-            cache = write_pages(cache, k, v, step.page, step.slot, rows=runs)
+            new_k, new_v = (part.reshape(-1, *part.shape[-2:]) for part in (k, v))
+            cache = write_pages(cache, new_k, new_v, step.page.reshape(-1), step.slot.reshape(-1), rows=runs)
         groups = zip(step.groups, *(unflat(part, step.groups) for part in (q, k, v)), strict=True)
         heads = flat(self._attend(group, q, k, v, cache) for group, q, k, v in groups)
-        return self.out(heads.reshape(len(x), -1), step, adapters and adapters.out), cache
+        return self.out(heads.reshape(*x.shape[:-1], -1), step, adapters and adapters.out), cache
 
     def _attend(self, group: TokenRows, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPages | None) -> jax.Array:
         """One group's heads, [B, T, Hq, K], over its pages, or without a cache over its own tokens."""
