@@ -46,7 +46,8 @@ class Cost:
       temp_bytes: workspace while it runs.
       compile_seconds: tracing, lowering and compiling (or reading the persistent cache).
       calls, steps: timed calls, and the steps in them (several where a program has a loop).
-      total_seconds: of the timed calls, dispatch to results on the host. best_seconds: of a step, in the best call.
+      total_seconds: of the timed calls, from dispatch, or from the results of the call before if that came later, to
+        results on the host: right on average, though single calls of steps that overlap are not.
     """
 
     argument_bytes: int
@@ -57,19 +58,22 @@ class Cost:
     calls: int = 0
     steps: int = 0
     total_seconds: float = 0.0
-    best_seconds: float = float("inf")
 
     @property
     def workspace_bytes(self) -> int:
         """What a call takes beside its arguments."""
         return self.temp_bytes + self.output_bytes - self.alias_bytes
 
+    @property
+    def step_seconds(self) -> float | None:
+        """A step, on average; None before the first."""
+        return self.total_seconds / self.steps if self.steps else None
+
     def record(self, seconds: float, *, steps: int = 1) -> None:
         """Add one timed call."""
         self.calls += 1
         self.steps += steps
         self.total_seconds += seconds
-        self.best_seconds = min(self.best_seconds, seconds / steps)
 
 
 class Program:

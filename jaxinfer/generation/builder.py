@@ -142,7 +142,8 @@ class ProgramBuilder:
     def _build_placing(self, bucket: Bucket) -> Program:
         args = (self.adapters, jax.ShapeDtypeStruct((), np.int32), self.layers_of(None))
         places = jax.tree.map(lambda x: x.sharding, self.adapters) if self.model.mesh else None
-        return compile_program("place_adapter", bucket, place_adapter, args, donate=(0,), out_shardings=places)
+        # Not donated: a step that fails here leaves the adapters that are there.
+        return compile_program("place_adapter", bucket, place_adapter, args, out_shardings=places)
 
     def wanted(self, sequences: Iterable[Sequence] | None = None) -> Iterator[Wanted]:
         """Every (name, sizes) that can be needed while these sequences come and go; None: while any do."""

@@ -16,7 +16,7 @@ class EngineConfig:
       page_size: tokens in a page of the cache.
       token_budget: most prompt tokens in one step, beside a token of each sequence that generates.
       piece_tokens: prompts go through the model in pieces of so many tokens.
-      padding: pieces of padding that a step may have for each real one; 1: none. A GPU hardly notices them.
+      padding: the pieces of a step, rounded up to those compiled for, are at most so many times the real ones.
       max_decode_steps: most tokens a sequence generates in one dispatch, without drafts.
       draft_tokens: most tokens that prompt lookup proposes in one pass; 0: no speculation.
       prefix_caching: whether requests share the pages of equal beginnings.

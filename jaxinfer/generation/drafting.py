@@ -47,14 +47,12 @@ class PassCosts:
     def record(self, rows: int, seconds: float, plain: int, drafted: int) -> None:
         """Learn from a dispatch of `plain` passes without and `drafted` passes with drafts."""
         if not drafted:
-            self._plain[rows] = min(seconds / max(plain, 1), self._plain.get(rows, seconds))
+            _smooth(self._plain, rows, seconds / max(plain, 1))
         elif rows in self._plain or not plain:
-            each = (seconds - plain * self._plain.get(rows, 0.0)) / drafted
-            known = self._drafted.get(rows, each)
-            self._drafted[rows] = known + SMOOTHING * (each - known)
+            _smooth(self._drafted, rows, (seconds - plain * self._plain.get(rows, 0.0)) / drafted)
 
     def plain(self, rows: int) -> float | None:
-        """The quickest pass without drafts; None if there was none."""
+        """A pass without drafts; None if there was none."""
         return self._plain.get(rows)
 
     def ratio(self, rows: int) -> float:
@@ -62,3 +60,8 @@ class PassCosts:
         if rows not in self._plain or rows not in self._drafted:
             return UNKNOWN_COST
         return max(1.0, self._drafted[rows] / self._plain[rows])
+
+
+def _smooth(known: dict[int, float], key: int, value: float) -> None:
+    """Steps that overlap are timed to the host's notice of them: too short and too long in turn, right on average."""
+    known[key] = value if key not in known else known[key] + SMOOTHING * (value - known[key])

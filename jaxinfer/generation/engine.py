@@ -6,6 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
+import jax
 import numpy as np
 from rich.filesize import decimal
 
@@ -70,6 +71,9 @@ class Engine:
             self.runner = Runner(
                 model, config, num_pages=num_pages, processors=processors or {}, adapters=self.adapters
             )
+        # Virtual devices on a CPU deadlock when the collectives of two programs are in flight.
+        several = model.mesh is not None and model.mesh.size > 1
+        self._overlap = config.overlap and not (several and jax.default_backend() == "cpu")
         self._structures: StructureCompiler | None = None
         self._in_flight: deque[Flight] = deque()
         self._ids = itertools.count()
@@ -79,7 +83,7 @@ class Engine:
 
         `max_steps` bounds the tokens of each sequence in the step, drafts aside.
         """
-        overlap = self.config.overlap and not self.scheduler.stepwise
+        overlap = self._overlap and not self.scheduler.stepwise
         advanced = [] if overlap else self._collect(keep=0)
         batch = self._schedule(max_steps or self.config.max_decode_steps)
         if batch is not None:
@@ -112,13 +116,13 @@ class Engine:
     def _recover(self, batch: Batch, error: Exception) -> list[Sequence]:
         """End the requests of a step that failed; all others begin again from the tokens that the host has."""
         log.error("A step failed; its %d sequences end with an error.", len(batch.sequences), exc_info=error)
-        failed = [s for s in batch.sequences if not s.finished]
-        for sequence in failed:
-            sequence.fail(f"{type(error).__name__}: {error}")
+        for sequence in batch.sequences:
+            if not sequence.finished:
+                sequence.fail(f"{type(error).__name__}: {error}")
         self._in_flight.clear()
         self.scheduler.restart()
         self.runner.restart()
-        return failed
+        return batch.sequences
 
     def drain(self) -> list[Sequence]:
         """Wait for the steps in flight; returns sequences that have advanced."""

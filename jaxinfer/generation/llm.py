@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -85,6 +86,8 @@ class LLM:
             options.setdefault("max_lora_rank", max(AdapterInfo.read(folder).rank for folder in adapters.values()))
             if not options["max_adapters"]:
                 raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
+        if jax.default_backend() != "cpu":
+            options.setdefault("padding", 4.0)  # every step there takes as long as reading the weights
         config = EngineConfig(slots=max_batch, context=context or model.context, draft_tokens=draft_tokens, **options)
         self.tokenizer = Tokenizer.of(self.model.folder)
         self.memory = plan_memory(self.model, config, cache_bytes=cache_bytes)

@@ -68,6 +68,8 @@ class Runner:
 
     def restart(self) -> None:
         """Begin with an empty state, after a step that failed may have destroyed it."""
+        for array in jax.tree.leaves(self._state):
+            array.delete()  # there is no room for two
         self._state = _zeros(self._builder.state)
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:

@@ -86,7 +86,7 @@ def test_costs_are_kept_for_this_kind_of_device(tmp_path, monkeypatch):
     assert len(kept) == 2
     (record,) = [kept[key] for key in kept if key.startswith(CostRecords("one model").model)]
     assert record["calls"] == 2
-    assert record["best_seconds"] == 0.25
+    assert record["steps"] == 2
     assert record["total_seconds"] == 0.75
     assert untimed.cost.calls == 0
 

@@ -184,7 +184,8 @@ def test_caches_are_written_in_place_and_costs_recorded(llm):
         cost for key, cost in recorded.items() if key == f"{runner._records.model}/decode/batch=1, drafts=0, pages=8"
     ]
     assert decoded["calls"] >= 1
-    assert 0 < decoded["best_seconds"] <= decoded["total_seconds"]
+    assert decoded["steps"] >= decoded["calls"]
+    assert decoded["total_seconds"] > 0
 
 
 def test_max_tokens_none_fills_the_context(llm):
