@@ -1,0 +1,224 @@
+"""What goes wrong ends the requests it is about, and no others."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.compiled import enable_persistent_cache
+from jaxinfer.generation.config import EngineConfig
+from jaxinfer.generation.engine import Engine
+from jaxinfer.generation.params import SamplingParams
+from jaxinfer.generation.request import FinishReason
+from jaxinfer.generation.structured import Structure
+from jaxinfer.generation.text import Tokenizer
+from jaxinfer.models.loading import load_model
+from tests.peft import random_pair, save_adapter
+
+PAGES = 14
+CONFIG = EngineConfig(slots=4, context=64, page_size=8, token_budget=32, piece_tokens=8, max_decode_steps=4)
+PROMPTS = [np.random.default_rng(n).integers(97, 105, n).tolist() for n in (20, 3, 33, 9, 17, 12, 5)]
+PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=25, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    enable_persistent_cache()
+    return load_model(model_dir)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return Tokenizer.of(model_dir)
+
+
+@pytest.fixture(scope="module")
+def engine(model, tokenizer):
+    return Engine(model, tokenizer, CONFIG, num_pages=PAGES)
+
+
+def run(engine, requests):
+    """Step until these requests have ended."""
+    for _ in range(1000):
+        if all(s.finished for sequences in requests for s in sequences):
+            break
+        engine.step()
+        engine.scheduler.check_integrity()
+    engine.drain()
+    assert all(s.finished for sequences in requests for s in sequences)
+    assert engine.scheduler.pages.free == engine.scheduler.pages.count
+
+
+def add(engine, prompt, params=PARAMS):
+    sequences = engine.prepare(prompt, params)
+    engine.add(sequences)
+    return sequences
+
+
+@pytest.fixture(scope="module")
+def alone(engine):
+    """The tokens of each prompt, when it has the engine to itself."""
+    texts = []
+    for prompt in PROMPTS:
+        engine.scheduler.pages.clear()
+        (sequence,) = add(engine, prompt)
+        run(engine, [[sequence]])
+        texts.append(sequence.ids)
+    return texts
+
+
+class Poisoned:
+    """A result that cannot be fetched."""
+
+    def copy_to_host_async(self):
+        pass
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("injected")
+
+
+def before_it_runs(program, args):
+    raise RuntimeError("injected")
+
+
+def after_the_state_is_consumed(program, args):
+    for array in jax.tree.leaves(args[2]):
+        array.delete()
+    raise RuntimeError("injected")
+
+
+def when_results_are_fetched(program, args):
+    state, result = program(*args)
+    return state, result._replace(tokens=Poisoned())
+
+
+class Faulty:
+    """Makes the runner's next step fail; `failed` is its batch."""
+
+    def __init__(self, fault, runner, monkeypatch):
+        self.fault, self.failed = fault, None
+        self._launch, self._get = runner.launch, runner.programs.get
+        monkeypatch.setattr(runner, "launch", self.launch)
+        monkeypatch.setattr(runner.programs, "get", self.get)
+
+    def launch(self, batch):
+        self.batch = batch
+        return self._launch(batch)
+
+    def get(self, name, **sizes):
+        self.program = self._get(name, **sizes)
+        if self.failed is not None or name not in ("step", "decode"):
+            return self.program
+        self.cost = self.program.cost
+        return self
+
+    def __call__(self, *args):
+        self.failed = self.batch
+        return self.fault(self.program, args)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 9])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("fault", [before_it_runs, after_the_state_is_consumed, when_results_are_fetched])
+def test_a_failing_step_ends_its_own_requests(engine, alone, monkeypatch, fault, overlap, steps):
+    engine.scheduler.pages.clear()
+    engine.config = dataclasses.replace(CONFIG, overlap=overlap)
+    requests = [add(engine, prompt) for prompt in PROMPTS]
+    for _ in range(steps):
+        engine.step()
+    faulty = Faulty(fault, engine.runner, monkeypatch)
+    run(engine, requests)
+    failed = [s for (s,) in requests if s.finish_reason is FinishReason.ERROR]
+    assert failed
+    assert set(failed) <= set(faulty.failed.sequences)
+    assert {s.error for s in failed} == {"RuntimeError: injected"}
+    for (sequence,), ids in zip(requests, alone, strict=True):
+        assert sequence.ids == (ids if sequence not in failed else ids[: len(sequence.ids)])
+    assert len(failed) < len(requests)
+
+
+def test_a_failure_while_others_wait_after_a_preemption(engine, alone, monkeypatch):
+    engine.scheduler.pages.clear()
+    before = engine.scheduler.preemptions
+    requests = [add(engine, prompt) for prompt in PROMPTS]
+    while engine.scheduler.preemptions == before:
+        engine.step()
+    preempted = [s for s in engine.scheduler.waiting if len(s.ids) > s.prompt_length]
+    assert preempted
+    faulty = Faulty(after_the_state_is_consumed, engine.runner, monkeypatch)
+    run(engine, requests)
+    assert any(s.finish_reason is FinishReason.ERROR for s in faulty.failed.sequences)
+    for sequence in preempted:
+        assert sequence.ids == alone[requests.index([sequence])]
+
+
+def test_a_structure_that_cannot_go_on_ends_its_own_request(engine, alone):
+    engine.scheduler.pages.clear()
+    params = SamplingParams(temperature=0, structure=Structure(regex="a{20}"), max_tokens=25)
+    structured = add(engine, PROMPTS[0], params)
+    other = add(engine, PROMPTS[1])
+    while len(structured[0].ids) < len(PROMPTS[0]) + 3:
+        engine.step()
+    matcher = structured[0].matcher
+    matcher._vocabulary = dataclasses.replace(matcher._vocabulary, text=np.zeros_like(matcher._vocabulary.text))
+    run(engine, [structured, other])
+    assert structured[0].finish_reason is FinishReason.ERROR
+    assert "No token of the model may follow" in structured[0].error
+    assert other[0].ids == alone[1]
+
+
+@pytest.mark.parametrize("damage", ["corrupt", "gone"])
+def test_an_adapter_that_cannot_be_read_ends_its_own_request(model, tmp_path, damage, alone):
+    engine = Engine(model, None, dataclasses.replace(CONFIG, max_adapters=1), num_pages=PAGES)
+    pair = random_pair(32, 32, 2, np.random.default_rng(0))
+    folder = save_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": pair})
+    engine.adapters.register("damaged", folder)
+    if damage == "gone":
+        shutil.rmtree(folder)
+    else:
+        (folder / "adapter_model.safetensors").write_bytes(b"nothing")
+    damaged = add(engine, PROMPTS[1], dataclasses.replace(PARAMS, adapter="damaged"))
+    other = add(engine, PROMPTS[1])
+    run(engine, [damaged, other])
+    assert damaged[0].finish_reason is FinishReason.ERROR
+    assert str(folder) in damaged[0].error
+    assert other[0].ids == alone[1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "The prompt is empty"),
+        ([1] * 64, {}, "The prompt has 64 tokens; the context of 64 leaves no room"),
+        ([1], {"adapter": "any"}, "SamplingParams.adapter is 'any', but the engine has no room for adapters"),
+        ([1], {"processors": ("any",)}, r"SamplingParams.processors holds \['any'\], unknown to this engine"),
+        ([1], {"structure": Structure(json_schema={"type": "nonsense"})}, "Structure.json_schema does not compile"),
+        ([1], {"structure": Structure(regex="(")}, "Structure.regex does not compile"),
+        ([1], {"stop_ids": (257,)}, r"SamplingParams.stop_ids holds \[257\]"),
+        ([257], {}, r"Token ids \[257\] of the prompt are outside the vocabulary"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(engine, prompt, params, message):
+    with pytest.raises(ValueError, match=message):
+        engine.prepare(prompt, SamplingParams(**params))
+    assert not engine.scheduler.waiting
+
+
+def test_what_an_engine_lacks_is_said(model):
+    small = Engine(model, None, CONFIG, num_pages=2)
+    with pytest.raises(ValueError, match="30 tokens with max_tokens need 4 pages of 8 tokens; the cache has 2"):
+        small.prepare([1] * 20, SamplingParams(max_tokens=10))
+    with pytest.raises(ValueError, match=r"SamplingParams.structure needs a tokenizer"):
+        small.prepare([1], SamplingParams(structure=Structure(regex="a")))
+    with pytest.raises(ValueError, match=r"SamplingParams.stop needs a tokenizer"):
+        small.prepare([1], SamplingParams(stop="a"))
+    adapting = Engine(model, None, dataclasses.replace(CONFIG, max_adapters=1), num_pages=2)
+    with pytest.raises(ValueError, match="unknown adapter 'any'; known: none"):
+        adapting.prepare([1], SamplingParams(adapter="any"))
+
+
+def test_a_structure_decides_itself_when_it_ends():
+    with pytest.raises(ValueError, match=r"SamplingParams.structure must be None when min_tokens is given"):
+        SamplingParams(structure=Structure(regex="a"), min_tokens=1)
