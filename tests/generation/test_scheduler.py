@@ -234,7 +234,7 @@ def test_every_request_ends_with_the_text_it_has_alone(seed):
         pages=random.randint(8, 14),
         steps=random.randint(1, 5),
         drafts=random.choice([0, 0, 3]),
-        in_flight=random.randint(0, 1),
+        in_flight=random.randint(0, 2),
         token_budget=random.choice([8, 16, 64]),
         prefix_caching=random.random() < 0.7,
     )
