@@ -17,7 +17,9 @@ class Jaxinfer:
 
     def __init__(self, folder, dtype, *, int8):
         def load(max_batch, context):
-            return LLM(folder, dtype=dtype, quantize="int8" if int8 else None, max_batch=max_batch, context=context)
+            # Rounds repeat their prompts: with prefix caching all but the first would be computed already.
+            options = {"max_batch": max_batch, "context": context, "prefix_caching": False}
+            return LLM(folder, dtype=dtype, quantize="int8" if int8 else None, **options)
 
         self.load, self.wide = load, {}
         self.llm = load(8, 1024)
