@@ -23,9 +23,10 @@ def compiler_options(
 
 
 def _cpu(rows: int, dtype: np.dtype, weight_bytes: int) -> dict[str, str | bool | int]:
-    # A few float32 rows are 1.5 times faster through oneDNN than through YNNPACK, which would take them first; other
-    # dtypes are not (docs/cpu-speed.md). Such a program cannot be kept in JAX's persistent cache.
-    if dtype == np.float32 and 1 < rows < 16 and weight_bytes >= LARGE_WEIGHTS:
+    # 8 to 31 float32 rows are up to 1.5 times faster through oneDNN than through YNNPACK, which would take them first;
+    # fewer are slower, up to three times, and so are other dtypes (docs/cpu-speed.md). Such a program cannot be kept in
+    # JAX's persistent cache.
+    if dtype == np.float32 and 8 <= rows < 32 and weight_bytes >= LARGE_WEIGHTS:
         return {
             "xla_cpu_use_onednn": True,
             "xla_cpu_experimental_onednn_custom_call": True,

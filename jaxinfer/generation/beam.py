@@ -215,8 +215,8 @@ class _Task:
         if self._error is not None:
             return
         if self._cached is None:
-            self._cached = answers[0].cached
-        self._computed += sum(s.prompt_length - s.cached for s in answers)
+            self._cached = answers[0].cached or 0
+        self._computed += sum(s.prompt_length - (s.cached or 0) for s in answers)
         self._search.advance(s.logprobs[0].top for s in answers)
 
     def output(self) -> BeamOutput:

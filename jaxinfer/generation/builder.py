@@ -133,7 +133,7 @@ class ProgramBuilder:
             out_shardings=(shardings, None) if self.model.mesh else None,
             compiler_options=compiler_options(
                 self.platform,
-                rows=sizes["batch"] + sizes.get("pieces", 0) * self.config.piece_tokens,
+                rows=sizes["batch"] * (1 + sizes.get("drafts", 0)) + sizes.get("pieces", 0) * self.config.piece_tokens,
                 dtype=self.model.weights.matrix_dtype,
                 weight_bytes=sum(leaf.nbytes for leaf in self.leaves),
             ),

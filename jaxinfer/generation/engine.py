@@ -298,5 +298,5 @@ class Engine:
             prompt_ids=first.ids[: first.prompt_length],
             prompt_logprobs=None if first.params.prompt_logprobs is None else list(first.prompt_logprobs),
             completions=[s.completion() for s in sequences],
-            cached_tokens=min(s.cached for s in sequences),
+            cached_tokens=min(s.cached or 0 for s in sequences),
         )

@@ -89,7 +89,7 @@ class Sequence:
       computed: while prefilling, the leading tokens whose keys and values are in the cache or on their way there.
       findable: leading pages that others can find; `node` is the last of them in the tree.
       least, most: tokens that the steps in flight will add to `ids`.
-      cached: prompt tokens that were found in the cache when it was admitted.
+      cached: prompt tokens that were found in the cache when it was first admitted; None before.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class Sequence:
         self.slot, self.adapter_slot = -1, 0
         self.pages: list[int] = []
         self.prefilling = True
-        self.computed = self.findable = self.cached = 0
+        self.computed = self.findable = 0
+        self.cached: int | None = None
         self.node: Hashable = None
         self.least = self.most = 0
         self.text = ""

@@ -98,10 +98,8 @@ class Runner:
         self._upload_adapters()
         self._copy(batch.copies)
         self._admit(batch.admitted)
-        if batch.pieces:
-            program, result = self._step(batch)
-        else:
-            program, result = self._decode(batch)
+        program, result = self._step(batch) if batch.pieces else self._decode(batch)
+        result = _asked_for(batch, result)
         for array in jax.tree.leaves(result):
             array.copy_to_host_async()
         return Flight(batch, program, result, launched)
@@ -214,13 +212,7 @@ class Runner:
 
     def collect(self, flight: Flight) -> None:
         """Wait for a step and give its tokens to its sequences."""
-        batch = flight.batch
-        wants = any(s.params.logprobs is not None for s in batch.sequences)
-        prompts = any(s.params.prompt_logprobs is not None for s in batch.sequences)
-        pooled = any(s.pooled for s in batch.sequences)
-        skipped = {"logprobs": wants, "prompt": prompts, "pooled": pooled}
-        small = flight.result._replace(**{k: None for k, v in skipped.items() if not v and hasattr(flight.result, k)})
-        result = jax.device_get(small)
+        batch, result = flight.batch, jax.device_get(flight.result)
         now = time.perf_counter()
         seconds, self._ready = now - max(flight.launched, self._ready), now
         if isinstance(result, Stepped):
@@ -270,10 +262,9 @@ class Runner:
         return round_up(max(1, min(rows, self.config.slots)), self.config.batches)
 
     def decode_steps(self, rows: int) -> int:
-        """How many decode steps of so many rows make a dispatch."""
+        """How many decode steps of so many rows make a dispatch; one, to learn what it costs, the first time."""
         seconds = self._costs.plain(self._batch(rows))
-        most = self.config.max_decode_steps
-        return most if seconds is None else max(1, min(most, int(DISPATCH_SECONDS / seconds)))
+        return 1 if seconds is None else max(1, min(self.config.max_decode_steps, int(DISPATCH_SECONDS / seconds)))
 
     def drafts(self, rows: Iterable[Sequence]) -> int:
         """Drafts of a pass: those of the config while any of these sequences gains by them, else 0."""
@@ -294,6 +285,16 @@ class Runner:
 def _zeros(shapes: Any) -> Any:
     """Arrays of these shapes, where they say."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
+
+
+def _asked_for(batch: Batch, result: Any) -> Any:
+    """The results without those that no sequence of the batch has asked for: they stay on the device."""
+    asked = {
+        "logprobs": any(s.params.logprobs is not None for s in batch.sequences),
+        "prompt": any(s.params.prompt_logprobs is not None for s in batch.sequences),
+        "pooled": any(s.pooled for s in batch.sequences),
+    }
+    return result._replace(**{name: None for name in result._fields if not asked.get(name, True)})
 
 
 def _append(sequence: Sequence, token: Any, logprobs: Logprobs, at: tuple[int, ...]) -> None:

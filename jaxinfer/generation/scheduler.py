@@ -163,7 +163,8 @@ class Scheduler:
             return self.pages.pages_for(min(tokens, sequence.limit - 1))
 
         while sum(max(0, reach(s) - len(s.pages)) for s in rows) > self.pages.free:
-            steps, drafts = (steps // 2, drafts) if steps > 1 else (1, 0)  # one pass has its pages already
+            assert (steps, drafts) != (1, 0), "one pass without drafts has its pages already"
+            steps, drafts = (steps // 2, drafts) if steps > 1 else (1, 0)
         for sequence in rows:
             sequence.pages += self.pages.allocate(max(0, reach(sequence) - len(sequence.pages)))
         return steps, drafts
@@ -267,7 +268,8 @@ class Scheduler:
         sequence.node, sequence.findable = match.parent, len(match.pages)
         sequence.computed = len(match.pages) * self.pages.page_size + match.copied
         sequence.prefilling = whole or sequence.computed < len(sequence.ids) - 1
-        sequence.cached = min(sequence.computed, sequence.prompt_length)
+        if sequence.cached is None:
+            sequence.cached = min(sequence.computed, sequence.prompt_length)
         return True
 
     def _make_findable(self, sequence: Sequence, ready: int, *, tail: bool) -> None:
@@ -302,7 +304,8 @@ class Scheduler:
     def abort(self, request_id: str) -> None:
         """Give up every sequence of a request; its slot and pages are free at once."""
         for sequence in [s for s in (*self.waiting, *self.running) if s.request_id == request_id]:
-            sequence.finish_reason = FinishReason.ABORT
+            if not sequence.finished:
+                sequence.finish_reason = FinishReason.ABORT
             if sequence.slot < 0:
                 self.waiting.remove(sequence)
             else:
