@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -12,6 +11,8 @@ from typing import Any, Literal
 
 import rich
 from rich.table import Table
+
+from jaxinfer.generation.measure import machine
 
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
 
@@ -59,7 +60,8 @@ class Report:
 
     def finish(self, json_file: Path | None) -> None:
         """Print the table of checks; write everything to `json_file` if given."""
-        table = Table("check", "value", "target", "", title=f"{machine()['cpu']}, {machine()['cores']} cores")
+        where = machine()
+        table = Table("check", "value", "target", "", title=f"{where['cpu']}, {where['cores']} cores")
         for check in self.checks:
             sign = "≥" if check.better == "higher" else "≤"
             verdict = "[green]met[/]" if check.met else "[red]missed[/]"
@@ -68,7 +70,7 @@ class Report:
         if json_file is None:
             return
         result = {
-            "machine": machine(),
+            "machine": where,
             "commit": commit(),
             "versions": self.versions,
             "rows": self.rows,
@@ -77,24 +79,6 @@ class Report:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(result, indent=1) + "\n")
         rich.print(f"Wrote {json_file}")
-
-
-def machine() -> dict[str, Any]:
-    """The machine, as far as speed depends on it."""
-    model, flags = platform.processor() or platform.machine(), set()
-    if (info := Path("/proc/cpuinfo")).exists():
-        fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-        fields = {name.strip(): value.strip() for name, value in fields.items()}
-        model, flags = fields.get("model name", model), set(fields.get("flags", "").split())
-    features = sorted(flags & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"})
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "features": features,
-        "memory_gib": round(memory / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()}",
-    }
 
 
 def commit() -> str:

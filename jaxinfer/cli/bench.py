@@ -86,19 +86,9 @@ def latency(
     batches = _batch_sizes(batch)
     _check_files(json_file, plot)
     _check_length(prompt_tokens, output_tokens, _context(_decoder_config(model), context))
-    from jaxinfer.generation import LLM
     from jaxinfer.generation.measure import measure_latency
 
-    llm = LLM(
-        model,
-        mesh=parse_mesh(mesh),
-        dtype=dtype,
-        quantize=quantize,
-        context=context,
-        max_batch=max(batches),
-        draft_tokens=draft_tokens,
-        kv_dtype=kv_dtype,
-    )
+    llm = _load(ctx, max_batch=max(batches))
     with _progress("rounds", len(batches) * (warmup + rounds)) as (bar, task):
         results, warm_up = measure_latency(
             llm,
@@ -163,7 +153,6 @@ def throughput(
     limit = _context(config, context)
     import numpy as np
 
-    from jaxinfer.generation import LLM
     from jaxinfer.generation.measure import Request, measure_throughput, random_prompts, spread_lengths
 
     rng = np.random.default_rng(seed)
@@ -176,16 +165,7 @@ def throughput(
     for number, request in enumerate(workload, 1):
         _check_length(len(request.prompt_ids), request.output_tokens, limit, f"Request {number}: ")
 
-    llm = LLM(
-        model,
-        mesh=parse_mesh(mesh),
-        dtype=dtype,
-        quantize=quantize,
-        context=context,
-        max_batch=max_batch,
-        draft_tokens=draft_tokens,
-        kv_dtype=kv_dtype,
-    )
+    llm = _load(ctx, max_batch=max_batch)
     with _progress("warm-up", sum(r.output_tokens for r in workload)) as (bar, task):
         show = _now_and_then(bar, task, len(workload))
         # Another seed, so that the warm-up leaves none of these prompts in a cache.
@@ -224,6 +204,14 @@ def _check_files(json_file: Path | None, plot: Path | None) -> None:
         raise ValueError(f"--plot {plot} must end in {' or '.join(PLOT_SUFFIXES)}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot {plot} needs matplotlib: pip install 'jaxinfer[bench]'")
+
+
+def _load(ctx: typer.Context, *, max_batch: int) -> "LLM":
+    """The model, as the options that both commands have say."""
+    from jaxinfer.generation import LLM
+
+    options = {name: ctx.params[name] for name in ("dtype", "quantize", "context", "draft_tokens", "kv_dtype")}
+    return LLM(ctx.params["model"], mesh=parse_mesh(ctx.params["mesh"]), max_batch=max_batch, **options)
 
 
 def _decoder_config(directory: Path) -> "DecoderConfig":

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,6 +51,7 @@ class CostRecords:
         self.model = hashlib.sha256(model.encode()).hexdigest()[:16]
         kind = jax.devices()[0].device_kind.replace(" ", "_").replace("/", "_")
         self.path = cache_folder() / "costs" / f"{kind}.json"
+        self._saved: Set[str] = set()
 
     def read(self) -> dict[str, dict]:
         """All records of this device kind; empty if there are none or the file is damaged."""
@@ -60,14 +61,18 @@ class CostRecords:
             return {}
 
     def save(self, programs: Iterable[Program]) -> None:
-        """Write the costs of every program that was timed, keeping the records of other models."""
+        """Write the costs of every program that was timed, keeping the records of other models.
+
+        Nothing is written unless a program was timed that had not been at the last time: callers may save often.
+        """
         timed = {
             f"{self.model}/{p.name}/{bucket_text(p.bucket)}": dataclasses.asdict(p.cost)
             for p in programs
             if p.cost.calls
         }
-        if not timed:
+        if timed.keys() <= self._saved:
             return
+        self._saved = timed.keys()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(self.read() | timed, indent=1, sort_keys=True))

@@ -268,21 +268,9 @@ def beam_search(engine: Engine, prompts: Iterable[Prompt], params: BeamParams) -
         while waiting and len(live) < together:
             live.append(waiting.popleft())
         asked = [(task, task.requests()) for task in live]
-        _run(engine, [sequence for _, requests in asked for sequence in requests])
+        for _ in engine.run([[sequence] for _, requests in asked for sequence in requests], compiled=True):
+            pass
         for task, answers in asked:
             task.take(answers)
         live = [task for task in live if not task.over]
-    engine.runner.save_costs()
     return [task.output() for task in tasks]
-
-
-def _run(engine: Engine, sequences: list[Sequence]) -> None:
-    """Run requests to their end; whatever interrupts this gives them up."""
-    try:
-        engine.add(sequences)
-        while not all(s.finished for s in sequences):
-            engine.step()
-    finally:
-        for sequence in sequences:
-            engine.abort(sequence.request_id)
-        engine.drain()

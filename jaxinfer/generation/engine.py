@@ -251,13 +251,16 @@ class Engine:
         """Give up a request; its pages are free at once."""
         self.scheduler.abort(request_id)
 
-    def run(self, requests: list[list[Sequence]], max_steps: int | None = None) -> Iterator[list[Sequence]]:
+    def run(
+        self, requests: list[list[Sequence]], max_steps: int | None = None, *, compiled: bool = False
+    ) -> Iterator[list[Sequence]]:
         """Queue prepared requests and step until all have ended; yields the sequences that each step has advanced.
 
-        `max_steps` is that of `step`. Closing the iterator gives the requests up.
+        `max_steps` is that of `step`; `compiled` says that what the requests need has been compiled ahead. Closing the
+        iterator gives the requests up.
         """
         sequences = [s for request in requests for s in request]
-        if sequences:
+        if sequences and not compiled:
             self.runner.compile_ahead(sequences)
         try:
             for request in requests:

@@ -52,10 +52,6 @@ class Request:
     prompt_ids: list[int]
     output_tokens: int
 
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt_ids) + self.output_tokens
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmUp:
@@ -205,15 +201,17 @@ def spread_lengths(rng: np.random.Generator, mean: int, spread: float, count: in
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = platform.processor() or platform.machine()
+    """The machine, as far as speed depends on it."""
+    cpu, flags = platform.processor() or platform.machine(), set()
     if (info := Path("/proc/cpuinfo")).exists():
-        models = (line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line)
-        cpu = next(models, cpu)
+        fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+        fields = {name.strip(): value.strip() for name, value in fields.items()}
+        cpu, flags = fields.get("model name", cpu), set(fields.get("flags", "").split())
     device = jax.devices()[0]
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
+        "features": sorted(flags & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "platform": device.platform,

@@ -302,7 +302,7 @@ def decode(
                 out.produced + produced,
                 jax.tree.map(lambda old, new: old.at[row, at].set(new, mode="drop"), out.logprobs, logprobs),
                 out.drafted + count,
-                out.accepted + jnp.where(slots.active[rows.slot] | (produced > 0), accepted, 0),
+                out.accepted + accepted,
                 out.steps.at[int(wide)].add(1),
             )
             return DeviceState(caches, slots), out

@@ -19,7 +19,7 @@ from jaxinfer.generation.programs import Decoded, DeviceState, Pieces, Rows, Slo
 from jaxinfer.generation.request import Sequence, TokenLogprob
 from jaxinfer.generation.sampling import LogitsProcessor, Logprobs, RowOptions, idle_options, sampling_arrays
 from jaxinfer.generation.scheduler import Batch
-from jaxinfer.models import LayerAdapters, LowRankStack
+from jaxinfer.models import LayerAdapters
 from jaxinfer.models.loading import LoadedModel, available_bytes
 
 DISPATCH_SECONDS = 0.01
@@ -64,7 +64,6 @@ class Runner:
         self._records = CostRecords(f"{model.config} {model.weights} {model.mesh} {config} {num_pages}")
         self._costs = PassCosts()
         self._ready = 0.0  # when the last step had come back
-        self._timed = 0  # programs whose costs are on record
 
     def restart(self) -> None:
         """Begin with an empty state, after a step that failed may have destroyed it."""
@@ -275,11 +274,8 @@ class Runner:
         return sequence.drafting.limit(len(sequence.ids) - sequence.prompt_length) if sequence.drafting else 0
 
     def save_costs(self) -> None:
-        """Add what the programs cost to the records of this kind of device, if one has run that had not before."""
-        timed = sum(program.cost.calls > 0 for program in self.programs)
-        if timed > self._timed:
-            self._timed = timed
-            self._records.save(self.programs)
+        """Add what the programs cost to the records of this kind of device."""
+        self._records.save(self.programs)
 
 
 def _zeros(shapes: Any) -> Any:
@@ -315,13 +311,3 @@ def _take_prompt_logprobs(start: int, count: int, sequence: Sequence, found: Log
 def _token_logprob(logprobs: Logprobs, at: tuple[int, ...], token: int, count: int) -> TokenLogprob:
     top = zip(logprobs.top_ids[at][:count], logprobs.top[at][:count], strict=True)
     return TokenLogprob(int(token), float(logprobs.chosen[at]), {int(i): float(p) for i, p in top if i >= 0})
-
-
-def _place_adapter(adapters: list[LayerAdapters], slot: jax.Array, update: list[LayerAdapters]) -> list[LayerAdapters]:
-    """Fill one slot, from 0, of all stacks. update: the same without the dimension of the slots, float32."""
-
-    def fill(stack: LowRankStack, new: LowRankStack) -> LowRankStack:
-        a, b = new.a.astype(stack.a.dtype), new.b.astype(stack.b.dtype)
-        return LowRankStack(stack.a.at[slot].set(a), stack.b.at[:, slot].set(b))
-
-    return jax.tree.map(fill, adapters, update, is_leaf=lambda x: isinstance(x, LowRankStack))
