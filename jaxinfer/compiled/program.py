@@ -1,5 +1,6 @@
 """One executable: a pure function at one shape, and what it costs."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -107,13 +108,16 @@ def compile_program(
     donate: tuple[int, ...] = (),
     out_shardings: Any = None,
     compiler_options: dict[str, str | bool | int] | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Program:
     """Compile `function` for the shapes, dtypes and shardings of `args` (arrays or `jax.ShapeDtypeStruct`s).
 
     Arguments at the positions in `donate` are overwritten by the results of the same shape.
-    `out_shardings` places the results (a pytree prefix; None leaves it to the compiler).
+    `out_shardings` places the results (a pytree prefix; None leaves it to the compiler). `mesh`: the devices that XLA
+    divides the program over, which operations ask for (a kernel cannot be divided).
     """
     start = time.perf_counter()
-    lowered = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
+    with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
     executable = lowered.compile(compiler_options=compiler_options)
     return Program(name, bucket, executable, time.perf_counter() - start)

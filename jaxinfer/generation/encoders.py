@@ -131,7 +131,7 @@ class EncoderRunner:
             model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
             return model.pool(model(tokens, positions), positions)
 
-        return compile_program(name, bucket, embed, (self._leaves, tokens, tokens))
+        return compile_program(name, bucket, embed, (self._leaves, tokens, tokens), mesh=self.model.mesh)
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile what these sequences need together, or any (None); returns how many programs were missing."""
