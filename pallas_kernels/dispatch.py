@@ -20,8 +20,11 @@ from jax.sharding import AxisType, get_abstract_mesh
 
 _HOPPER_OR_NEWER = re.compile(r"\b(H100|H200|H800|H20|GH200|B100|B200|B300|GB200|GB300)\b")
 
+_ALL = "all operations"
+
 _log = logging.getLogger("jaxinfer.kernels")
 _interpreting = False
+_switched_off = jax.make_user_context(frozenset())
 
 
 class UnsupportedError(NotImplementedError):
@@ -36,6 +39,8 @@ def dispatch[T](name: str, kernel: Callable[..., T], definition: Callable[..., T
       kernel, definition: functions of a module, with results of the same types.
       args: pytrees of arrays. static: hashable options.
     """
+    if not _switched_off.value.isdisjoint((name, _ALL)):
+        return definition(*args, **static)
     if _interpreting:
         with contextlib.suppress(UnsupportedError):
             return kernel(*args, **static)
@@ -64,6 +69,11 @@ def _jitted(kernel: Callable, definition: Callable, static: tuple[tuple[str, Any
 
     either.__name__ = kernel.__name__
     return jax.jit(either)
+
+
+def without_kernels(*names: str) -> contextlib.AbstractContextManager[None]:
+    """Run the definitions of these operations, or of all if none is named, in programs traced within: to compare."""
+    return _switched_off(frozenset(names or (_ALL,)))
 
 
 def kernels_available() -> bool:
