@@ -1,14 +1,27 @@
-"""Readers of the text that XLA:GPU writes about a compiled module (`xla_dump_to`): what runs, and where it lives.
+"""Readers of the text that XLA, Mosaic and NVIDIA's tools write about a compiled module: what runs, where it lives.
 
-Pure functions from text to data; `target.py` produces the text. The formats are XLA's own and carry no promise, so
+Pure functions from text to data; `target.py` produces the text. The formats are their own and carry no promise, so
 each reader says what it reads and refuses text in which it finds nothing.
 """
 
 import dataclasses
+import math
 import re
+from collections import Counter
+from collections.abc import Mapping
 
 CONTROL = frozenset({"kCommandBuffer", "kWhile", "kConditional", "kSequential"})
 """Kinds of thunk that only hold other thunks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a kernel is launched: its blocks, the blocks of a cluster, and what each takes. 0: unknown."""
+
+    grid: int = 0
+    cluster: int = 1
+    threads: int = 0
+    shared_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,13 +36,16 @@ class Thunk:
     kind: str
     parents: tuple[int, ...]
     kernel: str = ""
-    grid: int = 0  # blocks
-    threads: int = 0  # per block
-    shared_bytes: int = 0
+    launch: Launch = Launch()
 
 
 _THUNK = re.compile(r"^(?P<indent> *)(?P<id>\d+): (?P<kind>k\w+)\s*\[[^\]]*\]\s*(?P<rest>.*)$")
 _LAUNCH = re.compile(r"(\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+)")
+
+
+def _launch(*sizes: str) -> Launch:
+    x, y, z, threads_x, threads_y, threads_z, shared_bytes = (int(size) for size in sizes)
+    return Launch(grid=x * y * z, threads=threads_x * threads_y * threads_z, shared_bytes=shared_bytes)
 
 
 def read_thunks(text: str) -> list[Thunk]:
@@ -46,15 +62,12 @@ def read_thunks(text: str) -> list[Thunk]:
         indent = len(match["indent"])
         holders = [(at, holder) for at, holder in holders if at < indent]
         launch = _LAUNCH.search(match["rest"])
-        sizes = [int(size) for size in launch.groups()[1:]] if launch else [0] * 7
         thunk = Thunk(
             id=int(match["id"]),
             kind=match["kind"],
             parents=tuple(holder for _, holder in holders),
             kernel=launch[1] if launch else "",
-            grid=sizes[0] * sizes[1] * sizes[2],
-            threads=sizes[3] * sizes[4] * sizes[5],
-            shared_bytes=sizes[6],
+            launch=_launch(*launch.groups()[1:]) if launch else Launch(),
         )
         thunks.append(thunk)
         holders.append((indent, thunk.id))
@@ -119,12 +132,85 @@ def read_temporaries(text: str) -> list[Buffer]:
     return sorted(temporaries, key=lambda buffer: -buffer.bytes)
 
 
+def read_mosaic_dumps(hlo: str) -> dict[str, str]:
+    """Instruction -> the name of its Mosaic kernel's dumps, "NAME_7", where NAME is what `kernel_name` was.
+
+    The optimised module holds each kernel as MLIR bytecode, in which strings stand as they are, each after a zero
+    byte: that of the function, "NAME_mosaic_gpu", and this one.
+    """
+    names = {}
+    for line in hlo.splitlines():
+        if 'custom_call_target="mosaic_gpu' in line and (match := _INSTRUCTION.match(line)):
+            function = re.search(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00", line)  # "stable_mosaic_gpu" is a dialect
+            dumps = re.search(rf"\\00({function[1]}_\d+)\\00", line) if function else None
+            if dumps is None:
+                raise ValueError(f"No name in Mosaic kernel {match[1]}: its format has changed; see read_mosaic_dumps.")
+            names[match[1]] = dumps[1]
+    return names
+
+
+def read_mosaic_launch(text: str) -> Launch:
+    """How a kernel is launched, from `NAME_7.before_layout_inference.txt`.
+
+    The line is `gpu.launch async [..] blocks(..) in (%arg8 = %c128, %arg9 = %c1, ..) threads(..) in (..)
+    dynamic_shared_memory_size %c74824_i32 {`, before the blocks `clusters(..) in (..)` if there are any.
+    """
+    line = next((line for line in text.splitlines() if " gpu.launch " in line), "")
+    shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", line)
+    sizes = {
+        name: re.findall(r"= %c(\d+)", values) for name, values in re.findall(r"(\w+)\([^)]*\) in \(([^)]*)", line)
+    }
+    if shared is None or not {"blocks", "threads"} <= sizes.keys():
+        raise ValueError("No launch found in Mosaic's module: its format has changed; see read_mosaic_launch.")
+    total = {name: math.prod(int(size) for size in of) for name, of in sizes.items()}
+    return Launch(
+        grid=total["blocks"],
+        cluster=total.get("clusters", 1),
+        threads=total["threads"],
+        shared_bytes=int(shared[1]),
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one thread of a kernel takes. Spills are registers that went to memory."""
+    """What one thread of a kernel takes, and what it is made of.
+
+    Attributes:
+      spill_bytes: registers that went to memory, stores and loads.
+      instructions: how often each SASS instruction stands in the kernel ("LDG.E.128": 8).
+    """
 
     registers: int
     spill_bytes: int
+    instructions: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Which of `FEATURES` the kernel has."""
+        return tuple(
+            feature
+            for feature, pattern in FEATURES.items()
+            if any(re.match(pattern, instruction) for instruction in self.instructions)
+        )
+
+
+FEATURES: Mapping[str, str] = {
+    "UTMALDG": r"UTMALDG\b",  # TMA: a tile from global to shared memory
+    "UTMASTG": r"UTMASTG\b",  # TMA: a tile from shared to global memory
+    "UBLKCP": r"UBLKCP\b",  # a contiguous piece from global to shared memory
+    "LDG.128": r"LDG?\..*\b128\b",  # 16 bytes a thread from global memory to registers
+    "LDGSTS.128": r"LDGSTS\..*\b128\b",  # 16 bytes a thread from global to shared memory
+    "LDSM": r"LDSM\b",  # ldmatrix
+    "HMMA": r"HMMA\b",  # mma.sync in bfloat16 or float16
+    "IMMA": r"IMMA\b",  # mma.sync in int8
+    "QMMA": r"QMMA\b",  # mma.sync in float8
+    "HGMMA": r"HGMMA\b",  # wgmma in bfloat16 or float16
+    "IGMMA": r"IGMMA\b",  # wgmma in int8
+    "QGMMA": r"QGMMA\b",  # wgmma in float8
+    "LDL": r"LDL\b",  # from local memory: spills, or an array indexed at run time
+    "STL": r"STL\b",
+}
+"""SASS instructions that say how a kernel moves and multiplies, and what they look like."""
 
 
 def read_resources(text: str) -> dict[str, Resources]:
@@ -137,3 +223,12 @@ def read_resources(text: str) -> dict[str, Resources]:
         name = block.split("'", 1)[0]
         found[name] = Resources(registers=int(registers[1]), spill_bytes=int(stores) + int(loads))
     return found
+
+
+_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+
+
+def read_instructions(text: str) -> dict[str, Mapping[str, int]]:
+    """Kernel -> how often each instruction stands in it, from what `nvdisasm` prints."""
+    sections = re.split(r"^//-+ \.text\.(\S+) +-+$", text, flags=re.MULTILINE)[1:]
+    return {name: Counter(_SASS.findall(code)) for name, code in zip(sections[::2], sections[1::2], strict=True)}

@@ -2,13 +2,14 @@
 
 XLA needs no device to compile for one, only its description (`targets/`; `docs/ahead-of-time.md` says how to add
 one). Nothing is timed and no kernel is autotuned, so the report is about structure: how many kernels, which of them
-in a CUDA graph, which buffers. Start at `compile_for`.
+in a CUDA graph, which buffers; on request what each kernel takes and which instructions it has. Start at `compile_for`.
 """
 
 import contextlib
 import dataclasses
 import importlib.util
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -26,9 +27,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.compiled.dumps import (
     CONTROL,
     Buffer,
+    Launch,
     Resources,
     Thunk,
     read_aliases,
+    read_instructions,
+    read_mosaic_dumps,
+    read_mosaic_launch,
     read_op_names,
     read_resources,
     read_temporaries,
@@ -79,17 +84,17 @@ class Target:
 
 
 class MissingCompilerError(FileNotFoundError):
-    """XLA's CUDA compiler, ptxas or libdevice is not installed."""
+    """XLA's CUDA compiler or one of NVIDIA's tools is not installed."""
 
 
-def ptxas() -> Path | None:
-    """NVIDIA's assembler: of the Python packages, else on PATH, else in the usual place."""
+def find_tool(name: str) -> Path | None:
+    """One of NVIDIA's tools, such as ptxas: of the Python packages, else on PATH, else in the usual place."""
     spec = importlib.util.find_spec("nvidia")
     roots = (spec.submodule_search_locations or ()) if spec else ()
-    candidates = [Path(root) / package / "bin/ptxas" for root in roots for package in ("cu13", "cuda_nvcc")]
-    if found := shutil.which("ptxas"):
+    candidates = [Path(root) / package / "bin" / name for root in roots for package in ("cu13", "cuda_nvcc")]
+    if found := shutil.which(name):
         candidates.append(Path(found))
-    candidates.append(Path("/usr/local/cuda/bin/ptxas"))
+    candidates.append(Path("/usr/local/cuda/bin") / name)
     return next((path for path in candidates if path.exists()), None)
 
 
@@ -98,11 +103,22 @@ def require_compiler() -> None:
     plugin = importlib.util.find_spec("jax_plugins") and any(
         importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda13", "xla_cuda12")
     )
-    missing = "XLA's CUDA compiler (jax-cuda13-plugin)" if not plugin else "ptxas" if ptxas() is None else None
-    if missing:
-        raise MissingCompilerError(
-            f"{missing} is not installed, so there is nothing to compile for a GPU with: pip install 'jaxinfer[aot]'"
-        )
+    if not plugin:
+        raise _missing("XLA's CUDA compiler (jax-cuda13-plugin)")
+    _require_tool("ptxas")
+
+
+def _require_tool(name: str) -> Path:
+    path = find_tool(name)
+    if path is None:
+        raise _missing(name)
+    return path
+
+
+def _missing(what: str) -> MissingCompilerError:
+    return MissingCompilerError(
+        f"{what} is not installed, so there is nothing to compile for a GPU with: pip install 'jaxinfer[aot]'"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,12 +126,13 @@ class Kernel:
     """One launch (a kernel, a copy or a library call) of a compiled program.
 
     Attributes:
-      name: the HLO instruction it runs.
+      name: the HLO instruction it runs; of a Mosaic kernel, the name that it was given.
       scope: where in the model its result comes from ("layers.3/attention/dot_general").
-      kind: XLA's kind of thunk.
+      kind: XLA's kind of thunk, or "mosaic".
       grid, threads, shared_bytes: blocks, threads of each, and shared memory declared at launch; 0 where unknown.
+      cluster: blocks that run together and see each other's shared memory.
       in_graph: whether it is launched by a CUDA graph rather than by the host.
-      resources: registers and spills, where asked for.
+      resources: registers, spills and instructions; where asked for, as are the sizes of a Mosaic kernel's launch.
     """
 
     name: str
@@ -125,6 +142,7 @@ class Kernel:
     threads: int
     shared_bytes: int
     in_graph: bool
+    cluster: int = 1
     resources: Resources | None = None
 
     @property
@@ -184,7 +202,8 @@ def compile_for(
       args: pytrees of arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are used, and all are replicated.
       donate: positions of the arguments that results may overwrite.
       options: XLA's compiler options, usually those of `compiler_options`.
-      resources: also assemble every kernel once more, to report its registers and spills (0.1 s each).
+      resources: also assemble and disassemble every kernel, to report what it takes and has (0.1 s each; a Mosaic
+        kernel 0.5 s, and 5 MB of temporary files).
     Raises: MissingCompilerError without the extra `aot`.
     """
     mesh = target.mesh()
@@ -192,15 +211,19 @@ def compile_for(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), args)
     with tempfile.TemporaryDirectory(prefix="jaxinfer-dump-") as folder, _uncached():
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        mosaic_folder = Path(folder) / "mosaic"
+        mosaic_folder.mkdir()
         if resources:
             dump["xla_dump_emitter_re"] = "ptx"
         start = time.perf_counter()
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jax.jit(function, donate_argnums=donate).lower(*shapes)
-        executable = lowered.compile(compiler_options=dict(options or {}) | dump)
+        with _mosaic_dumps(mosaic_folder) if resources else contextlib.nullcontext():
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                lowered = jax.jit(function, donate_argnums=donate).lower(*shapes)
+            executable = lowered.compile(compiler_options=dict(options or {}) | dump)
         seconds = time.perf_counter() - start
         files = list(Path(folder).iterdir())
-        usage = _assemble([file for file in files if file.suffix == ".ptx"])
+        usage = _disassemble([*Path(folder).glob("*.ptx"), *mosaic_folder.glob("*.ptx")])
+        launches = {_dump_name(file): read_mosaic_launch(file.read_text()) for file in mosaic_folder.glob(_LAUNCHES)}
         thunks = read_thunks(_text(files, "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt"))
         names = read_thunk_names(_text(files, "thunk_metadata.txt"))
         temporaries = read_temporaries(_text(files, "-buffer-assignment.txt"))
@@ -210,7 +233,7 @@ def compile_for(
     graphs = {thunk.id for thunk in thunks if thunk.kind == "kCommandBuffer" and not thunk.parents}
     return TargetReport(
         target=target.name,
-        kernels=_kernels(thunks, names, read_op_names(hlo), usage, graphs),
+        kernels=_kernels(thunks, names, hlo, usage, launches, graphs),
         graphs=len(graphs),
         host_launches=tuple(t.kind for t in thunks if graphs.isdisjoint((t.id, *t.parents))),
         argument_bytes=memory.argument_size_in_bytes,
@@ -227,25 +250,30 @@ def compile_for(
 def _kernels(
     thunks: list[Thunk],
     names: dict[int, str],
-    scopes: dict[str, str],
+    hlo: str,
     usage: dict[str, Resources],
+    launches: dict[str, Launch],
     graphs: set[int],
 ) -> tuple[Kernel, ...]:
+    scopes, mosaic = read_op_names(hlo), read_mosaic_dumps(hlo)
     found = []
     for thunk in thunks:
         if thunk.kind in CONTROL:
             continue
-        name = names.get(thunk.id, thunk.kernel)
+        instruction = names.get(thunk.id, thunk.kernel)
+        dump = mosaic.get(instruction)
+        launch = launches.get(dump, Launch()) if dump else thunk.launch
         found.append(
             Kernel(
-                name=name,
-                scope=scopes.get(name, "").split("/", 1)[-1],  # without "jit(function)/"
-                kind=thunk.kind,
-                grid=thunk.grid,
-                threads=thunk.threads,
-                shared_bytes=thunk.shared_bytes,
+                name=dump.rpartition("_")[0] if dump else instruction,
+                scope=scopes.get(instruction, "").split("/", 1)[-1],  # without "jit(function)/"
+                kind="mosaic" if dump else thunk.kind,
+                grid=launch.grid,
+                threads=launch.threads,
+                shared_bytes=launch.shared_bytes,
+                cluster=launch.cluster,
                 in_graph=not graphs.isdisjoint(thunk.parents),
-                resources=usage.get(thunk.kernel),
+                resources=usage.get(dump or thunk.kernel),
             )
         )
     return tuple(found)
@@ -260,20 +288,51 @@ def _text(files: list[Path], *endings: str) -> str:
     raise FileNotFoundError(f"XLA wrote no dump ending in {' or '.join(endings)}: its dumps have changed.")
 
 
-def _assemble(sources: list[Path]) -> dict[str, Resources]:
-    """Registers and spills of the kernels in some PTX files."""
+def _disassemble(sources: list[Path]) -> dict[str, Resources]:
+    """What the kernels in some PTX files take and have; a Mosaic kernel is alone in its file and goes by its name."""
+    assembler, disassembler = (_require_tool(name) if sources else None for name in ("ptxas", "nvdisasm"))
+
+    def run(*command: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True)
 
     def one(source: Path) -> dict[str, Resources]:
         architecture = re.search(r"^\.target (\w+)", source.read_text(), re.MULTILINE)
         assert architecture is not None, source
-        command = [str(ptxas()), "-v", "--gpu-name", architecture[1], str(source), "-o", f"{source}.cubin"]
-        return read_resources(subprocess.run(command, check=True, capture_output=True, text=True).stderr)
+        binary = source.with_suffix(".cubin")
+        taken = read_resources(run(assembler, "-v", "--gpu-name", architecture[1], source, "-o", binary).stderr)
+        has = read_instructions(run(disassembler, "-c", "-ndf", binary).stdout)
+        both = [dataclasses.replace(taken[name], instructions=has[name]) for name in taken]
+        names = [source.stem] if source.parent.name == "mosaic" else taken
+        return dict(zip(names, both, strict=True))
 
     usage: dict[str, Resources] = {}
     with ThreadPoolExecutor() as pool:
         for found in pool.map(one, sources):
             usage |= found
     return usage
+
+
+_LAUNCHES = "*.before_layout_inference.txt"
+
+
+def _dump_name(file: Path) -> str:
+    """The kernel that a dump of Mosaic is about: "attend_3.ptx" -> "attend_3"."""
+    return file.name.split(".", 1)[0]
+
+
+@contextlib.contextmanager
+def _mosaic_dumps(folder: Path) -> Iterator[None]:
+    """Have Mosaic write what it makes of each kernel that is lowered and compiled meanwhile."""
+    name = "MOSAIC_GPU_DUMP_TO"  # read as a kernel is lowered, and kept with it until it is compiled
+    before = os.environ.get(name)
+    os.environ[name] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
@@ -16,8 +17,12 @@ from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled import target as target_module
 from jaxinfer.compiled.dumps import (
     Buffer,
+    Launch,
     Resources,
     read_aliases,
+    read_instructions,
+    read_mosaic_dumps,
+    read_mosaic_launch,
     read_op_names,
     read_resources,
     read_temporaries,
@@ -143,6 +148,71 @@ def test_registers_and_spills():
     assert all(0 < kernel.resources.registers < 256 for kernel in report.kernels if kernel.resources)
 
 
+def scaled(name, factor, columns):
+    """A Mosaic kernel that copies rows to shared memory by TMA and writes them scaled."""
+
+    def body(x, y, row, barrier):
+        index = jax.lax.axis_index("row")
+        plgpu.copy_gmem_to_smem(x.at[index], row, barrier)
+        plgpu.barrier_wait(barrier)
+        y[index] = row[...] * factor
+
+    def run(x):
+        return plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            scratch_types=[plgpu.SMEM((columns,), x.dtype), plgpu.Barrier()],
+            grid=x.shape[:1],
+            grid_names=("row",),
+            kernel_name=name,
+        )(x)
+
+    return run
+
+
+@pytest.mark.aot
+def test_mosaic_kernels_are_told_apart():
+    """By name, also where one is used twice, shared by a nested `jit`, or lies between XLA's own."""
+    double, triple = scaled("double", 2, 256), scaled("triple_3", 3, 128)
+    shared = jax.jit(scaled("shared", 5, 256))
+
+    def f(x, y):
+        with jax.named_scope("layers.1"):
+            x = double(jnp.sin(shared(x)))
+        return shared(double(x)), triple(y)
+
+    args = jax.ShapeDtypeStruct((8, 256), jnp.float32), jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    expected = ["double", "double", "shared", "shared", "triple_3"]
+    for resources in (False, True):
+        report = compile_for(Target.load("h200"), f, args, resources=resources)
+        found = [kernel for kernel in report.kernels if kernel.kind == "mosaic"]
+        assert sorted(kernel.name for kernel in found) == expected
+    assert len(report.kernels) == len(expected) + 1  # the sine is XLA's
+    assert report.of_layer(1)[0].name == "shared"
+    for kernel in found:
+        rows, columns = (16, 128) if kernel.name == "triple_3" else (8, 256)
+        assert (kernel.grid, kernel.cluster, kernel.threads) == (rows, 1, 128)
+        assert columns * 4 <= kernel.shared_bytes < columns * 4 + 256  # with its barrier
+        assert 0 < kernel.resources.registers < 64
+        assert kernel.resources.spill_bytes == 0
+        assert kernel.resources.features == ("UTMALDG",)
+
+
+@pytest.mark.aot
+def test_a_kernel_that_spills_is_seen():
+    def body(x, y):  # 512 numbers a thread
+        y[...] = jax.lax.fori_loop(0, 3, lambda i, tile: tile * tile + i, x[...])
+
+    def f(x):
+        return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), kernel_name="greedy")(x)
+
+    report = compile_for(Target.load("h200"), f, (jax.ShapeDtypeStruct((128 * 512,), jnp.float32),), resources=True)
+    resources = report.kernels[0].resources
+    assert resources.registers == 255
+    assert resources.spill_bytes > 0
+    assert {"LDL", "STL"} <= set(resources.features)
+
+
 def model_directory(folder):
     """A directory that says what GPT-J-6B with two layers is, without weights."""
     config = dataclasses.replace(preset("gpt-j-6b"), layers=2)
@@ -224,7 +294,7 @@ def test_read_thunks():
         "kCopy", "kCommandBuffer", "kWhile", "kCustomKernel", "kCustomKernel", "kGemm"
     ]  # fmt: skip
     assert [thunks[number].parents for number in (0, 2, 3, 4, 5)] == [(), (1,), (1, 2), (1, 2), ()]
-    assert (thunks[4].kernel, thunks[4].grid, thunks[4].threads, thunks[4].shared_bytes) == ("dot_7", 8, 64, 768)
+    assert (thunks[4].kernel, thunks[4].launch) == ("dot_7", Launch(grid=8, threads=64, shared_bytes=768))
     with pytest.raises(ValueError, match="format has changed"):
         read_thunks("nothing")
 
@@ -280,3 +350,45 @@ ptxas info    : Function properties for dot_7
 ptxas info    : Used 255 registers, used 1 barriers, 768 bytes smem
 """
     assert read_resources(text) == {"dot_7": Resources(registers=255, spill_bytes=16)}
+
+
+def test_read_mosaic_dumps():
+    line = (
+        r'  ROOT %mpmd_map.3 = f32[8]{0} custom-call(%x), custom_call_target="mosaic_gpu_v2", '
+        r'backend_config={module = "ML\EFR\00stable_mosaic_gpu\00step_2_mosaic_gpu\00x\00step_2\00step_2_17\00y"}'
+    )
+    assert read_mosaic_dumps(f"HloModule\n{line}\n  %y = f32[8]{{0}} add(%x, %x)") == {"mpmd_map.3": "step_2_17"}
+    with pytest.raises(ValueError, match=r"mpmd_map\.3: its format has changed"):
+        read_mosaic_dumps(line.replace("step_2_17", "?"))
+
+
+def test_read_mosaic_launch():
+    launch = (
+        "    %50 = gpu.launch async [%8] clusters(%a, %b, %c) in (%d = %c2, %e = %c1, %f = %c1) "
+        "blocks(%g, %h, %i) in (%j = %c128_3, %k = %c3, %l = %c1) "
+        "threads(%m, %n, %o) in (%p = %c256, %q = %c1, %r = %c1) dynamic_shared_memory_size %c74824_i32 {"
+    )
+    clustered = Launch(grid=384, cluster=2, threads=256, shared_bytes=74824)
+    assert read_mosaic_launch(f"module\n{launch}\n") == clustered
+    alone = re.sub(r"clusters.*?\) in \(.*?\) ", "", launch)
+    assert read_mosaic_launch(alone) == dataclasses.replace(clustered, cluster=1)
+    with pytest.raises(ValueError, match="format has changed"):
+        read_mosaic_launch("module")
+
+
+def test_read_instructions():
+    text = """\
+//--------------------- .text.first          --------------------------
+\t.section\t.text.first,"ax",@progbits
+first:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+.L_x_41:
+        /*0020*/              @P1 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+//--------------------- .text.second --------------------------
+        /*0000*/                   UTMALDG.4D [UR8], [UR4] ;
+"""
+    first, second = read_instructions(text).values()
+    assert first == {"LDC": 1, "LDG.E.128.CONSTANT": 2}
+    assert Resources(registers=1, spill_bytes=0, instructions=first).features == ("LDG.128",)
+    assert Resources(registers=1, spill_bytes=0, instructions=second).features == ("UTMALDG",)
