@@ -192,7 +192,7 @@ def test_mosaic_kernels_are_told_apart():
     for kernel in found:
         rows, columns = (16, 128) if kernel.name == "triple_3" else (8, 256)
         assert (kernel.grid, kernel.cluster, kernel.threads) == (rows, 1, 128)
-        assert columns * 4 <= kernel.shared_bytes < columns * 4 + 256  # with its barrier
+        assert columns * 4 < kernel.shared_bytes <= 1024 + 64  # Mosaic aligns; the barrier
         assert 0 < kernel.resources.registers < 64
         assert kernel.resources.spill_bytes == 0
         assert kernel.resources.features == ("UTMALDG",)
