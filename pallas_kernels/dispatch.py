@@ -114,6 +114,11 @@ def _say_once(message: str) -> None:
     _log.warning(message)
 
 
+def interpreting() -> bool:
+    """Whether kernels are traced for the interpreter: for the few steps that it knows in another form only."""
+    return _interpreting
+
+
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = True) -> Iterator[None]:
     """Run every kernel in Mosaic's interpreter, on any platform: slow, for tests and dry runs.
