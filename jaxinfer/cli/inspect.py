@@ -27,7 +27,7 @@ def inspect(
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     registers: Annotated[
-        bool, typer.Option("--registers", help="Also registers and spills, for some seconds.")
+        bool, typer.Option("--registers", help="Also registers, spills and SASS, for some seconds.")
     ] = False,
 ) -> None:
     """Compile a model's decode loop for a GPU on this machine and show kernels, CUDA graphs and memory.
@@ -105,17 +105,18 @@ def _print(report: "TargetReport", title: str, registers: bool) -> None:
     if registers:
         kernels.add_column("registers")
         kernels.add_column("spilled bytes")
+        kernels.add_column("SASS")
     for kernel in report.of_layer(last):
         cells = [kernel.name, kernel.scope.split(f"layers.{last}/")[-1]]
         cells += [f"{size:,}" for size in (kernel.grid, kernel.threads, kernel.shared_bytes)]
         if registers:
             used = kernel.resources
-            cells += [str(used.registers), str(used.spill_bytes)] if used else ["", ""]
+            cells += [str(used.registers), str(used.spill_bytes), " ".join(used.features)] if used else [""] * 3
         kernels.add_row(*cells)
 
     temporaries = Table("largest temporaries", "from", "bytes", "how many")
     alike = collections.Counter((buffer.shape, buffer.bytes) for buffer in report.temporaries)
-    scopes = {kernel.name: kernel.scope for kernel in report.kernels}
+    scopes = {kernel.instruction: kernel.scope for kernel in report.kernels}
     for (shape, size), count in list(alike.items())[:TEMPORARIES]:
         first = next(buffer.name for buffer in report.temporaries if buffer.shape == shape)
         temporaries.add_row(shape, scopes.get(first.split("{")[0], ""), f"{size:,}", str(count))

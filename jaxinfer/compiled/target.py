@@ -126,7 +126,8 @@ class Kernel:
     """One launch (a kernel, a copy or a library call) of a compiled program.
 
     Attributes:
-      name: the HLO instruction it runs; of a Mosaic kernel, the name that it was given.
+      name: of a Mosaic kernel, what it was named; else the instruction's name.
+      instruction: the HLO instruction it runs.
       scope: where in the model its result comes from ("layers.3/attention/dot_general").
       kind: XLA's kind of thunk, or "mosaic".
       grid, threads, shared_bytes: blocks, threads of each, and shared memory declared at launch; 0 where unknown.
@@ -136,6 +137,7 @@ class Kernel:
     """
 
     name: str
+    instruction: str
     scope: str
     kind: str
     grid: int
@@ -266,6 +268,7 @@ def _kernels(
         found.append(
             Kernel(
                 name=dump.rpartition("_")[0] if dump else instruction,
+                instruction=instruction,
                 scope=scopes.get(instruction, "").split("/", 1)[-1],  # without "jit(function)/"
                 kind="mosaic" if dump else thunk.kind,
                 grid=launch.grid,
