@@ -150,24 +150,26 @@ def read_mosaic_dumps(hlo: str) -> dict[str, str]:
 
 
 def read_mosaic_launch(text: str) -> Launch:
-    """How a kernel is launched, from `NAME_7.before_layout_inference.txt`.
+    """How a kernel is launched, from `NAME_7.mlir-passes.log`, which has its module before and after every pass.
 
     The line is `gpu.launch async [..] blocks(..) in (%arg8 = %c128, %arg9 = %c1, ..) threads(..) in (..)
     dynamic_shared_memory_size %c74824_i32 {`, before the blocks `clusters(..) in (..)` if there are any.
     """
-    line = next((line for line in text.splitlines() if " gpu.launch " in line), "")
-    shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", line)
+    before, _, launch = text.partition(" gpu.launch ")
+    launch = launch.split("\n", 1)[0]
+    constants = {name: int(value) for name, value in re.findall(r"(%\S+) = arith\.constant (\d+) : i", before)}
+    shared = re.search(r"dynamic_shared_memory_size (%\w+)", launch)
     sizes = {
-        name: re.findall(r"= %c(\d+)", values) for name, values in re.findall(r"(\w+)\([^)]*\) in \(([^)]*)", line)
+        name: math.prod(constants[size] for size in re.findall(r"= (%\w+)", values))
+        for name, values in re.findall(r"(\w+)\([^)]*\) in \(([^)]*)", launch)
     }
     if shared is None or not {"blocks", "threads"} <= sizes.keys():
         raise ValueError("No launch found in Mosaic's module: its format has changed; see read_mosaic_launch.")
-    total = {name: math.prod(int(size) for size in of) for name, of in sizes.items()}
     return Launch(
-        grid=total["blocks"],
-        cluster=total.get("clusters", 1),
-        threads=total["threads"],
-        shared_bytes=int(shared[1]),
+        grid=sizes["blocks"],
+        cluster=sizes.get("clusters", 1),
+        threads=sizes["threads"],
+        shared_bytes=constants[shared[1]],
     )
 
 

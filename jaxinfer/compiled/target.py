@@ -315,7 +315,7 @@ def _disassemble(sources: list[Path]) -> dict[str, Resources]:
     return usage
 
 
-_LAUNCHES = "*.before_layout_inference.txt"
+_LAUNCHES = "*.mlir-passes.log"
 
 
 def _dump_name(file: Path) -> str:

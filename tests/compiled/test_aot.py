@@ -148,7 +148,7 @@ def test_registers_and_spills():
     assert all(0 < kernel.resources.registers < 256 for kernel in report.kernels if kernel.resources)
 
 
-def scaled(name, factor, columns):
+def scaled(name, factor, columns, semantics=plgpu.LoweringSemantics.Warpgroup):
     """A Mosaic kernel that copies rows to shared memory by TMA and writes them scaled."""
 
     def body(x, y, row, barrier):
@@ -165,6 +165,7 @@ def scaled(name, factor, columns):
             grid=x.shape[:1],
             grid_names=("row",),
             kernel_name=name,
+            compiler_params=plgpu.CompilerParams(lowering_semantics=semantics),
         )(x)
 
     return run
@@ -173,7 +174,7 @@ def scaled(name, factor, columns):
 @pytest.mark.aot
 def test_mosaic_kernels_are_told_apart():
     """By name, also where one is used twice, shared by a nested `jit`, or lies between XLA's own."""
-    double, triple = scaled("double", 2, 256), scaled("triple_3", 3, 128)
+    double, triple = scaled("double", 2, 256), scaled("triple_3", 3, 128, plgpu.LoweringSemantics.Lane)
     shared = jax.jit(scaled("shared", 5, 256))
 
     def f(x, y):
@@ -363,13 +364,14 @@ def test_read_mosaic_dumps():
 
 
 def test_read_mosaic_launch():
-    launch = (
+    constants = "".join(f"%c{size} = arith.constant {size} : i32\n" for size in (1, 2, 3, 128, 256, 74824))
+    launch = constants + (
         "    %50 = gpu.launch async [%8] clusters(%a, %b, %c) in (%d = %c2, %e = %c1, %f = %c1) "
-        "blocks(%g, %h, %i) in (%j = %c128_3, %k = %c3, %l = %c1) "
-        "threads(%m, %n, %o) in (%p = %c256, %q = %c1, %r = %c1) dynamic_shared_memory_size %c74824_i32 {"
+        "blocks(%g, %h, %i) in (%j = %c128, %k = %c3, %l = %c1) "
+        "threads(%m, %n, %o) in (%p = %c256, %q = %c1, %r = %c1) dynamic_shared_memory_size %c74824 {\n"
     )
     clustered = Launch(grid=384, cluster=2, threads=256, shared_bytes=74824)
-    assert read_mosaic_launch(f"module\n{launch}\n") == clustered
+    assert read_mosaic_launch(launch + "gpu.launch, after a pass") == clustered
     alone = re.sub(r"clusters.*?\) in \(.*?\) ", "", launch)
     assert read_mosaic_launch(alone) == dataclasses.replace(clustered, cluster=1)
     with pytest.raises(ValueError, match="format has changed"):
