@@ -1,0 +1,39 @@
+"""The nonlinearities of a transformer's MLP, for definitions and kernels alike."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def activate(x: jax.Array, name: str, *, erf: Callable[[jax.Array], jax.Array] = lax.erf) -> jax.Array:
+    """The nonlinearity of that name, elementwise, computed in float32 and rounded to x's dtype.
+
+    Args:
+      name: "gelu" (exact, with erf), "gelu_tanh" (its approximation), "relu" or "silu".
+      erf: the error function, for kernels whose compiler has none.
+    Raises: ValueError for another name.
+    """
+    y = x.astype(jnp.float32)
+    match name:
+        case "gelu":
+            y = 0.5 * y * (1.0 + erf(y * math.sqrt(0.5)))
+        case "gelu_tanh":
+            y = 0.5 * y * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * y * y * y)))
+        case "relu":
+            y = jnp.maximum(y, 0.0)
+        case "silu":
+            y = y * lax.logistic(y)
+        case _:
+            raise ValueError(f"activation must be gelu, gelu_tanh, relu or silu, got {name!r}.")
+    return y.astype(x.dtype)
+
+
+def approximate_erf(x: jax.Array) -> jax.Array:
+    """The error function to 1.5e-7 (Abramowitz and Stegun, formula 7.1.26)."""
+    t = 1.0 / (1.0 + 0.3275911 * jnp.abs(x))
+    polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    y = 1.0 - polynomial * jnp.exp(-x * x)
+    return jnp.where(x < 0.0, -y, y)

@@ -1,0 +1,444 @@
+"""The product of a few rows with a matrix of weights, at the speed at which the weights can be read.
+
+DeepSpeed Inference, sections III-B and III-C: at small batch a linear layer is a stream of weights. One kernel does it,
+with what comes before it (a norm) and after it (bias, activation, gate, residual) built in: `small_batch_linear` here,
+`norm_linear` and `linear_residual` in their own files.
+
+How it divides. A block owns TILE_N outputs and a share of the inputs. Its weights come by TMA into a ring of slots and
+are multiplied by `mma.sync`: the weights are the left operand, whose 64 rows are the outputs, and x is the right one,
+whose 8 or 16 columns are the rows of x. Weights are read once from memory; x, which is a thousandth of them, is read by
+every block from the L2 cache. Where the outputs alone make too few blocks, the inputs are divided over a cluster, which
+adds up its shares through an extra output.
+
+What keeps memory busy. 4.8 TB/s times 0.8 us of latency is 29 KB in flight on each of 132 SMs. The rings of two blocks
+hold twice that or more, and one block computes while the other waits. The ring is started before anything else, so that
+the rows are normalised while the first weights are on their way.
+
+Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them: no shape is padded by XLA.
+
+Another format of weights has its own `_multiply`, the only function that knows what a slot holds; what belongs to a
+channel, as a scale, goes where the bias does, into `_activated`.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.pallas.mosaic_gpu.helpers import inline_ptx  # no public way to fence
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array as registers
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.activations import activate, approximate_erf
+from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.tuning import tuned
+from pallas_kernels.weights import Weights, product
+
+TILE_N = 64  # outputs of a block: four warps of 16 rows, what one mma.sync takes
+MAX_ROWS = 16
+_SKEW = 8  # elements between the rows of x in shared memory: puts the rows of a column into different banks
+_MAX_STAGES = 8
+_IN_FLIGHT = 65_536  # bytes that the rings of an SM's blocks should hold
+_LHS, _RHS, _ACC = (
+    layout(jnp.bfloat16) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
+)
+_SMS, _SHARED_BYTES, _RESERVED_BYTES = (
+    132,
+    233_472,
+    1024,
+)  # of an H100 or H200: SMs; shared memory of one; a block's own
+
+
+def linear_definition(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:
+    """x W^T + b in plain JAX."""
+    y = product(x, weights)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def small_batch_linear(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:
+    """x W^T + b, one kernel for up to 16 rows.
+
+    x: [..., K]; weights: N by K; bias: [N]. Returns [..., N] in x's dtype.
+    """
+    return dispatch("small_batch_linear", small_batch_product, linear_definition, x, weights, bias)
+
+
+class Norm(NamedTuple):
+    """A norm over the inputs: LayerNorm, or RMSNorm if `shift` is None. scale, shift: [K]."""
+
+    scale: jax.Array
+    shift: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How the kernel divides its work.
+
+    Attributes:
+      tile_k: inputs of a slot. stages: slots of the ring. split: blocks that share the inputs, a cluster.
+    """
+
+    tile_k: int
+    stages: int
+    split: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that is static about one launch.
+
+    Attributes:
+      rows: of x. inputs, outputs: K, and the columns of the result.
+      matrices: 2 with a gate, else 1: how many weights each output has an input.
+      dtype: of x, the result, the residual and float weights.
+      eps: of the norm; None without.
+      operands: the names of the arrays in GMEM, in order.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    matrices: int
+    dtype: Any
+    eps: float | None
+    activation: str | None
+    operands: tuple[str, ...]
+    tiles: Tiles
+
+    @property
+    def columns(self) -> int:
+        """Rows of x as mma.sync takes them."""
+        return 8 if self.rows <= 8 else 16
+
+    @property
+    def share(self) -> int:
+        """Tiles of inputs that a block goes through; past the end of the inputs TMA fills in zeros."""
+        return pl.cdiv(self.inputs, self.tiles.tile_k * self.tiles.split)
+
+
+def small_batch_product(
+    x: jax.Array,
+    weights: Weights,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    norm: Norm | None = None,
+    *,
+    eps: float = 0.0,
+    activation: str | None = None,
+    gated: bool = False,
+) -> jax.Array:
+    """residual + act(norm(x) W^T + b), or with `gated` act(gate) * up of its alternating outputs; one kernel.
+
+    x: [..., K]; weights: N by K; bias: [N]; residual and result: [..., N], or [..., N / 2] with `gated`.
+    Raises: UnsupportedError, which names the constraint.
+    """
+    rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
+    matrices = 2 if gated else 1
+    outputs = weights.kernel.shape[0] // matrices
+    _check(x, weights, rows, outputs, norm)
+    arrays = {
+        "x": x.reshape(rows, inputs),
+        # The gate and up of a pair follow each other: a copy with a stride fetches either, and the tiles of both
+        # have the pairs at the same place, so that nothing need move between threads.
+        "weights": weights.kernel.reshape(outputs, matrices, inputs),
+        "bias": bias,
+        "residual": None if residual is None else residual.reshape(rows, outputs),
+        "scale": None if norm is None else norm.scale,
+        "shift": None if norm is None else norm.shift,
+    }
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    plan = Plan(
+        rows=rows,
+        inputs=inputs,
+        outputs=outputs,
+        matrices=matrices,
+        dtype=x.dtype,
+        eps=None if norm is None else eps,
+        activation=activation,
+        operands=tuple(arrays),
+        tiles=choose_tiles(rows, inputs, outputs, x.dtype, norm=norm is not None, gated=gated),
+    )
+    return _launch(plan, tuple(arrays.values())).reshape(*x.shape[:-1], outputs)
+
+
+def _check(x: jax.Array, weights: Weights, rows: int, outputs: int, norm: Norm | None) -> None:
+    if not 1 <= rows <= MAX_ROWS:
+        raise UnsupportedError(f"small-batch kernel takes 1 to {MAX_ROWS} rows, got {rows}")
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise UnsupportedError(f"small-batch kernel takes x in bfloat16, float16 or float32, got {x.dtype}")
+    if weights.kernel.dtype != x.dtype:
+        raise UnsupportedError(f"small-batch kernel takes weights in x's dtype {x.dtype}, got {weights.kernel.dtype}")
+    for name, size in (("inputs", x.shape[-1]), ("outputs", outputs)):
+        if size * x.dtype.itemsize % 16:
+            raise UnsupportedError(f"TMA takes rows of a multiple of 16 bytes, got {name}={size} in {x.dtype}")
+    if norm is not None and (x.shape[-1] % 64 or _row_layout(x.shape[-1])[1] > 160):
+        raise UnsupportedError(
+            f"threads hold normalised rows of 64 inputs each, up to 20480 and up to 5120 if the number is odd, "
+            f"got inputs={x.shape[-1]}"
+        )
+
+
+def choose_tiles(rows: int, inputs: int, outputs: int, dtype: Any, *, norm: bool, gated: bool) -> Tiles:
+    """The measured tile sizes of these shapes, or else those that the module's argument leads to."""
+    columns = 8 if rows <= 8 else 16
+    key = f"rows={columns},K={inputs},N={outputs},{jnp.dtype(dtype).name},{norm=},{gated=}"
+    if found := tuned("small_batch_linear", key):
+        return Tiles(**found)
+    # A slot of 16 KB takes few instructions a byte; beside normalised rows, which take much of the memory, one of 8 KB.
+    itemsize = jnp.dtype(dtype).itemsize
+    tile_k = (128 if norm else 256) // itemsize
+    slot = ((2 if gated else 1) * TILE_N + (0 if norm else columns)) * tile_k * itemsize
+    held = columns * (inputs + _SKEW) * itemsize if norm else 0
+    held += columns * TILE_N * (3 * 2 + 2 * itemsize)  # results and residual
+    held += 2 * TILE_N * 4 + 2048 + 1024  # bias, Mosaic's reductions and alignment
+    for blocks in (2, 1):  # of an SM
+        stages = min(_MAX_STAGES, (_SHARED_BYTES // blocks - _RESERVED_BYTES - held) // slot)
+        if stages * slot * blocks >= _IN_FLIGHT:
+            break
+    else:
+        raise UnsupportedError(f"{columns} normalised rows of {inputs} inputs leave no shared memory for weights")
+    tiles = pl.cdiv(inputs, tile_k)
+    cost = functools.partial(_cost, pl.cdiv(outputs, TILE_N), tiles, _SMS * blocks)
+    split = min(range(1, min(8, tiles) + 1), key=cost)
+    return Tiles(tile_k=tile_k, stages=min(stages, pl.cdiv(tiles, split)), split=split)
+
+
+def _cost(columns: int, tiles: int, slots: int, split: int) -> int:
+    """Time for `columns` x `split` blocks on `slots` places, in tiles that memory delivers.
+
+    While all places are taken memory is busy; in the last wave it is as long as a block an SM and a third remain, and a
+    wave of fewer blocks takes as long as that. Each block adds the latency of its first tile.
+    """
+    waves, rest = divmod(columns * split, slots)
+    busy = waves * slots + (max(rest, _SMS * 4 // 3) if rest else 0)
+    return busy * (pl.cdiv(tiles, split) + 1)
+
+
+def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
+    tiles, columns = plan.tiles, plan.columns
+    blocks = pl.cdiv(plan.outputs, TILE_N)
+    swizzled = (
+        plgpu.TilingTransform((8, 128 // plan.dtype.itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
+    scratch = {
+        "weights_s": plgpu.SMEM((tiles.stages, plan.matrices, TILE_N, tiles.tile_k), plan.dtype, transforms=swizzled),
+        "turned_s": plgpu.SMEM((3, columns, TILE_N), jnp.bfloat16),
+        "out_s": plgpu.SMEM((columns, TILE_N), plan.dtype),
+        "arrived": plgpu.Barrier(num_arrivals=plan.matrices + (plan.eps is None), num_barriers=tiles.stages),
+    }
+    if plan.eps is None:
+        scratch["x_s"] = plgpu.SMEM((tiles.stages, columns, tiles.tile_k), plan.dtype, transforms=swizzled)
+    else:
+        scratch["x_s"] = plgpu.SMEM((columns, plan.inputs + _SKEW), plan.dtype)
+    late = [name for name in ("bias", "residual") if name in plan.operands]
+    if late:
+        scratch["late"] = plgpu.Barrier(num_arrivals=len(late))
+    if "bias" in late:
+        dtype = arrays[plan.operands.index("bias")].dtype
+        scratch["bias_s"] = plgpu.SMEM((TILE_N * plan.matrices,), dtype)
+    if "residual" in late:
+        scratch["residual_s"] = plgpu.SMEM((columns, TILE_N), plan.dtype)
+    result = [jax.ShapeDtypeStruct((plan.rows, plan.outputs), plan.dtype)]
+    if tiles.split > 1:
+        scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("share",), num_arrivals=1)
+        partial = (tiles.split - 1, blocks, plan.matrices, TILE_N, columns)
+        result.append(jax.ShapeDtypeStruct(partial, jnp.float32))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=result,
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=("block",),
+        cluster=(tiles.split,),
+        cluster_names=("share",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),  # layouts as we state them
+        kernel_name="small_batch_linear",
+    )
+    return kernel(*arrays)[0]
+
+
+def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **smem: Any) -> None:
+    operands = dict(zip(plan.operands, refs, strict=False))
+    out, *partial = refs[len(plan.operands) :]
+    block, share = lax.axis_index("block"), lax.axis_index("share")
+    stages, tile_k = plan.tiles.stages, plan.tiles.tile_k
+    outputs = pl.ds(block * TILE_N, TILE_N)
+
+    def inputs(i: Any) -> Any:
+        return pl.ds((share * plan.share + i) * tile_k, tile_k)
+
+    def x_inputs(i: Any) -> Any:  # past the end any finite x will do, as weights are zeros there
+        last = plan.inputs // tile_k - 1
+        return pl.ds(pl.multiple_of(jnp.minimum(share * plan.share + i, last) * tile_k, tile_k), tile_k)
+
+    def fetch(i: Any, slot: Any) -> None:
+        for matrix in range(plan.matrices):
+            tile = operands["weights"].at[outputs, matrix, inputs(i)]
+            plgpu.copy_gmem_to_smem(tile, weights_s.at[slot, matrix], arrived.at[slot])
+        if plan.eps is None:
+            tile = operands["x"].at[pl.ds(0, plan.columns), inputs(i)]
+            plgpu.copy_gmem_to_smem(tile, x_s.at[slot], arrived.at[slot])
+
+    for i in range(min(stages, plan.share)):
+        fetch(i, i)
+    if "bias" in operands:
+        pairs = pl.ds(block * TILE_N * plan.matrices, TILE_N * plan.matrices)
+        plgpu.copy_gmem_to_smem(operands["bias"].at[pairs], smem["bias_s"], smem["late"])
+    if "residual" in operands:
+        rows = operands["residual"].at[pl.ds(0, plan.columns), outputs]
+        plgpu.copy_gmem_to_smem(rows, smem["residual_s"], smem["late"])
+    if plan.eps is not None:
+        _normalise(plan, operands["x"], operands["scale"], operands.get("shift"), x_s)
+
+    def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        slot = lax.rem(i, stages)
+        plgpu.barrier_wait(arrived.at[slot])
+        x_tile = x_s.at[slot] if plan.eps is None else x_s.at[:, x_inputs(i)]
+        accs = tuple(_multiply(acc, weights_s.at[slot, matrix], x_tile) for matrix, acc in enumerate(accs))
+
+        # The operands of all warps are in registers: TMA may overwrite what they have read once that is in order.
+        @pl.when(i + stages < plan.share)
+        def _() -> None:
+            plgpu.commit_smem()
+            fetch(i + stages, slot)
+
+        return accs
+
+    zeros = plgpu.layout_cast(jnp.zeros((TILE_N, plan.columns), jnp.float32), _ACC)
+    accs = lax.fori_loop(0, plan.share, step, (zeros,) * plan.matrices)
+    if partial:
+        _exchange(accs, partial[0].at[:, block], share, smem["summed"])
+
+    @pl.when(share == 0)
+    def _() -> None:
+        sums = list(accs)
+        for other in range(plan.tiles.split - 1):  # always in the same order
+            for matrix in range(plan.matrices):
+                sums[matrix] += plgpu.load(partial[0].at[other, block, matrix], layout=_ACC, optimized=False)
+        if "late" in smem:
+            plgpu.barrier_wait(smem["late"])
+        y = _turned(_activated(plan, sums, smem.get("bias_s")), turned_s)
+        if "residual_s" in smem:
+            y += plgpu.load(smem["residual_s"], layout=_result_layout(plan.columns)).astype(jnp.float32)
+        out_s[...] = y.astype(plan.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, plan.rows)], out.at[:, outputs])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _normalise(plan: Plan, x: Any, scale: Any, shift: Any, x_s: Any) -> None:
+    """Write the normalised rows of x [rows, K] into shared memory, as operands of the product.
+
+    Every block does it for itself. As many rows at a time as 128 registers of a thread hold.
+    """
+    assert plan.eps is not None
+    layout, registers_of_a_row = _row_layout(plan.inputs)
+    at_once = max(1, 128 // registers_of_a_row)
+    for first in range(0, plan.rows, at_once):
+        rows = pl.ds(first, min(at_once, plan.rows - first))
+        whole = pl.ds(0, plan.inputs)
+        vector = functools.partial(plgpu.load, layout=layout.reduce(0), optimized=False)
+        y = plgpu.load(x.at[rows, whole], layout=layout, optimized=False).astype(jnp.float32)
+
+        def spread(v: jax.Array, axis: int, shape: tuple[int, ...] = y.shape) -> jax.Array:
+            return plgpu.layout_cast(lax.broadcast_in_dim(v, shape, (axis,)), layout)
+
+        if shift is not None:
+            y -= spread(jnp.sum(y, axis=1) / plan.inputs, 0)
+        y *= spread(lax.rsqrt(jnp.sum(y * y, axis=1) / plan.inputs + plan.eps), 0)
+        y *= spread(vector(scale).astype(jnp.float32), 1)
+        if shift is not None:
+            y += spread(vector(shift).astype(jnp.float32), 1)
+        x_s.at[rows, whole][...] = y.astype(plan.dtype)
+    plgpu.commit_smem()
+
+
+def _row_layout(inputs: int) -> tuple[Any, int]:
+    """How 128 threads hold rows [R, K] of K inputs, and the elements of a row that each has.
+
+    All threads side by side, with up to eight neighbours each; or, if K is an odd multiple of 64, every warp holds all.
+    """
+    for width in (8, 4, 2, 1):
+        if inputs % (128 * width) == 0:
+            tiling = registers.Tiling(((1, 128 * width), (32 * width,), (width,)))
+            return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1), inputs // 128
+    tiling = registers.Tiling(((1, 64), (2,)))
+    everyone = (registers.Replicated(4),)
+    return plgpu.Layout.TILED(tiling, warp_dims=everyone, lane_dims=(-2,), vector_dim=-1), inputs // 32
+
+
+def _multiply(acc: jax.Array, weights: Any, x: Any) -> jax.Array:
+    """acc + W x^T. acc: float32 [TILE_N, columns]; in shared memory weights [TILE_N, tile_k], x [columns, tile_k]."""
+    w = plgpu.load(weights, layout=_LHS, optimized=False)
+    x = plgpu.load(x.T, layout=_RHS, optimized=False)
+    if w.dtype != jnp.float32:
+        return plgpu.mma(acc, w, x)
+    # As XLA's BF16_BF16_F32_X6: the products of the parts that matter, the smallest first.
+    w_parts, x_parts = _bfloat16_parts(w), _bfloat16_parts(x)
+    for i, j in ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0)):
+        acc = plgpu.mma(acc, w_parts[i], x_parts[j])
+    return acc
+
+
+def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
+    """Three bfloat16 whose sum is x, exactly: eight bits of its 24 each."""
+    parts = []
+    for _ in range(2):
+        high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
+        parts.append(high.astype(jnp.bfloat16))
+        x = x - high
+    return [*parts, x.astype(jnp.bfloat16)]
+
+
+def _exchange(accs: tuple[jax.Array, ...], partial: Any, share: jax.Array, summed: Any) -> None:
+    """Show the first block of a cluster the sums of the others.
+
+    partial: float32 [split - 1, matrices, TILE_N, columns] in GMEM.
+    All wait, as arrivals are counted in every block's own shared memory, which has to be there still.
+    """
+
+    @pl.when(share > 0)
+    def _() -> None:
+        for matrix, acc in enumerate(accs):
+            partial.at[share - 1, matrix][...] = acc
+
+    inline_ptx("fence.acq_rel.cluster;")
+    plgpu.barrier_arrive(summed)
+    plgpu.barrier_wait(summed)
+    inline_ptx("fence.acq_rel.cluster;")
+
+
+def _activated(plan: Plan, sums: list[jax.Array], bias: Any) -> jax.Array:
+    """act(y + b), or act(gate + b) * (up + b'). sums: float32 [TILE_N, columns]; bias: [TILE_N * matrices]."""
+    if bias is not None:
+        for matrix in range(plan.matrices):
+            vector = plgpu.load(bias.at[pl.ds(matrix, TILE_N, plan.matrices)], layout=_ACC.reduce(1), optimized=False)
+            spread = lax.broadcast_in_dim(vector.astype(jnp.float32), sums[matrix].shape, (0,))
+            sums[matrix] += plgpu.layout_cast(spread, _ACC)
+    y = sums[0] if plan.activation is None else activate(sums[0], plan.activation, erf=approximate_erf)
+    return y * sums[1] if plan.matrices == 2 else y
+
+
+def _turned(y: jax.Array, turned_s: Any) -> jax.Array:
+    """y^T, [columns, TILE_N], its rows as they lie in memory. turned_s: bfloat16 [3, columns, TILE_N].
+
+    Threads exchange 16-bit values only (`stmatrix`), so that float32 goes in three parts, which lose nothing.
+    """
+    parts = _bfloat16_parts(y)
+    for i, part in enumerate(parts):
+        turned_s.at[i].T[...] = part
+    plgpu.commit_smem()
+    layout = _result_layout(y.shape[1])
+    high, middle, low = (plgpu.load(turned_s.at[i], layout=layout).astype(jnp.float32) for i in range(len(parts)))
+    return high + (middle + low)
+
+
+def _result_layout(columns: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((columns, TILE_N), vec_size=columns * TILE_N // 128)
