@@ -55,12 +55,13 @@ def top_k_gating(logits: jax.Array, k: int, *, capacity: int | None = None, norm
         raise ValueError(f"top_k_gating needs 1 <= k <= {experts} experts, got k={k}.")
     if capacity is not None and capacity < 1:
         raise ValueError(f"top_k_gating needs a capacity of at least 1, got {capacity}.")
-    options = {"k": k, "capacity": capacity, "normalize": normalize}
-    kernel, definition = functools.partial(_kernel, **options), functools.partial(_definition, **options)
-    return dispatch("top_k_gating", kernel, definition, logits.astype(jnp.float32))
+    logits = logits.astype(jnp.float32)
+    return dispatch(
+        "top_k_gating", _gating_kernel, _gating_definition, logits, k=k, capacity=capacity, normalize=normalize
+    )
 
 
-def _definition(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
+def _gating_definition(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
     tokens, num_experts = logits.shape
     values, experts = lax.top_k(logits, k)
     total = jax.nn.logsumexp(values if normalize else logits, axis=1, keepdims=True)
@@ -124,7 +125,7 @@ class _Plan(NamedTuple):
         return jnp.minimum(self.tokens - lax.axis_index("tile") * self.tile, self.tile)
 
 
-def _kernel(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
+def _gating_kernel(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
     tokens, num_experts = logits.shape
     if num_experts > _MAX_EXPERTS or num_experts % 4:
         raise UnsupportedError(f"it takes up to {_MAX_EXPERTS} experts, a multiple of 4, got {num_experts}")
@@ -138,15 +139,18 @@ def _kernel(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool)
     each_choice, each_expert = integers((tokens * k,)), integers((num_experts,))
     chosen = (each_choice, jax.ShapeDtypeStruct(each_choice.shape, jnp.float32))
     tables = (each_choice, each_choice, each_expert, each_expert)
-    gate = functools.partial(_gate, plan=plan, normalize=normalize)
-    if tiles == 1:
-        experts, weights, rows, owners, offsets, sizes = launch(gate, out_type=chosen + tables)(logits[:, None])
-    else:
-        experts, weights, positions, counts = launch(
-            gate, out_type=(*chosen, each_choice, integers((tiles, plan.width)))
-        )(logits[:, None])
+    counted = (each_choice, integers((tiles, plan.width)))
+    gate = launch(
+        functools.partial(_gate, plan=plan, normalize=normalize),
+        out_type=chosen + (tables if tiles == 1 else counted),
+        kernel_name="moe_gate",
+    )
+    # In three dimensions a copy is not swizzled, which it can be for multiples of 8 tokens only.
+    experts, weights, *rest = gate(logits[:, None])
+    if tiles > 1:
         place = functools.partial(_place, plan=plan, tiles=tiles)
-        rows, owners, offsets, sizes = launch(place, out_type=tables)(experts, positions, counts)
+        rest = launch(place, out_type=tables, kernel_name="moe_place")(experts, *rest)
+    rows, owners, offsets, sizes = rest
     experts, weights, rows = (x.reshape(tokens, k) for x in (experts, weights, rows))
     routing = Routing(experts, weights, rows, owners, offsets, sizes)
     return routing if capacity is None else _limited(routing, capacity)

@@ -6,7 +6,6 @@ A block finds its tile from `offsets` and `sizes` alone; experts without rows ha
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +27,10 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: 
         experts' rows ascend and do not overlap.
     Returns: [R, N] in x's dtype, summed in float32. Rows of no expert may hold anything.
     """
-    return dispatch("grouped_matmul", _kernel, _definition, x, weights, offsets, sizes)
+    return dispatch("grouped_matmul", _grouped_matmul_kernel, _grouped_matmul_definition, x, weights, offsets, sizes)
 
 
-def _definition(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+def _grouped_matmul_definition(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
     """Block after block of the rows of one expert: at most twice the necessary products, and some."""
     (rows, _), (experts, outputs, _) = x.shape, weights.shape
     block = min(max(pl.next_power_of_2(rows // experts), 1), 64)
@@ -55,7 +54,8 @@ class Tiles:
     """What a block computes.
 
     Attributes:
-      rows, outputs: of its tile of the result. stages: slots of the ring, each 64 inputs of the tile's rows and weights.
+      rows, outputs: of its tile of the result.
+      stages: slots of the ring, each of 64 inputs of the tile's rows and weights.
     """
 
     rows: int
@@ -79,7 +79,7 @@ _SPREAD = 8  # neighbouring tiles of outputs that run together, so that they sha
 _MAX_EXPERTS = 256
 
 
-def _kernel(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+def _grouped_matmul_kernel(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
     (rows, inputs), (experts, outputs, _) = x.shape, weights.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
         raise UnsupportedError(f"it takes bfloat16 or float16, got {x.dtype} and {weights.dtype}")
@@ -103,12 +103,14 @@ def _kernel(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Arr
         out_type=jax.ShapeDtypeStruct((rows, 1, outputs), x.dtype),  # in three dimensions copies are not swizzled
         grid=(pl.cdiv(outputs, tiles.outputs * _SPREAD), numbers, _SPREAD),
         grid_names=("spread", "number", "output"),
+        kernel_name="grouped_matmul",
     )
     x = jnp.pad(x, ((0, -rows % 8), (0, 0)))  # TMA swizzles whole tiles of 8 rows
     return launch(x, weights, offsets, sizes)[:, 0]
 
 
-class _Tile(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Tile:
     """What a block is to do: `count` rows from `first` on, of one expert; no more than `start` + Tiles.rows - 1."""
 
     expert: jax.Array
@@ -153,7 +155,10 @@ def _multiply(x_g, weights_g, y_g, tile: _Tile, first_output, *, tiles: Tiles) -
     """One tile of the result. The weights are the left operand: 64 of them are what wgmma takes, rows as few as 8."""
     steps = x_g.shape[1] // _INPUTS
     stages = min(tiles.stages, steps)
-    swizzled = {"transforms": (plgpu.TilingTransform((8, _INPUTS)), plgpu.SwizzleTransform(128))}
+    swizzled = (
+        plgpu.TilingTransform((8, _INPUTS)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
 
     @functools.partial(
         pl.run_scoped,
@@ -161,8 +166,8 @@ def _multiply(x_g, weights_g, y_g, tile: _Tile, first_output, *, tiles: Tiles) -
         # The result takes the place of the operands, once they have been read: two blocks fit an SM.
         shared=plgpu.RefUnion(
             (
-                plgpu.SMEM((stages, tiles.rows, _INPUTS), x_g.dtype, **swizzled),
-                plgpu.SMEM((stages, tiles.outputs, _INPUTS), x_g.dtype, **swizzled),
+                plgpu.SMEM((stages, tiles.rows, _INPUTS), x_g.dtype, transforms=swizzled),
+                plgpu.SMEM((stages, tiles.outputs, _INPUTS), x_g.dtype, transforms=swizzled),
             ),
             plgpu.SMEM((tiles.rows, 1, tiles.outputs), y_g.dtype),
         ),
@@ -197,7 +202,7 @@ def _multiply(x_g, weights_g, y_g, tile: _Tile, first_output, *, tiles: Tiles) -
             lax.fori_loop(0, steps, add, None)
             return total[...]
 
-        total = pl.run_scoped(accumulate, plgpu.ACC((tiles.outputs, tiles.rows), jnp.float32))
+        total = pl.run_scoped(accumulate, plgpu.ACC((tiles.outputs, tiles.rows), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
         y.at[:, 0].T[...] = total.astype(y.dtype)
         plgpu.commit_smem()
         _store(y, y_g, tile, first_output)

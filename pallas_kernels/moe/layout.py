@@ -4,8 +4,6 @@ DeepSpeed Inference, section V-C, steps 3 and 4. Both kernels only move memory: 
 a few rows straight through registers, 16 bytes a thread and a row, all rows in flight together.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -35,15 +33,19 @@ def _unpermute_definition(y: jax.Array, routing: Routing) -> jax.Array:
         rows = y.at[routing.rows[:, choice]].get(mode="fill", fill_value=0)
         return routing.weights[:, choice, None] * rows.astype(jnp.float32)
 
-    return sum(map(part, range(1, routing.rows.shape[1])), part(0)).astype(y.dtype)
+    total = part(0)
+    for choice in range(1, routing.rows.shape[1]):
+        total += part(choice)
+    return total.astype(y.dtype)
 
 
 _GROUP = 8  # rows of a block, where there are enough for all SMs
 _FEW = 1024  # rows; fewer get a block each
+_MAX_CHOICES = 16  # of a token, whose rows are in registers together
 
 
 def _permute_kernel(x: jax.Array, routing: Routing) -> jax.Array:
-    (tokens, columns), rows = x.shape, len(routing.tokens)
+    columns, rows = x.shape[1], len(routing.tokens)
 
     def copy(x_g, tokens_g, y_g, *, rows_at, columns_at):
         sources = [tokens_g[row] for row in rows_at]
@@ -51,20 +53,26 @@ def _permute_kernel(x: jax.Array, routing: Routing) -> jax.Array:
         for row, value in zip(rows_at, values, strict=True):
             y_g[row, columns_at] = value
 
-    return _launch(copy, jax.ShapeDtypeStruct((rows, columns), x.dtype))(x, routing.tokens)
+    return _launch("moe_permute", copy, jax.ShapeDtypeStruct((rows, columns), x.dtype))(x, routing.tokens)
 
 
 def _unpermute_kernel(y: jax.Array, routing: Routing) -> jax.Array:
     (tokens, k), columns = routing.rows.shape, y.shape[1]
+    if k > _MAX_CHOICES:
+        raise UnsupportedError(f"it takes up to {_MAX_CHOICES} choices of a token, got {k}")
 
     def mix(y_g, rows_g, weights_g, out_g, *, rows_at, columns_at):
         for token in rows_at:
             sources = [rows_g[token, choice] for choice in range(k)]
             values = [_read(y_g, source, columns_at) for source in sources]
-            total = sum(weights_g[token, i] * value.astype(jnp.float32) for i, value in enumerate(values))
+            total = jnp.zeros(values[0].shape, jnp.float32)
+            for choice, value in enumerate(values):
+                total += weights_g[token, choice] * value.astype(jnp.float32)
             out_g[token, columns_at] = total.astype(y.dtype)
 
-    return _launch(mix, jax.ShapeDtypeStruct((tokens, columns), y.dtype))(y, routing.rows, routing.weights)
+    return _launch("moe_unpermute", mix, jax.ShapeDtypeStruct((tokens, columns), y.dtype))(
+        y, routing.rows, routing.weights
+    )
 
 
 def _read(ref, row, columns):
@@ -74,7 +82,7 @@ def _read(ref, row, columns):
     return jnp.where(jnp.full(value.shape, row < ref.shape[0]), value, jnp.zeros_like(value))
 
 
-def _launch(body, out: jax.ShapeDtypeStruct):
+def _launch(name: str, body, out: jax.ShapeDtypeStruct):
     """A block for each stretch of columns of a few result rows; the last block repeats the last row."""
     rows, columns = out.shape
     width = 2048 // out.dtype.itemsize  # 16 bytes a thread
@@ -89,5 +97,9 @@ def _launch(body, out: jax.ShapeDtypeStruct):
         body(*refs, rows_at=rows_at, columns_at=pl.ds(lax.axis_index("columns") * width, width))
 
     return plgpu.kernel(
-        kernel, out_type=out, grid=(pl.cdiv(rows, group), columns // width), grid_names=("rows", "columns")
+        kernel,
+        out_type=out,
+        grid=(pl.cdiv(rows, group), columns // width),
+        grid_names=("rows", "columns"),
+        kernel_name=name,
     )
