@@ -115,6 +115,11 @@ class Plan:
         return 8 if self.rows <= 8 else 16
 
     @property
+    def held(self) -> int:
+        """Rows of x in shared memory, with a norm. A single one stands for all columns of a product."""
+        return 1 if self.rows == 1 else self.columns
+
+    @property
     def share(self) -> int:
         """Tiles of inputs that a block goes through; past the end of the inputs TMA fills in zeros."""
         return pl.cdiv(self.inputs, self.tiles.tile_k * self.tiles.split)
@@ -192,30 +197,32 @@ def choose_tiles(rows: int, inputs: int, outputs: int, dtype: Any, *, norm: bool
     itemsize = jnp.dtype(dtype).itemsize
     tile_k = (128 if norm else 256) // itemsize
     slot = ((2 if gated else 1) * TILE_N + (0 if norm else columns)) * tile_k * itemsize
-    held = columns * (inputs + _SKEW) * itemsize if norm else 0
-    held += columns * TILE_N * (3 * 2 + 2 * itemsize)  # results and residual
-    held += 2 * TILE_N * 4 + 2048 + 1024  # bias, Mosaic's reductions and alignment
-    for blocks in (2, 1):  # of an SM
-        stages = min(_MAX_STAGES, (_SHARED_BYTES // blocks - _RESERVED_BYTES - held) // slot)
-        if stages * slot * blocks >= _IN_FLIGHT:
-            break
-    else:
+    fixed = columns * TILE_N * (3 * 2 + 2 * itemsize)  # results and residual
+    fixed += 2 * TILE_N * 4 + 2048 + 1024  # bias, Mosaic's reductions and alignment
+    wide, tiles = pl.cdiv(outputs, TILE_N), pl.cdiv(inputs, tile_k)
+    choices = []
+    for split in range(1, min(8, tiles) + 1):
+        share = pl.cdiv(tiles, split)
+        held = (1 if rows == 1 else columns) * (share * tile_k + _SKEW) * itemsize if norm else 0
+        for blocks in (2, 1):  # of an SM
+            stages = min(_MAX_STAGES, (_SHARED_BYTES // blocks - _RESERVED_BYTES - fixed - held) // slot)
+            if stages * slot * blocks >= _IN_FLIGHT:
+                cost = _cost(wide * split, _SMS * blocks) * (share + (4 if norm else 1))
+                choices.append((cost, Tiles(tile_k=tile_k, stages=min(stages, share), split=split)))
+                break
+    if not choices:
         raise UnsupportedError(f"{columns} normalised rows of {inputs} inputs leave no shared memory for weights")
-    tiles = pl.cdiv(inputs, tile_k)
-    cost = functools.partial(_cost, pl.cdiv(outputs, TILE_N), tiles, _SMS * blocks)
-    split = min(range(1, min(8, tiles) + 1), key=cost)
-    return Tiles(tile_k=tile_k, stages=min(stages, pl.cdiv(tiles, split)), split=split)
+    return min(choices, key=lambda choice: choice[0])[1]
 
 
-def _cost(columns: int, tiles: int, slots: int, split: int) -> int:
-    """Time for `columns` x `split` blocks on `slots` places, in tiles that memory delivers.
+def _cost(blocks: int, slots: int) -> int:
+    """How long this many blocks run on so many places, as a number of blocks while memory is busy.
 
-    While all places are taken memory is busy; in the last wave it is as long as a block an SM and a third remain, and a
-    wave of fewer blocks takes as long as that. Each block adds the latency of its first tile.
+    Memory is busy while all places are taken. The last wave lasts as long as its blocks have bytes, or as one of four
+    blocks on three SMs, which memory can just be busy with.
     """
-    waves, rest = divmod(columns * split, slots)
-    busy = waves * slots + (max(rest, _SMS * 4 // 3) if rest else 0)
-    return busy * (pl.cdiv(tiles, split) + 1)
+    waves, rest = divmod(blocks, slots)
+    return waves * slots + (max(rest, min(slots, _SMS * 4 // 3)) if rest else 0)
 
 
 def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
@@ -234,7 +241,7 @@ def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
     if plan.eps is None:
         scratch["x_s"] = plgpu.SMEM((tiles.stages, columns, tiles.tile_k), plan.dtype, transforms=swizzled)
     else:
-        scratch["x_s"] = plgpu.SMEM((columns, plan.inputs + _SKEW), plan.dtype)
+        scratch["x_s"] = plgpu.SMEM((plan.held, plan.share * tiles.tile_k + _SKEW), plan.dtype)
     late = [name for name in ("bias", "residual") if name in plan.operands]
     if late:
         scratch["late"] = plgpu.Barrier(num_arrivals=len(late))
@@ -274,9 +281,12 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
     def inputs(i: Any) -> Any:
         return pl.ds((share * plan.share + i) * tile_k, tile_k)
 
-    def x_inputs(i: Any) -> Any:  # past the end any finite x will do, as weights are zeros there
-        last = plan.inputs // tile_k - 1
-        return pl.ds(pl.multiple_of(jnp.minimum(share * plan.share + i, last) * tile_k, tile_k), tile_k)
+    # With a norm: of the shares that divide unequally the last begins early, so that all lie within x.
+    held = jnp.minimum(share * plan.share, plan.inputs // tile_k - plan.share)
+
+    def held_inputs(i: Any) -> Any:  # past the end any finite x will do, as the weights are zeros there
+        tile = jnp.minimum(share * plan.share - held + i, plan.share - 1)
+        return pl.ds(pl.multiple_of(tile * tile_k, tile_k), tile_k)
 
     def fetch(i: Any, slot: Any) -> None:
         for matrix in range(plan.matrices):
@@ -295,12 +305,12 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
         rows = operands["residual"].at[pl.ds(0, plan.columns), outputs]
         plgpu.copy_gmem_to_smem(rows, smem["residual_s"], smem["late"])
     if plan.eps is not None:
-        _normalise(plan, operands["x"], operands["scale"], operands.get("shift"), x_s)
+        _normalise(plan, operands["x"], operands["scale"], operands.get("shift"), held * tile_k, x_s)
 
     def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(arrived.at[slot])
-        x_tile = x_s.at[slot] if plan.eps is None else x_s.at[:, x_inputs(i)]
+        x_tile = x_s.at[slot] if plan.eps is None else x_s.at[:, held_inputs(i)]
         accs = tuple(_multiply(acc, weights_s.at[slot, matrix], x_tile) for matrix, acc in enumerate(accs))
 
         # The operands of all warps are in registers: TMA may overwrite what they have read once that is in order.
@@ -333,31 +343,42 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
         plgpu.wait_smem_to_gmem(0)
 
 
-def _normalise(plan: Plan, x: Any, scale: Any, shift: Any, x_s: Any) -> None:
-    """Write the normalised rows of x [rows, K] into shared memory, as operands of the product.
+def _normalise(plan: Plan, x: Any, scale: Any, shift: Any, first_input: jax.Array, x_s: Any) -> None:
+    """Write normalised rows of x [rows, K] into shared memory, from that input on, as operands of the product.
 
-    Every block does it for itself. As many rows at a time as 128 registers of a thread hold.
+    Every block finds the means of the whole rows by itself, as many at a time as 128 registers of a thread hold.
     """
     assert plan.eps is not None
     layout, registers_of_a_row = _row_layout(plan.inputs)
+    width = plan.share * plan.tiles.tile_k
+    held, held_layout = pl.ds(first_input, width), _row_layout(width)[0]
     at_once = max(1, 128 // registers_of_a_row)
     for first in range(0, plan.rows, at_once):
         rows = pl.ds(first, min(at_once, plan.rows - first))
-        whole = pl.ds(0, plan.inputs)
-        vector = functools.partial(plgpu.load, layout=layout.reduce(0), optimized=False)
-        y = plgpu.load(x.at[rows, whole], layout=layout, optimized=False).astype(jnp.float32)
+        y = _load_rows(x.at[rows, pl.ds(0, plan.inputs)], layout)
+        mean = None if shift is None else jnp.sum(y, axis=1) / plan.inputs
+        if mean is not None:
+            y -= _spread(mean, 0, y.shape, layout)
+        factor = lax.rsqrt(jnp.sum(y * y, axis=1) / plan.inputs + plan.eps)
 
-        def spread(v: jax.Array, axis: int, shape: tuple[int, ...] = y.shape) -> jax.Array:
-            return plgpu.layout_cast(lax.broadcast_in_dim(v, shape, (axis,)), layout)
-
+        y = _load_rows(x.at[rows, held], held_layout)
+        if mean is not None:
+            y -= _spread(mean, 0, y.shape, held_layout)
+        y *= _spread(factor, 0, y.shape, held_layout)
+        y *= _spread(_load_rows(scale.at[held], held_layout.reduce(0)), 1, y.shape, held_layout)
         if shift is not None:
-            y -= spread(jnp.sum(y, axis=1) / plan.inputs, 0)
-        y *= spread(lax.rsqrt(jnp.sum(y * y, axis=1) / plan.inputs + plan.eps), 0)
-        y *= spread(vector(scale).astype(jnp.float32), 1)
-        if shift is not None:
-            y += spread(vector(shift).astype(jnp.float32), 1)
-        x_s.at[rows, whole][...] = y.astype(plan.dtype)
+            y += _spread(_load_rows(shift.at[held], held_layout.reduce(0)), 1, y.shape, held_layout)
+        x_s.at[rows, pl.ds(0, width)][...] = y.astype(plan.dtype)
     plgpu.commit_smem()
+
+
+def _load_rows(ref: Any, layout: Any) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def _spread(vector: jax.Array, axis: int, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """The vector along this axis of a matrix, the same along the other."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), layout)
 
 
 def _row_layout(inputs: int) -> tuple[Any, int]:
@@ -377,7 +398,7 @@ def _row_layout(inputs: int) -> tuple[Any, int]:
 def _multiply(acc: jax.Array, weights: Any, x: Any) -> jax.Array:
     """acc + W x^T. acc: float32 [TILE_N, columns]; in shared memory weights [TILE_N, tile_k], x [columns, tile_k]."""
     w = plgpu.load(weights, layout=_LHS, optimized=False)
-    x = plgpu.load(x.T, layout=_RHS, optimized=False)
+    x = _right_operand(x, acc.shape[1])
     if w.dtype != jnp.float32:
         return plgpu.mma(acc, w, x)
     # As XLA's BF16_BF16_F32_X6: the products of the parts that matter, the smallest first.
@@ -385,6 +406,14 @@ def _multiply(acc: jax.Array, weights: Any, x: Any) -> jax.Array:
     for i, j in ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0)):
         acc = plgpu.mma(acc, w_parts[i], x_parts[j])
     return acc
+
+
+def _right_operand(x: Any, columns: int) -> jax.Array:
+    """x^T [tile_k, columns] in registers, of x [columns, tile_k] or of one row, for all columns, in shared memory."""
+    if x.shape[0] == columns:
+        return plgpu.load(x.T, layout=_RHS, optimized=False)
+    row = plgpu.load(x.at[0], layout=_RHS.reduce(1), optimized=False)
+    return _spread(row, 0, (x.shape[1], columns), _RHS)
 
 
 def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
@@ -420,8 +449,7 @@ def _activated(plan: Plan, sums: list[jax.Array], bias: Any) -> jax.Array:
     if bias is not None:
         for matrix in range(plan.matrices):
             vector = plgpu.load(bias.at[pl.ds(matrix, TILE_N, plan.matrices)], layout=_ACC.reduce(1), optimized=False)
-            spread = lax.broadcast_in_dim(vector.astype(jnp.float32), sums[matrix].shape, (0,))
-            sums[matrix] += plgpu.layout_cast(spread, _ACC)
+            sums[matrix] += _spread(vector.astype(jnp.float32), 0, sums[matrix].shape, _ACC)
     y = sums[0] if plan.activation is None else activate(sums[0], plan.activation, erf=approximate_erf)
     return y * sums[1] if plan.matrices == 2 else y
 
