@@ -7,6 +7,7 @@ a kernel and the definition is made here. Start at `linear.py` (matrix products)
 from pallas_kernels.attention import attention
 from pallas_kernels.kv_pages import KVPages, write_pages
 from pallas_kernels.linear import linear, quantized_linear
+from pallas_kernels.merge_tokens import merge_tokens
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.weights import quantize_rows
 
@@ -14,6 +15,7 @@ __all__ = [
     "KVPages",
     "attention",
     "linear",
+    "merge_tokens",
     "paged_attention",
     "quantize_rows",
     "quantized_linear",
