@@ -1,0 +1,713 @@
+"""Attention of generated tokens over the paged cache, from the projected qkv to the heads' outputs.
+
+The definition is several operations: norms of queries and keys, rotation, storing in pages, attention. The kernel is
+one launch for all of them ("Deep-Fusion" of region 2, DeepSpeed Inference, arXiv:2207.00032, section III-D): a
+generated token has few queries, so that the time is that of reading its keys and values once.
+
+    grid (row, KV head), a cluster of S blocks for each, which share the row's keys (flash decoding)
+
+A block computes the queries itself (a slab of qkv of some KiB, from L2), reads its part of the row's pages by TMA, a
+page's slice of one head at a time, and keeps a running softmax in registers (Dao et al. 2022, arXiv:2205.14135). The
+partial sums of a cluster meet in global memory, 4 S (K + 2) N bytes for N queries, which stay in L2.
+
+Products are transposed: S^T [keys, queries] = K q^T and O^T [features, queries] = V^T P^T, so that keys and features
+are the many rows of the tensor cores' left operand, and the few queries of a token the columns: 8 are enough.
+
+Bytes: 2 Hkv K (context + tokens) elements a row, each read once by one block; all else is small. One block of keys and
+values in bfloat16 is 256 K bytes, and two blocks of 128 threads per SM with two or more in flight each keep 64 KiB or
+more on the way, twice what 4.8 TB/s of an H200 ask for at a latency of 0.8 us.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.pallas.mosaic_gpu.helpers import inline_ptx
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.kv_pages import KVPages, write_pages
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rotary import rotate
+from pallas_kernels.tuning import tuned
+
+MAX_DECODE_TOKENS = 8
+"""Most tokens of a row: the last one chosen, and its drafts."""
+
+
+def decode_attention(
+    qkv: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    kv_heads: int,
+    head_dim: int,
+    rotary: tuple[jax.Array, jax.Array] | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    norm_eps: float = 1e-6,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: tuple[float, ...] | None = None,
+) -> tuple[jax.Array, KVPages]:
+    """Store the tokens' keys and values in the cache, and attend from their queries to all of the row's.
+
+    Rows are different requests: none attends to what another one stores in this call. Tokens of a row follow one
+    another, with padding at the end. The cache is written in place where the caller donates it.
+
+    Args:
+      qkv: [B, T, Hkv * (G + 2) * K], by KV head: its G queries, its key, its value. T is at most MAX_DECODE_TOKENS.
+      pages: the cache, in qkv's dtype or in int8.
+      page_table: int32 [B, P]; page i of a row holds its positions from i * page_size on.
+      positions: int32 [B, T], negative for padding, which stores nothing and whose result is finite.
+      rotary: cos and sin, float32 [B, T, 1, R / 2], as in `rotate`.
+      q_norm, k_norm: float32 [K], scales of an RMSNorm of every query and key head before rotation; both or neither.
+      scale, window, softcap, alibi: as in `attention`.
+    Returns: [B, T, Hkv * G * K] in qkv's dtype, and the cache.
+    """
+    if qkv.shape[1] > MAX_DECODE_TOKENS:
+        raise ValueError(f"qkv has {qkv.shape[1]} tokens a row; at most {MAX_DECODE_TOKENS} are decoded at once.")
+    return dispatch(
+        "decode_attention",
+        _kernel,
+        _definition,
+        qkv,
+        pages,
+        page_table,
+        positions,
+        rotary,
+        None if q_norm is None or k_norm is None else (q_norm, k_norm),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=norm_eps,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        alibi=alibi,
+    )
+
+
+def _definition(
+    qkv: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    positions: jax.Array,
+    rotary: tuple[jax.Array, jax.Array] | None,
+    norms: tuple[jax.Array, jax.Array] | None,
+    *,
+    kv_heads: int,
+    head_dim: int,
+    norm_eps: float,
+    **options: Any,
+) -> tuple[jax.Array, KVPages]:
+    q, k, v = _heads(qkv, rotary, norms, kv_heads, head_dim, norm_eps)
+    pages = _stored(pages, k, v, page_table, positions)
+    heads = paged_attention(q, pages, page_table, positions, **options)
+    return heads.reshape(*qkv.shape[:2], -1), pages
+
+
+def _heads(
+    qkv: jax.Array,
+    rotary: tuple[jax.Array, jax.Array] | None,
+    norms: tuple[jax.Array, jax.Array] | None,
+    kv_heads: int,
+    head_dim: int,
+    norm_eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, Hq, K], keys and values [B, T, Hkv, K], as attention takes them."""
+    grouped = qkv.reshape(*qkv.shape[:2], kv_heads, -1, head_dim)
+    q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, head_dim)
+    k, v = grouped[..., -2, :], grouped[..., -1, :]
+    if norms is not None:
+        q, k = (_rms_norm(x, scale, norm_eps) for x, scale in zip((q, k), norms, strict=True))
+    if rotary is not None:
+        q, k = rotate(q, rotary), rotate(k, rotary)
+    return q, k, v
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale
+    return y.astype(x.dtype)
+
+
+def _stored(pages: KVPages, k: jax.Array, v: jax.Array, page_table: jax.Array, positions: jax.Array) -> KVPages:
+    """The cache with keys and values [B, T, Hkv, K] at their positions."""
+    num_pages, page_size = pages.k.shape[:2]
+    page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
+    page = jnp.where(positions < 0, num_pages, page).reshape(-1)
+    slot = (positions % page_size).reshape(-1)
+    return write_pages(pages, k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]), page, slot, rows=len(positions))
+
+
+# The kernel.
+
+_KEYS = 64  # of a block: the rows of four warps' products
+_QUERIES = 32  # whose softmax is computed at once
+_PIECE = 64  # features that are multiplied at once: likewise
+_HIDDEN = -1e30  # finite, so that the weight of sums made of hidden keys alone, exp(_HIDDEN - score), is 0
+_LOG2E = math.log2(math.e)
+_SMS = 132
+_SHARED = 227 << 10  # bytes a block can have
+_ROWS = plgpu.Layout.TILED(plgpu.Tiling(((8, 16), (2, 16), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How a row's keys are divided.
+
+    Attributes:
+      splits: blocks of a cluster that share a row's keys: 1, 2, 4 or 8.
+      stages: blocks of keys and values that one of them has in flight or in use.
+    """
+
+    splits: int
+    stages: int
+
+
+type _State = tuple[jax.Array, jax.Array, list[jax.Array]]
+"""The running softmax of n queries: maxima [n], sums of weights [n], and of weighted values [_PIECE, n], by piece."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is static of a call; names as in `decode_attention`."""
+
+    batch: int
+    tokens: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    width: int  # of the page table
+    dtype: np.dtype
+    int8: bool  # the cache
+    half: int  # R / 2; 0 without rotation
+    norms: bool
+    norm_eps: float
+    scale: float
+    window: int | None
+    softcap: float | None
+    alibi: bool
+
+    @property
+    def columns(self) -> int:
+        """N: a row's queries of one KV head, of every token in turn, and what fills up the last eight."""
+        return -(-self.tokens * self.group // 8) * 8
+
+    @property
+    def slab(self) -> int:
+        """Rows of one token's queries, key and value, and what fills up the last eight."""
+        return -(-(self.group + 2) // 8) * 8
+
+    @property
+    def copy_rows(self) -> int:
+        """Keys of one TMA copy: a page's, or a part of it."""
+        return min(self.page_size, _KEYS)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(start, size) of the features that are rotated one with another, and of the others.
+
+        All sizes divide K, which the compiler's choice of layouts for shared memory needs.
+        """
+        rest = self.head_dim - 2 * self.half
+        size = math.gcd(rest, self.head_dim)
+        turned = [(0, self.half), (self.half, self.half)] if self.half else []
+        return (*turned, *((start, size) for start in range(2 * self.half, self.head_dim, size or 1)))
+
+    @property
+    def query_tiles(self) -> list[Any]:
+        """The columns, as many at a time as leave registers for the rest."""
+        return [pl.ds(start, min(_QUERIES, self.columns - start)) for start in range(0, self.columns, _QUERIES)]
+
+    @property
+    def feature_pieces(self) -> list[Any]:
+        """A head's features, as many at a time as a product of four warps has rows: fewer registers."""
+        return [pl.ds(start, _PIECE) for start in range(0, self.head_dim, _PIECE)]
+
+    @property
+    def stage_bytes(self) -> int:
+        """Keys and values of a block, as they lie in the cache."""
+        return 2 * _KEYS * self.head_dim * (1 if self.int8 else 2)
+
+    @property
+    def other_bytes(self) -> int:
+        """Shared memory beside the stages, with some to spare for alignment, reductions and barriers."""
+        rows = self.tokens * self.slab + 2 * self.columns + self.slab
+        converted = 4 * _KEYS * self.head_dim if self.int8 else 0
+        return 2 * rows * self.head_dim + 2 * self.columns * _KEYS + converted + (8 << 10)
+
+    def layouts(self) -> SimpleNamespace:
+        """Layouts of the products' operands in registers."""
+        layout = plgpu.Layout
+        return SimpleNamespace(
+            acc=layout.MMA_ACC(self.dtype), lhs=layout.MMA_LHS(self.dtype), rhs=layout.MMA_RHS(self.dtype)
+        )
+
+
+def _tiles(plan: _Plan) -> Tiles:
+    """Measured tiles if there are any, else enough splits to occupy every SM, each with two blocks of keys or more."""
+    key = f"b{plan.batch} t{plan.tokens} h{plan.kv_heads}x{plan.group} k{plan.head_dim} c{plan.width * plan.page_size}"
+    if found := tuned("decode_attention", key + " int8" * plan.int8):
+        return Tiles(**found)
+    blocks = plan.batch * plan.kv_heads
+    splits = 1
+    while splits < 8 and blocks * splits < _SMS and plan.width * plan.page_size >= 4 * _KEYS * splits:
+        splits *= 2
+    room = _SHARED if blocks * splits <= _SMS else _SHARED // 2
+    return Tiles(splits=splits, stages=max(2, min(4, (room - plan.other_bytes) // plan.stage_bytes)))
+
+
+def _plan(
+    qkv: jax.Array, pages: KVPages, page_table: jax.Array, rotary: Any, norms: Any, alibi: Any, **options: Any
+) -> _Plan:
+    """Raises UnsupportedError."""
+    batch, tokens, width = qkv.shape
+    kv_heads, head_dim = pages.k.shape[2:]
+    plan = _Plan(
+        batch=batch,
+        tokens=tokens,
+        kv_heads=kv_heads,
+        group=width // (kv_heads * head_dim) - 2,
+        head_dim=head_dim,
+        page_size=pages.k.shape[1],
+        width=page_table.shape[1],
+        dtype=qkv.dtype,
+        int8=pages.k_scale is not None,
+        half=0 if rotary is None else rotary[0].shape[-1],
+        norms=norms is not None,
+        alibi=alibi is not None,
+        **options,
+    )
+    if plan.dtype not in (jnp.bfloat16, jnp.float16):
+        raise UnsupportedError(f"the kernel takes bfloat16 and float16, got qkv in {plan.dtype}")
+    if not plan.int8 and pages.k.dtype != plan.dtype:
+        raise UnsupportedError(f"the cache must be in qkv's dtype {plan.dtype} or in int8, got {pages.k.dtype}")
+    if head_dim not in (64, 128, 256):
+        raise UnsupportedError(f"head_dim must be 64, 128 or 256, got {head_dim}")
+    if plan.page_size % 8 or (_KEYS % plan.page_size and plan.page_size % _KEYS):
+        raise UnsupportedError(f"page_size must be 8, 16, 32 or a multiple of 64, got {plan.page_size}")
+    if plan.half and (plan.half % 16 or head_dim % plan.half):
+        raise UnsupportedError(f"rotary_dim / 2 must be a multiple of 16 that divides head_dim, got {plan.half}")
+    if plan.columns * head_dim > 64 * 128:
+        raise UnsupportedError(
+            f"tokens * group * head_dim must be at most 8192, got {tokens} * {plan.group} * {head_dim}"
+        )
+    return plan
+
+
+def _kernel(
+    qkv: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    positions: jax.Array,
+    rotary: tuple[jax.Array, jax.Array] | None,
+    norms: tuple[jax.Array, jax.Array] | None,
+    *,
+    kv_heads: int,
+    head_dim: int,
+    alibi: tuple[float, ...] | None,
+    **options: Any,
+) -> tuple[jax.Array, KVPages]:
+    plan = _plan(qkv, pages, page_table, rotary, norms, alibi, **options)
+    tiles = _tiles(plan)
+    if plan.int8:  # storing rescales what a page holds: XLA does it, and the kernel finds the new tokens in the pages
+        _, k, v = _heads(qkv, rotary, norms, kv_heads, head_dim, plan.norm_eps)
+        pages = _stored(pages, k, v, page_table, positions)
+    inputs = {"qkv": qkv.reshape(-1, head_dim), "table": page_table, "positions": positions}
+    if rotary is not None:
+        inputs["cos"], inputs["sin"] = (x.reshape(-1, plan.half) for x in rotary)
+    if norms is not None:
+        inputs["q_norm"], inputs["k_norm"] = norms
+    if alibi is not None:
+        slopes = np.zeros((kv_heads, plan.columns), np.float32)
+        slopes[:, : plan.tokens * plan.group] = np.tile(np.reshape(alibi, (kv_heads, -1)), plan.tokens)
+        inputs["slopes"] = jnp.asarray(slopes * _LOG2E)
+    k_pages, v_pages = (x.reshape(-1, kv_heads * head_dim) for x in (pages.k, pages.v))
+    if plan.int8:
+        inputs |= {"k_scale": pages.k_scale, "v_scale": pages.v_scale, "k_pages": k_pages, "v_pages": v_pages}
+    else:  # references, which XLA passes on in place
+        inputs |= {"k_pages": jax.new_ref(k_pages), "v_pages": jax.new_ref(v_pages)}
+    out = _outputs(plan, tiles)
+
+    def decode_attention_kernel(*refs, **scratch):
+        named = dict(zip((*inputs, *out), refs, strict=True))
+        _block(plan, tiles, SimpleNamespace(**named, **scratch))
+
+    heads = plgpu.kernel(
+        decode_attention_kernel,
+        out_type=list(out.values()),
+        scratch_types=_scratch(plan, tiles),
+        grid=(plan.batch, kv_heads),
+        grid_names=("row", "head"),
+        cluster=(tiles.splits,),
+        cluster_names=("split",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*inputs.values())[0]
+    if not plan.int8:
+        k, v = (jax.freeze(inputs[name]).reshape(pages.k.shape) for name in ("k_pages", "v_pages"))
+        pages = KVPages(k, v)
+    return heads.reshape(*qkv.shape[:2], -1), pages
+
+
+def _outputs(plan: _Plan, tiles: Tiles) -> dict[str, jax.ShapeDtypeStruct]:
+    """The result, and what the blocks of a cluster give one another: sums [K, N], and maximum and total [2, N]."""
+    rows = plan.batch * plan.tokens * plan.kv_heads * plan.group
+    found = {"heads": jax.ShapeDtypeStruct((rows, plan.head_dim), plan.dtype)}
+    if tiles.splits > 1:
+        shape = (plan.batch, plan.kv_heads, tiles.splits)
+        found["sums"] = jax.ShapeDtypeStruct((*shape, plan.head_dim, plan.columns), np.float32)
+        found["stats"] = jax.ShapeDtypeStruct((*shape, 2, plan.columns), np.float32)
+    return found
+
+
+def _scratch(plan: _Plan, tiles: Tiles) -> dict[str, Any]:
+    """Shared memory and barriers of a block.
+
+    slab: each token's queries, key and value. rows: the queries, side by side, and in the end the result. q: as rows,
+    laid out for the tensor cores. k, v: the ring of keys and values. p: the softmax weights. k_float, v_float: keys and
+    values of an int8 cache, converted.
+    """
+
+    def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+        size = plgpu.find_swizzle(shape[-1] * dtype.itemsize * 8)
+        tiling = plgpu.TilingTransform((8, size // dtype.itemsize))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(size)))
+
+    tile = (_KEYS, plan.head_dim)
+    held = np.dtype(np.int8) if plan.int8 else plan.dtype
+    found = {
+        "slab": plgpu.SMEM((plan.tokens, plan.slab, plan.head_dim), plan.dtype),
+        "rows": plgpu.SMEM((plan.columns + plan.slab, plan.head_dim), plan.dtype),
+        "q": swizzled((plan.columns, plan.head_dim), plan.dtype),
+        "k": swizzled((tiles.stages, *tile), held),
+        "v": swizzled((tiles.stages, *tile), held),
+        "p": swizzled((plan.columns, _KEYS), plan.dtype),
+        "slab_here": plgpu.Barrier(num_arrivals=plan.tokens),
+        "here": plgpu.Barrier(num_arrivals=2 * _KEYS // plan.copy_rows, num_barriers=tiles.stages),
+    }
+    if plan.int8:
+        found |= {"k_float": swizzled(tile, plan.dtype), "v_float": swizzled(tile, plan.dtype)}
+    if tiles.splits > 1:
+        found["met"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1)
+    return found
+
+
+def _block(plan: _Plan, tiles: Tiles, at: SimpleNamespace) -> None:
+    """One block: its part of the keys of one KV head of one row, then its part of the cluster's result."""
+    row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
+    first = at.positions[row, 0]
+    last = functools.reduce(jnp.maximum, [at.positions[row, t] for t in range(plan.tokens)])
+    real = jnp.where(first < 0, 0, last + 1 - first)  # tokens
+    # Blocks of keys: those of the row, from the first one in the window on, and mine. A row of padding has none.
+    end = lax.div(last + _KEYS, _KEYS)
+    start = jnp.int32(0) if plan.window is None else lax.div(jnp.maximum(first - (plan.window - 1), 0), _KEYS)
+    count = end - start
+    mine = start + lax.div(count * split, tiles.splits)
+    stop = start + lax.div(count * (split + 1), tiles.splits)
+
+    def page_of(position: jax.Array) -> jax.Array:
+        """The page of a position, or the row's last: a block beyond it reads finite numbers, whose weight is 0."""
+        return at.table[row, lax.div(jnp.minimum(position, last), plan.page_size)]
+
+    def pages_of(block: jax.Array) -> list[jax.Array]:
+        return [page_of(block * _KEYS + start) for start in range(0, _KEYS, plan.copy_rows)]
+
+    def fetch(block: jax.Array, pages: list[jax.Array], slot: jax.Array) -> None:
+        inside = lax.rem(block * _KEYS, plan.page_size) if plan.page_size > _KEYS else 0
+        for i, page in enumerate(pages):
+            place = pl.ds(page * plan.page_size + inside, plan.copy_rows), pl.ds(head * plan.head_dim, plan.head_dim)
+            for source, ring in ((at.k_pages, at.k), (at.v_pages, at.v)):
+                target = ring.at[slot, pl.ds(i * plan.copy_rows, plan.copy_rows)]
+                plgpu.copy_gmem_to_smem(source.at[place], target, at.here.at[slot])
+
+    @pl.loop(0, plan.tokens)
+    def _(token):
+        begin = ((row * plan.tokens + token) * plan.kv_heads + head) * (plan.group + 2)
+        plgpu.copy_gmem_to_smem(
+            at.qkv.at[pl.ds(begin, plan.slab)], at.slab.at[token], at.slab_here, oob_mode=plgpu.OOBFillMode.ZEROS
+        )
+
+    @pl.loop(mine, jnp.minimum(mine + tiles.stages, stop))
+    def _(block):
+        fetch(block, pages_of(block), block - mine)
+
+    plgpu.barrier_wait(at.slab_here)
+    _prepare(plan, at, row)
+
+    def step(block: jax.Array, state: list[_State], *, newest: bool) -> list[_State]:
+        slot = lax.rem(block - mine, tiles.stages)
+        ahead = pages_of(block + tiles.stages)  # asked for before they are needed, as are the scales
+        scales = _scales(plan, at, pages_of(block), head) if plan.int8 else None
+        plgpu.barrier_wait(at.here.at[slot])
+        here = first - block * _KEYS
+        if plan.int8:
+            k, v = _as_float(plan, at, slot)
+        else:
+            k, v = at.k.at[slot], at.v.at[slot]
+            if newest:
+                _insert(plan, at, k, v, here, real)
+        keys = _Keys(k=k, v=v, head=head, first=here, scales=scales, newest=newest)
+        state = [_add(plan, at, keys, tile, x) for tile, x in zip(plan.query_tiles, state, strict=True)]
+
+        @pl.when(block + tiles.stages < stop)
+        def _():
+            fetch(block + tiles.stages, ahead, slot)
+
+        return state
+
+    def zero(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> jax.Array:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    acc = plan.layouts().acc
+    state = []
+    for tile in plan.query_tiles:
+        highest, total = (zero((tile.size,), acc.reduce(0), value) for value in (_HIDDEN, 0.0))
+        state.append((highest, total, [zero((_PIECE, tile.size), acc) for _ in plan.feature_pieces]))
+    # Blocks of keys that all queries see, then those with the row's own tokens.
+    seen = jnp.clip(lax.div(jnp.maximum(first, 0), _KEYS), mine, stop)
+    state = lax.fori_loop(mine, seen, functools.partial(step, newest=False), state)
+    state = lax.fori_loop(seen, stop, functools.partial(step, newest=True), state)
+    _finish(plan, tiles, at, state)
+    # All blocks of the cluster have met, so that none still reads these pages.
+    if not plan.int8:
+        pl.when(split == tiles.splits - 1)(functools.partial(_store, plan, at, head, first, real, page_of))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _prepare(plan: _Plan, at: SimpleNamespace, row: jax.Array) -> None:
+    """Norm and rotate the slabs' queries and keys, and lay out the queries for the tensor cores."""
+    shapes = [(plan.slab, size) for _, size in plan.pieces]
+
+    def across(ref: Any, shape: tuple[int, int]) -> jax.Array:
+        """A vector of features, for every row of a slab."""
+        vector = plgpu.load(ref, layout=_ROWS.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(vector, shape, (1,))
+
+    @pl.loop(0, plan.tokens)
+    def _(token):
+        places = [(slice(None), pl.ds(start, size)) for start, size in plan.pieces]
+        values = [plgpu.load(at.slab.at[token].at[place], layout=_ROWS, optimized=False) for place in places]
+        index = [plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_ROWS) for shape in shapes]
+        wide = [x.astype(jnp.float32) for x in values]
+        if plan.norms:
+            mean = sum(jnp.sum(x * x, axis=1) for x in wide) * (1.0 / plan.head_dim)
+            inverse = lax.rsqrt(mean + plan.norm_eps)
+            for i, ((start, size), shape) in enumerate(zip(plan.pieces, shapes, strict=True)):
+                q_norm, k_norm = (across(norm.at[pl.ds(start, size)], shape) for norm in (at.q_norm, at.k_norm))
+                normed = wide[i] * (
+                    lax.broadcast_in_dim(inverse, shape, (0,)) * jnp.where(index[i] < plan.group, q_norm, k_norm)
+                )
+                wide[i] = normed.astype(plan.dtype).astype(jnp.float32)
+        if plan.half:
+            cos, sin = (across(x.at[row * plan.tokens + token], shapes[0]) for x in (at.cos, at.sin))
+            wide[:2] = [wide[0] * cos - wide[1] * sin, wide[1] * cos + wide[0] * sin]
+        for place, before, after, i in zip(places, values, wide, index, strict=True):
+            x = jnp.where(i <= plan.group, after.astype(plan.dtype), before)
+            at.slab.at[token].at[place][...] = x
+            # What this writes beyond the queries, the next token writes over, or nobody reads.
+            at.rows[pl.ds(token * plan.group, plan.slab), place[1]] = x
+        plgpu.commit_smem()
+
+    for piece in plan.feature_pieces:
+        place = pl.ds(0, plan.columns), piece
+        at.q.at[place].T[...] = plgpu.load(at.rows.at[place].T, layout=plan.layouts().rhs, optimized=False)
+    plgpu.commit_smem()
+
+
+def _scales(plan: _Plan, at: SimpleNamespace, pages: list[jax.Array], head: jax.Array) -> list[list[jax.Array]]:
+    """The scales of keys and of values of some pages."""
+    return [[scale[page, head] for page in pages] for scale in (at.k_scale, at.v_scale)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """A block of keys and values in shared memory.
+
+    Attributes:
+      k, v: [keys, K]. head: the KV head.
+      first: the position of the row's first token, from the block's first key.
+      scales: of keys and of values, page by page, of an int8 cache.
+      newest: whether the row's own tokens may be among the keys, so that some are hidden.
+    """
+
+    k: Any
+    v: Any
+    head: jax.Array
+    first: jax.Array
+    scales: list[list[jax.Array]] | None
+    newest: bool
+
+
+def _add(plan: _Plan, at: SimpleNamespace, keys: _Keys, tile: Any, state: _State) -> _State:
+    """Add a block of keys to the running softmax of some queries."""
+    layouts = plan.layouts()
+    shape = (_KEYS, tile.size)
+
+    def operand(ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=layouts.lhs, optimized=False)
+
+    def per_key(values: list[jax.Array]) -> jax.Array:
+        page = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layouts.acc), plan.copy_rows)
+        found = jnp.full(shape, values[0])
+        for i, value in enumerate(values[1:], 1):
+            found = jnp.where(page == i, value, found)
+        return found
+
+    def across(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+        return lax.broadcast_in_dim(x, shape, (1,))
+
+    scores = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layouts.acc)
+    for piece in plan.feature_pieces:
+        q = plgpu.load(at.q.at[tile, piece].T, layout=layouts.rhs, optimized=False)
+        scores = plgpu.mma(scores, operand(keys.k.at[:, piece]), q)
+    if keys.scales is not None:
+        scores *= per_key(keys.scales[0])
+    scores = _masked(plan, at, keys, tile, scores)
+
+    highest, total, mixed = state
+    higher = jnp.maximum(highest, jnp.max(scores, axis=0))
+    kept = jnp.exp2(highest - higher)
+    weights = jnp.exp2(scores - across(higher, shape))
+    total = total * kept + jnp.sum(weights, axis=0)
+    if keys.scales is not None:
+        weights *= per_key(keys.scales[1])
+    at.p.at[tile].T[...] = weights.astype(plan.dtype)
+    plgpu.commit_smem()
+    p = plgpu.load(at.p.at[tile].T, layout=layouts.rhs, optimized=False)
+    mixed = [
+        plgpu.mma(x * across(kept, x.shape), operand(keys.v.at[:, piece].T), p)
+        for x, piece in zip(mixed, plan.feature_pieces, strict=True)
+    ]
+    return higher, total, mixed
+
+
+def _insert(plan: _Plan, at: SimpleNamespace, k: Any, v: Any, first: jax.Array, real: jax.Array) -> None:
+    """Put the row's `real` tokens, which no page has yet, into a block whose key `first` is the first of them."""
+    layout = plan.layouts().lhs
+    for offset, ref in enumerate((k, v)):
+        for piece in plan.feature_pieces:
+            held = plgpu.load(ref.at[:, piece], layout=layout, optimized=False)
+            key = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=layout)
+
+            def with_token(token, held, key=key, place=(plan.group + offset, piece)):
+                new = plgpu.load(at.slab.at[token, *place], layout=layout.reduce(0), optimized=False)
+                return jnp.where(key == first + token, lax.broadcast_in_dim(new, held.shape, (1,)), held)
+
+            ref.at[:, piece][...] = lax.fori_loop(0, real, with_token, held)
+    plgpu.commit_smem()
+
+
+def _as_float(plan: _Plan, at: SimpleNamespace, slot: jax.Array) -> tuple[Any, Any]:
+    """A block of an int8 cache, converted: the tensor cores' transposing loads take 16 bits."""
+    for source, target in ((at.k, at.k_float), (at.v, at.v_float)):
+        x = plgpu.load(source.at[slot], layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False).astype(plan.dtype)
+        target[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+    return at.k_float, at.v_float
+
+
+def _masked(plan: _Plan, at: SimpleNamespace, keys: _Keys, tile: Any, scores: jax.Array) -> jax.Array:
+    """Products of keys and queries as exponents of 2, those that are hidden as _HIDDEN."""
+    acc = plan.layouts().acc
+    if plan.softcap is None:
+        scores *= plan.scale * _LOG2E
+    else:  # softcap * tanh(x / softcap), as the hardware's tanh has 11 bits
+        twice = jnp.exp2(scores * (2 * _LOG2E * plan.scale / plan.softcap))
+        scores = plan.softcap * _LOG2E - 2 * plan.softcap * _LOG2E / (twice + 1.0)
+    if not (plan.alibi or plan.window or keys.newest):
+        return scores
+    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=acc)
+    query = tile.start + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=acc)
+    distance = key - lax.div(query, plan.group) - keys.first  # of the key from the query; negative if before it
+    if plan.alibi:
+        slopes = plgpu.load(at.slopes.at[keys.head, tile], layout=acc.reduce(0), optimized=False)
+        scores += lax.broadcast_in_dim(slopes, scores.shape, (1,)) * distance.astype(jnp.float32)
+    if keys.newest:
+        scores = jnp.where(distance <= 0, scores, _HIDDEN)
+    if plan.window is not None:
+        scores = jnp.where(distance > -plan.window, scores, _HIDDEN)
+    return scores
+
+
+def _finish(plan: _Plan, tiles: Tiles, at: SimpleNamespace, state: list[_State]) -> None:
+    """Divide by the weights' sum and write the heads, after the blocks of a cluster have put theirs together."""
+    row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
+
+    def divide(tile: Any, total: jax.Array, mixed: list[jax.Array]) -> None:
+        """Into shared memory, for some of the queries."""
+        inverse = jnp.where(total > 0, 1.0 / total, 0.0)  # 0 in a row of padding
+        for piece, x in zip(plan.feature_pieces, mixed, strict=True):
+            result = x * lax.broadcast_in_dim(inverse, x.shape, (1,))
+            at.rows.at[tile, piece].T[...] = result.astype(plan.dtype)
+        plgpu.commit_smem()
+
+    def write(column: jax.Array, count: int) -> None:
+        """Some of the queries of one token."""
+        token, query = lax.div(column, plan.group), lax.rem(column, plan.group)
+        target = ((row * plan.tokens + token) * plan.kv_heads + head) * plan.group + query
+        plgpu.copy_smem_to_gmem(at.rows.at[pl.ds(column, count)], at.heads.at[pl.ds(target, count)])
+
+    if tiles.splits == 1:
+        for tile, (_, total, mixed) in zip(plan.query_tiles, state, strict=True):
+            divide(tile, total, mixed)
+        pl.loop(0, plan.tokens)(lambda token: write(token * plan.group, plan.group))
+        return
+    sums, stats = at.sums.at[row, head], at.stats.at[row, head]
+    for tile, (highest, total, mixed) in zip(plan.query_tiles, state, strict=True):
+        for piece, x in zip(plan.feature_pieces, mixed, strict=True):
+            sums.at[split, piece, tile][...] = x
+        stats.at[split, 0, tile][...] = highest
+        stats.at[split, 1, tile][...] = total
+    inline_ptx("fence.acq_rel.cluster;")
+    plgpu.barrier_arrive(at.met)
+    plgpu.barrier_wait(at.met)
+    inline_ptx("fence.acq_rel.cluster;")
+
+    @pl.loop(split, plan.columns // 8, step=tiles.splits)  # eight queries a block
+    def _(eight):
+        acc, tile = plan.layouts().acc, pl.ds(8 * eight, 8)
+
+        def of_all(ref: Any, place: Any, layout: Any) -> list[jax.Array]:
+            found = [ref.at[other, place, tile] for other in range(tiles.splits)]
+            return [plgpu.load(x, layout=layout, optimized=False) for x in found]
+
+        maxima, totals = (of_all(stats, i, acc.reduce(0)) for i in (0, 1))
+        top = functools.reduce(jnp.maximum, maxima)
+        factors = [jnp.exp2(x - top) for x in maxima]
+
+        def weighted(parts: list[jax.Array]) -> jax.Array:
+            wide = [
+                factor if x.ndim == 1 else lax.broadcast_in_dim(factor, x.shape, (1,))
+                for factor, x in zip(factors, parts, strict=True)
+            ]
+            return sum(factor * x for factor, x in zip(wide, parts, strict=True))
+
+        divide(tile, weighted(totals), [weighted(of_all(sums, piece, acc)) for piece in plan.feature_pieces])
+        queries = jnp.minimum(plan.tokens * plan.group - tile.start, 8)
+        pl.loop(0, queries)(lambda query: write(tile.start + query, 1))
+
+
+def _store(
+    plan: _Plan, at: SimpleNamespace, head: jax.Array, first: jax.Array, real: jax.Array, page_of: Callable
+) -> None:
+    """Write the keys and values of the row's `real` tokens into their slots."""
+
+    @pl.loop(0, real)
+    def _(token):
+        position = first + token
+        slot = page_of(position) * plan.page_size + lax.rem(position, plan.page_size)
+        for offset, pages in enumerate((at.k_pages, at.v_pages)):
+            source = at.slab.at[token, pl.ds(plan.group + offset, 1)]
+            plgpu.copy_smem_to_gmem(source, pages.at[pl.ds(slot, 1), pl.ds(head * plan.head_dim, plan.head_dim)])
