@@ -16,8 +16,10 @@ QuantizedFormat = Literal["int8", "int4", "fp8"]
 GROUP = 128
 """Inputs that share a scale in int4."""
 
-_NIBBLES = 4  # of a word
-_WORDS = GROUP // _NIBBLES  # of a group
+NIBBLES = 4
+"""Inputs that share a word in int4."""
+
+_WORDS = GROUP // NIBBLES  # of a group
 _CLIPS = (1.0, 0.9, 0.8)  # more candidates lower the error of Gaussian weights by less than 2%
 _FEW_ROWS = 16  # of x; beyond them a matrix of floats is smaller than the products of every group
 
@@ -43,7 +45,7 @@ class Weights(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """N, K."""
         outputs, columns = self.kernel.shape
-        return outputs, columns * (_NIBBLES if is_int4(self) else 1)
+        return outputs, columns * (NIBBLES if is_int4(self) else 1)
 
 
 def is_int4(weights: Weights) -> bool:
@@ -160,15 +162,15 @@ def _quantize_int4(matrix: jax.Array) -> Weights:
 
 def _pack(levels: jax.Array) -> jax.Array:
     """Integers from -8 to 7 [N, K / GROUP, GROUP] -> uint16 [N, K / 4], as `Weights` says."""
-    nibbles = (levels + 8).astype(jnp.uint16).reshape(*levels.shape[:-1], _NIBBLES, _WORDS)
-    shifts = 4 * jnp.arange(_NIBBLES, dtype=jnp.uint16)[:, None]
+    nibbles = (levels + 8).astype(jnp.uint16).reshape(*levels.shape[:-1], NIBBLES, _WORDS)
+    shifts = 4 * jnp.arange(NIBBLES, dtype=jnp.uint16)[:, None]
     return jnp.sum(nibbles << shifts, axis=-2, dtype=jnp.uint16).reshape(levels.shape[0], -1)
 
 
 def _unpack(kernel: jax.Array) -> jax.Array:
     """The inverse of `_pack`: int8 [N, K / GROUP, GROUP]."""
     words = kernel.reshape(kernel.shape[0], -1, 1, _WORDS)
-    shifts = 4 * jnp.arange(_NIBBLES, dtype=jnp.uint16)[:, None]
+    shifts = 4 * jnp.arange(NIBBLES, dtype=jnp.uint16)[:, None]
     nibbles = (words >> shifts) & jnp.uint16(15)
     return nibbles.astype(jnp.int8).reshape(kernel.shape[0], -1, GROUP) - jnp.int8(8)
 
