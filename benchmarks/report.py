@@ -15,6 +15,7 @@ from rich.table import Table
 from jaxinfer.generation.measure import machine
 
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
+ROOT = Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Report:
         self.checks: list[Check] = []
         self.versions = {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
+            **{name: version(name) for name in PACKAGES},
             **(versions or {}),
         }
 
@@ -61,7 +62,9 @@ class Report:
     def finish(self, json_file: Path | None) -> None:
         """Print the table of checks; write everything to `json_file` if given."""
         where = machine()
-        table = Table("check", "value", "target", "", title=f"{where['cpu']}, {where['cores']} cores")
+        on_cpu = where["platform"] == "cpu"
+        title = f"{where['cpu']}, {where['cores']} cores" if on_cpu else where["device"]
+        table = Table("check", "value", "target", "", title=title)
         for check in self.checks:
             sign = "≥" if check.better == "higher" else "≤"
             verdict = "[green]met[/]" if check.met else "[red]missed[/]"
@@ -81,12 +84,19 @@ class Report:
         rich.print(f"Wrote {json_file}")
 
 
+def version(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def commit() -> str:
     """The commit that was measured, with "+changes" if the working tree differed from it."""
-    root = Path(__file__).parents[1]
 
     def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")

@@ -13,9 +13,9 @@ from typing import Any
 
 import rich
 
+from benchmarks.report import ROOT
 from jaxinfer.compiled import cache_folder
 
-ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).parent / "peers"
 JAXINFER = Path(sys.executable).parent / "jaxinfer"  # the command, as installed beside this interpreter
 # (engine, dtype) -> its script, and the part of the work folder that it loads.

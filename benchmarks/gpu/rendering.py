@@ -1,0 +1,123 @@
+"""The report that people read: a page of tables and plots, from the JSON alone.
+
+`python -m benchmarks.gpu.rendering FILE.json` draws it again.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+# The parts of a result, their titles and columns.
+SECTIONS = {
+    "ceilings": ("Ceilings", "what way ms spread read_tb_per_s copy_tb_per_s product tflops"),
+    "end to end": ("Generation", "model format batch way ms_per_step of_floor tokens_per_s spread"),
+    "request": ("A prompt and its output (the paper's Fig. 6)", "model way prompt output ms spread"),
+    "breakdown": ("What each part gains (the paper's Fig. 10a)", "model format way ms_per_step of_floor spread"),
+    "kernels": ("Kernels", "op case way us of_ceiling spread"),
+    "numerics": ("Errors against float64", "op case error definition most"),
+    "autotune": ("Tuned tiles", "op key own_us best_us tiles"),
+}
+
+
+def render(json_file: Path) -> Path:
+    """Write `report.md` and its plots beside the JSON; returns the page. Without matplotlib there are no plots."""
+    result = json.loads(json_file.read_text())
+    rows, folder = result["rows"], json_file.parent
+    command = next(row["command"] for row in rows if "command" in row)
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    parts = [
+        f"# GPU benchmark: {result['machine']['device']}",
+        f"`python -m benchmarks.gpu {command}`, commit {result['commit']}; {versions}.",
+        _checks(result["checks"]),
+        *_plots(rows, folder),
+    ]
+    for part, (title, columns) in SECTIONS.items():
+        measured = [row for row in rows if row["part"] == part and "absent" not in row]
+        if measured:
+            parts += [
+                f"## {title}",
+                _table([c for c in columns.split() if any(c in row for row in measured)], measured),
+            ]
+    absent = [row for row in rows if "absent" in row]
+    if absent:
+        parts += ["## Not measured", "\n".join(sorted({f"- {_what(row)}: {row['absent']}" for row in absent}))]
+    page = folder / "report.md"
+    page.write_text("\n\n".join(parts) + "\n")
+    return page
+
+
+def _what(row: Row) -> str:
+    names = (row.get(name) for name in ("part", "op", "case", "key", "what", "way"))
+    return ", ".join(str(name) for name in names if name is not None)
+
+
+def _checks(checks: Sequence[Row]) -> str:
+    def met(check: Row) -> bool:
+        return check["value"] >= check["target"] if check["better"] == "higher" else check["value"] <= check["target"]
+
+    rows = [
+        {
+            "check": check["name"],
+            "value": f"{check['value']:.3g} {check['unit']}",
+            "target": f"{'≥' if check['better'] == 'higher' else '≤'} {check['target']:g}",
+            "": "met" if met(check) else "**missed**",
+        }
+        for check in checks
+    ]
+    return _table(("check", "value", "target", ""), rows)
+
+
+def _table(columns: Iterable[str], rows: Iterable[Row]) -> str:
+    def cell(value: Any) -> str:
+        return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1e-3 else str(value)
+
+    names = list(columns)
+    lines = [names, ["---"] * len(names), *([cell(row.get(name, "")) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _plots(rows: Sequence[Row], folder: Path) -> list[str]:
+    """Links to the plots that can be drawn."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return [
+            "(No plots: matplotlib is not installed; `python -m benchmarks.gpu.rendering FILE.json` draws them later.)"
+        ]
+
+    def bars(part: str, value: str, label: Any, title: str, file: str) -> list[str]:
+        found = [row for row in rows if row["part"] == part and value in row]
+        if not found:
+            return []
+        ways = list(dict.fromkeys(row["way"] for row in found))
+        labels = list(dict.fromkeys(label(row) for row in found))
+        figure = Figure(figsize=(9, 1.2 + 0.22 * len(labels) * len(ways)), layout="constrained")
+        axes, height = figure.subplots(), 0.8 / len(ways)
+        for index, way in enumerate(ways):
+            chosen = [row for row in found if row["way"] == way]
+            places = [labels.index(label(row)) + (index - (len(ways) - 1) / 2) * height for row in chosen]
+            axes.barh(places, [row[value] for row in chosen], height, label=way)
+        axes.set_yticks(range(len(labels)), labels, fontsize=7)
+        axes.invert_yaxis()
+        axes.set(xlabel=title, xlim=(0, None))
+        axes.grid(axis="x", alpha=0.3)
+        axes.legend()
+        figure.savefig(folder / file, dpi=120)
+        return [f"![{title}]({file})"]
+
+    def model(row: Row) -> str:
+        return f"{row['model']} {row['format']} batch {row['batch']}"
+
+    return [
+        *bars("end to end", "of_floor", model, "part of the floor that a step reaches", "generation.png"),
+        *bars("breakdown", "ms_per_step", model, "milliseconds a step", "breakdown.png"),
+        *bars("kernels", "of_ceiling", lambda r: f"{r['op']}: {r['case']}", "part of the ceiling", "kernels.png"),
+    ]
+
+
+if __name__ == "__main__":
+    print(render(Path(sys.argv[1])))

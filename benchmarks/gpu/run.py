@@ -1,0 +1,54 @@
+"""One run of the benchmark, part after part."""
+
+import contextlib
+import shlex
+import sys
+import time
+from argparse import Namespace
+
+import rich
+
+from benchmarks.gpu import autotune, cases, ceilings, end_to_end, kernels, numerics, rendering
+from benchmarks.gpu.clock import clocks
+from benchmarks.gpu.peer import Peer
+from benchmarks.gpu.timing import DRY, FULL, QUICK
+from benchmarks.report import ROOT, Report
+from pallas_kernels import tuning
+from pallas_kernels.dispatch import device_kind, interpreted, kernels_available
+
+
+def run(args: Namespace) -> None:
+    """Measure what the options ask for; write the JSON, and the page and plots beside it."""
+    if not (args.dry_run or kernels_available()):
+        raise SystemExit(f"{device_kind()} runs no kernels; they need an H100 or newer. On a CPU: --dry-run")
+    dry = interpreted(detect_races=False) if args.dry_run else contextlib.nullcontext()
+    peer = Peer(args.peer_python)
+    with dry, contextlib.closing(peer):
+        report = _measure(args, peer)
+    report.finish(args.json)
+    rich.print(f"Wrote {rendering.render(args.json)}")
+
+
+def _measure(args: Namespace, peer: Peer) -> Report:
+    begun = time.monotonic()
+    effort = DRY if args.dry_run else QUICK if args.quick else FULL
+    tables = args.json.parent if args.dry_run else ROOT / "pallas_kernels" / "tuned"
+    timed = list(cases.tiny() if args.dry_run else cases.timed(quick=args.quick))
+    report = Report({"peer": peer.version})
+    report.row(part="settings", command=shlex.join(sys.argv[1:]), minutes=args.minutes, rounds=effort.rounds)
+    limits = ceilings.measure(report, effort)
+    for name, clock in clocks({part: args.shares[part] for part in args.only}, 60 * args.minutes):
+        start = time.monotonic()
+        match name:
+            case "numerics":
+                numerics.measure(report, clock, cases.tiny() if args.dry_run else cases.checked())
+            case "autotune":
+                table = tables / tuning.table_name(device_kind())
+                autotune.measure(report, limits, clock, timed, effort, table)
+            case "kernels":
+                kernels.measure(report, limits, clock, peer, timed, effort)
+            case "end_to_end":
+                end_to_end.measure(report, limits, clock, peer, effort, quick=args.quick)
+        report.row(part="settings", took=name, seconds=round(time.monotonic() - start, 1))
+    report.row(part="settings", took="all", seconds=round(time.monotonic() - begun, 1))
+    return report
