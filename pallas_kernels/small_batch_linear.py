@@ -14,10 +14,10 @@ What keeps memory busy. 4.8 TB/s times 0.8 us of latency is 29 KB in flight on e
 hold twice that or more, and one block computes while the other waits. The ring is started before anything else, so that
 the rows are normalised while the first weights are on their way.
 
-Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them: no shape is padded by XLA.
+Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them: XLA pads no operand.
 
 Another format of weights has its own `_multiply`, the only function that knows what a slot holds; what belongs to a
-channel, as a scale, goes where the bias does, into `_activated`.
+channel, as a scale, goes where the bias does.
 """
 
 import dataclasses
@@ -64,7 +64,14 @@ def small_batch_linear(x: jax.Array, weights: Weights, bias: jax.Array | None = 
 
     x: [..., K]; weights: N by K; bias: [N]. Returns [..., N] in x's dtype.
     """
-    return dispatch("small_batch_linear", small_batch_product, linear_definition, x, weights, bias)
+    return dispatch("small_batch_linear", _linear_kernel, linear_definition, x, weights, bias)
+
+
+def _linear_kernel(x: jax.Array, weights: Weights, bias: jax.Array | None) -> jax.Array:
+    if bias is None or bias.size % TILE_N == 0:
+        return small_batch_product(x, weights, bias)
+    y = small_batch_product(x, weights)  # of a vocabulary: XLA adds the bias where it reads the logits
+    return y + bias.astype(y.dtype)
 
 
 class Norm(NamedTuple):
@@ -144,13 +151,13 @@ def small_batch_product(
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     matrices = 2 if gated else 1
     outputs = weights.kernel.shape[0] // matrices
-    _check(x, weights, rows, outputs, norm)
+    _check(x, weights, bias, residual, norm, rows, outputs)
     arrays = {
         "x": x.reshape(rows, inputs),
         # The gate and up of a pair follow each other: a copy with a stride fetches either, and the tiles of both
         # have the pairs at the same place, so that nothing need move between threads.
         "weights": weights.kernel.reshape(outputs, matrices, inputs),
-        "bias": bias,
+        "bias": None if bias is None else bias.reshape(outputs, matrices),
         "residual": None if residual is None else residual.reshape(rows, outputs),
         "scale": None if norm is None else norm.scale,
         "shift": None if norm is None else norm.shift,
@@ -170,21 +177,32 @@ def small_batch_product(
     return _launch(plan, tuple(arrays.values())).reshape(*x.shape[:-1], outputs)
 
 
-def _check(x: jax.Array, weights: Weights, rows: int, outputs: int, norm: Norm | None) -> None:
+def _check(
+    x: jax.Array,
+    weights: Weights,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    norm: Norm | None,
+    rows: int,
+    outputs: int,
+) -> None:
     if not 1 <= rows <= MAX_ROWS:
         raise UnsupportedError(f"small-batch kernel takes 1 to {MAX_ROWS} rows, got {rows}")
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise UnsupportedError(f"small-batch kernel takes x in bfloat16, float16 or float32, got {x.dtype}")
     if weights.kernel.dtype != x.dtype:
         raise UnsupportedError(f"small-batch kernel takes weights in x's dtype {x.dtype}, got {weights.kernel.dtype}")
-    for name, size in (("inputs", x.shape[-1]), ("outputs", outputs)):
-        if size * x.dtype.itemsize % 16:
-            raise UnsupportedError(f"TMA takes rows of a multiple of 16 bytes, got {name}={size} in {x.dtype}")
-    if norm is not None and (x.shape[-1] % 64 or _row_layout(x.shape[-1])[1] > 160):
-        raise UnsupportedError(
-            f"threads hold normalised rows of 64 inputs each, up to 20480 and up to 5120 if the number is odd, "
-            f"got inputs={x.shape[-1]}"
-        )
+    unit = 128 // x.dtype.itemsize if norm is None else 64  # what TMA swizzles, or what a warp holds of a row
+    if x.shape[-1] % unit:
+        raise UnsupportedError(f"small-batch kernel takes a multiple of {unit} inputs in {x.dtype}, got {x.shape[-1]}")
+    if bias is not None and outputs % TILE_N:
+        raise UnsupportedError(f"small-batch kernel takes a bias of a multiple of {TILE_N} outputs, got {outputs}")
+    if residual is not None and residual.dtype != x.dtype:
+        raise UnsupportedError(f"small-batch kernel takes a residual in x's dtype {x.dtype}, got {residual.dtype}")
+    if residual is not None and outputs * x.dtype.itemsize % 16:
+        raise UnsupportedError(f"TMA takes rows of a multiple of 16 bytes, got a residual of {outputs} in {x.dtype}")
+    if norm is not None and _row_layout(x.shape[-1])[1] > 160:
+        raise UnsupportedError(f"registers do not hold normalised rows of {x.shape[-1]} inputs")
 
 
 def choose_tiles(rows: int, inputs: int, outputs: int, dtype: Any, *, norm: bool, gated: bool) -> Tiles:
@@ -198,7 +216,7 @@ def choose_tiles(rows: int, inputs: int, outputs: int, dtype: Any, *, norm: bool
     tile_k = (128 if norm else 256) // itemsize
     slot = ((2 if gated else 1) * TILE_N + (0 if norm else columns)) * tile_k * itemsize
     fixed = columns * TILE_N * (3 * 2 + 2 * itemsize)  # results and residual
-    fixed += 2 * TILE_N * 4 + 2048 + 1024  # bias, Mosaic's reductions and alignment
+    fixed += 2048 + 1024  # Mosaic's reductions and alignment
     wide, tiles = pl.cdiv(outputs, TILE_N), pl.cdiv(inputs, tile_k)
     choices = []
     for split in range(1, min(8, tiles) + 1):
@@ -228,29 +246,28 @@ def _cost(blocks: int, slots: int) -> int:
 def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
     tiles, columns = plan.tiles, plan.columns
     blocks = pl.cdiv(plan.outputs, TILE_N)
-    swizzled = (
-        plgpu.TilingTransform((8, 128 // plan.dtype.itemsize)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-    )
     scratch = {
-        "weights_s": plgpu.SMEM((tiles.stages, plan.matrices, TILE_N, tiles.tile_k), plan.dtype, transforms=swizzled),
+        "weights_s": plgpu.SMEM(
+            (tiles.stages, plan.matrices, TILE_N, tiles.tile_k),
+            plan.dtype,
+            transforms=_swizzled(plan.outputs, plan.dtype),
+        ),
         "turned_s": plgpu.SMEM((3, columns, TILE_N), jnp.bfloat16),
         "out_s": plgpu.SMEM((columns, TILE_N), plan.dtype),
         "arrived": plgpu.Barrier(num_arrivals=plan.matrices + (plan.eps is None), num_barriers=tiles.stages),
     }
     if plan.eps is None:
-        scratch["x_s"] = plgpu.SMEM((tiles.stages, columns, tiles.tile_k), plan.dtype, transforms=swizzled)
+        scratch["x_s"] = plgpu.SMEM(
+            (tiles.stages, columns, tiles.tile_k), plan.dtype, transforms=_swizzled(plan.rows, plan.dtype)
+        )
     else:
         scratch["x_s"] = plgpu.SMEM((plan.held, plan.share * tiles.tile_k + _SKEW), plan.dtype)
-    late = [name for name in ("bias", "residual") if name in plan.operands]
-    if late:
-        scratch["late"] = plgpu.Barrier(num_arrivals=len(late))
-    if "bias" in late:
-        dtype = arrays[plan.operands.index("bias")].dtype
-        scratch["bias_s"] = plgpu.SMEM((TILE_N * plan.matrices,), dtype)
-    if "residual" in late:
+    if "residual" in plan.operands:
         scratch["residual_s"] = plgpu.SMEM((columns, TILE_N), plan.dtype)
-    result = [jax.ShapeDtypeStruct((plan.rows, plan.outputs), plan.dtype)]
+        scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=1)
+    # TMA takes rows of a multiple of 16 bytes. Of others, as of a vocabulary of 50,257, XLA takes a slice.
+    stored = pl.cdiv(plan.outputs * plan.dtype.itemsize, 16) * 16 // plan.dtype.itemsize
+    result = [jax.ShapeDtypeStruct((plan.rows, stored), plan.dtype)]
     if tiles.split > 1:
         scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("share",), num_arrivals=1)
         partial = (tiles.split - 1, blocks, plan.matrices, TILE_N, columns)
@@ -268,7 +285,16 @@ def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
         ),  # layouts as we state them
         kernel_name="small_batch_linear",
     )
-    return kernel(*arrays)[0]
+    return kernel(*arrays)[0][:, : plan.outputs]
+
+
+def _swizzled(size: int, dtype: Any) -> tuple[Any, ...]:
+    """How a tile of a matrix with so many rows lies in shared memory: those of a column in different banks.
+
+    TMA wants whole tiles of 8 rows. Tiles of one row suit any matrix, and put two in a bank where a slot is two wide.
+    """
+    tiling = (8 if size < 8 or size % 8 == 0 else 1, 128 // dtype.itemsize)
+    return plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
 
 
 def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **smem: Any) -> None:
@@ -298,12 +324,15 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
 
     for i in range(min(stages, plan.share)):
         fetch(i, i)
-    if "bias" in operands:
-        pairs = pl.ds(block * TILE_N * plan.matrices, TILE_N * plan.matrices)
-        plgpu.copy_gmem_to_smem(operands["bias"].at[pairs], smem["bias_s"], smem["late"])
+
     if "residual" in operands:
-        rows = operands["residual"].at[pl.ds(0, plan.columns), outputs]
-        plgpu.copy_gmem_to_smem(rows, smem["residual_s"], smem["late"])
+
+        @pl.when(share == 0)
+        def _() -> None:
+            rows = operands["residual"].at[pl.ds(0, plan.columns), outputs]
+            plgpu.copy_gmem_to_smem(rows, smem["residual_s"], smem["residual_arrived"])
+
+    biases = _load_biases(plan, operands["bias"].at[outputs]) if "bias" in operands else ()
     if plan.eps is not None:
         _normalise(plan, operands["x"], operands["scale"], operands.get("shift"), held * tile_k, x_s)
 
@@ -332,10 +361,11 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
         for other in range(plan.tiles.split - 1):  # always in the same order
             for matrix in range(plan.matrices):
                 sums[matrix] += plgpu.load(partial[0].at[other, block, matrix], layout=_ACC, optimized=False)
-        if "late" in smem:
-            plgpu.barrier_wait(smem["late"])
-        y = _turned(_activated(plan, sums, smem.get("bias_s")), turned_s)
-        if "residual_s" in smem:
+        for matrix, bias in enumerate(biases):
+            sums[matrix] += bias
+        y = _turned(_activated(plan, sums), turned_s)
+        if "residual" in operands:
+            plgpu.barrier_wait(smem["residual_arrived"])
             y += plgpu.load(smem["residual_s"], layout=_result_layout(plan.columns)).astype(jnp.float32)
         out_s[...] = y.astype(plan.dtype)
         plgpu.commit_smem()
@@ -444,12 +474,17 @@ def _exchange(accs: tuple[jax.Array, ...], partial: Any, share: jax.Array, summe
     inline_ptx("fence.acq_rel.cluster;")
 
 
-def _activated(plan: Plan, sums: list[jax.Array], bias: Any) -> jax.Array:
-    """act(y + b), or act(gate + b) * (up + b'). sums: float32 [TILE_N, columns]; bias: [TILE_N * matrices]."""
-    if bias is not None:
-        for matrix in range(plan.matrices):
-            vector = plgpu.load(bias.at[pl.ds(matrix, TILE_N, plan.matrices)], layout=_ACC.reduce(1), optimized=False)
-            sums[matrix] += _spread(vector.astype(jnp.float32), 0, sums[matrix].shape, _ACC)
+def _load_biases(plan: Plan, bias: Any) -> list[jax.Array]:
+    """Of each matrix, for all columns, float32 [TILE_N, columns]. bias: [TILE_N, matrices] in GMEM."""
+    shape = TILE_N, plan.columns
+    vectors = (
+        plgpu.load(bias.at[:, matrix], layout=_ACC.reduce(1), optimized=False) for matrix in range(plan.matrices)
+    )
+    return [_spread(vector.astype(jnp.float32), 0, shape, _ACC) for vector in vectors]
+
+
+def _activated(plan: Plan, sums: list[jax.Array]) -> jax.Array:
+    """act(y), or act(gate) * up. sums: float32 [TILE_N, columns]."""
     y = sums[0] if plan.activation is None else activate(sums[0], plan.activation, erf=approximate_erf)
     return y * sums[1] if plan.matrices == 2 else y
 
