@@ -325,7 +325,7 @@ def _kernel(
     if plan.int8:  # storing rescales what a page holds: XLA does it, and the kernel finds the new tokens in the pages
         _, k, v = _heads(qkv, rotary, norms, kv_heads, head_dim, plan.norm_eps)
         pages = _stored(pages, k, v, page_table, positions)
-    inputs = {"qkv": qkv.reshape(-1, head_dim), "table": page_table, "positions": positions}
+    inputs: dict[str, Any] = {"qkv": qkv.reshape(-1, head_dim), "table": page_table, "positions": positions}
     if rotary is not None:
         inputs["cos"], inputs["sin"] = (x.reshape(-1, plan.half) for x in rotary)
     if norms is not None:
@@ -382,8 +382,9 @@ def _scratch(plan: _Plan, tiles: Tiles) -> dict[str, Any]:
 
     def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
         size = plgpu.find_swizzle(shape[-1] * dtype.itemsize * 8)
-        tiling = plgpu.TilingTransform((8, size // dtype.itemsize))
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(size)))
+        tiling = plgpu.TilingTransform((8, size // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+        swizzle = plgpu.SwizzleTransform(size)  # pyright: ignore[reportAbstractUsage]
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
     tile = (_KEYS, plan.head_dim)
     held = np.dtype(np.int8) if plan.int8 else plan.dtype
@@ -565,7 +566,7 @@ def _add(plan: _Plan, at: SimpleNamespace, keys: _Keys, tile: Any, state: _State
             found = jnp.where(page == i, value, found)
         return found
 
-    def across(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    def across(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return lax.broadcast_in_dim(x, shape, (1,))
 
     scores = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layouts.acc)
@@ -692,7 +693,7 @@ def _finish(plan: _Plan, tiles: Tiles, at: SimpleNamespace, state: list[_State])
                 factor if x.ndim == 1 else lax.broadcast_in_dim(factor, x.shape, (1,))
                 for factor, x in zip(factors, parts, strict=True)
             ]
-            return sum(factor * x for factor, x in zip(wide, parts, strict=True))
+            return functools.reduce(jnp.add, (factor * x for factor, x in zip(wide, parts, strict=True)))
 
         divide(tile, weighted(totals), [weighted(of_all(sums, piece, acc)) for piece in plan.feature_pieces])
         queries = jnp.minimum(plan.tokens * plan.group - tile.start, 8)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: turning the features of queries and keys (Su et al. 2021, arXiv:2104.09864, equation 34)."""
+"""Rotary position embedding: features of queries and keys turned by angles (arXiv:2104.09864, equation 34)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,276 @@
+"""Decode attention against a reference in float64, and its kernel against the definition, bit by bit in the cache."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from jaxinfer.compiled.target import Target, compile_for
+from pallas_kernels import KVPages
+from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, _definition, _kernel, decode_attention
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.tuning import Trial
+from tests.kernels.interpreting import without_races
+
+EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A call's shape. positions: of each row's first token; -1 is a row of padding. real: its tokens, if not all."""
+
+    positions: tuple[int, ...]
+    tokens: int = 1
+    real: tuple[int, ...] | None = None
+    kv_heads: int = 1
+    group: int = 1
+    head_dim: int = 64
+    page_size: int = 16
+    width: int = 9
+    dtype: Any = jnp.bfloat16
+    int8: bool = False
+    half: int = 0
+    norms: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        alibi = tuple(2.0 ** -np.arange(1, self.kv_heads * self.group + 1)) if self.alibi else None
+        return {
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "norm_eps": EPS,
+            "scale": self.head_dim**-0.5,
+            "window": self.window,
+            "softcap": self.softcap,
+            "alibi": alibi,
+        }
+
+    def args(self, seed: int = 0) -> tuple[Any, ...]:
+        """Numbers for `_kernel` and `_definition`; pages lie shuffled among others."""
+        rng = np.random.default_rng(seed)
+        batch = len(self.positions)
+        num_pages = batch * self.width + 2
+
+        def numbers(*shape: int, dtype: Any = self.dtype) -> jax.Array:
+            return jnp.asarray(rng.normal(size=shape), dtype)
+
+        shapes = KVPages.shapes(num_pages, self.page_size, self.kv_heads, self.head_dim, self.dtype, int8=self.int8)
+        if self.int8:
+            k, v = (jnp.asarray(rng.integers(-127, 128, x.shape), jnp.int8) for x in shapes[:2])
+            scales = [jnp.asarray(rng.uniform(0.005, 0.02, x.shape), jnp.float32) for x in shapes[2:]]
+            pages = KVPages(k, v, *scales)
+        else:
+            pages = KVPages(*(numbers(*x.shape) for x in shapes[:2]))
+        table = jnp.asarray(rng.permutation(num_pages)[: batch * self.width].reshape(batch, -1), jnp.int32)
+        index, first = np.arange(self.tokens), np.array(self.positions)[:, None]
+        real = np.full(batch, self.tokens) if self.real is None else np.array(self.real)
+        positions = np.where((first >= 0) & (index < real[:, None]), first + index, -1)
+        angles = rng.normal(size=(batch, self.tokens, 1, self.half))
+        rotary = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)) if self.half else None
+        norms = tuple(numbers(self.head_dim, dtype=jnp.float32) for _ in "qk") if self.norms else None
+        qkv = numbers(batch, self.tokens, self.kv_heads * (self.group + 2) * self.head_dim)
+        return qkv, pages, table, jnp.asarray(positions, jnp.int32), rotary, norms
+
+
+def reference(case: Case, args: tuple[Any, ...]) -> np.ndarray:
+    """The heads of all tokens, [B, T, Hkv, G, K], from float caches, in float64 with features in the cache's dtype."""
+    qkv, pages, table, positions, rotary, norms = jax.tree.map(np.asarray, args)
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return np.asarray(jnp.asarray(x, case.dtype), np.float64)
+
+    batch = len(qkv)
+    x = qkv.astype(np.float64).reshape(batch, case.tokens, case.kv_heads, case.group + 2, case.head_dim)
+    if norms is not None:
+        scale = np.stack([*[norms[0]] * case.group, norms[1]]).astype(np.float64)
+        mean = np.mean(x[..., :-1, :] ** 2, axis=-1, keepdims=True)
+        x[..., :-1, :] = rounded(x[..., :-1, :] / np.sqrt(mean + EPS) * scale)
+    if rotary is not None:
+        cos, sin = (angle.astype(np.float64)[:, :, None] for angle in rotary)
+        a, b = np.split(x[..., :-1, : 2 * case.half], 2, axis=-1)
+        x[..., :-1, : 2 * case.half] = rounded(np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1))
+    heads = np.zeros((batch, case.tokens, case.kv_heads, case.group, case.head_dim))
+    slopes = np.reshape(case.options["alibi"] or np.zeros(case.kv_heads * case.group), (case.kv_heads, case.group))
+    for row in range(batch):
+        held = [p[table[row]].reshape(-1, case.kv_heads, case.head_dim).astype(np.float64) for p in pages[:2]]
+        for token, position in enumerate(positions[row]):
+            if position >= 0:
+                held[0][position], held[1][position] = x[row, token, :, -2], x[row, token, :, -1]
+        for token, position in enumerate(positions[row]):
+            if position < 0:
+                continue
+            start = 0 if case.window is None else max(position - case.window + 1, 0)
+            k, v = (y[start : position + 1] for y in held)
+            scores = np.einsum("hgk,shk->hgs", x[row, token, :, :-2], k) * case.options["scale"]
+            if case.softcap is not None:
+                scores = case.softcap * np.tanh(scores / case.softcap)
+            scores += slopes[..., None] * (np.arange(start, position + 1) - position)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            heads[row, token] = np.einsum("hgs,shk->hgk", weights, v)
+    return heads.reshape(batch, case.tokens, -1)
+
+
+def close(actual: jax.Array, expected: np.ndarray, positions: jax.Array, tolerance: float) -> None:
+    """Where there are tokens; elsewhere the result need only be finite."""
+    actual = np.asarray(actual, np.float64)
+    assert np.isfinite(actual).all()
+    real = np.asarray(positions) >= 0
+    np.testing.assert_allclose(actual[real], expected[real], atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    first=st.lists(st.integers(-1, 60), min_size=1, max_size=3),
+    tokens=st.integers(1, 3),
+    group=st.sampled_from([1, 3]),
+    half=st.sampled_from([0, 2, 4]),
+    norms=st.booleans(),
+    window=st.sampled_from([None, 1, 20]),
+    softcap=st.sampled_from([None, 2.0]),
+    alibi=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_any_call_is_the_reference(first, tokens, seed, **options):
+    case = Case(positions=tuple(first), tokens=tokens, kv_heads=2, head_dim=8, dtype=jnp.float32, width=4, **options)
+    qkv, pages, table, positions, rotary, norms = args = case.args(seed)
+    q_norm, k_norm = norms or (None, None)
+    heads, _ = decode_attention(
+        qkv, pages, table, positions, rotary=rotary, q_norm=q_norm, k_norm=k_norm, **case.options
+    )
+    assert heads.dtype == qkv.dtype
+    close(heads, reference(case, args), positions, 1e-4)
+
+
+def test_too_many_tokens():
+    case = Case(positions=(0,), tokens=MAX_DECODE_TOKENS + 1)
+    with pytest.raises(ValueError, match="9 tokens a row; at most 8"):
+        decode_attention(*case.args()[:4], **case.options)
+
+
+def interpreted(case: Case, splits: int, stages: int = 2) -> None:
+    """The kernel has no race, is close to the definition, and leaves the same cache."""
+    args = case.args()
+    tiles = Trial("decode_attention", {"splits": splits, "stages": stages})
+    with without_races(), tiles.running():
+        heads, pages = jax.block_until_ready(_kernel(*args, **case.options))
+    assert heads.dtype == case.dtype
+    expected, expected_pages = _definition(*args, **case.options)
+    # Softmax weights are rounded to the dtype, 2^-9 of each in bfloat16, and the result once more; values are below 5.
+    close(heads, np.asarray(expected, np.float64), args[3], 0.02 if case.dtype == jnp.bfloat16 else 0.003)
+    for actual, wanted in zip(jax.tree.leaves(pages), jax.tree.leaves(expected_pages), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+CASES = {
+    # One key of its own; the end of a block of keys and its beginning; a row of padding.
+    "alone": (Case(positions=(0, 63, 64, -1)), 1),
+    # Two splits, one of them with nothing to do in the first rows.
+    "grouped": (Case(positions=(3, 140, 127), kv_heads=2, group=4, half=32), 2),
+    # Tokens on both sides of a block's and a split's end, and padding after them.
+    "drafts": (Case(positions=(62, 126, 20, -1), tokens=3, real=(3, 3, 1, 0), group=3, half=16, norms=True), 2),
+    # The window leaves out blocks, ends inside one and hides all of a split's keys from the later tokens.
+    "masked": (Case(positions=(100, 140), tokens=2, group=2, window=40, softcap=3.0, alibi=True), 2),
+}
+WIDER = {
+    "float16": (Case(positions=(100,), group=2, half=64, head_dim=128, dtype=jnp.float16), 2),
+    "wide heads": (Case(positions=(100,), kv_heads=2, half=32, head_dim=256, width=8), 4),
+    "many queries": (Case(positions=(123,), tokens=8, group=8, head_dim=128, width=10), 2),
+    "odd tile of queries": (Case(positions=(70,), tokens=8, group=5, half=16), 1),
+    "small pages": (Case(positions=(70, 130), page_size=8, width=17, tokens=2), 2),
+    "large pages": (Case(positions=(70, 190), page_size=128, width=2, tokens=2), 2),
+    "narrow window": (Case(positions=(63, 64, 130), window=1, group=2), 2),
+    "eight splits": (Case(positions=(600, 64), width=40, group=2), 8),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name):
+    interpreted(*CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDER)
+def test_interpreted_wider(name):
+    interpreted(*WIDER[name], stages=3)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (Case(positions=(0,), dtype=jnp.float32), "bfloat16 and float16, got qkv in float32"),
+        (Case(positions=(0,), head_dim=96), "head_dim must be 64, 128 or 256, got 96"),
+        (Case(positions=(0,), page_size=24), "page_size must be 8, 16, 32 or a multiple of 64, got 24"),
+        (Case(positions=(0,), half=24), "rotary_dim / 2 must be a multiple of 16 that divides head_dim, got 24"),
+        (Case(positions=(0,), tokens=8, group=8, head_dim=256), "must be at most 8192, got 8 \\* 8 \\* 256"),
+    ],
+)
+def test_unsupported(case, words):
+    with pytest.raises(UnsupportedError, match=words):
+        _kernel(*case.args(), **case.options)
+
+
+def test_a_cache_in_another_dtype_is_unsupported():
+    case = Case(positions=(0,))
+    qkv, pages, *others = case.args()
+    with pytest.raises(UnsupportedError, match="in qkv's dtype bfloat16 or in int8, got float32"):
+        _kernel(qkv, jax.tree.map(lambda x: x.astype(jnp.float32), pages), *others, **case.options)
+
+
+def shapes(case: Case, num_pages: int = 4096) -> tuple[Any, ...]:
+    """A case's arguments without the numbers, with a cache that is large beside all else."""
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.args())
+    return args[0], jax.tree.map(lambda x: x.update(shape=(num_pages, *x.shape[1:])), args[1]), *args[2:]
+
+
+LLAMA = Case(positions=(0,), kv_heads=8, group=4, head_dim=128, half=64, width=128)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "case",
+    [
+        LLAMA,
+        dataclasses.replace(LLAMA, tokens=8, group=8),  # the most queries
+        dataclasses.replace(LLAMA, tokens=8, head_dim=256),
+        dataclasses.replace(LLAMA, positions=(0,) * 8, norms=True, window=1000, softcap=30.0, alibi=True),
+    ],
+)
+def test_one_launch_that_writes_in_place(case):
+    call = functools.partial(_kernel, **case.options)
+    report = compile_for(Target.load("h200"), call, shapes(case), donate=(1,), resources=True)
+    (kernel,) = report.kernels
+    assert kernel.kind == "mosaic"
+    assert kernel.resources is not None
+    assert kernel.resources.spill_bytes == 0
+    assert {"UTMALDG", "HMMA", "LDSM"} <= set(kernel.resources.features)
+    assert kernel.shared_bytes < 227 << 10
+    assert report.aliased == report.donated
+    assert report.temp_bytes < 5 << 20  # what splits give one another; the cache has 128 MiB
+
+
+@pytest.mark.aot
+def test_a_loop_copies_no_cache():
+    def loop(qkv, pages, table, positions, rotary, norms):
+        def body(state):
+            i, heads, pages = state
+            new, pages = decode_attention(qkv, pages, table, positions + i, rotary=rotary, **LLAMA.options)
+            return i + 1, heads + new, pages
+
+        start = jnp.zeros((*qkv.shape[:2], LLAMA.kv_heads * LLAMA.group * LLAMA.head_dim), qkv.dtype)
+        return lax.while_loop(lambda state: state[0] < 10, body, (0, start, pages))
+
+    report = compile_for(Target.load("h200"), loop, shapes(LLAMA), donate=(1,))
+    assert [kernel.kind for kernel in report.kernels].count("mosaic") == 1
+    assert report.aliased == report.donated
+    assert report.temp_bytes < 1 << 20
