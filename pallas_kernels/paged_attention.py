@@ -1,4 +1,7 @@
-"""Causal attention over the pages of a KV cache: the definition, and blocks with a running softmax on a CPU."""
+"""Causal attention over the pages of a KV cache: the definition, and blocks with a running softmax.
+
+On a CPU the blocks are here; on a GPU they are the kernel of `prefill_attention`.
+"""
 
 import functools
 import math
@@ -7,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import _HIDDEN, attention
+from pallas_kernels.attention import _HIDDEN, plain_attention
+from pallas_kernels.dispatch import dispatch
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.prefill_attention import prefill_attention
 
 # What the CPU takes at once.
 _BLOCK = 128  # keys
@@ -28,7 +33,8 @@ def paged_attention(
 ) -> jax.Array:
     """Causal `attention` of each row's queries over the row's pages.
 
-    On a CPU the time follows the longest context present, elsewhere the width of the page table.
+    On a CPU the time follows the longest context present, on a GPU with kernels each row's own, elsewhere the width of
+    the page table.
 
     Args:
       q: [B, T, Hq, K]; query head h reads KV head h // (Hq / Hkv).
@@ -40,20 +46,20 @@ def paged_attention(
     Returns: [B, T, Hq, K] in q's dtype.
     """
     options = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi}
-    return lax.platform_dependent(
-        q,
-        pages,
-        page_table,
-        q_positions,
-        cpu=functools.partial(_by_blocks, **options),
-        default=functools.partial(gathered_attention, **options),
-    )
+    return dispatch("paged_attention", prefill_attention, _without_kernel, q, pages, page_table, q_positions, **options)
+
+
+def _without_kernel(
+    q: jax.Array, pages: KVPages, page_table: jax.Array, q_positions: jax.Array, **options
+) -> jax.Array:
+    blocks, gathered = (functools.partial(f, **options) for f in (_by_blocks, gathered_attention))
+    return lax.platform_dependent(q, pages, page_table, q_positions, cpu=blocks, default=gathered)
 
 
 def gathered_attention(
     q: jax.Array, pages: KVPages, page_table: jax.Array, q_positions: jax.Array, **options
 ) -> jax.Array:
-    """The definition of `paged_attention`: `attention` over every page of the table, side by side."""
+    """The definition of `paged_attention`: `plain_attention` over every page of the table, side by side."""
     batch, count = page_table.shape
 
     def gather(x: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -63,8 +69,7 @@ def gathered_attention(
         return taken.reshape(batch, count * x.shape[1], *x.shape[2:]).astype(q.dtype)
 
     k, v = gather(pages.k, pages.k_scale), gather(pages.v, pages.v_scale)
-    k_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), (batch, k.shape[1]))
-    return attention(q, k, v, q_positions, k_positions, **options)
+    return plain_attention(q, k, v, q_positions, jnp.full(batch, k.shape[1]), **options)
 
 
 def _by_blocks(q: jax.Array, pages: KVPages, page_table: jax.Array, q_positions: jax.Array, **options) -> jax.Array:

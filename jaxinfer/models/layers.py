@@ -200,7 +200,8 @@ class TokenRows(NamedTuple):
 
     Attributes:
       ids: int32 [B, T].
-      positions: int32 [B, T], each token's place in its request, negative for padding.
+      positions: int32 [B, T], each token's place in its request, negative for padding; without a cache they are
+        0, 1, ... and padding comes last.
       page_table: int32 [B, P], the pages of each row's context in order; None without a cache. Rows may share pages,
         or be pieces of one request: all keys and values of a layer are written before any is read.
       adapter: int32 [B], the adapter slot of each row, from 1; 0 is none. None: no row has one.
@@ -357,6 +358,7 @@ class Attention(nnx.Module):
             "alibi": self.alibi,
         }
         if cache is None:
-            return attention(q, k, v, positions, positions, causal=self.causal, **options)
+            lengths = jnp.sum(positions >= 0, axis=1)
+            return attention(q, k, v, positions, lengths, causal=self.causal, **options)
         assert group.page_table is not None
         return paged_attention(q, cache, group.page_table, positions, **options)

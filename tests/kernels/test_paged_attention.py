@@ -57,8 +57,8 @@ def run(function, *args, **options) -> np.ndarray:
 
 
 def check(at: Case, atol: float, **options):
-    k_positions = jnp.tile(jnp.arange(at.k.shape[1]), (len(at.k), 1))
-    expected = run(attention, at.q, at.k, at.v, at.positions, k_positions, **options)
+    lengths = jnp.full(len(at.k), at.k.shape[1])
+    expected = run(attention, at.q, at.k, at.v, at.positions, lengths, **options)
     real = at.positions >= 0
     for function in (paged_attention, gathered_attention):
         actual = run(function, at.q, at.pages, at.page_table, at.positions, **options)
