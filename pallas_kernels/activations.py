@@ -37,3 +37,11 @@ def approximate_erf(x: jax.Array) -> jax.Array:
     polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     y = 1.0 - polynomial * jnp.exp(-x * x)
     return jnp.where(x < 0.0, -y, y)
+
+
+def activate_outputs(y: jax.Array, name: str, *, gated: bool) -> jax.Array:
+    """The activation of a linear's outputs [..., N]; `gated`: act(gate) * up of alternating ones, [..., N / 2]."""
+    if not gated:
+        return activate(y, name)
+    pairs = y.reshape(*y.shape[:-1], -1, 2)
+    return activate(pairs[..., 0], name) * pairs[..., 1]

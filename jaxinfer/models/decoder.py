@@ -19,7 +19,6 @@ from jaxinfer.models.layers import (
     WeightFormat,
     flat,
     rotary_table,
-    storage,
     unflat,
 )
 
@@ -42,19 +41,15 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, step: Step, cache: KVPages | None, adapters: LayerAdapters | None
     ) -> tuple[jax.Array, KVPages | None]:
-        normed = self.attention_norm(x)
-        attended, cache = self.attention(normed, step, cache, adapters)
-        if self.attention_post_norm is not None:
-            attended = self.attention_post_norm(attended)
-        if self.mlp_norm is None:
-            return x + attended + self.mlp(normed, step, adapters), cache
-        if self.block is BlockKind.PARALLEL_TWO_NORMS:
-            return x + attended + self.mlp(self.mlp_norm(x), step, adapters), cache
-        x = x + attended
-        hidden = self.mlp(self.mlp_norm(x), step, adapters)
-        if self.mlp_post_norm is not None:
-            hidden = self.mlp_post_norm(hidden)
-        return x + hidden, cache
+        into, between = self.attention_norm, self.mlp_norm
+        if self.attention_post_norm is not None and self.mlp_post_norm is not None:
+            attended, cache = self.attention(x, step, cache, adapters, norm=into)
+            x += self.attention_post_norm(attended)
+            return x + self.mlp_post_norm(self.mlp(x, step, adapters, norm=between)), cache
+        y, cache = self.attention(x, step, cache, adapters, norm=into, residual=x)
+        if self.block is BlockKind.SEQUENTIAL:
+            x = y
+        return self.mlp(x, step, adapters, norm=between or into, residual=y), cache
 
 
 class Decoder(nnx.Module):
@@ -104,7 +99,7 @@ class Decoder(nnx.Module):
           adapters: one LayerAdapters per layer, or None.
         Returns: [B, T, D] of each group, and the new caches (None without caches).
         """
-        cfg, step = self.cfg, self._step(groups, caches, adapters)
+        cfg, step = self.cfg, self._step(groups, adapters)
         x = self.embed(flat(group.ids for group in groups))
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
@@ -125,20 +120,13 @@ class Decoder(nnx.Module):
             new_caches.append(cache)
         return unflat(self.final_norm(x), groups), None if caches is None else new_caches
 
-    def _step(
-        self, groups: tuple[TokenRows, ...], caches: list[KVPages] | None, adapters: list[LayerAdapters] | None
-    ) -> Step:
-        rotary = page = slot = chosen = None
-        if self.cfg.positions.kind is PositionKind.ROTARY:
-            rotary = rotary_table(self.cfg.positions, flat(group.positions for group in groups))
-        if caches is not None:
-            num_pages, page_size = caches[0].k.shape[:2]
-            places = [storage(group, page_size, num_pages) for group in groups]
-            page, slot = (flat(part) for part in zip(*places, strict=True))
-        if adapters is not None:
-            slots = len(adapters[0].qkv.a)
-            chosen = flat(_one_hot(group, slots) for group in groups)
-        return Step(groups, rotary, page, slot, chosen)
+    def _step(self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None) -> Step:
+        turned = self.cfg.positions.kind is PositionKind.ROTARY
+        rotary = tuple(rotary_table(self.cfg.positions, group.positions) if turned else None for group in groups)
+        if adapters is None:
+            return Step(groups, rotary)
+        slots = len(adapters[0].qkv.a)
+        return Step(groups, rotary, flat(_one_hot(group, slots) for group in groups))
 
     @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -18,9 +18,9 @@ class EncoderLayer(nnx.Module):
         self.mlp_norm = Norm(cfg.embed, cfg.norm)
 
     def __call__(self, x: jax.Array, step: Step) -> jax.Array:
-        attended, _ = self.attention(x, step, None)
-        x = self.attention_norm(x + attended)
-        return self.mlp_norm(x + self.mlp(x))
+        attended, _ = self.attention(x, step, None, residual=x)
+        x = self.attention_norm(attended)
+        return self.mlp_norm(self.mlp(x, step, residual=x))
 
 
 class Encoder(nnx.Module):
@@ -45,7 +45,7 @@ class Encoder(nnx.Module):
         x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
-        step = Step((TokenRows(tokens, positions),))
+        step = Step((TokenRows(tokens, positions),), (None,))
         x = self.embed_norm(x)
         for layer in self.layers:
             x = layer(x, step)

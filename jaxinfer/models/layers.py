@@ -6,15 +6,15 @@ its dimensions (`axes`), which `sharding.ShardingRules` maps onto a mesh.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from jaxinfer.models.config import (
     Activation,
@@ -27,7 +27,13 @@ from jaxinfer.models.config import (
     RopeScaling,
     alibi_slopes,
 )
-from pallas_kernels import KVPages, attention, linear, paged_attention, quantized_linear, write_pages
+from pallas_kernels import KVPages, attention
+from pallas_kernels.activations import activate_outputs
+from pallas_kernels.cached_attention import cached_attention, split_heads
+from pallas_kernels.linear_residual import linear_residual
+from pallas_kernels.norm_linear import norm_linear, normalize
+from pallas_kernels.small_batch_linear import small_batch_linear as linear
+from pallas_kernels.weights import Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +68,9 @@ class LowRankStack(NamedTuple):
         All slots are multiplied and the others' parts set to zero: two plain products, whatever rows sit together.
         """
         slots, rank, inputs = self.a.shape
-        reduced = linear(x, self.a.reshape(slots * rank, inputs)).reshape(*x.shape[:-1], slots, rank)
+        reduced = linear(x, Weights(self.a.reshape(slots * rank, inputs))).reshape(*x.shape[:-1], slots, rank)
         reduced *= chosen[..., None].astype(reduced.dtype)
-        return linear(reduced.reshape(*x.shape[:-1], slots * rank), self.b.reshape(-1, slots * rank))
+        return linear(reduced.reshape(*x.shape[:-1], slots * rank), Weights(self.b.reshape(-1, slots * rank)))
 
 
 class LayerAdapters(NamedTuple):
@@ -76,8 +82,12 @@ class LayerAdapters(NamedTuple):
     down: LowRankStack
 
 
+Adapter = Callable[[jax.Array], jax.Array]
+"""What a linear adds to its product: the updates of the adapters that its tokens have chosen."""
+
+
 class Linear(nnx.Module):
-    """x W^T + b, [..., K] -> [..., N], in float or (with `weights.int8`) with int8 weights and activations."""
+    """x W^T + b, [..., K] -> [..., N], and what is fused with it: a norm before, an activation or a residual after."""
 
     def __init__(
         self,
@@ -98,15 +108,38 @@ class Linear(nnx.Module):
             self.scale = None
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=axes[:1]) if bias else None
 
-    def __call__(self, x: jax.Array, step: "Step | None" = None, adapters: LowRankStack | None = None) -> jax.Array:
-        bias = None if self.bias is None else self.bias[...]
-        if self.scale is None:
-            y = linear(x, self.kernel[...], bias)
-        else:
-            y = quantized_linear(x, self.kernel[...], self.scale[...], bias)
-        if adapters is None or step is None or step.chosen is None:
-            return y
-        return y + adapters(x, step.chosen)
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: "Norm | None" = None,
+        activation: Activation | None = None,
+        gated: bool = False,
+        residual: jax.Array | None = None,
+        adapter: Adapter | None = None,
+    ) -> jax.Array:
+        """residual + act(norm(x) W^T + b), or with `gated` act(gate) * up of its alternating outputs.
+
+        A norm and a residual do not come together, nor an activation and a residual.
+        """
+        weights, bias = self.weights, None if self.bias is None else self.bias[...]
+        if adapter is None and norm is not None:
+            fused = {"eps": norm.eps, "activation": activation, "gated": gated}
+            return norm_linear(x, *norm.parameters, weights, bias, **fused)
+        if adapter is None and residual is not None:
+            return linear_residual(x, weights, residual, bias)
+        x = x if norm is None else norm(x)
+        y = linear(x, weights, bias)
+        if adapter is not None:
+            y += adapter(x)
+        if activation is not None:
+            y = activate_outputs(y, activation, gated=gated)
+        return y if residual is None else residual + y
+
+    @property
+    def weights(self) -> Weights:
+        """What the product takes."""
+        return Weights(self.kernel[...], None if self.scale is None else self.scale[...])
 
 
 class Embedding(nnx.Module):
@@ -133,9 +166,7 @@ class Embedding(nnx.Module):
 
     def project(self, x: jax.Array) -> jax.Array:
         """x table^T: [..., D] -> [..., rows]."""
-        if self.scale is None:
-            return linear(x, self.table[...])
-        return quantized_linear(x, self.table[...], self.scale[...])
+        return linear(x, Weights(self.table[...], None if self.scale is None else self.scale[...]))
 
 
 class Norm(nnx.Module):
@@ -146,29 +177,14 @@ class Norm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32), axes=("norm",))
         self.bias = nnx.Param(jnp.zeros(size, jnp.float32), axes=("norm",)) if cfg.kind is NormKind.LAYER else None
 
+    @property
+    def parameters(self) -> tuple[jax.Array, jax.Array | None]:
+        """Scale and shift, [K] each; an RMSNorm has no shift."""
+        return self.scale[...], None if self.bias is None else self.bias[...]
+
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        if self.bias is not None:
-            y -= jnp.mean(y, axis=-1, keepdims=True)
-        y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        y *= self.scale[...]
-        if self.bias is not None:
-            y += self.bias[...]
-        return y.astype(x.dtype)
-
-
-def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """The MLP's nonlinearity, elementwise."""
-    match activation:
-        case Activation.GELU:
-            return jax.nn.gelu(x, approximate=False)
-        case Activation.GELU_TANH:
-            return jax.nn.gelu(x, approximate=True)
-        case Activation.RELU:
-            return jax.nn.relu(x)
-        case Activation.SILU:
-            return jax.nn.silu(x)
+        return normalize(x, *self.parameters, eps=self.eps)
 
 
 class Mlp(nnx.Module):
@@ -185,14 +201,20 @@ class Mlp(nnx.Module):
         self.down = Linear(cfg.hidden, embed, weights, axes=("embed", "mlp"), bias=cfg.bias, rngs=rngs)
 
     @jax.named_scope("mlp")
-    def __call__(self, x: jax.Array, step: "Step | None" = None, adapters: LayerAdapters | None = None) -> jax.Array:
-        hidden = self.up(x, step, adapters and adapters.up)
-        if self.cfg.gated:
-            pairs = hidden.reshape(*hidden.shape[:-1], self.cfg.hidden, 2)  # [..., F, (gate, up)]
-            hidden = activate(pairs[..., 0], self.cfg.activation) * pairs[..., 1]
-        else:
-            hidden = activate(hidden, self.cfg.activation)
-        return self.down(hidden, step, adapters and adapters.down)
+    def __call__(
+        self,
+        x: jax.Array,
+        step: "Step",
+        adapters: LayerAdapters | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """residual + MLP(norm(x))."""
+        activation, gated = self.cfg.activation, self.cfg.gated
+        up, down = (None, None) if adapters is None else (step.adapter(adapters.up), step.adapter(adapters.down))
+        hidden = self.up(x, norm=norm, activation=activation, gated=gated, adapter=up)
+        return self.down(hidden, residual=residual, adapter=down)
 
 
 class TokenRows(NamedTuple):
@@ -214,20 +236,21 @@ class TokenRows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all layers of one forward pass share; the N tokens of all rows together, as `flat` joins them.
+    """What all layers of one forward pass share.
 
     Attributes:
-      groups: the rows, whose shapes say how the N tokens divide.
-      rotary: cos and sin, float32 [N, 1, rotary_dim / 2], or None.
-      page, slot: int32 [N], where each token's key and value are stored; None without a cache.
+      groups: the rows, whose shapes say how the N tokens, as `flat` joins them, divide.
+      rotary: cos and sin of each group, float32 [B, T, 1, rotary_dim / 2], or None.
       chosen: [N, S], the adapter of each token, one-hot; None without adapters.
     """
 
     groups: tuple[TokenRows, ...]
-    rotary: tuple[jax.Array, jax.Array] | None = None
-    page: jax.Array | None = None
-    slot: jax.Array | None = None
+    rotary: tuple[tuple[jax.Array, jax.Array] | None, ...]
     chosen: jax.Array | None = None
+
+    def adapter(self, stack: LowRankStack) -> Adapter | None:
+        """The updates that one linear's tokens have chosen."""
+        return None if self.chosen is None else functools.partial(stack, chosen=self.chosen)
 
 
 def flat(parts: Iterable[jax.Array]) -> jax.Array:
@@ -245,13 +268,6 @@ def unflat(x: jax.Array, groups: tuple[TokenRows, ...]) -> list[jax.Array]:
     ends = np.cumsum([group.ids.size for group in groups])
     parts = jnp.split(x, ends[:-1])
     return [part.reshape(*group.ids.shape, *x.shape[1:]) for part, group in zip(parts, groups, strict=True)]
-
-
-def storage(group: TokenRows, page_size: int, num_pages: int) -> tuple[jax.Array, jax.Array]:
-    """The page and the place in it of every token, int32 [B, T] each; padding goes to page `num_pages`: nowhere."""
-    assert group.page_table is not None
-    page = jnp.take_along_axis(group.page_table, jnp.maximum(group.positions, 0) // page_size, axis=1)
-    return jnp.where(group.positions < 0, num_pages, page), group.positions % page_size
 
 
 def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
@@ -289,15 +305,6 @@ def rotary_table(cfg: PositionsConfig, positions: jax.Array) -> tuple[jax.Array,
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the leading features of each head, i with i + rotary_dim / 2. x: [N, H, K]."""
-    cos, sin = rotary
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin, rest)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
 class Attention(nnx.Module):
     """Grouped-query attention over each group's own tokens, or over a paged cache; [N, D] -> [N, D].
 
@@ -317,7 +324,7 @@ class Attention(nnx.Module):
         causal: bool = True,
         rngs: nnx.Rngs,
     ):
-        self.cfg, self.window, self.causal = cfg, window, causal
+        self.cfg, self.window, self.causal, self.norm_eps = cfg, window, causal, norm.eps
         self.alibi = alibi_slopes(cfg.q_heads) if positions.kind is PositionKind.ALIBI else None
         qkv, width = cfg.kv_heads * (cfg.group + 2) * cfg.head_dim, cfg.q_heads * cfg.head_dim
         self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
@@ -327,38 +334,41 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x: jax.Array, step: Step, cache: KVPages | None, adapters: LayerAdapters | None = None
+        self,
+        x: jax.Array,
+        step: Step,
+        cache: KVPages | None,
+        adapters: LayerAdapters | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: jax.Array | None = None,
     ) -> tuple[jax.Array, KVPages | None]:
-        cfg = self.cfg
-        qkv = self.qkv(x, step, adapters and adapters.qkv)
-        grouped = qkv.reshape(*x.shape[:-1], cfg.kv_heads, cfg.group + 2, cfg.head_dim)
-        q = grouped[..., : cfg.group, :].reshape(*x.shape[:-1], cfg.q_heads, cfg.head_dim)
-        k, v = grouped[..., cfg.group, :], grouped[..., cfg.group + 1, :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if step.rotary is not None:
-            q, k = rotate(q, step.rotary), rotate(k, step.rotary)
-        if cache is not None:
-            assert step.page is not None
-            assert step.slot is not None
-            runs = sum(len(group.ids) for group in step.groups)  # of tokens that follow one another
-            new_k, new_v = (part.reshape(-1, *part.shape[-2:]) for part in (k, v))
-            cache = write_pages(cache, new_k, new_v, step.page.reshape(-1), step.slot.reshape(-1), rows=runs)
-        groups = zip(step.groups, *(unflat(part, step.groups) for part in (q, k, v)), strict=True)
-        heads = flat(self._attend(group, q, k, v, cache) for group, q, k, v in groups)
-        return self.out(heads.reshape(*x.shape[:-1], -1), step, adapters and adapters.out), cache
+        """residual + attention(norm(x)), and the cache with the tokens' keys and values in it."""
+        into, out = (None, None) if adapters is None else (step.adapter(adapters.qkv), step.adapter(adapters.out))
+        qkv = self.qkv(x, norm=norm, adapter=into)
+        heads = []
+        for group, rotary, part in zip(step.groups, step.rotary, unflat(qkv, step.groups), strict=True):
+            mixed, cache = self._attend(group, rotary, part, cache)
+            heads.append(mixed)
+        return self.out(flat(heads), residual=residual, adapter=out), cache
 
-    def _attend(self, group: TokenRows, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPages | None) -> jax.Array:
-        """One group's heads, [B, T, Hq, K], over its pages, or without a cache over its own tokens."""
+    def _attend(
+        self, group: TokenRows, rotary: tuple[jax.Array, jax.Array] | None, qkv: jax.Array, cache: KVPages | None
+    ) -> tuple[jax.Array, KVPages | None]:
+        """One group's heads, [B, T, Hq * K], over its pages, or without a cache over its own tokens."""
         cfg, positions = self.cfg, group.positions
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale[...], self.k_norm.scale[...])
+        prepared: dict[str, Any] = {"rotary": rotary, "norms": norms, "norm_eps": self.norm_eps}
         options: dict[str, Any] = {
             "scale": cfg.score_scale,
             "window": self.window,
             "softcap": cfg.softcap,
             "alibi": self.alibi,
         }
-        if cache is None:
-            lengths = jnp.sum(positions >= 0, axis=1)
-            return attention(q, k, v, positions, lengths, causal=self.causal, **options)
-        assert group.page_table is not None
-        return paged_attention(q, cache, group.page_table, positions, **options)
+        if cache is not None:
+            assert group.page_table is not None
+            return cached_attention(qkv, cache, group.page_table, positions, **prepared, **options)
+        q, k, v = split_heads(qkv, kv_heads=cfg.kv_heads, head_dim=cfg.head_dim, **prepared)
+        lengths = jnp.sum(positions >= 0, axis=1)
+        heads = attention(q, k, v, positions, lengths, causal=self.causal, **options)
+        return heads.reshape(*positions.shape, -1), None

@@ -1,0 +1,79 @@
+"""Attention over the paged cache, from the projected queries, keys and values to the heads' outputs."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.kv_pages import KVPages, write_pages
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rotary import rotate
+
+
+def cached_attention(
+    qkv: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    rotary: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    norm_eps: float = 0.0,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi: tuple[float, ...] | None = None,
+) -> tuple[jax.Array, KVPages]:
+    """Store the tokens' keys and values in the cache, then attend from their queries to all of their rows'.
+
+    Args:
+      qkv: [B, T, Hkv * (G + 2) * K], by KV head: its G queries, its key, its value.
+      pages: the cache; written in place where the caller donates it.
+      page_table: int32 [B, P]; page i of a row holds its positions from i * page_size on.
+      positions: int32 [B, T], negative for padding, which stores nothing and whose result is finite.
+      rotary: cos and sin of every token, float32 [B, T, 1, R / 2], as in `rotate`.
+      norms: scales of an RMSNorm of every query head and of every key head, float32 [K] each.
+      scale, window, softcap, alibi: as in `attention`.
+    Returns: the heads, [B, T, Hkv * G * K] in qkv's dtype, and the cache.
+    """
+    kv_heads, head_dim = pages.k.shape[2:]
+    prepared = {"rotary": rotary, "norms": norms, "norm_eps": norm_eps}
+    q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, **prepared)
+    pages = store(pages, k, v, page_table, positions)
+    options = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi}
+    return paged_attention(q, pages, page_table, positions, **options).reshape(*qkv.shape[:2], -1), pages
+
+
+def split_heads(
+    qkv: jax.Array,
+    *,
+    kv_heads: int,
+    head_dim: int,
+    rotary: tuple[jax.Array, jax.Array] | None,
+    norms: tuple[jax.Array, jax.Array] | None,
+    norm_eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, Hq, K], keys and values [B, T, Hkv, K] of a fused projection: normalised, then rotated."""
+    grouped = qkv.reshape(*qkv.shape[:2], kv_heads, -1, head_dim)
+    q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, head_dim)
+    k, v = grouped[..., -2, :], grouped[..., -1, :]
+    if norms is not None:
+        q, k = (_rms_norm(x, norm, norm_eps) for x, norm in zip((q, k), norms, strict=True))
+    if rotary is not None:
+        q, k = rotate(q, rotary), rotate(k, rotary)
+    return q, k, v
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * scale).astype(x.dtype)
+
+
+def store(pages: KVPages, k: jax.Array, v: jax.Array, page_table: jax.Array, positions: jax.Array) -> KVPages:
+    """The cache with keys and values [B, T, Hkv, K] at their rows' positions [B, T]; negative ones are dropped."""
+    num_pages, page_size = pages.k.shape[:2]
+    page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
+    page = jnp.where(positions < 0, num_pages, page).reshape(-1)
+    slot = (positions % page_size).reshape(-1)
+    new_k, new_v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+    return write_pages(pages, new_k, new_v, page, slot, rows=len(positions))
