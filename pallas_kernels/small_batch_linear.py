@@ -16,8 +16,8 @@ the rows are normalised while the first weights are on their way.
 
 Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them: XLA pads no operand.
 
-Another format of weights has its own `_multiply`, the only function that knows what a slot holds; what belongs to a
-channel, as a scale, goes where the bias does.
+Formats. `small_batch_operands.py` says how weights of each are multiplied. Rows of x that are quantised are held by
+every block, as normalised ones are.
 """
 
 import dataclasses
@@ -34,18 +34,16 @@ from jax.experimental.mosaic.gpu import fragmented_array as registers
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.activations import activate, approximate_erf
-from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting
+from pallas_kernels.small_batch_operands import ACC, Operand, bfloat16_parts, operand_of, per_column, per_output, spread
 from pallas_kernels.tuning import tuned
-from pallas_kernels.weights import Weights, product
+from pallas_kernels.weights import GROUP, Weights, product
 
 TILE_N = 64  # outputs of a block: four warps of 16 rows, what one mma.sync takes
 MAX_ROWS = 16
-_SKEW = 8  # elements between the rows of x in shared memory: puts the rows of a column into different banks
+_SKEW = 16  # bytes between the rows of x in shared memory: puts the rows of a column into different banks
 _MAX_STAGES = 8
 _IN_FLIGHT = 65_536  # bytes that the rings of an SM's blocks should hold
-_LHS, _RHS, _ACC = (
-    layout(jnp.bfloat16) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
-)
 _SMS, _SHARED_BYTES, _RESERVED_BYTES = (
     132,
     233_472,
@@ -101,7 +99,8 @@ class Plan:
     Attributes:
       rows: of x. inputs, outputs: K, and the columns of the result.
       matrices: 2 with a gate, else 1: how many weights each output has an input.
-      dtype: of x, the result, the residual and float weights.
+      dtype: of x, the result and the residual.
+      operand: how weights of this format are multiplied.
       eps: of the norm; None without.
       operands: the names of the arrays in GMEM, in order.
     """
@@ -111,6 +110,7 @@ class Plan:
     outputs: int
     matrices: int
     dtype: Any
+    operand: Operand
     eps: float | None
     activation: str | None
     operands: tuple[str, ...]
@@ -122,9 +122,19 @@ class Plan:
         return 8 if self.rows <= 8 else 16
 
     @property
+    def holds(self) -> bool:
+        """Whether a block makes its x at the start, normalised or quantised; else tiles of x come with those of W."""
+        return self.eps is not None or self.operand.quantizes
+
+    @property
     def held(self) -> int:
-        """Rows of x in shared memory, with a norm. A single one stands for all columns of a product."""
+        """Rows of x in shared memory then. A single one stands for all columns of a product."""
         return 1 if self.rows == 1 else self.columns
+
+    @property
+    def groups(self) -> int:
+        """Scales that each output has in a tile."""
+        return self.tiles.tile_k // GROUP if self.operand.per_scale == GROUP else 0
 
     @property
     def share(self) -> int:
@@ -151,12 +161,17 @@ def small_batch_product(
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     matrices = 2 if gated else 1
     outputs = weights.kernel.shape[0] // matrices
-    _check(x, weights, bias, residual, norm, rows, outputs)
+    operand = operand_of(weights, x.dtype)
+    _check(x, operand, bias, residual, norm, rows, outputs)
+    scale = weights.scale
+    if scale is not None and operand.per_scale == 1:
+        scale = scale.reshape(outputs, matrices)
     arrays = {
         "x": x.reshape(rows, inputs),
         # The gate and up of a pair follow each other: a copy with a stride fetches either, and the tiles of both
         # have the pairs at the same place, so that nothing need move between threads.
-        "weights": weights.kernel.reshape(outputs, matrices, inputs),
+        "weights": weights.kernel.reshape(outputs, matrices, -1),
+        "weights_scale": scale,
         "bias": None if bias is None else bias.reshape(outputs, matrices),
         "residual": None if residual is None else residual.reshape(rows, outputs),
         "scale": None if norm is None else norm.scale,
@@ -169,17 +184,18 @@ def small_batch_product(
         outputs=outputs,
         matrices=matrices,
         dtype=x.dtype,
+        operand=operand,
         eps=None if norm is None else eps,
         activation=activation,
         operands=tuple(arrays),
-        tiles=choose_tiles(rows, inputs, outputs, x.dtype, norm=norm is not None, gated=gated),
+        tiles=choose_tiles(rows, inputs, outputs, operand, norm=norm is not None, gated=gated),
     )
     return _launch(plan, tuple(arrays.values())).reshape(*x.shape[:-1], outputs)
 
 
 def _check(
     x: jax.Array,
-    weights: Weights,
+    operand: Operand,
     bias: jax.Array | None,
     residual: jax.Array | None,
     norm: Norm | None,
@@ -190,46 +206,54 @@ def _check(
         raise UnsupportedError(f"small-batch kernel takes 1 to {MAX_ROWS} rows, got {rows}")
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise UnsupportedError(f"small-batch kernel takes x in bfloat16, float16 or float32, got {x.dtype}")
-    if weights.kernel.dtype != x.dtype:
-        raise UnsupportedError(f"small-batch kernel takes weights in x's dtype {x.dtype}, got {weights.kernel.dtype}")
-    unit = 128 // x.dtype.itemsize if norm is None else 64  # what TMA swizzles, or what a warp holds of a row
-    if x.shape[-1] % unit:
-        raise UnsupportedError(f"small-batch kernel takes a multiple of {unit} inputs in {x.dtype}, got {x.shape[-1]}")
-    if bias is not None and outputs % TILE_N:
-        raise UnsupportedError(f"small-batch kernel takes a bias of a multiple of {TILE_N} outputs, got {outputs}")
+    unit = max(operand.swizzle * operand.per_element // operand.weights.itemsize, 64 if norm else 0)
+    if x.shape[-1] % unit:  # what TMA swizzles, or what a warp holds of a row
+        formats = f"{x.dtype} with weights in {operand.weights}"
+        raise UnsupportedError(f"small-batch kernel takes a multiple of {unit} inputs in {formats}, got {x.shape[-1]}")
+    if (bias is not None or operand.per_scale) and outputs % TILE_N:
+        raise UnsupportedError(
+            f"small-batch kernel takes a bias or scales of a multiple of {TILE_N} outputs, got {outputs}"
+        )
     if residual is not None and residual.dtype != x.dtype:
         raise UnsupportedError(f"small-batch kernel takes a residual in x's dtype {x.dtype}, got {residual.dtype}")
     if residual is not None and outputs * x.dtype.itemsize % 16:
         raise UnsupportedError(f"TMA takes rows of a multiple of 16 bytes, got a residual of {outputs} in {x.dtype}")
-    if norm is not None and _row_layout(x.shape[-1])[1] > 160:
-        raise UnsupportedError(f"registers do not hold normalised rows of {x.shape[-1]} inputs")
+    if (norm is not None or operand.quantizes) and _row_layout(x.shape[-1])[1] > 160:
+        raise UnsupportedError(f"registers do not hold rows to normalise or quantise of {x.shape[-1]} inputs")
 
 
-def choose_tiles(rows: int, inputs: int, outputs: int, dtype: Any, *, norm: bool, gated: bool) -> Tiles:
+def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm: bool, gated: bool) -> Tiles:
     """The measured tile sizes of these shapes, or else those that the module's argument leads to."""
     columns = 8 if rows <= 8 else 16
-    key = f"rows={columns},K={inputs},N={outputs},{jnp.dtype(dtype).name},{norm=},{gated=}"
+    key = f"rows={columns},K={inputs},N={outputs},{operand.dtype},{operand.weights},{norm=},{gated=}"
     if found := tuned("small_batch_linear", key):
         return Tiles(**found)
-    # A slot of 16 KB takes few instructions a byte; beside normalised rows, which take much of the memory, one of 8 KB.
-    itemsize = jnp.dtype(dtype).itemsize
-    tile_k = (128 if norm else 256) // itemsize
-    slot = ((2 if gated else 1) * TILE_N + (0 if norm else columns)) * tile_k * itemsize
-    fixed = columns * TILE_N * (3 * 2 + 2 * itemsize)  # results and residual
+    # A slot of 16 KB takes few instructions a byte; beside rows of x, which take much of the memory, one of 8 KB.
+    holds = norm or operand.quantizes
+    tile_k = (128 if holds else 256) * operand.per_element // operand.weights.itemsize
+    if holds:  # whole tiles of rows
+        tile_k = math.gcd(tile_k, inputs)
+    slot = tile_k * operand.weights.itemsize // operand.per_element
+    slot += 2 * tile_k // GROUP if operand.per_scale == GROUP else 0
+    slot *= TILE_N * (2 if gated else 1)
+    slot += 0 if holds else columns * tile_k * operand.x.itemsize
+    fixed = columns * TILE_N * (3 * 2 + 2 * operand.dtype.itemsize)  # results and residual
     fixed += 2048 + 1024  # Mosaic's reductions and alignment
     wide, tiles = pl.cdiv(outputs, TILE_N), pl.cdiv(inputs, tile_k)
     choices = []
     for split in range(1, min(8, tiles) + 1):
         share = pl.cdiv(tiles, split)
-        held = (1 if rows == 1 else columns) * (share * tile_k + _SKEW) * itemsize if norm else 0
+        held = (1 if rows == 1 else columns) * (share * tile_k * operand.x.itemsize + _SKEW) if holds else 0
         for blocks in (2, 1):  # of an SM
             stages = min(_MAX_STAGES, (_SHARED_BYTES // blocks - _RESERVED_BYTES - fixed - held) // slot)
             if stages * slot * blocks >= _IN_FLIGHT:
-                cost = _cost(wide * split, _SMS * blocks) * (share + (4 if norm else 1))
+                cost = _cost(wide * split, _SMS * blocks) * (share + (4 if holds else 1))
                 choices.append((cost, Tiles(tile_k=tile_k, stages=min(stages, share), split=split)))
                 break
     if not choices:
-        raise UnsupportedError(f"{columns} normalised rows of {inputs} inputs leave no shared memory for weights")
+        raise UnsupportedError(
+            f"{columns} rows of {inputs} inputs to normalise or quantise leave no shared memory for weights"
+        )
     return min(choices, key=lambda choice: choice[0])[1]
 
 
@@ -246,22 +270,32 @@ def _cost(blocks: int, slots: int) -> int:
 def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
     tiles, columns = plan.tiles, plan.columns
     blocks = pl.cdiv(plan.outputs, TILE_N)
+    operand = plan.operand
+    arrivals = plan.matrices + (plan.groups > 0) + (not plan.holds)
     scratch = {
         "weights_s": plgpu.SMEM(
-            (tiles.stages, plan.matrices, TILE_N, tiles.tile_k),
-            plan.dtype,
-            transforms=_swizzled(plan.outputs, plan.dtype),
+            (tiles.stages, plan.matrices, TILE_N, tiles.tile_k // operand.per_element),
+            operand.weights,
+            transforms=_swizzled(plan.outputs, operand.weights, operand.swizzle),
         ),
         "turned_s": plgpu.SMEM((3, columns, TILE_N), jnp.bfloat16),
         "out_s": plgpu.SMEM((columns, TILE_N), plan.dtype),
-        "arrived": plgpu.Barrier(num_arrivals=plan.matrices + (plan.eps is None), num_barriers=tiles.stages),
+        "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tiles.stages),
     }
-    if plan.eps is None:
-        scratch["x_s"] = plgpu.SMEM(
-            (tiles.stages, columns, tiles.tile_k), plan.dtype, transforms=_swizzled(plan.rows, plan.dtype)
-        )
+    if plan.holds:
+        skew = _SKEW // operand.x.itemsize
+        scratch["x_s"] = plgpu.SMEM((plan.held, plan.share * tiles.tile_k + skew), operand.x)
     else:
-        scratch["x_s"] = plgpu.SMEM((plan.held, plan.share * tiles.tile_k + _SKEW), plan.dtype)
+        scratch["x_s"] = plgpu.SMEM(
+            (tiles.stages, columns, tiles.tile_k),
+            operand.x,
+            transforms=_swizzled(plan.rows, operand.x, operand.swizzle),
+        )
+    if operand.quantizes:
+        scratch["x_scale_s"] = plgpu.SMEM((columns,), jnp.float32)
+    if plan.groups:
+        shape = (tiles.stages, plan.groups, TILE_N * plan.matrices)
+        scratch["group_scale_s"] = plgpu.SMEM(shape, jnp.bfloat16)
     if "residual" in plan.operands:
         scratch["residual_s"] = plgpu.SMEM((columns, TILE_N), plan.dtype)
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=1)
@@ -271,7 +305,7 @@ def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
     if tiles.split > 1:
         scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("share",), num_arrivals=1)
         partial = (tiles.split - 1, blocks, plan.matrices, TILE_N, columns)
-        result.append(jax.ShapeDtypeStruct(partial, jnp.float32))
+        result.append(jax.ShapeDtypeStruct(partial, operand.accumulator))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=result,
@@ -288,13 +322,13 @@ def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
     return kernel(*arrays)[0][:, : plan.outputs]
 
 
-def _swizzled(size: int, dtype: Any) -> tuple[Any, ...]:
+def _swizzled(size: int, dtype: Any, row_bytes: int) -> tuple[Any, ...]:
     """How a tile of a matrix with so many rows lies in shared memory: those of a column in different banks.
 
     TMA wants whole tiles of 8 rows. Tiles of one row suit any matrix, and put two in a bank where a slot is two wide.
     """
-    tiling = (8 if size < 8 or size % 8 == 0 else 1, 128 // dtype.itemsize)
-    return plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    tiling = (8 if size < 8 or size % 8 == 0 else 1, row_bytes // dtype.itemsize)
+    return plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(row_bytes)  # pyright: ignore[reportAbstractUsage]
 
 
 def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **smem: Any) -> None:
@@ -304,10 +338,11 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
     stages, tile_k = plan.tiles.stages, plan.tiles.tile_k
     outputs = pl.ds(block * TILE_N, TILE_N)
 
-    def inputs(i: Any) -> Any:
-        return pl.ds((share * plan.share + i) * tile_k, tile_k)
+    def inputs(i: Any, of_an_element: int = 1) -> Any:
+        size = tile_k // of_an_element
+        return pl.ds((share * plan.share + i) * size, size)
 
-    # With a norm: of the shares that divide unequally the last begins early, so that all lie within x.
+    # Where x is held: of the shares that divide unequally the last begins early, so that all lie within x.
     held = jnp.minimum(share * plan.share, plan.inputs // tile_k - plan.share)
 
     def held_inputs(i: Any) -> Any:  # past the end any finite x will do, as the weights are zeros there
@@ -316,9 +351,13 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
 
     def fetch(i: Any, slot: Any) -> None:
         for matrix in range(plan.matrices):
-            tile = operands["weights"].at[outputs, matrix, inputs(i)]
+            tile = operands["weights"].at[outputs, matrix, inputs(i, plan.operand.per_element)]
             plgpu.copy_gmem_to_smem(tile, weights_s.at[slot, matrix], arrived.at[slot])
-        if plan.eps is None:
+        if plan.groups:
+            pairs = pl.ds(block * TILE_N * plan.matrices, TILE_N * plan.matrices)
+            tile = operands["weights_scale"].at[inputs(i, GROUP), pairs]
+            plgpu.copy_gmem_to_smem(tile, smem["group_scale_s"].at[slot], arrived.at[slot])
+        if not plan.holds:
             tile = operands["x"].at[pl.ds(0, plan.columns), inputs(i)]
             plgpu.copy_gmem_to_smem(tile, x_s.at[slot], arrived.at[slot])
 
@@ -332,15 +371,26 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
             rows = operands["residual"].at[pl.ds(0, plan.columns), outputs]
             plgpu.copy_gmem_to_smem(rows, smem["residual_s"], smem["residual_arrived"])
 
-    biases = _load_biases(plan, operands["bias"].at[outputs]) if "bias" in operands else ()
-    if plan.eps is not None:
-        _normalise(plan, operands["x"], operands["scale"], operands.get("shift"), held * tile_k, x_s)
+    scales, biases = (
+        _load_per_output(plan, operands[name].at[outputs]) if name in operands else None
+        for name in ("weights_scale" if not plan.groups else "", "bias")
+    )
+    if plan.holds:
+        _hold(plan, operands, held * tile_k, x_s, smem.get("x_scale_s"))
 
     def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(arrived.at[slot])
-        x_tile = x_s.at[slot] if plan.eps is None else x_s.at[:, held_inputs(i)]
-        accs = tuple(_multiply(acc, weights_s.at[slot, matrix], x_tile) for matrix, acc in enumerate(accs))
+        x_tile = x_s.at[:, held_inputs(i)] if plan.holds else x_s.at[slot]
+        accs = tuple(
+            plan.operand.multiply(
+                acc,
+                weights_s.at[slot, matrix],
+                x_tile,
+                [_alternating(smem["group_scale_s"].at[slot, group], matrix, plan) for group in range(plan.groups)],
+            )
+            for matrix, acc in enumerate(accs)
+        )
 
         # The operands of all warps are in registers: TMA may overwrite what they have read once that is in order.
         @pl.when(i + stages < plan.share)
@@ -350,7 +400,7 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
 
         return accs
 
-    zeros = plgpu.layout_cast(jnp.zeros((TILE_N, plan.columns), jnp.float32), _ACC)
+    zeros = plgpu.layout_cast(jnp.zeros((TILE_N, plan.columns), plan.operand.accumulator), ACC)
     accs = lax.fori_loop(0, plan.share, step, (zeros,) * plan.matrices)
     if partial:
         _exchange(accs, partial[0].at[:, block], share, smem["summed"])
@@ -360,9 +410,15 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
         sums = list(accs)
         for other in range(plan.tiles.split - 1):  # always in the same order
             for matrix in range(plan.matrices):
-                sums[matrix] += plgpu.load(partial[0].at[other, block, matrix], layout=_ACC, optimized=False)
-        for matrix, bias in enumerate(biases):
-            sums[matrix] += bias
+                sums[matrix] += plgpu.load(partial[0].at[other, block, matrix], layout=ACC, optimized=False)
+        for matrix in range(plan.matrices):
+            sums[matrix] = sums[matrix].astype(jnp.float32)
+            if plan.operand.quantizes:
+                sums[matrix] *= per_column(smem["x_scale_s"], sums[matrix].shape)
+            if scales:
+                sums[matrix] *= scales[matrix]
+            if biases:
+                sums[matrix] += biases[matrix]
         y = _turned(_activated(plan, sums), turned_s)
         if "residual" in operands:
             plgpu.barrier_wait(smem["residual_arrived"])
@@ -373,42 +429,69 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
         plgpu.wait_smem_to_gmem(0)
 
 
-def _normalise(plan: Plan, x: Any, scale: Any, shift: Any, first_input: jax.Array, x_s: Any) -> None:
-    """Write normalised rows of x [rows, K] into shared memory, from that input on, as operands of the product.
+def _hold(plan: Plan, operands: dict[str, Any], first_input: jax.Array, x_s: Any, x_scale_s: Any) -> None:
+    """Write rows of x, normalised or quantised or both, into shared memory, from that input on.
 
-    Every block finds the means of the whole rows by itself, as many at a time as 128 registers of a thread hold.
+    Every block finds means and scales of the whole rows by itself, as many at a time as 128 registers of a thread hold.
     """
-    assert plan.eps is not None
     layout, registers_of_a_row = _row_layout(plan.inputs)
     width = plan.share * plan.tiles.tile_k
-    held, held_layout = pl.ds(first_input, width), _row_layout(width)[0]
+    whole, held, held_layout = pl.ds(0, plan.inputs), pl.ds(first_input, width), _row_layout(width)[0]
     at_once = max(1, 128 // registers_of_a_row)
     for first in range(0, plan.rows, at_once):
         rows = pl.ds(first, min(at_once, plan.rows - first))
-        y = _load_rows(x.at[rows, pl.ds(0, plan.inputs)], layout)
-        mean = None if shift is None else jnp.sum(y, axis=1) / plan.inputs
-        if mean is not None:
-            y -= _spread(mean, 0, y.shape, layout)
-        factor = lax.rsqrt(jnp.sum(y * y, axis=1) / plan.inputs + plan.eps)
-
-        y = _load_rows(x.at[rows, held], held_layout)
-        if mean is not None:
-            y -= _spread(mean, 0, y.shape, held_layout)
-        y *= _spread(factor, 0, y.shape, held_layout)
-        y *= _spread(_load_rows(scale.at[held], held_layout.reduce(0)), 1, y.shape, held_layout)
-        if shift is not None:
-            y += _spread(_load_rows(shift.at[held], held_layout.reduce(0)), 1, y.shape, held_layout)
-        x_s.at[rows, pl.ds(0, width)][...] = y.astype(plan.dtype)
+        y = _load_rows(operands["x"].at[rows, whole], layout)
+        norm = _Normaliser.of(y, plan, operands, layout)
+        part = norm(_load_rows(operands["x"].at[rows, held], held_layout), held, held_layout)
+        if plan.operand.quantizes:
+            x_scale = jnp.maximum(jnp.max(jnp.abs(norm(y, whole, layout)), axis=1), 1e-30) / 127.0
+            part = _nearest_integers(part / spread(x_scale, 0, part.shape, held_layout))
+            if rows.size == 1:
+                x_scale_s[first] = jnp.max(x_scale)  # Mosaic stores no vector of one
+            else:
+                x_scale_s.at[rows][...] = x_scale
+        x_s.at[rows, pl.ds(0, width)][...] = part.astype(plan.operand.x)
     plgpu.commit_smem()
+
+
+class _Normaliser(NamedTuple):
+    """What the norm does with any inputs of some rows, whose means are known; nothing without a norm."""
+
+    plan: Plan
+    operands: dict[str, Any]
+    mean: jax.Array | None
+    factor: jax.Array | None
+
+    @classmethod
+    def of(cls, y: jax.Array, plan: Plan, operands: dict[str, Any], layout: Any) -> "_Normaliser":
+        """For these rows, float32 [rows, K]."""
+        if plan.eps is None:
+            return cls(plan, operands, None, None)
+        mean = jnp.sum(y, axis=1) / plan.inputs if "shift" in operands else None
+        if mean is not None:
+            y -= spread(mean, 0, y.shape, layout)
+        return cls(plan, operands, mean, lax.rsqrt(jnp.sum(y * y, axis=1) / plan.inputs + plan.eps))
+
+    def __call__(self, y: jax.Array, inputs: Any, layout: Any) -> jax.Array:
+        """These inputs of the rows, normalised and rounded to x's dtype; in float32."""
+        if self.factor is None:
+            return y
+        if self.mean is not None:
+            y -= spread(self.mean, 0, y.shape, layout)
+        y *= spread(self.factor, 0, y.shape, layout)
+        y *= spread(_load_rows(self.operands["scale"].at[inputs], layout.reduce(0)), 1, y.shape, layout)
+        if self.mean is not None:
+            y += spread(_load_rows(self.operands["shift"].at[inputs], layout.reduce(0)), 1, y.shape, layout)
+        return y.astype(self.plan.dtype).astype(jnp.float32)
+
+
+def _nearest_integers(y: jax.Array) -> jax.Array:
+    """int32, ties to even, for |y| < 2 ** 22: the last bits of a sum with 1.5 * 2 ** 23, whose last bit counts one."""
+    return lax.bitcast_convert_type(y + 1.5 * 2**23, jnp.int32) - 0x4B400000
 
 
 def _load_rows(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-
-
-def _spread(vector: jax.Array, axis: int, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    """The vector along this axis of a matrix, the same along the other."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), layout)
 
 
 def _row_layout(inputs: int) -> tuple[Any, int]:
@@ -423,37 +506,6 @@ def _row_layout(inputs: int) -> tuple[Any, int]:
     tiling = registers.Tiling(((1, 64), (2,)))
     everyone = (registers.Replicated(4),)
     return plgpu.Layout.TILED(tiling, warp_dims=everyone, lane_dims=(-2,), vector_dim=-1), inputs // 32
-
-
-def _multiply(acc: jax.Array, weights: Any, x: Any) -> jax.Array:
-    """acc + W x^T. acc: float32 [TILE_N, columns]; in shared memory weights [TILE_N, tile_k], x [columns, tile_k]."""
-    w = plgpu.load(weights, layout=_LHS, optimized=False)
-    x = _right_operand(x, acc.shape[1])
-    if w.dtype != jnp.float32:
-        return plgpu.mma(acc, w, x)
-    # As XLA's BF16_BF16_F32_X6: the products of the parts that matter, the smallest first.
-    w_parts, x_parts = _bfloat16_parts(w), _bfloat16_parts(x)
-    for i, j in ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0)):
-        acc = plgpu.mma(acc, w_parts[i], x_parts[j])
-    return acc
-
-
-def _right_operand(x: Any, columns: int) -> jax.Array:
-    """x^T [tile_k, columns] in registers, of x [columns, tile_k] or of one row, for all columns, in shared memory."""
-    if x.shape[0] == columns:
-        return plgpu.load(x.T, layout=_RHS, optimized=False)
-    row = plgpu.load(x.at[0], layout=_RHS.reduce(1), optimized=False)
-    return _spread(row, 0, (x.shape[1], columns), _RHS)
-
-
-def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
-    """Three bfloat16 whose sum is x, exactly: eight bits of its 24 each."""
-    parts = []
-    for _ in range(2):
-        high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
-        parts.append(high.astype(jnp.bfloat16))
-        x = x - high
-    return [*parts, x.astype(jnp.bfloat16)]
 
 
 def _exchange(accs: tuple[jax.Array, ...], partial: Any, share: jax.Array, summed: Any) -> None:
@@ -474,13 +526,16 @@ def _exchange(accs: tuple[jax.Array, ...], partial: Any, share: jax.Array, summe
     inline_ptx("fence.acq_rel.cluster;")
 
 
-def _load_biases(plan: Plan, bias: Any) -> list[jax.Array]:
-    """Of each matrix, for all columns, float32 [TILE_N, columns]. bias: [TILE_N, matrices] in GMEM."""
-    shape = TILE_N, plan.columns
-    vectors = (
-        plgpu.load(bias.at[:, matrix], layout=_ACC.reduce(1), optimized=False) for matrix in range(plan.matrices)
-    )
-    return [_spread(vector.astype(jnp.float32), 0, shape, _ACC) for vector in vectors]
+def _load_per_output(plan: Plan, vectors: Any) -> list[jax.Array]:
+    """Of each matrix, for all columns, float32 [TILE_N, columns]. vectors: [TILE_N, matrices] in GMEM."""
+    return [per_output(vectors.at[:, matrix], (TILE_N, plan.columns)) for matrix in range(plan.matrices)]
+
+
+def _alternating(pairs: Any, matrix: int, plan: Plan) -> Any:
+    """What belongs to one of the matrices in a vector that alternates between them. pairs: in shared memory."""
+    if interpreting():  # it knows no reshaped references, and the compiler no steps
+        return pairs.at[pl.ds(matrix, TILE_N, plan.matrices)]
+    return pairs.reshape(TILE_N, plan.matrices).at[:, matrix]
 
 
 def _activated(plan: Plan, sums: list[jax.Array]) -> jax.Array:
@@ -494,7 +549,7 @@ def _turned(y: jax.Array, turned_s: Any) -> jax.Array:
 
     Threads exchange 16-bit values only (`stmatrix`), so that float32 goes in three parts, which lose nothing.
     """
-    parts = _bfloat16_parts(y)
+    parts = bfloat16_parts(y)
     for i, part in enumerate(parts):
         turned_s.at[i].T[...] = part
     plgpu.commit_smem()

@@ -133,7 +133,7 @@ def operand_of(weights: Weights, dtype: np.dtype) -> Operand:
 
 
 def per_output(vector: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A vector of the outputs [outputs], in shared memory, for every column of an accumulator, in float32."""
+    """A vector of the outputs [outputs] in memory, for every column of an accumulator, in float32."""
     return spread(_load(vector, ACC.reduce(1)).astype(jnp.float32), 0, shape, ACC)
 
 
