@@ -208,18 +208,22 @@ def _check(
         raise UnsupportedError(f"small-batch kernel takes x in bfloat16, float16 or float32, got {x.dtype}")
     unit = max(operand.swizzle * operand.per_element // operand.weights.itemsize, 64 if norm else 0)
     if x.shape[-1] % unit:  # what TMA swizzles, or what a warp holds of a row
-        formats = f"{x.dtype} with weights in {operand.weights}"
-        raise UnsupportedError(f"small-batch kernel takes a multiple of {unit} inputs in {formats}, got {x.shape[-1]}")
-    if (bias is not None or operand.per_scale) and outputs % TILE_N:
+        raise UnsupportedError(
+            f"small-batch kernel takes a multiple of {unit} inputs in {operand.weights}, got {x.shape[-1]}"
+        )
+    if (bias is not None or operand.per_scale == 1) and outputs % TILE_N:
         raise UnsupportedError(
             f"small-batch kernel takes a bias or scales of a multiple of {TILE_N} outputs, got {outputs}"
         )
+    if operand.per_scale == GROUP and outputs % 8:
+        raise UnsupportedError(f"small-batch kernel takes a multiple of 8 outputs in int4, got {outputs}")
     if residual is not None and residual.dtype != x.dtype:
         raise UnsupportedError(f"small-batch kernel takes a residual in x's dtype {x.dtype}, got {residual.dtype}")
     if residual is not None and outputs * x.dtype.itemsize % 16:
         raise UnsupportedError(f"TMA takes rows of a multiple of 16 bytes, got a residual of {outputs} in {x.dtype}")
     if (norm is not None or operand.quantizes) and _row_layout(x.shape[-1])[1] > 160:
-        raise UnsupportedError(f"registers do not hold rows to normalise or quantise of {x.shape[-1]} inputs")
+        kind = "normalised" if norm else "quantised"
+        raise UnsupportedError(f"registers do not hold {kind} rows of {x.shape[-1]} inputs")
 
 
 def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm: bool, gated: bool) -> Tiles:
@@ -251,9 +255,8 @@ def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm
                 choices.append((cost, Tiles(tile_k=tile_k, stages=min(stages, share), split=split)))
                 break
     if not choices:
-        raise UnsupportedError(
-            f"{columns} rows of {inputs} inputs to normalise or quantise leave no shared memory for weights"
-        )
+        kind = "normalised" if norm else "quantised"
+        raise UnsupportedError(f"{columns} {kind} rows of {inputs} inputs leave no shared memory for weights")
     return min(choices, key=lambda choice: choice[0])[1]
 
 
