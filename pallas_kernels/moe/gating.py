@@ -274,7 +274,9 @@ def _place(experts_g, positions_g, counts_g, *results_g, plan: _Plan, tiles: int
                 count, earlier = counts[i], (part * _TILES + i < tile).astype(jnp.int32)
                 return total + count, before + count * earlier
 
-            return lax.fori_loop(0, _TILES, one, state)
+            state = lax.fori_loop(0, _TILES, one, state)
+            plgpu.commit_smem()  # all warps have read what the next copy writes over
+            return state
 
         zeros = jnp.zeros(plan.width, jnp.int32)
         total, before = lax.fori_loop(0, pl.cdiv(tiles, _TILES), add, (zeros, zeros))

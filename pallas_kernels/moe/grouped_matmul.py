@@ -68,10 +68,12 @@ class Tiles:
         if found := tuned("grouped_matmul", f"{rows}x{experts}x{outputs}"):
             return Tiles(**found)
         usual = pl.cdiv(rows, min(rows, experts))
-        tile = min(max(pl.next_power_of_2(2 * usual), 8), 128)
-        if tile <= 32:  # a stream of weights: four blocks an SM hold 150 KiB in flight
+        tile = min(max(pl.next_power_of_2(usual * 3 // 2 + 7), 8), 128)  # 7: rows of the expert before, see `_find`
+        if rows <= 8:
+            tile = 8
+        if tile <= 32:  # a stream of weights: three or four blocks an SM hold 140 KiB in flight
             return Tiles(rows=tile, outputs=64, stages=5)
-        return Tiles(rows=tile, outputs=128, stages=3)  # a matter of arithmetic: two blocks an SM
+        return Tiles(rows=tile, outputs=64 if outputs % 128 else 128, stages=3)  # arithmetic: two blocks an SM
 
 
 _INPUTS = 64  # of a slot: 128 bytes, the widest swizzle

@@ -1,0 +1,191 @@
+"""Mixture of experts: the definitions against loops and against one-hot products."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
+
+
+def reference(logits, k, capacity, normalize) -> Routing:
+    """Token by token, choice by choice, in float64."""
+    count, num_experts = logits.shape
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    chosen = np.take_along_axis(powers, order, axis=1)
+    weights = chosen / (chosen if normalize else powers).sum(axis=1, keepdims=True)
+    places = [[] for _ in range(num_experts)]  # (token, choice) of each expert's rows
+    for token in range(count):
+        for choice in range(k):
+            places[order[token, choice]].append((token, choice))
+    kept = [place[:capacity] for place in places]
+    sizes = [len(place) for place in kept]
+    offsets = np.cumsum([0, *sizes[:-1]]) if capacity is None else np.arange(num_experts) * capacity
+    size = count * k if capacity is None else num_experts * capacity
+    rows, tokens = np.full((count, k), size), np.full(size, count)
+    for offset, place in zip(offsets, kept, strict=True):
+        for row, (token, choice) in enumerate(place, offset):
+            rows[token, choice], tokens[row] = row, token
+    return Routing(order, np.where(rows < size, weights, 0), rows, tokens, offsets, np.array(sizes))
+
+
+def check_routing(routing: Routing, expected: Routing):
+    for name, array, exact in zip(Routing._fields, routing, expected, strict=True):
+        assert array.dtype == (jnp.float32 if name == "weights" else jnp.int32), name
+        np.testing.assert_allclose(array, exact, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def random_logits(tokens, experts, seed, *, ties=False):
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-2, 3, (tokens, experts)) if ties else 2 * rng.normal(size=(tokens, experts))
+    return logits.astype(np.float32)
+
+
+def dense(x, logits, k, normalize, w_in, w_out):
+    """Every token through each of its experts, relu between two matrices, in float64."""
+    routing = reference(logits, k, None, normalize)
+    y = np.zeros((len(x), w_out.shape[1]))
+    for token in range(len(x)):
+        for expert, weight in zip(routing.experts[token], routing.weights[token], strict=True):
+            y[token] += weight * (w_out[expert] @ np.maximum(w_in[expert] @ x[token], 0))
+    return y
+
+
+gate = jax.jit(top_k_gating, static_argnames=("k", "capacity", "normalize"))
+
+
+@functools.partial(jax.jit, static_argnames=("k", "normalize", "capacity"))
+def layer(x, logits, w_in, w_out, *, k, normalize=True, capacity=None):
+    routing = top_k_gating(logits, k, normalize=normalize, capacity=capacity)
+    hidden = jax.nn.relu(grouped_matmul(permute(x, routing), w_in, routing.offsets, routing.sizes))
+    return unpermute(grouped_matmul(hidden, w_out, routing.offsets, routing.sizes), routing)
+
+
+# Few shapes, since compiling takes the time, and any contents.
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.sampled_from([(1, 1, 1), (1, 12, 12), (3, 5, 2), (20, 5, 1), (20, 12, 4)]),
+    options=st.sampled_from([(None, True), (None, False), (1, True), (3, False)]),
+    ties=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_routing(shape, options, ties, seed):
+    (tokens, experts, k), (capacity, normalize) = shape, options
+    logits = random_logits(tokens, experts, seed, ties=ties)
+    check_routing(gate(logits, k, capacity=capacity, normalize=normalize), reference(logits, k, capacity, normalize))
+
+
+def test_equal_logits_go_to_the_lower_experts():
+    routing = gate(jnp.zeros((2, 5)), 3)
+    np.testing.assert_array_equal(routing.experts, [[0, 1, 2]] * 2)
+    np.testing.assert_array_equal(routing.sizes, [2, 2, 2, 0, 0])
+
+
+def test_normalised_weights_are_the_softmax_of_the_chosen_logits():
+    """Mixtral's definition."""
+    logits = jnp.asarray(random_logits(7, 8, 0))
+    np.testing.assert_allclose(top_k_gating(logits, 2).weights, jax.nn.softmax(jax.lax.top_k(logits, 2)[0]), rtol=1e-6)
+
+
+def test_plain_weights_are_probabilities_among_all():
+    """Qwen-MoE with norm_topk_prob=false; with every expert chosen they sum to 1."""
+    logits = jnp.asarray(random_logits(7, 8, 0))
+    np.testing.assert_allclose(
+        gate(logits, 2, normalize=False).weights, jax.lax.top_k(jax.nn.softmax(logits), 2)[0], rtol=1e-6
+    )
+    np.testing.assert_allclose(gate(logits, 8, normalize=False).weights.sum(axis=1), 1, rtol=1e-6)
+
+
+def test_capacity_drops_the_later_tokens():
+    logits = jnp.zeros((5, 3)).at[:, 1].set(9.0)  # all to expert 1, then 0
+    routing = gate(logits, 1, capacity=2)
+    np.testing.assert_array_equal(routing.rows[:, 0], [2, 3, 6, 6, 6])
+    np.testing.assert_array_equal(routing.weights[:, 0], [1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(routing.tokens, [5, 5, 0, 1, 5, 5])
+    np.testing.assert_array_equal(permute(jnp.ones((5, 4)), routing).sum(axis=1), [0, 0, 4, 4, 0, 0])
+    np.testing.assert_array_equal(unpermute(jnp.full((6, 4), jnp.nan).at[2:4].set(1.0), routing)[:, 0], [1, 1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("k", "capacity", "message"),
+    [(0, None, "1 <= k <= 4 experts, got k=0"), (5, None, "got k=5"), (1, 0, "capacity of at least 1, got 0")],
+)
+def test_senseless_options_are_refused(k, capacity, message):
+    with pytest.raises(ValueError, match=message):
+        top_k_gating(jnp.zeros((3, 4)), k, capacity=capacity)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.sampled_from([(1, 6, 2), (3, 1, 1), (3, 6, 6), (70, 6, 2)]),
+    normalize=st.booleans(),
+    bias=st.sampled_from([0, 20]),
+    seed=st.integers(0, 1000),
+)
+def test_a_layer_is_the_dense_computation(shape, normalize, bias, seed):
+    """With a bias every token goes to expert 0 first."""
+    tokens, experts, k = shape
+    rng = np.random.default_rng(seed)
+    x, w_in, w_out = rng.normal(size=(tokens, 6)), rng.normal(size=(experts, 10, 6)), rng.normal(size=(experts, 4, 10))
+    logits = random_logits(tokens, experts, seed) + bias * (np.arange(experts) == 0).astype(np.float32)
+    y = layer(*(jnp.asarray(a, jnp.float32) for a in (x, logits, w_in, w_out)), k=k, normalize=normalize)
+    np.testing.assert_allclose(y, dense(x, logits, k, normalize, w_in, w_out), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_with_room_for_all_drops_nothing():
+    x, logits = (jnp.asarray(random_logits(9, 6, seed)) for seed in (0, 1))
+    weights = [jnp.asarray(np.random.default_rng(2).normal(size=(6, 6, 6)), jnp.float32) for _ in range(2)]
+    run = functools.partial(layer, x, logits, *weights, k=2)
+    np.testing.assert_allclose(run(capacity=9), run(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_halves_keep_their_dtype(dtype):
+    rng = np.random.default_rng(0)
+    x, logits = jnp.asarray(rng.normal(size=(5, 8)), dtype), jnp.asarray(rng.normal(size=(5, 4)), dtype)
+    weights = [jnp.asarray(rng.normal(size=(4, 8, 8)) / 3, dtype) for _ in range(2)]
+    y = layer(x, logits, *weights, k=2)
+    assert y.dtype == dtype
+    exact = dense(
+        *(np.asarray(a, np.float32) for a in (x, logits)), 2, True, *(np.asarray(w, np.float64) for w in weights)
+    )
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=0.05, atol=0.05)
+
+
+def by_one_hot(x, logits, *, k, capacity):
+    """Dispatch and combine as products with masks, as in the first implementations (GShard, arXiv:2006.16668)."""
+    routing = top_k_gating(logits, k, capacity=capacity)
+    experts = logits.shape[1]
+    position = routing.rows - routing.offsets[routing.experts]
+    kept = (routing.rows < experts * capacity)[..., None, None]
+    mask = kept * jax.nn.one_hot(routing.experts, experts)[..., None] * jax.nn.one_hot(position, capacity)[:, :, None]
+    rows = jnp.einsum("nec,nd->ecd", mask.sum(axis=1), x)
+    combine = jnp.einsum("nk,nkec->nec", routing.weights, mask)
+    return rows.reshape(-1, x.shape[1]), jnp.einsum("nec,ecd->nd", combine, rows)
+
+
+def by_table(x, logits, *, k, capacity):
+    routing = top_k_gating(logits, k, capacity=capacity)
+    rows = permute(x, routing)
+    return rows, unpermute(rows, routing)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_tables_take_a_tenth_of_the_operations_of_one_hot_products(k):
+    """At 128 experts, by XLA's own count."""
+    tokens, experts, width = 512, 128, 256
+    capacity = 2 * k * tokens // experts
+    x, logits = jnp.asarray(random_logits(tokens, width, 0)), jnp.asarray(random_logits(tokens, experts, 1))
+    results, flops = [], []
+    for path in (by_table, by_one_hot):
+        compiled = jax.jit(functools.partial(path, k=k, capacity=capacity)).lower(x, logits).compile()
+        results.append(compiled(x, logits))
+        flops.append(compiled.cost_analysis()["flops"])
+    for table, one_hot in zip(*results, strict=True):
+        np.testing.assert_allclose(table, one_hot, rtol=1e-5, atol=1e-5)
+    assert flops[0] < flops[1] / 10

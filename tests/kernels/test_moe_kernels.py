@@ -1,0 +1,245 @@
+"""The kernels of mixture of experts: interpreted with races looked for, lowered for CUDA, compiled for an H200."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from jaxinfer.compiled.target import Target, compile_for
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
+from pallas_kernels.moe import gating as gating_module
+from pallas_kernels.moe.gating import _gating_definition, _gating_kernel
+from pallas_kernels.moe.grouped_matmul import Tiles, _grouped_matmul_kernel
+from pallas_kernels.moe.layout import _permute_definition, _permute_kernel, _unpermute_definition, _unpermute_kernel
+from pallas_kernels.tuning import Trial
+from tests.kernels.interpreting import without_races
+
+H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+
+# Models by name: experts, choices, inputs of a layer, hidden size of an expert.
+MODELS = {
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+    "qwen1.5-moe": (60, 4, 2048, 1408),
+    "qwen3-30b": (128, 8, 2048, 768),
+    "deepseek-v3": (256, 8, 7168, 2048),
+}
+TOKENS = (1, 8, 64, 4096)
+
+
+def logits_of(tokens, experts, seed=0, kind="random"):
+    rng = np.random.default_rng(seed)
+    logits = {
+        "random": rng.normal(size=(tokens, experts)),
+        "ties": rng.integers(-1, 2, (tokens, experts)),
+        "one": np.tile(-np.arange(experts), (tokens, 1)),  # all tokens to the same experts
+        "masked": np.where(np.arange(experts) % 3 == 0, rng.normal(size=(tokens, experts)), -np.inf),
+    }[kind]
+    return jnp.asarray(logits, jnp.float32)
+
+
+def check_gating(logits, **options):
+    with without_races():
+        routing = _gating_kernel(logits, **options)
+    for name, actual, expected in zip(Routing._fields, routing, _gating_definition(logits, **options), strict=True):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), name
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "capacity", "normalize", "kind"),
+    [
+        (1, 4, 1, None, True, "random"),
+        (1, 8, 2, None, True, "random"),  # 2 choices: less than a copy can end within
+        (3, 8, 8, None, False, "ties"),  # every expert
+        (3, 60, 5, None, True, "one"),
+        (8, 12, 2, 3, False, "random"),  # choices are dropped
+        (5, 132, 4, None, False, "masked"),  # experts of probability 0; two a thread
+    ],
+)
+def test_gating_interpreted(tokens, experts, k, capacity, normalize, kind):
+    check_gating(logits_of(tokens, experts, kind=kind), k=k, capacity=capacity, normalize=normalize)
+
+
+@pytest.mark.parametrize(("tokens", "k", "capacity"), [(8, 2, None), (11, 1, None), (10, 2, 4)])
+def test_gating_in_tiles_interpreted(tokens, k, capacity, monkeypatch):
+    """Tiles of 4 tokens, whose counts are added up two tiles at a time; the last is not full."""
+    monkeypatch.setattr(gating_module, "_TILE", 4)
+    monkeypatch.setattr(gating_module, "_TILES", 2)
+    check_gating(logits_of(tokens, 8), k=k, capacity=capacity, normalize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(64, 256, 8), (63, 64, 6), (200, 128, 3), (4200, 8, 1)])
+def test_more_gating_interpreted(tokens, experts, k):
+    check_gating(logits_of(tokens, experts), k=k, capacity=None, normalize=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("tokens", "k", "capacity", "columns"), [(1, 1, None, 128), (3, 2, None, 384), (9, 2, 2, 2048)]
+)
+def test_layout_interpreted(tokens, k, capacity, columns, dtype):
+    routing = _gating_definition(logits_of(tokens, 4), k=k, capacity=capacity, normalize=True)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(tokens, columns)), dtype)
+    y = jnp.asarray(rng.normal(size=(len(routing.tokens), columns)), dtype)
+    with without_races():
+        rows, mixed = _permute_kernel(x, routing), _unpermute_kernel(y, routing)
+    np.testing.assert_array_equal(rows, _permute_definition(x, routing))
+    assert mixed.dtype == dtype
+    tolerance = 1e-6 if dtype == jnp.float32 else 2**-8  # one rounding of the sum
+    expected = np.asarray(_unpermute_definition(y, routing), np.float32)
+    np.testing.assert_allclose(np.asarray(mixed, np.float32), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_layout_of_many_rows_interpreted(monkeypatch):
+    """Eight rows a block, the last block with fewer; rows that were dropped are not read."""
+    monkeypatch.setattr("pallas_kernels.moe.layout._FEW", 4)
+    routing = _gating_definition(logits_of(11, 4), k=2, capacity=3, normalize=True)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 128)), jnp.float32)
+    with without_races():
+        rows = _permute_kernel(x, routing)
+        mixed = _unpermute_kernel(jnp.where((routing.tokens < 11)[:, None], rows, jnp.nan), routing)
+    np.testing.assert_array_equal(rows, _permute_definition(x, routing))
+    np.testing.assert_allclose(mixed, _unpermute_definition(rows, routing), rtol=1e-6, atol=1e-6)
+
+
+def check_products(sizes, outputs, inputs, *, offsets=None, rows=None, dtype=jnp.bfloat16, tiles=None):
+    sizes = np.array(sizes, np.int32)
+    offsets = np.cumsum(sizes, dtype=np.int32) - sizes if offsets is None else np.array(offsets, np.int32)
+    rows = sizes.sum() if rows is None else rows
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, inputs)), dtype)
+    weights = jnp.asarray(rng.normal(size=(len(sizes), outputs, inputs)) / inputs**0.5, dtype)
+    with without_races(), Trial("grouped_matmul", tiles).running():
+        y = _grouped_matmul_kernel(x, weights, jnp.asarray(offsets), jnp.asarray(sizes))
+    assert (y.dtype, y.shape) == (dtype, (rows, outputs))
+    x, weights, y = (np.asarray(a, np.float64) for a in (x, weights, y))
+    for expert, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
+        mine = slice(first, first + size)
+        np.testing.assert_allclose(y[mine], x[mine] @ weights[expert].T, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "outputs", "inputs", "dtype"),
+    [
+        ([1], 64, 64, jnp.bfloat16),
+        ([0, 2, 0, 1, 0], 64, 192, jnp.float16),  # experts without rows
+        ([3, 0, 7, 2], 128, 128, jnp.bfloat16),  # rows that share a copy's 8 with the expert before
+        ([0, 0, 40], 64, 64, jnp.bfloat16),  # all to one
+    ],
+)
+def test_products_interpreted(sizes, outputs, inputs, dtype):
+    check_products(sizes, outputs, inputs, dtype=dtype)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64])
+def test_products_of_several_tiles_interpreted(rows):
+    """More rows than a tile, and a ring that is refilled."""
+    check_products([21, 0, 5, 38], 128, 320, tiles={"rows": rows, "outputs": 64, "stages": 2})
+
+
+def test_products_with_gaps_interpreted():
+    """As with a capacity: what lies between the experts' rows belongs to none."""
+    check_products([2, 0, 8, 5], 64, 64, offsets=[0, 8, 16, 24], rows=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3, 5])
+@pytest.mark.parametrize("rows", [32, 128])
+def test_more_products_interpreted(rows, stages):
+    check_products([130, 1, 0, 67, 9], 256, 256, tiles={"rows": rows, "outputs": 128, "stages": stages})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: _gating_kernel(jnp.zeros((2, 260)), k=1, capacity=None, normalize=True), "up to 256 experts.*260"),
+        (lambda: _gating_kernel(jnp.zeros((2, 6)), k=1, capacity=None, normalize=True), "a multiple of 4, got 6"),
+        (lambda: _gating_kernel(jnp.zeros((2, 32)), k=17, capacity=None, normalize=True), "16 choices.*got 17"),
+        (lambda: _permute_kernel(jnp.zeros((2, 100)), abstract_routing(2, 4, 1)), "multiples of 128, got 100"),
+        (lambda: _unpermute_kernel(jnp.zeros((34, 128)), abstract_routing(2, 32, 17)), "16 choices.*got 17"),
+        (lambda: products(jnp.float32, 64, 64), "bfloat16 or float16, got float32"),
+        (lambda: products(jnp.bfloat16, 64, 72), "got K=72, N=64"),
+        (lambda: products(jnp.bfloat16, 96, 64), "got K=64, N=96"),
+    ],
+)
+def test_refusals_name_the_constraint(call, message):
+    with pytest.raises(UnsupportedError, match=message):
+        call()
+
+
+def products(dtype, outputs, inputs):
+    counts = jnp.ones(2, jnp.int32)
+    return _grouped_matmul_kernel(jnp.zeros((2, inputs), dtype), jnp.zeros((2, outputs, inputs), dtype), counts, counts)
+
+
+def abstract_routing(tokens, experts, k):
+    """Its shapes, without a capacity."""
+    return jax.eval_shape(functools.partial(top_k_gating, k=k), jax.ShapeDtypeStruct((tokens, experts), jnp.float32))
+
+
+def calls(model, tokens):
+    """Each operation of a layer and the shapes it is called with."""
+    experts, k, inputs, hidden = MODELS[model]
+    routing = abstract_routing(tokens, experts, k)
+    half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    rows = half((tokens * k, inputs))
+    into, out = half((experts, 2 * hidden, inputs)), half((experts, inputs, hidden))
+    return {
+        "moe_gate": (functools.partial(top_k_gating, k=k), (jax.ShapeDtypeStruct((tokens, experts), jnp.float32),)),
+        "moe_permute": (permute, (half((tokens, inputs)), routing)),
+        "moe_unpermute": (unpermute, (rows, routing)),
+        "in": (grouped_matmul, (rows, into, routing.offsets, routing.sizes)),
+        "out": (grouped_matmul, (half((tokens * k, hidden)), out, routing.offsets, routing.sizes)),
+    }
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("model", MODELS)
+def test_lowers_for_cuda(model, tokens):
+    """With the tiles of the heuristic: layouts, shared memory and sizes of copies are checked."""
+    with use_abstract_mesh(H200):
+        for name, (function, shapes) in calls(model, tokens).items():
+            lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+            kernels = 2 if name == "moe_gate" and tokens > 64 else 1
+            assert str(lowered.compiler_ir()).count("@mosaic_gpu_v2") == kernels, name
+
+
+def test_tiles_hold_a_usual_expert():
+    with use_abstract_mesh(H200):
+        assert Tiles.choose(8, 128, 1536) == Tiles(rows=8, outputs=64, stages=5)
+        assert Tiles.choose(512, 128, 1536).rows == 16
+        assert Tiles.choose(32768, 128, 1536) == Tiles(rows=128, outputs=128, stages=3)
+        assert Tiles.choose(32768, 8, 2880).outputs == 64  # 128 would not divide them
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("model", MODELS)
+def test_ahead_of_time(model, tokens):
+    """Without spills; two blocks or more an SM where many are needed; and no launch besides."""
+    few = tokens <= 64
+    features = {
+        "moe_gate": {"UTMALDG"},
+        "moe_permute": {"LDG.128"},
+        "moe_unpermute": {"LDG.128"},
+        "in": {"UTMALDG", "HGMMA", "UTMASTG"},
+        "out": {"UTMALDG", "HGMMA", "UTMASTG"},
+    }
+    for name, (function, shapes) in calls(model, tokens).items():
+        report = compile_for(Target.load("h200"), function, shapes, resources=True)
+        ours = [kernel for kernel in report.kernels if kernel.kind == "mosaic"]
+        assert len(ours) == (2 if name == "moe_gate" and not few else 1), name
+        padded = name in ("in", "out") and shapes[0].shape[0] % 8
+        assert len(report.kernels) - len(ours) == (1 if padded else 0), [kernel.name for kernel in report.kernels]
+        for kernel in ours:
+            assert kernel.resources.spill_bytes == 0, kernel
+        assert features[name] <= set(ours[0].resources.features), (name, ours[0].resources.features)
+        if name in ("in", "out"):
+            assert ours[0].resources.registers <= (64 if few else 168)
+            assert ours[0].shared_bytes <= ((227 << 10) // (4 if few else 2)) - 1024
