@@ -1,0 +1,271 @@
+"""The small-batch kernel with int8, int4 and fp8 weights: interpreted with races detected, lowered and compiled ahead.
+
+Errors are bounded against float64 and the dequantised weights: what quantising itself costs is `test_weights.py`'s.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxinfer.compiled.target import Target, compile_for
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.linear_residual import linear_residual
+from pallas_kernels.norm_linear import norm_linear
+from pallas_kernels.small_batch_linear import Norm, small_batch_linear, small_batch_product
+from pallas_kernels.tuning import Trial
+from pallas_kernels.weights import GROUP, Weights, dequantize, product, quantize, quantize_rows
+from tests.kernels.interpreting import without_races
+
+FORMATS = ["int8", "int4", "fp8"]
+each_format = pytest.mark.parametrize("fmt", FORMATS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A product; `outputs` are those of the result. norm: "rms" or "layer"."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    dtype: Any = jnp.bfloat16
+    norm: str | None = None
+    gated: bool = False
+    bias: bool = False
+    residual: bool = False
+
+
+CASES = [
+    Case(rows=1, inputs=3 * GROUP, outputs=64, bias=True),
+    Case(rows=1, inputs=2 * GROUP, outputs=64, norm="rms", gated=True),
+    Case(rows=3, inputs=5 * GROUP, outputs=128, norm="layer", bias=True),
+    Case(rows=9, inputs=4 * GROUP, outputs=64, residual=True),
+]
+WIDE = [
+    Case(rows=rows, inputs=inputs, outputs=outputs, dtype=dtype, norm=norm, gated=gated, bias=True, residual=not gated)
+    for rows, inputs, outputs in [(1, GROUP, 64), (8, 6 * GROUP, 192), (16, 9 * GROUP, 64)]
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+    for norm in (None, "rms", "layer")
+    for gated in (False, True)
+]
+
+
+def arguments(case: Case, fmt: Any) -> dict[str, Any]:
+    """Those of `small_batch_product`."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int, dtype: Any = case.dtype) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    outputs = case.outputs * (2 if case.gated else 1)
+    matrix = normal(outputs, case.inputs, dtype=jnp.float32) / np.sqrt(case.inputs)
+    return {
+        "x": normal(case.rows, case.inputs),
+        "weights": quantize(matrix, fmt),
+        "bias": normal(outputs) if case.bias else None,
+        "residual": normal(case.rows, case.outputs) if case.residual else None,
+        "norm": Norm(1 + normal(case.inputs) / 4, normal(case.inputs) if case.norm == "layer" else None)
+        if case.norm
+        else None,
+        "eps": 1e-5,
+        "activation": "silu" if case.gated else None,
+        "gated": case.gated,
+    }
+
+
+def exact(x, weights, bias, residual, norm, eps, activation, gated) -> np.ndarray:
+    """In float64, but for what the formats round: normalised rows to x's dtype, and rows to int8."""
+    y = np.asarray(x, np.float64)
+    if norm is not None:
+        if norm.shift is not None:
+            y -= y.mean(axis=-1, keepdims=True)
+        y = y / np.sqrt(np.mean(y * y, axis=-1, keepdims=True) + eps) * np.asarray(norm.scale, np.float64)
+        if norm.shift is not None:
+            y += np.asarray(norm.shift, np.float64)
+        y = np.asarray(jnp.asarray(y, x.dtype), np.float64)
+    if weights.kernel.dtype == jnp.int8:
+        q, scale = quantize_rows(jnp.asarray(y, jnp.float32))
+        y = np.asarray(q, np.float64) * np.asarray(scale, np.float64)
+    y = y @ np.asarray(dequantize(weights, jnp.float32), np.float64).T
+    if bias is not None:
+        y += np.asarray(bias, np.float64)
+    if gated:
+        gate, up = y[:, ::2], y[:, 1::2]
+        y = gate / (1 + np.exp(-gate)) * up
+    return y if residual is None else y + np.asarray(residual, np.float64)
+
+
+def check(case: Case, fmt: Any) -> None:
+    args = arguments(case, fmt)
+    with without_races():
+        y = small_batch_product(**args)
+    assert y.dtype == case.dtype
+    # The result is rounded once. Of normalised rows, and of quantised ones, a few may round to the other side.
+    eps = float(jnp.finfo(case.dtype).eps)
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact(**args), rtol=eps, atol=4 * eps)
+
+
+@each_format
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel(case, fmt):
+    check(case, fmt)
+
+
+@pytest.mark.slow
+@each_format
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_kernel_widely(case, fmt):
+    check(case, fmt)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+def test_shares_of_a_cluster_that_divide_the_inputs_unequally(fmt):
+    """Five tiles over two blocks: the second multiplies a tile past the end, whose weights or scales are zeros."""
+    case = Case(rows=2, inputs=5 * GROUP, outputs=64, norm="rms")
+    with Trial("small_batch_linear", {"tile_k": GROUP, "stages": 2, "split": 2}).running():
+        check(case, fmt)
+
+
+def test_int8_accumulates_exactly():
+    """Rows are rounded as the definition does, so that nothing but the scaling in float32 can differ."""
+    args = arguments(Case(rows=2, inputs=4 * GROUP, outputs=64, dtype=jnp.float32), "int8")
+    with without_races():
+        y = small_batch_product(**args)
+    np.testing.assert_allclose(y, product(args["x"], args["weights"]), rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    fmt=st.sampled_from(FORMATS),
+    rows=st.integers(1, 20),
+    groups=st.integers(1, 2),
+    outputs=st.integers(1, 9),
+)
+def test_operations_through_dispatch(seed, fmt, rows, groups, outputs):
+    rng = np.random.default_rng(seed)
+    x, residual = rng.normal(size=(rows, groups * GROUP)), rng.normal(size=(rows, outputs))
+    scale, bias = rng.normal(size=groups * GROUP), rng.normal(size=outputs)
+    x, residual, scale, bias = (jnp.asarray(a, jnp.float32) for a in (x, residual, scale, bias))
+    weights = quantize(jnp.asarray(rng.normal(size=(outputs, groups * GROUP)), jnp.float32), fmt)
+    plain = {"norm": None, "eps": 1e-5, "activation": None, "gated": False}
+    calls = [
+        (small_batch_linear(x, weights, bias), exact(x, weights, bias, None, **plain)),
+        (linear_residual(x, weights, residual, bias), exact(x, weights, bias, residual, **plain)),
+        (
+            norm_linear(x, scale, None, weights, bias, eps=1e-5),
+            exact(x, weights, bias, None, **{**plain, "norm": Norm(scale, None)}),
+        ),
+    ]
+    # A row that rounds to the other side in float32 moves an int8 result by a quantum of x, 0.1 at most here.
+    tolerance = 0.2 if fmt == "int8" else 1e-3
+    for actual, expected in calls:
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=tolerance)
+
+
+def shapes(fmt: str, outputs: int, inputs: int) -> Weights:
+    """Of weights in this format."""
+    matrix = jax.ShapeDtypeStruct((outputs, inputs), jnp.float32)
+    return jax.eval_shape(lambda matrix: quantize(matrix, fmt=fmt), matrix)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "inputs", "outputs", "message"),
+    [
+        ("int8", 192, 64, "multiple of 128 inputs in int8, got 192"),
+        ("fp8", 192, 64, "multiple of 128 inputs in float8_e4m3fn, got 192"),
+        ("int8", 128, 72, "multiple of 64 outputs, got 72"),
+        ("int4", 128, 12, "multiple of 8 outputs in int4, got 12"),
+        ("int8", 28672, 64, "quantised rows of 28672 inputs"),
+    ],
+)
+def test_refusals_name_the_constraint(fmt, inputs, outputs, message):
+    x = jax.ShapeDtypeStruct((2, inputs), jnp.bfloat16)
+    with pytest.raises(UnsupportedError, match=message):
+        jax.eval_shape(small_batch_product, x, shapes(fmt, outputs, inputs))
+
+
+H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+REALISTIC = {
+    "gpt-j qkv": Case(rows=1, inputs=4096, outputs=12288, norm="layer"),
+    "gpt-j down": Case(rows=8, inputs=16384, outputs=4096, bias=True, residual=True),
+    "llama-3 8b up": Case(rows=1, inputs=4096, outputs=14336, norm="rms", gated=True),
+    "llama-3 8b up, 16 rows": Case(rows=16, inputs=4096, outputs=14336, norm="rms", gated=True),
+    "llama-3 8b down": Case(rows=1, inputs=14336, outputs=4096, residual=True),
+    "llama-3 8b head": Case(rows=8, inputs=4096, outputs=128256),
+}
+EXPECTED = {  # what the tensor core multiplies, and how the weights come to it
+    "int8": {"UTMALDG", "LDSM", "IMMA"},
+    "int4": {"UTMALDG", "LDSM", "HMMA"},
+    "fp8": {"UTMALDG", "HMMA"},
+}
+
+
+def calls(fmt: str, case: Case) -> tuple[Any, tuple]:
+    """The operation and its shapes."""
+
+    def of(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, case.dtype)
+
+    x, weights = of(case.rows, case.inputs), shapes(fmt, case.outputs * (2 if case.gated else 1), case.inputs)
+    bias = of(weights.shape[0]) if case.bias else None
+    if case.norm:
+        options = {"eps": 1e-5, "activation": "silu" if case.gated else None, "gated": case.gated}
+        shift = of(case.inputs) if case.norm == "layer" else None
+        return functools.partial(norm_linear, **options), (x, of(case.inputs), shift, weights, bias)
+    if case.residual:
+        return linear_residual, (x, weights, of(case.rows, case.outputs), bias)
+    return small_batch_linear, (x, weights, bias)
+
+
+CALLS = [(name, fmt) for name in REALISTIC for fmt in FORMATS]
+
+
+@pytest.mark.parametrize(("name", "fmt"), CALLS)
+def test_lowers_for_cuda(name, fmt):
+    """As one kernel, without a product of XLA's."""
+    operation, args = calls(fmt, REALISTIC[name])
+    with jax.sharding.use_abstract_mesh(H200):
+        module = jax.jit(operation).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert module.count("mosaic_gpu_v2") == 1
+    assert "dot_general" not in module
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "fmt"), CALLS)
+def test_compiles_to_one_kernel_without_spills(name, fmt):
+    report = compile_for(Target.load("h200"), *calls(fmt, REALISTIC[name]), resources=True)
+    (kernel,) = report.kernels
+    assert kernel.kind == "mosaic"
+    assert kernel.resources is not None
+    assert kernel.resources.spill_bytes == 0
+    assert kernel.resources.registers <= 255
+    assert kernel.shared_bytes <= 232_448
+    assert EXPECTED[fmt] <= set(kernel.resources.features)
+    partial = 2 * (kernel.cluster - 1) * kernel.grid // kernel.cluster * 64 * 16 * 4  # two of a gate, 16 columns
+    assert report.temp_bytes <= partial + 1024
+
+
+@pytest.mark.aot
+def test_int4_unpacks_with_few_instructions():
+    """A lane of an H200 has three for each weight while memory delivers 4.8 TB/s; half of them for logic."""
+    inputs, outputs = 4096, 4096
+    weights = shapes("int4", outputs, inputs)
+    x = jax.ShapeDtypeStruct((1, inputs), jnp.bfloat16)
+    with Trial("small_batch_linear", {"tile_k": 512, "stages": 3, "split": 4}).running():
+        report = compile_for(Target.load("h200"), small_batch_linear, (x, weights), resources=True)
+    resources = report.kernels[0].resources
+    assert resources is not None
+    counts = resources.instructions
+    weights_of_a_lane = 64 * 512 / 128
+    logic = sum(count for name, count in counts.items() if name.startswith(("LOP3", "SHF", "PRMT")))
+    arithmetic = sum(count for name, count in counts.items() if name.startswith("HADD2"))
+    assert logic < 1.25 * weights_of_a_lane
+    assert arithmetic <= 0.5 * weights_of_a_lane
