@@ -23,7 +23,11 @@ from pallas_kernels.tuning import Trial
 Tiles = dict[str, int]
 
 SEARCHED: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    "small_batch_linear": {"split": (1, 2, 4, 8), "tile_k": (64, 128, 256), "stages": (2, 3, 4, 6, 8)},
+    "small_batch_linear": {"split": (2, 1, 4, 8), "stages": (4, 2, 3, 6, 8), "tile_k": (128, 64, 256)},
+    "decode_attention": {"splits": (4, 1, 2, 8), "stages": (3, 2, 4, 6)},
+    "prefill_attention": {"block": (128, 64), "stages": (2, 3, 4), "warpgroups": (2, 1)},
+    "quantized_matmul": {"rows": (64, 32, 128), "outputs": (128, 64), "stages": (4, 2, 3, 6)},
+    "grouped_matmul": {"rows": (16, 8, 32, 64, 128), "outputs": (64, 128), "stages": (5, 3, 4, 6)},
 }
 """The values of each field of an operation's tiles. The search begins with the first of each, and has all in turn."""
 CLEARLY = 0.98

@@ -1,8 +1,8 @@
-"""Every operation at every shape that is checked, timed or tuned: one flat table for each purpose.
+"""Every operation at the shapes at which it is timed, tuned and checked.
 
-A case says how its arguments are made, what is called, what the result should be in float64, and how many bytes and
-operations a perfect implementation needs: each input read once, each output written once. Letters as in the operations'
-own files.
+What is timed and tuned are the shapes of `kernel_cases.py`, filled with numbers; it counts bytes and operations, too.
+What is checked are other shapes, small or awkward, each with its result in float64 (`references.py`). Letters as in the
+operations' own files.
 """
 
 import dataclasses
@@ -15,17 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import kernel_cases
 from benchmarks.gpu import references
-from jaxinfer.models import DecoderConfig
-from jaxinfer.models.presets import preset
+from benchmarks.gpu.others import cudnn_prefill, jax_ragged_dot, tokamax_prefill, tokamax_ragged_dot
+from pallas_kernels import KVPages, attention, merge_tokens, moe, paged_attention
 from pallas_kernels import weights as formats
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.dispatch import without_kernels
+from pallas_kernels.linear_residual import linear_residual
+from pallas_kernels.norm_linear import norm_linear
+from pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
 from pallas_kernels.small_batch_linear import small_batch_linear
 from pallas_kernels.weights import Weights
 
-Make = Callable[[jax.Array], tuple[Any, ...]]
-
-MODELS = ("llama3-8b", "gpt-j-6b", "gpt2-1.5b")
-FORMATS = ("bfloat16", "int8", "int4")
+HALF, EXACT = 4e-3, 1e-5
+"""Errors that rounding a result to bfloat16 makes, twice; and that float32 sums make."""
+ATTENDED = 8e-3
+"""Queries, keys and the weights of values are rounded to bfloat16 besides."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,28 +42,27 @@ class Case:
       op: its name. name: the shape, in words.
       make: its arguments from a random key; can be traced.
       call: the operation, of these arguments.
-      reference: the same in float64, of numpy arrays; leaves that come after those it returns are not compared.
-      tolerance: of the relative error of each result, in the Frobenius norm.
-      bytes, flops: what one call needs. operands: the dtype of the products' operands.
+      bytes, flops: what one call must move and multiply. operands: what it multiplies.
       rows: tokens, on which XLA's options depend.
       state: the argument that the operation returns anew as its second result, in place.
-      others: implementations in JAX by other authors, of these arguments.
-      torch: what to ask PyTorch's process for.
+      others: implementations in JAX by other authors, of the same arguments. torch: what to ask PyTorch's process for.
+      reference: the result in float64, of numpy arrays; leaves after those it returns are not compared.
+      tolerance: of each result's relative error, in the Frobenius norm.
     """
 
     op: str
     name: str
-    make: Make
+    make: Callable[[jax.Array], tuple[Any, ...]]
     call: Callable[..., Any]
-    reference: Callable[..., Any]
-    tolerance: float
-    bytes: int
+    bytes: int = 1
     flops: int = 0
     operands: str = "bfloat16"
     rows: int = 1
     state: int | None = None
     others: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     torch: Mapping[str, Any] | None = None
+    reference: Callable[..., Any] | None = None
+    tolerance: float = 0.0
 
     @functools.cached_property
     def shapes(self) -> tuple[Any, ...]:
@@ -74,8 +79,155 @@ class Case:
         return f"{self.op}: {self.name}"
 
 
-def _bytes(*trees: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trees))
+# Timed and tuned
+
+
+def timed(*, quick: bool) -> Iterator[Case]:
+    """The shapes of `kernel_cases`, those of one row first; quick: of one model alone."""
+    found = sorted(kernel_cases.every_case(), key=lambda case: case.rows > 1)
+    for case in found:
+        if not quick or (case.name.startswith("llama3-8b") and case.rows == 1):
+            yield filled(case)
+
+
+def filled(case: kernel_cases.Case) -> Case:
+    """A case of shapes with numbers in it."""
+    kernel = next((x for x in jax.tree.leaves(case.args) if x.dtype == jnp.int8 and len(x.shape) == 2), None)
+    return Case(
+        op=case.op,
+        name=case.name,
+        make=functools.partial(_fill, case),
+        call=case.call,
+        bytes=case.bytes,
+        flops=case.flops,
+        operands="bfloat16" if kernel is None else "int8",
+        rows=case.rows,
+        state=case.donated[0] if case.donated else None,
+        others=_OTHERS.get(case.op, {}),
+        torch=_torch(case),
+    )
+
+
+def _fill(case: kernel_cases.Case, key: jax.Array) -> tuple[Any, ...]:
+    leaves, tree = jax.tree.flatten(case.args)
+    keys = jax.random.split(key, len(leaves) + 1)
+    args = tree.unflatten([_random(k, x.shape, x.dtype) for k, x in zip(keys[1:], leaves, strict=True)])
+    return _INTEGERS.get(case.op, lambda _, args: args)(keys[0], args)
+
+
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers, or random bits; integers that mean something are put in place later."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return _normal(key, shape, dtype)
+    size = jnp.dtype(dtype).itemsize
+    return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, f"uint{8 * size}"), dtype)
+
+
+def _paged(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pages in order, and the last positions that they hold."""
+    x, pages, table, positions, *rest = args
+    last = table.shape[1] * pages.k.shape[1]
+    table = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
+    tokens = jnp.arange(last - positions.shape[1], last, dtype=jnp.int32)
+    return x, pages, table, jnp.broadcast_to(tokens, positions.shape), *rest
+
+
+def _whole_rows(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    q, k, v, positions, lengths = args
+    return q, k, v, jnp.broadcast_to(jnp.arange(q.shape[1]), positions.shape), jnp.full_like(lengths, k.shape[1])
+
+
+def _routed(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The routing of random logits, wherever a Routing stands or its last two fields do."""
+    x, second, *_ = args
+    if isinstance(second, moe.Routing):
+        (tokens, k), experts = second.experts.shape, len(second.sizes)
+        return x, _routing(key, tokens, experts, k)
+    routing = _routing(key, len(x), len(second), 1)  # each row is a token with one expert
+    return x, second, routing.offsets, routing.sizes
+
+
+def _routing(key: jax.Array, tokens: int, experts: int, k: int) -> moe.Routing:
+    with without_kernels():
+        return moe.top_k_gating(_normal(key, (tokens, experts), jnp.float32), k)
+
+
+_INTEGERS: Mapping[str, Callable[[jax.Array, tuple[Any, ...]], tuple[Any, ...]]] = {
+    "decode_attention": _paged,
+    "paged_attention": _paged,
+    "attention": _whole_rows,
+    "permute": _routed,
+    "unpermute": _routed,
+    "grouped_matmul": _routed,
+}
+_OTHERS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "paged_attention": {"cuDNN": cudnn_prefill, "tokamax": tokamax_prefill},
+    "grouped_matmul": {"ragged_dot": jax_ragged_dot, "tokamax": tokamax_ragged_dot},
+}
+
+
+def _torch(case: kernel_cases.Case) -> dict[str, Any] | None:
+    """What PyTorch has for the same: products without what is fused to them, attention over contiguous keys."""
+    weights = next((x for x in case.args if isinstance(x, Weights)), None)
+    if weights is not None:
+        outputs, inputs = weights.shape
+        form = {"uint16": "int4"}.get(weights.kernel.dtype.name, weights.kernel.dtype.name)
+        if form not in ("bfloat16", "int8", "int4"):
+            return None
+        return {"what": "linear", "weights": form, "rows": case.rows, "outputs": outputs, "inputs": inputs}
+    pages = next((x for x in case.args if isinstance(x, KVPages)), None)
+    if pages is not None and pages.k_scale is None:
+        x, table, positions = case.args[0], case.args[2], case.args[3]
+        kv_heads, head_dim = pages.k.shape[2:]
+        heads = math.prod(x.shape[2:]) // head_dim
+        return {
+            "what": "attention",
+            "batch": len(x),
+            "tokens": positions.shape[1],
+            "keys": table.shape[1] * pages.k.shape[1],
+            "q_heads": heads if x.ndim == 4 else heads - 2 * kv_heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+        }
+    return None
+
+
+# Checked
+
+
+def checked() -> Iterator[Case]:
+    """Shapes for numerics: usual ones, and ones that divide badly."""
+    for form in ("bfloat16", "float16", "float32", "int8", "int4", "fp8"):
+        for rows, outputs, inputs in ((1, 4096, 4096), (3, 1600, 1600), (8, 1024, 6400), (16, 6144, 4096)):
+            if form != "int4" or inputs % formats.GROUP == 0:
+                yield from products(rows, outputs, inputs, form)
+    for options in ({}, {"window": 100}, {"softcap": 30.0}):
+        for batch, tokens, context in ((1, 1, 1024), (3, 1, 777), (2, 4, 333)):
+            yield decoding(batch, tokens, context, q_heads=32, kv_heads=8, head_dim=128, rotary=128, **options)
+            yield prefill(batch, 16 * tokens, context, q_heads=16, kv_heads=16, head_dim=64, **options)
+    yield decoding(2, 1, 500, q_heads=16, kv_heads=16, head_dim=256, rotary=64)
+    yield encoding(4, 197, heads=12, head_dim=64)
+    for rows, inputs in ((1, 4096), (7, 1600), (64, 14_336)):
+        yield from quantizing(rows, inputs)
+    for rows, outputs, inputs in ((32, 1024, 1600), (200, 4096, 4096)):
+        yield quantized(rows, outputs, inputs)
+    for tokens in (1, 16, 100):
+        yield from experts(tokens, experts=8, k=2, embed=1024, hidden=512)
+    yield merging(4, 197, 768, r=16)
+
+
+def tiny() -> Iterator[Case]:
+    """One of each kind, for a dry run."""
+    for form in ("bfloat16", "int8", "int4"):
+        first, *others = products(2, 64, 128, form)
+        yield from (first, *others) if form == "bfloat16" else (first,)
+    yield decoding(1, 1, 40, q_heads=2, kv_heads=1, head_dim=64, rotary=64)
+    yield prefill(1, 8, 40, q_heads=2, kv_heads=1, head_dim=64)
+    yield encoding(1, 8, heads=1, head_dim=64)
+    yield from quantizing(2, 128)
+    yield quantized(32, 64, 128)
+    yield from experts(4, experts=4, k=2, embed=64, hidden=64)
+    yield merging(1, 16, 64, r=3)
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, scale: float = 1.0) -> jax.Array:
@@ -83,69 +235,249 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, s
 
 
 def _weights(key: jax.Array, outputs: int, inputs: int, form: str) -> Weights:
-    """Random weights whose products with normal inputs are about normal."""
+    """Random weights, whose products with normal inputs are about normal."""
     matrix = _normal(key, (outputs, inputs), jnp.float32, inputs**-0.5)
-    return formats.quantize(matrix, form) if form in (*FORMATS[1:], "fp8") else Weights(matrix.astype(form))
+    return formats.quantize(matrix, form) if form in ("int8", "int4", "fp8") else Weights(matrix.astype(form))
 
 
-# Products of a few rows with a matrix
+def products(rows: int, outputs: int, inputs: int, form: str) -> Iterator[Case]:
+    """A matrix and what is fused with it: nothing; LayerNorm and GELU; RMSNorm and a gate; a bias and a residual."""
+    dtype = jnp.dtype(form if form in ("float32", "float16") else "bfloat16")
+    name = f"{rows} x {inputs} by {outputs}, {form}"
+
+    def case(op: str, what: str, call: Callable, reference: Callable, *extra: tuple[int, ...], **options: Any) -> Case:
+        def make(key: jax.Array) -> tuple[Any, ...]:
+            x, w, *keys = jax.random.split(key, 2 + len(extra))
+            vectors = [
+                _normal(k, shape, jnp.float32 if len(shape) == 1 else dtype)
+                for k, shape in zip(keys, extra, strict=True)
+            ]
+            return _normal(x, (rows, inputs), dtype), _weights(w, outputs, inputs, form), *vectors
+
+        return Case(
+            op=op,
+            name=name + what,
+            make=make,
+            call=functools.partial(call, **options),
+            reference=functools.partial(reference, **options),
+            operands="int8" if form == "int8" else "bfloat16",
+            rows=rows,
+            tolerance=EXACT if form == "float32" else HALF * (2 if extra else 1),  # definitions round in between
+        )
+
+    def normed(x: jax.Array, weights: Weights, scale: jax.Array, *rest: jax.Array, **options: Any) -> jax.Array:
+        shift, bias = rest or (None, None)
+        return norm_linear(x, scale, shift, weights, bias, **options)
+
+    yield case("small_batch_linear", "", small_batch_linear, references.linear)
+    gelu = {"eps": 1e-5, "activation": "gelu_tanh"}
+    yield case("norm_linear", ", GELU", normed, references.norm_linear, (inputs,), (inputs,), (outputs,), **gelu)
+    gate = {"eps": 1e-5, "activation": "silu", "gated": True}
+    yield case("norm_linear", ", gated", normed, references.norm_linear, (inputs,), **gate)
+
+    def residual(x: jax.Array, weights: Weights, residual: jax.Array, bias: jax.Array) -> jax.Array:
+        return linear_residual(x, weights, residual, bias)
+
+    yield case("linear_residual", "", residual, references.linear_residual, (rows, outputs), (outputs,))
 
 
-def linear(rows: int, outputs: int, inputs: int, form: str, *, bias: bool = False, name: str = "") -> Case:
-    """x W^T + b."""
+PAGE_SIZE = 16
+
+
+def _cache(key: jax.Array, batch: int, context: int, kv_heads: int, head_dim: int) -> tuple[KVPages, jax.Array]:
+    """Random pages, in no order; and the table of the rows' own."""
+    k, v, order = jax.random.split(key, 3)
+    count = -(-context // PAGE_SIZE)
+    shape = (batch * count, PAGE_SIZE, kv_heads, head_dim)
+    table = jax.random.permutation(order, batch * count).reshape(batch, count)
+    return KVPages(_normal(k, shape), _normal(v, shape)), table.astype(jnp.int32)
+
+
+def _positions(batch: int, tokens: int, context: int) -> jax.Array:
+    """The last tokens of rows of different lengths."""
+    lengths = jnp.linspace(context, max(context // 2, tokens), batch).astype(jnp.int32)
+    return lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)
+
+
+def decoding(
+    batch: int, tokens: int, context: int, *, q_heads: int, kv_heads: int, head_dim: int, rotary: int, **options: Any
+) -> Case:
+    """The last tokens of some rows: rotation, storing, attention."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
-        x, w, b = jax.random.split(key, 3)
-        dtype = form if form in ("float32", "float16") else jnp.bfloat16
-        vector = (_normal(b, (outputs,), jnp.float32),) if bias else ()
-        return _normal(x, (rows, inputs), dtype), _weights(w, outputs, inputs, form), *vector
+        x, cache, angle = jax.random.split(key, 3)
+        angles = jax.random.uniform(angle, (batch, tokens, 1, rotary // 2), maxval=6.0)
+        qkv = _normal(x, (batch, tokens, (q_heads + 2 * kv_heads) * head_dim))
+        turned = (jnp.cos(angles), jnp.sin(angles))
+        return qkv, *_cache(cache, batch, context, kv_heads, head_dim), _positions(batch, tokens, context), turned
+
+    def call(qkv: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, rotary: Any) -> Any:
+        sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "scale": head_dim**-0.5}
+        return decode_attention(qkv, pages, table, positions, rotary=rotary, **sizes, **options)
 
     return Case(
-        op="small_batch_linear",
-        name=name or f"{rows} x {inputs} by {outputs}, {form}",
+        op="decode_attention",
+        name=f"{batch} x {tokens}, context {context}, {q_heads}/{kv_heads} heads of {head_dim}{_words(options)}",
         make=make,
-        call=small_batch_linear,
-        reference=references.linear,
-        tolerance={"float32": 1e-5, "float16": 5e-4}.get(form, 4e-3),
-        bytes=_bytes(jax.eval_shape(make, jax.random.key(0))) + rows * outputs * 2,
-        flops=2 * rows * outputs * inputs,
-        operands="int8" if form == "int8" else "bfloat16",
-        rows=rows,
-        torch={"what": "linear", "weights": form, "rows": rows, "outputs": outputs, "inputs": inputs},
+        call=call,
+        reference=functools.partial(references.decode_attention, scale=head_dim**-0.5, **options),
+        tolerance=ATTENDED,
+        rows=batch * tokens,
+        state=1,
     )
 
 
-def matrices(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """The outputs and inputs of a decoder layer's matrices, and of the head."""
-    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    heads = attention.q_heads * attention.head_dim
-    return {
-        "qkv": (heads + 2 * attention.kv_heads * attention.head_dim, embed),
-        "out": (embed, heads),
-        "up": (hidden * (2 if config.mlp.gated else 1), embed),
-        "down": (embed, hidden),
-        "head": (config.vocab, embed),
-    }
+def prefill(
+    batch: int, tokens: int, context: int, *, q_heads: int, kv_heads: int, head_dim: int, **options: Any
+) -> Case:
+    """The last piece of some prompts over their pages."""
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, cache = jax.random.split(key)
+        q = _normal(x, (batch, tokens, q_heads, head_dim))
+        return q, *_cache(cache, batch, context, kv_heads, head_dim), _positions(batch, tokens, context)
+
+    return Case(
+        op="paged_attention",
+        name=f"{batch} x {tokens}, context {context}, {q_heads}/{kv_heads} heads of {head_dim}{_words(options)}",
+        make=make,
+        call=functools.partial(paged_attention, scale=head_dim**-0.5, **options),
+        reference=functools.partial(references.paged_attention, scale=head_dim**-0.5, **options),
+        tolerance=ATTENDED,
+        rows=batch * tokens,
+    )
 
 
-def timed(*, quick: bool) -> Iterator[Case]:
-    """The operations of the end-to-end models, the most telling first."""
-    for rows in (1,) if quick else (1, 8):
-        for form in FORMATS:
-            for model in MODELS[:1] if quick else MODELS:
-                for name, (outputs, inputs) in matrices(preset(model)).items():
-                    yield linear(rows, outputs, inputs, form, name=f"{model} {name}, {form}, {rows} rows")
+def _words(options: Mapping[str, Any]) -> str:
+    return "".join(f", {name} {value}" for name, value in options.items())
 
 
-def checked() -> Iterator[Case]:
-    """Shapes for numerics: small ones, and ones that divide badly."""
-    for form in ("bfloat16", "float16", "float32", "int8", "int4", "fp8"):
-        for rows, outputs, inputs in ((1, 4096, 4096), (3, 1600, 1600), (8, 1024, 6400), (16, 6144, 4096)):
-            if form != "int4" or inputs % formats.GROUP == 0:
-                yield linear(rows, outputs, inputs, form, bias=rows == 3)
+def encoding(batch: int, tokens: int, *, heads: int, head_dim: int) -> Case:
+    """Every token sees every other, in rows of different lengths."""
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        q, k, v = (_normal(one, (batch, tokens, heads, head_dim)) for one in jax.random.split(key, 3))
+        lengths = jnp.linspace(tokens, 1, batch).astype(jnp.int32)
+        index = jnp.arange(tokens, dtype=jnp.int32)
+        return q, k, v, jnp.where(index < lengths[:, None], index, -1), lengths
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, lengths: jax.Array) -> jax.Array:
+        heads = attention(q, k, v, positions, lengths, scale=head_dim**-0.5, causal=False)
+        return jnp.where((positions >= 0)[..., None, None], heads, 0)  # padding may be anything
+
+    return Case(
+        op="attention",
+        name=f"{batch} x {tokens}, {heads} heads of {head_dim}",
+        make=make,
+        call=call,
+        reference=functools.partial(references.attention, scale=head_dim**-0.5),
+        tolerance=ATTENDED,
+        rows=batch * tokens,
+    )
 
 
-def tiny() -> Iterator[Case]:
-    """One of each kind, for a dry run."""
-    for form in FORMATS:
-        yield linear(2, 128, 256, form, bias=True)
+def quantizing(rows: int, inputs: int) -> Iterator[Case]:
+    """Rows to int8, as they are and normalised."""
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, scale = jax.random.split(key)
+        return _normal(x, (rows, inputs)), _normal(scale, (inputs,), jnp.float32)
+
+    def dequantized(quantized: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return quantized[0].astype(jnp.float32) * quantized[1]
+
+    case = functools.partial(Case, name=f"{rows} x {inputs}", rows=rows, tolerance=HALF)
+    yield case(
+        op="quantize_rows",
+        make=lambda key: make(key)[:1],
+        call=lambda x: dequantized(quantize_rows(x)),
+        reference=references.rounded_rows,
+    )
+    yield case(
+        op="norm_quantize",
+        make=make,
+        call=lambda x, scale: dequantized(norm_quantize(x, scale, None, eps=1e-5)),
+        reference=lambda x, scale: references.rounded_rows(references.normalized(x, scale, None, eps=1e-5)),
+    )
+
+
+def quantized(rows: int, outputs: int, inputs: int) -> Case:
+    """int8 times int8."""
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, w = jax.random.split(key)
+        return *formats.quantize_rows(_normal(x, (rows, inputs))), *_weights(w, outputs, inputs, "int8")
+
+    def reference(q: np.ndarray, q_scale: np.ndarray, kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return (q.astype(np.float64) @ kernel.astype(np.float64).T) * q_scale * scale
+
+    return Case(
+        op="quantized_matmul",
+        name=f"{rows} x {inputs} by {outputs}",
+        make=make,
+        call=functools.partial(quantized_matmul, dtype=jnp.bfloat16),
+        reference=reference,
+        operands="int8",
+        rows=rows,
+        tolerance=HALF,
+    )
+
+
+def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> Iterator[Case]:
+    """The operations of a layer of experts."""
+    case = functools.partial(Case, name=f"{tokens} tokens, {k} of {experts} experts", rows=tokens)
+    yield case(
+        op="top_k_gating",
+        make=lambda key: (_normal(key, (tokens, experts), jnp.float32),),
+        call=functools.partial(moe.top_k_gating, k=k),
+        reference=functools.partial(references.top_k_gating, k=k),
+        tolerance=EXACT,
+    )
+
+    def rows_of(count: int, width: int) -> Callable[[jax.Array], tuple[Any, ...]]:
+        def make(key: jax.Array) -> tuple[Any, ...]:
+            x, logits = jax.random.split(key)
+            return _normal(x, (count, width)), _routing(logits, tokens, experts, k)
+
+        return make
+
+    yield case(
+        op="permute", make=rows_of(tokens, embed), call=moe.permute, reference=references.permute, tolerance=1e-12
+    )
+    yield case(
+        op="unpermute",
+        make=rows_of(tokens * k, embed),
+        call=moe.unpermute,
+        reference=references.unpermute,
+        tolerance=HALF,
+    )
+
+    def matrices(key: jax.Array) -> tuple[Any, ...]:
+        x, routing = rows_of(tokens * k, embed)(key)
+        weights = _normal(jax.random.fold_in(key, 1), (experts, hidden, embed), scale=embed**-0.5)
+        return x, weights, routing.offsets, routing.sizes
+
+    yield case(
+        op="grouped_matmul",
+        make=matrices,
+        call=moe.grouped_matmul,
+        reference=references.grouped_matmul,
+        tolerance=HALF,
+    )
+
+
+def merging(batch: int, tokens: int, embed: int, *, r: int) -> Case:
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, metric = jax.random.split(key)
+        sizes = 1.0 + jnp.arange(batch * tokens, dtype=jnp.float32).reshape(batch, tokens) % 3
+        return _normal(x, (batch, tokens, embed)), sizes, _normal(metric, (batch, tokens, 64), jnp.float32)
+
+    return Case(
+        op="merge_tokens",
+        name=f"{batch} x {tokens} x {embed}, {r} merged",
+        make=make,
+        call=functools.partial(merge_tokens, r=r),
+        reference=functools.partial(references.merge_tokens, r=r),
+        tolerance=HALF,
+        rows=batch * tokens,
+    )

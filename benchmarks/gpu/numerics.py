@@ -1,6 +1,7 @@
 """Every kernel against float64 on the CPU, and its definition on the same device beside it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,11 +30,22 @@ def measure(report: Report, clock: Clock, cases: Iterable[Case]) -> None:
 def errors(case: Case, seed: int = 0) -> tuple[float, float]:
     """The largest relative errors of the kernel and of the definition, against float64."""
     args = case.make(jax.random.key(seed))
-    expected = _leaves(case.reference(*jax.device_get(args)))
-    found = jax.device_get(jax.jit(lambda *args: case.call(*args))(*args))
+    expected = expected_of(case, args)
+    ours = error_of(case, args, expected)
     with without_kernels():
-        defined = jax.device_get(jax.jit(lambda *args: case.call(*args))(*args))
-    return tuple(max(map(error, _leaves(one), expected)) for one in (found, defined))  # type: ignore[return-value]
+        return ours, error_of(case, args, expected)
+
+
+def expected_of(case: Case, args: tuple[Any, ...]) -> list[np.ndarray]:
+    """The results in float64."""
+    assert case.reference is not None
+    return _leaves(case.reference(*jax.device_get(args)))
+
+
+def error_of(case: Case, args: tuple[Any, ...], expected: list[np.ndarray]) -> float:
+    """The largest relative error of a case's results."""
+    found = jax.device_get(jax.jit(lambda *args: case.call(*args))(*args))
+    return max(map(error, _leaves(found), expected))
 
 
 def error(found: np.ndarray, expected: np.ndarray) -> float:

@@ -1,7 +1,11 @@
 """The operations in float64 with numpy, written without regard to speed and without their definitions' help."""
 
+from typing import Any
+
 import numpy as np
 
+from pallas_kernels import KVPages
+from pallas_kernels.moe import Routing
 from pallas_kernels.weights import GROUP, Weights
 
 
@@ -34,3 +38,162 @@ def product(x: np.ndarray, weights: Weights) -> np.ndarray:
 def linear(x: np.ndarray, weights: Weights, bias: np.ndarray | None = None) -> np.ndarray:
     y = product(x, weights)
     return y if bias is None else y + bias
+
+
+def linear_residual(x: np.ndarray, weights: Weights, residual: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    return residual.astype(np.float64) + linear(x, weights, bias)
+
+
+def normalized(x: np.ndarray, scale: np.ndarray, shift: np.ndarray | None, *, eps: float) -> np.ndarray:
+    """LayerNorm, or RMSNorm without a shift; rounded to x's dtype, as the operation says."""
+    y = x.astype(np.float64)
+    if shift is not None:
+        y = y - y.mean(-1, keepdims=True)
+    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + eps) * scale
+    return (y if shift is None else y + shift).astype(x.dtype)
+
+
+def activated(x: np.ndarray, name: str) -> np.ndarray:
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    assert name == "gelu_tanh"
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def norm_linear(
+    x: np.ndarray,
+    weights: Weights,
+    scale: np.ndarray,
+    *rest: np.ndarray,
+    eps: float,
+    activation: str,
+    gated: bool = False,
+) -> np.ndarray:
+    """rest: shift and bias, of LayerNorm."""
+    shift, bias = rest or (None, None)
+    y = linear(normalized(x, scale, shift, eps=eps), weights, bias)
+    return activated(y[..., ::2], activation) * y[..., 1::2] if gated else activated(y, activation)
+
+
+def _attended(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    visible: np.ndarray,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> np.ndarray:
+    """One row: q [T, Hq, K]; k, v [S, Hkv, K]; visible [T, S]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    scores = scale * np.einsum("thk,shk->hts", q.astype(np.float64), k)
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    scores = np.where(visible, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hts,shk->thk", weights / weights.sum(-1, keepdims=True), v)
+
+
+def paged_attention(
+    q: np.ndarray,
+    pages: KVPages,
+    table: np.ndarray,
+    positions: np.ndarray,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> np.ndarray:
+    rows = []
+    for one, taken, at in zip(q, table, positions, strict=True):
+        k, v = (np.asarray(x)[taken].reshape(-1, *x.shape[2:]) for x in pages[:2])
+        distance = at[:, None] - np.arange(len(k))
+        visible = (distance >= 0) & (distance < (window or len(k)))
+        rows.append(_attended(one, k, v, visible, scale=scale, softcap=softcap))
+    return np.stack(rows)
+
+
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, lengths: np.ndarray, *, scale: float
+) -> np.ndarray:
+    """Without a mask but for padding, whose queries give zeros."""
+    rows = zip(q, k, v, lengths, strict=True)
+    found = [_attended(one, k, v, np.arange(len(k)) < length, scale=scale) for one, k, v, length in rows]
+    return np.where((positions >= 0)[..., None, None], np.stack(found), 0.0)
+
+
+def decode_attention(
+    qkv: np.ndarray,
+    pages: KVPages,
+    table: np.ndarray,
+    positions: np.ndarray,
+    rotary: tuple[np.ndarray, ...],
+    **options: Any,
+) -> tuple[np.ndarray, ...]:
+    """The heads, and the pages of keys and values."""
+    kv_heads, size = pages.k.shape[2:]
+    grouped = qkv.astype(np.float64).reshape(*qkv.shape[:2], kv_heads, -1, size)
+    q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, size)
+    q, k = (_rotated(x, *rotary) for x in (q, grouped[..., -2, :]))
+    caches = [np.asarray(x).astype(np.float64) for x in pages[:2]]
+    for cache, new in zip(caches, (k, grouped[..., -1, :]), strict=True):
+        for row, at in enumerate(positions):
+            cache[table[row, at // cache.shape[1]], at % cache.shape[1]] = new[row]
+    heads = paged_attention(q, KVPages(*caches), table, positions, **options)  # type: ignore[arg-type]
+    return heads.reshape(*qkv.shape[:2], -1), *caches
+
+
+def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    half = cos.shape[-1]
+    first, second, rest = np.split(x, (half, 2 * half), axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def top_k_gating(logits: np.ndarray, *, k: int) -> tuple[np.ndarray, ...]:
+    """The fields of a `Routing`."""
+    experts = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    chosen = np.exp(np.take_along_axis(logits.astype(np.float64), experts, axis=1))
+    order = np.argsort(experts.reshape(-1), kind="stable")
+    sizes = np.bincount(experts.reshape(-1), minlength=logits.shape[1])
+    rows = np.argsort(order).reshape(experts.shape)
+    return experts, chosen / chosen.sum(1, keepdims=True), rows, order // k, np.cumsum(sizes) - sizes, sizes
+
+
+def permute(x: np.ndarray, routing: Routing) -> np.ndarray:
+    return x.astype(np.float64)[np.asarray(routing.tokens)]
+
+
+def unpermute(y: np.ndarray, routing: Routing) -> np.ndarray:
+    return np.einsum(
+        "nk,nkd->nd", np.asarray(routing.weights, np.float64), y.astype(np.float64)[np.asarray(routing.rows)]
+    )
+
+
+def grouped_matmul(x: np.ndarray, weights: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    x, weights = x.astype(np.float64), weights.astype(np.float64)
+    parts = zip(offsets, sizes, weights, strict=True)
+    return np.concatenate([x[first : first + size] @ matrix.T for first, size, matrix in parts])
+
+
+def merge_tokens(
+    x: np.ndarray, size: np.ndarray, metric: np.ndarray, *, r: int, protected: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Row by row and token by token, as the paper tells it."""
+    unit = metric / np.linalg.norm(metric.astype(np.float64), axis=-1, keepdims=True)
+    merged, sizes = [], []
+    for tokens, counts, one in zip(x.astype(np.float64), size.astype(np.float64), unit, strict=True):
+        even, odd = np.arange(0, len(tokens), 2), np.arange(1, len(tokens), 2)
+        scores = one[even] @ one[odd].T
+        scores[even < protected] = -np.inf
+        scores[:, odd < protected] = -np.inf
+        moving = np.argsort(-scores.max(1), kind="stable")[:r]
+        goal = scores.argmax(1)
+        sums, total = tokens[odd] * counts[odd, None], counts[odd].copy()
+        for index in moving:
+            sums[goal[index]] += tokens[even[index]] * counts[even[index]]
+            total[goal[index]] += counts[even[index]]
+        kept = np.delete(even, moving)
+        merged.append(np.concatenate([tokens[kept], sums / total[:, None]]))
+        sizes.append(np.concatenate([counts[kept], total]))
+    return np.stack(merged), np.stack(sizes)

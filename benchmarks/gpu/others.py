@@ -1,0 +1,44 @@
+"""Implementations by other authors that JAX can call, of our operations' arguments.
+
+Each imports its library when it is called; one that is not installed is reported as absent.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import KVPages
+
+
+def cudnn_prefill(q: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array) -> jax.Array:
+    """cuDNN's attention over whole prompts, whose pages follow one another: no page table."""
+    k, v = _contiguous(q, pages)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def tokamax_prefill(q: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array) -> jax.Array:
+    """tokamax's choice for the same."""
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    k, v = _contiguous(q, pages)
+    return tokamax.dot_product_attention(q, k, v, is_causal=True)
+
+
+def _contiguous(q: jax.Array, pages: KVPages) -> tuple[jax.Array, jax.Array]:
+    if pages.k_scale is not None:
+        raise NotImplementedError("it reads no int8 cache")
+    shape = len(q), -1, *pages.k.shape[2:]
+    return pages.k.reshape(shape), pages.v.reshape(shape)
+
+
+def jax_ragged_dot(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`jax.lax.ragged_dot`."""
+    return jax.lax.ragged_dot(x, jnp.swapaxes(weights, 1, 2), sizes)
+
+
+def tokamax_ragged_dot(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> Any:
+    """tokamax's choice for the same."""
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    return tokamax.ragged_dot(x, jnp.swapaxes(weights, 1, 2), sizes)

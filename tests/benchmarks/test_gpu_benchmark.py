@@ -1,0 +1,186 @@
+"""The GPU benchmark without a GPU: its references, its arithmetic, and a dry run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.gpu import autotune, cases, end_to_end, numerics, rendering, timing
+from benchmarks.gpu.ceilings import Ceilings
+from benchmarks.gpu.clock import Clock, clocks
+from benchmarks.gpu.timing import DRY, Arguments, Effort, Plan, Repeated
+from benchmarks.report import Report
+from jaxinfer.models.presets import PRESETS
+from pallas_kernels.dispatch import dispatch, interpreted
+from pallas_kernels.tuning import tuned
+
+TINY = {case.title: case for case in cases.tiny()}
+
+
+@pytest.mark.parametrize("title", TINY)
+def test_definitions_are_what_the_references_say(title):
+    case = TINY[title]
+    args = case.make(jax.random.key(1))
+    assert numerics.error_of(case, args, numerics.expected_of(case, args)) <= case.tolerance
+
+
+def test_errors_are_relative_and_never_hidden_by_nan():
+    expected = np.array([3.0, 4.0])
+    assert numerics.error(expected + np.array([0.0, 0.5]), expected) == pytest.approx(0.1)
+    assert numerics.error(np.array([3.0, np.nan]), expected) == np.inf
+    assert numerics.error(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])) == 0.25
+
+
+def test_timed_cases_have_arguments_of_their_shapes():
+    """Only traced: the arrays would fill this machine."""
+    every = list(cases.timed(quick=False))
+    for case in {case.op: case for case in every}.values():
+        assert case.bytes > 0
+        assert jax.tree.leaves(jax.eval_shape(case.call, *case.shapes))
+    assert {"norm_linear", "linear_residual", "decode_attention", "grouped_matmul"} <= {case.op for case in every}
+    assert all(case.title in {one.title for one in every} for case in cases.timed(quick=True))
+
+
+# Timing
+
+
+def _case(**changes):
+    def make(key):
+        x, w = jax.random.split(key)
+        return jax.random.normal(x, (4,)), jax.random.normal(w, (1 << 18,))  # 1 MiB
+
+    fields = {"op": "f", "name": "n", "make": make, "call": lambda x, w: (x * w[:4], w + x[0]), "state": 1}
+    return cases.Case(**(fields | changes))
+
+
+def test_large_arguments_take_turns_and_small_ones_do_not():
+    plan = Plan.of(_case(), 1e-6, Effort(rounds=1, calls=8))
+    assert plan == Plan(calls=8, sets=8, large=(False, True))
+    assert Plan.of(_case(make=lambda key: _case().make(key)[1:]), 1e-6, Effort(rounds=1, calls=600)).calls == 512
+    assert Plan.of(_case(make=lambda key: _case().make(key)[:1]), 1e-4, Effort(rounds=1)) == Plan(10, 1, (False,))
+    args = _case().shapes
+    assert plan.join(*plan.split(args), args) == args
+
+
+def test_the_state_of_each_set_goes_from_call_to_call():
+    case, plan = _case(), Plan(calls=5, sets=2, large=(False, True))
+    arguments = Arguments.make(case, plan)
+    before = [float(one[0][0]) for one in arguments.large]
+    added = [float(one[0][0]) for one in arguments.small]
+    program = Repeated(case, plan, case.call)
+    program.compile()
+    program.round(arguments, DRY)()
+    expected = [before[0] + sum(added[0::2]), before[1] + sum(added[1::2])]
+    assert [float(one[0][0]) for one in arguments.large] == pytest.approx(expected)
+
+
+def test_a_median_and_a_spread():
+    times = iter([3.0, 1.0, 2.0])
+    timing_of = timing.take_turns({"a": lambda: next(times)}, 3)["a"]
+    assert (timing_of.seconds, timing_of.spread) == (2.0, 1.0)
+
+
+def test_what_takes_too_long_is_left_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    shares = clocks({"a": 1.0, "b": 1.0}, 10.0)
+    _, first = next(shares)
+    done = []
+    for item in first.affordable(range(9)):  # of 5 seconds
+        done.append(item)
+        now[0] += 2.0
+    assert done == [0, 1]
+    _, second = next(shares)
+    assert second._end == 10.0
+    assert list(Clock(0.0).affordable([1])) == [1]
+
+
+# Tiles
+
+
+def test_tuning_finds_the_tiles_that_run_and_writes_them(tmp_path, monkeypatch):
+    monkeypatch.setitem(autotune.SEARCHED, "f", {"a": (1, 2), "b": (3, 4)})
+    tried = []
+
+    def kernel(x, w):
+        tiles = tuned("f", "key") or {"a": 9, "b": 9}
+        tried.append((tiles["a"], tiles["b"]))
+        if tiles["b"] == 4:
+            raise ValueError("4 does not fit")
+        return x * w[:4]
+
+    case = _case(call=lambda x, w: dispatch("f", kernel, lambda x, w: x, x, w), state=None)
+    table = tmp_path / "table.json"
+    limits = Ceilings(1e9, 1e9, {"bfloat16": 1e9})
+    monkeypatch.setattr(autotune, "CLEARLY", float("inf"))
+    with interpreted():
+        assert autotune.keys(case) == [("f", "key")]
+        report = Report()
+        autotune.measure(report, limits, Clock(60), [case, case], DRY, table)
+    assert {(1, 3), (2, 3), (9, 9)} <= set(tried)
+    (row,) = [row for row in report.rows if row["part"] == "autotune"]
+    assert row["tried"] == 3
+    written = json.loads(table.read_text())["f"]["key"]
+    assert written["b"] == 3
+    autotune.write(table, ("f", "another"), {"a": 1})
+    assert json.loads(table.read_text())["f"] == {"another": {"a": 1}, "key": written}
+
+
+# The whole
+
+
+def test_peers_get_the_sizes_of_our_models():
+    for name in end_to_end.MODELS:
+        architecture, sizes = end_to_end.transformers_config(PRESETS[name])
+        assert sizes["vocab_size"] == PRESETS[name].vocab
+        assert architecture == {"llama3-8b": "Llama", "gpt-j-6b": "GPTJ", "gpt2-1.5b": "GPT2"}[name]
+
+
+def test_items_come_in_order_of_what_they_tell():
+    every = end_to_end.items(quick=False, dry=False)
+    assert {item.model for item in every} == set(end_to_end.MODELS)
+    assert {item.batch for item in every} == set(end_to_end.BATCHES)
+    assert [item.batch for item in every] == sorted(item.batch for item in every)
+    assert len({item.title for item in every}) == len(every)
+
+
+def _run(folder: Path, *options: str) -> dict:
+    file = folder / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--json", str(file), *options]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    page = (folder / "report.md").read_text()
+    for image in folder.glob("*.png"):
+        assert f"({image.name})" in page
+    return json.loads(file.read_text())
+
+
+def test_the_page_is_drawn_from_the_json_alone(tmp_path):
+    file = tmp_path / "gpu.json"
+    rows = [
+        {"part": "settings", "command": "--quick"},
+        {"part": "kernels", "op": "f", "case": "n", "way": "jaxinfer", "us": 1.0, "of_ceiling": 0.9, "spread": 0.1},
+        {"part": "kernels", "op": "f", "case": "n", "way": "torch", "absent": "no torch"},
+    ]
+    checks = [{"name": "f_worst_vs_xla", "value": 0.5, "unit": "x", "target": 1.0, "better": "higher"}]
+    result = {"machine": {"device": "NVIDIA H200"}, "commit": "c", "versions": {}, "rows": rows, "checks": checks}
+    file.write_text(json.dumps(result))
+    page = rendering.render(file).read_text()
+    assert "# GPU benchmark: NVIDIA H200" in page
+    assert "| f_worst_vs_xla | 0.5 x | ≥ 1 | **missed** |" in page
+    assert "kernels, f, n, torch: no torch" in page
+    assert (tmp_path / "kernels.png").exists()
+
+
+@pytest.mark.slow
+def test_a_dry_run_reaches_every_part(tmp_path):
+    result = _run(tmp_path)
+    parts = {row["part"] for row in result["rows"]}
+    assert parts == {"settings", "ceilings", "numerics", "autotune", "kernels", "end to end", "request", "breakdown"}
+    (worst,) = [check for check in result["checks"] if check["name"] == "worst_error_of_tolerance"]
+    assert worst["value"] <= 1
+    ways = {row["way"] for row in result["rows"] if row["part"] == "end to end" and "ms_per_step" in row}
+    assert {"jaxinfer", "XLA"} <= ways
