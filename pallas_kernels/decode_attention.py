@@ -13,6 +13,10 @@ partial sums of a cluster meet in global memory, 4 S (K + 2) N bytes for N queri
 Products are transposed: S^T [keys, queries] = K q^T and O^T [features, queries] = V^T P^T, so that keys and features
 are the many rows of the tensor cores' left operand, and the few queries of a token the columns: 8 are enough.
 
+New keys and values are in no page when the kernel begins. Every block has them, computed beside the queries; the one
+whose keys they are among puts them into its copy of the page, and the cache gets them when the cluster has read all. An
+int8 page that a new token makes coarser is rescaled in that copy and written back whole.
+
 Bytes: 2 Hkv K (context + tokens) elements a row, each read once by one block; all else is small. One block of keys and
 values in bfloat16 is 256 K bytes, and two blocks of 128 threads per SM with two or more in flight each keep 64 KiB or
 more on the way, twice what 4.8 TB/s of an H200 ask for at a latency of 0.8 us.
@@ -21,9 +25,8 @@ more on the way, twice what 4.8 TB/s of an H200 ask for at a latency of 0.8 us.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,44 +113,26 @@ def _definition(
     norm_eps: float,
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
-    q, k, v = _heads(qkv, rotary, norms, kv_heads, head_dim, norm_eps)
-    pages = _stored(pages, k, v, page_table, positions)
-    heads = paged_attention(q, pages, page_table, positions, **options)
-    return heads.reshape(*qkv.shape[:2], -1), pages
-
-
-def _heads(
-    qkv: jax.Array,
-    rotary: tuple[jax.Array, jax.Array] | None,
-    norms: tuple[jax.Array, jax.Array] | None,
-    kv_heads: int,
-    head_dim: int,
-    norm_eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, T, Hq, K], keys and values [B, T, Hkv, K], as attention takes them."""
-    grouped = qkv.reshape(*qkv.shape[:2], kv_heads, -1, head_dim)
-    q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, head_dim)
+    batch, tokens, _ = qkv.shape
+    grouped = qkv.reshape(batch, tokens, kv_heads, -1, head_dim)
+    q = grouped[..., :-2, :].reshape(batch, tokens, -1, head_dim)
     k, v = grouped[..., -2, :], grouped[..., -1, :]
     if norms is not None:
         q, k = (_rms_norm(x, scale, norm_eps) for x, scale in zip((q, k), norms, strict=True))
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
-    return q, k, v
+    num_pages, page_size = pages.k.shape[:2]
+    page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
+    page = jnp.where(positions < 0, num_pages, page).reshape(-1)
+    k, v = (x.reshape(-1, kv_heads, head_dim) for x in (k, v))
+    pages = write_pages(pages, k, v, page, (positions % page_size).reshape(-1), rows=batch)
+    return paged_attention(q, pages, page_table, positions, **options).reshape(batch, tokens, -1), pages
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     y = x.astype(jnp.float32)
     y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale
     return y.astype(x.dtype)
-
-
-def _stored(pages: KVPages, k: jax.Array, v: jax.Array, page_table: jax.Array, positions: jax.Array) -> KVPages:
-    """The cache with keys and values [B, T, Hkv, K] at their positions."""
-    num_pages, page_size = pages.k.shape[:2]
-    page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
-    page = jnp.where(positions < 0, num_pages, page).reshape(-1)
-    slot = (positions % page_size).reshape(-1)
-    return write_pages(pages, k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]), page, slot, rows=len(positions))
 
 
 # The kernel.
@@ -298,6 +283,8 @@ def _plan(
         raise UnsupportedError(f"head_dim must be 64, 128 or 256, got {head_dim}")
     if plan.page_size % 8 or (_KEYS % plan.page_size and plan.page_size % _KEYS):
         raise UnsupportedError(f"page_size must be 8, 16, 32 or a multiple of 64, got {plan.page_size}")
+    if plan.int8 and plan.page_size > _KEYS:
+        raise UnsupportedError(f"page_size must be at most {_KEYS} in int8, got {plan.page_size}")
     if plan.half and (plan.half % 16 or head_dim % plan.half):
         raise UnsupportedError(f"rotary_dim / 2 must be a multiple of 16 that divides head_dim, got {plan.half}")
     if plan.columns * head_dim > 64 * 128:
@@ -322,9 +309,6 @@ def _kernel(
 ) -> tuple[jax.Array, KVPages]:
     plan = _plan(qkv, pages, page_table, rotary, norms, alibi, **options)
     tiles = _tiles(plan)
-    if plan.int8:  # storing rescales what a page holds: XLA does it, and the kernel finds the new tokens in the pages
-        _, k, v = _heads(qkv, rotary, norms, kv_heads, head_dim, plan.norm_eps)
-        pages = _stored(pages, k, v, page_table, positions)
     inputs: dict[str, Any] = {"qkv": qkv.reshape(-1, head_dim), "table": page_table, "positions": positions}
     if rotary is not None:
         inputs["cos"], inputs["sin"] = (x.reshape(-1, plan.half) for x in rotary)
@@ -334,11 +318,13 @@ def _kernel(
         slopes = np.zeros((kv_heads, plan.columns), np.float32)
         slopes[:, : plan.tokens * plan.group] = np.tile(np.reshape(alibi, (kv_heads, -1)), plan.tokens)
         inputs["slopes"] = jnp.asarray(slopes * _LOG2E)
-    k_pages, v_pages = (x.reshape(-1, kv_heads * head_dim) for x in (pages.k, pages.v))
-    if plan.int8:
-        inputs |= {"k_scale": pages.k_scale, "v_scale": pages.v_scale, "k_pages": k_pages, "v_pages": v_pages}
-    else:  # references, which XLA passes on in place
-        inputs |= {"k_pages": jax.new_ref(k_pages), "v_pages": jax.new_ref(v_pages)}
+    cache: dict[str, Any] = {"cache_k": pages.k, "cache_v": pages.v}
+    if pages.k_scale is not None:
+        cache |= {"cache_k_scale": pages.k_scale, "cache_v_scale": pages.v_scale}
+    shapes = [x.shape for x in cache.values()]
+    for name, x in cache.items():  # references, which XLA passes on in place
+        cache[name] = jax.new_ref(x.reshape(-1, kv_heads * head_dim) if x.ndim == 4 else x)
+    inputs |= cache
     out = _outputs(plan, tiles)
 
     def decode_attention_kernel(*refs, **scratch):
@@ -355,10 +341,8 @@ def _kernel(
         cluster_names=("split",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*inputs.values())[0]
-    if not plan.int8:
-        k, v = (jax.freeze(inputs[name]).reshape(pages.k.shape) for name in ("k_pages", "v_pages"))
-        pages = KVPages(k, v)
-    return heads.reshape(*qkv.shape[:2], -1), pages
+    written = (jax.freeze(ref).reshape(shape) for ref, shape in zip(cache.values(), shapes, strict=True))
+    return heads.reshape(*qkv.shape[:2], -1), KVPages(*written)
 
 
 def _outputs(plan: _Plan, tiles: Tiles) -> dict[str, jax.ShapeDtypeStruct]:
@@ -377,11 +361,11 @@ def _scratch(plan: _Plan, tiles: Tiles) -> dict[str, Any]:
 
     slab: each token's queries, key and value. rows: the queries, side by side, and in the end the result. q: as rows,
     laid out for the tensor cores. k, v: the ring of keys and values. p: the softmax weights. k_float, v_float: keys and
-    values of an int8 cache, converted.
+    values of an int8 cache, converted. largest: of the slabs' features.
     """
 
     def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-        size = plgpu.find_swizzle(shape[-1] * dtype.itemsize * 8)
+        size = min(128, _PIECE * dtype.itemsize)  # so that pieces are whole tiles
         tiling = plgpu.TilingTransform((8, size // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
         swizzle = plgpu.SwizzleTransform(size)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
@@ -400,6 +384,7 @@ def _scratch(plan: _Plan, tiles: Tiles) -> dict[str, Any]:
     }
     if plan.int8:
         found |= {"k_float": swizzled(tile, plan.dtype), "v_float": swizzled(tile, plan.dtype)}
+        found["largest"] = plgpu.SMEM((plan.tokens, plan.slab), np.dtype(np.float32))
     if tiles.splits > 1:
         found["met"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1)
     return found
@@ -407,10 +392,10 @@ def _scratch(plan: _Plan, tiles: Tiles) -> dict[str, Any]:
 
 def _block(plan: _Plan, tiles: Tiles, at: SimpleNamespace) -> None:
     """One block: its part of the keys of one KV head of one row, then its part of the cluster's result."""
-    row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
-    first = at.positions[row, 0]
-    last = functools.reduce(jnp.maximum, [at.positions[row, t] for t in range(plan.tokens)])
-    real = jnp.where(first < 0, 0, last + 1 - first)  # tokens
+    index, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
+    first = at.positions[index, 0]
+    last = functools.reduce(jnp.maximum, [at.positions[index, t] for t in range(plan.tokens)])
+    row = _Row(index=index, head=head, first=first, last=last, real=jnp.where(first < 0, 0, last + 1 - first))
     # Blocks of keys: those of the row, from the first one in the window on, and mine. A row of padding has none.
     end = lax.div(last + _KEYS, _KEYS)
     start = jnp.int32(0) if plan.window is None else lax.div(jnp.maximum(first - (plan.window - 1), 0), _KEYS)
@@ -418,47 +403,39 @@ def _block(plan: _Plan, tiles: Tiles, at: SimpleNamespace) -> None:
     mine = start + lax.div(count * split, tiles.splits)
     stop = start + lax.div(count * (split + 1), tiles.splits)
 
-    def page_of(position: jax.Array) -> jax.Array:
-        """The page of a position, or the row's last: a block beyond it reads finite numbers, whose weight is 0."""
-        return at.table[row, lax.div(jnp.minimum(position, last), plan.page_size)]
-
-    def pages_of(block: jax.Array) -> list[jax.Array]:
-        return [page_of(block * _KEYS + start) for start in range(0, _KEYS, plan.copy_rows)]
-
     def fetch(block: jax.Array, pages: list[jax.Array], slot: jax.Array) -> None:
-        inside = lax.rem(block * _KEYS, plan.page_size) if plan.page_size > _KEYS else 0
         for i, page in enumerate(pages):
-            place = pl.ds(page * plan.page_size + inside, plan.copy_rows), pl.ds(head * plan.head_dim, plan.head_dim)
-            for source, ring in ((at.k_pages, at.k), (at.v_pages, at.v)):
+            place = _place(plan, row, page, lax.rem(block * _KEYS + i * plan.copy_rows, plan.page_size), plan.copy_rows)
+            for source, ring in ((at.cache_k, at.k), (at.cache_v, at.v)):
                 target = ring.at[slot, pl.ds(i * plan.copy_rows, plan.copy_rows)]
                 plgpu.copy_gmem_to_smem(source.at[place], target, at.here.at[slot])
 
     @pl.loop(0, plan.tokens)
     def _(token):
-        begin = ((row * plan.tokens + token) * plan.kv_heads + head) * (plan.group + 2)
+        begin = ((index * plan.tokens + token) * plan.kv_heads + head) * (plan.group + 2)
         plgpu.copy_gmem_to_smem(
             at.qkv.at[pl.ds(begin, plan.slab)], at.slab.at[token], at.slab_here, oob_mode=plgpu.OOBFillMode.ZEROS
         )
 
     @pl.loop(mine, jnp.minimum(mine + tiles.stages, stop))
     def _(block):
-        fetch(block, pages_of(block), block - mine)
+        fetch(block, _pages(plan, at, row, block), block - mine)
 
     plgpu.barrier_wait(at.slab_here)
-    _prepare(plan, at, row)
+    _prepare(plan, at, index)
 
     def step(block: jax.Array, state: list[_State], *, newest: bool) -> list[_State]:
         slot = lax.rem(block - mine, tiles.stages)
-        ahead = pages_of(block + tiles.stages)  # asked for before they are needed, as are the scales
-        scales = _scales(plan, at, pages_of(block), head) if plan.int8 else None
+        ahead = _pages(plan, at, row, block + tiles.stages)  # asked for before they are needed, as are the scales
+        scales = _scales(plan, at, row, block, newest=newest) if plan.int8 else None
         plgpu.barrier_wait(at.here.at[slot])
         here = first - block * _KEYS
-        if plan.int8:
-            k, v = _as_float(plan, at, slot)
+        if scales is not None:
+            k, v = _as_float(plan, at, slot, here, row.real, scales, newest=newest)
         else:
             k, v = at.k.at[slot], at.v.at[slot]
             if newest:
-                _insert(plan, at, k, v, here, real)
+                _insert(plan, at, k, v, here, row.real)
         keys = _Keys(k=k, v=v, head=head, first=here, scales=scales, newest=newest)
         state = [_add(plan, at, keys, tile, x) for tile, x in zip(plan.query_tiles, state, strict=True)]
 
@@ -482,9 +459,37 @@ def _block(plan: _Plan, tiles: Tiles, at: SimpleNamespace) -> None:
     state = lax.fori_loop(seen, stop, functools.partial(step, newest=True), state)
     _finish(plan, tiles, at, state)
     # All blocks of the cluster have met, so that none still reads these pages.
-    if not plan.int8:
-        pl.when(split == tiles.splits - 1)(functools.partial(_store, plan, at, head, first, real, page_of))
+    if plan.int8:
+        pl.loop(seen, stop)(lambda block: _store_pages(plan, at, row, block, lax.rem(block - mine, tiles.stages)))
+    else:
+        pl.when(split == tiles.splits - 1)(functools.partial(_store_tokens, plan, at, row))
     plgpu.wait_smem_to_gmem(0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A row of the batch and one KV head. first, last: positions of its tokens, negative in padding. real: how many."""
+
+    index: jax.Array
+    head: jax.Array
+    first: jax.Array
+    last: jax.Array
+    real: jax.Array
+
+
+def _page(plan: _Plan, at: SimpleNamespace, row: _Row, position: jax.Array) -> jax.Array:
+    """The page of a position, or the row's last: what a block has beyond it are finite numbers, whose weight is 0."""
+    return at.table[row.index, lax.div(jnp.minimum(position, row.last), plan.page_size)]
+
+
+def _pages(plan: _Plan, at: SimpleNamespace, row: _Row, block: jax.Array) -> list[jax.Array]:
+    """The page of every TMA copy of a block."""
+    return [_page(plan, at, row, block * _KEYS + start) for start in range(0, _KEYS, plan.copy_rows)]
+
+
+def _place(plan: _Plan, row: _Row, page: jax.Array, slot: jax.Array, count: int) -> tuple[Any, Any]:
+    """Where `count` slots of a page lie in the cache, [pages * page_size, Hkv * K]."""
+    return pl.ds(page * plan.page_size + slot, count), pl.ds(row.head * plan.head_dim, plan.head_dim)
 
 
 def _prepare(plan: _Plan, at: SimpleNamespace, row: jax.Array) -> None:
@@ -514,11 +519,16 @@ def _prepare(plan: _Plan, at: SimpleNamespace, row: jax.Array) -> None:
         if plan.half:
             cos, sin = (across(x.at[row * plan.tokens + token], shapes[0]) for x in (at.cos, at.sin))
             wide[:2] = [wide[0] * cos - wide[1] * sin, wide[1] * cos + wide[0] * sin]
+        stored = []
         for place, before, after, i in zip(places, values, wide, index, strict=True):
             x = jnp.where(i <= plan.group, after.astype(plan.dtype), before)
             at.slab.at[token].at[place][...] = x
             # What this writes beyond the queries, the next token writes over, or nobody reads.
             at.rows[pl.ds(token * plan.group, plan.slab), place[1]] = x
+            stored.append(x.astype(jnp.float32))
+        if plan.int8:
+            largest = [jnp.max(jnp.maximum(x, -x), axis=1) for x in stored]
+            at.largest.at[token][...] = functools.reduce(jnp.maximum, largest)
         plgpu.commit_smem()
 
     for piece in plan.feature_pieces:
@@ -527,9 +537,48 @@ def _prepare(plan: _Plan, at: SimpleNamespace, row: jax.Array) -> None:
     plgpu.commit_smem()
 
 
-def _scales(plan: _Plan, at: SimpleNamespace, pages: list[jax.Array], head: jax.Array) -> list[list[jax.Array]]:
-    """The scales of keys and of values of some pages."""
-    return [[scale[page, head] for page in pages] for scale in (at.k_scale, at.v_scale)]
+class _Scales(NamedTuple):
+    """The scales of a block's pages. now: with the row's new tokens. ratio: of those before to those now."""
+
+    now: list[jax.Array]
+    ratio: list[jax.Array]
+
+
+def _scales(plan: _Plan, at: SimpleNamespace, row: _Row, block: jax.Array, *, newest: bool) -> tuple[_Scales, _Scales]:
+    """Those of keys and of values, by the rules of `write_pages`.
+
+    Computed once more when they are stored: scales that have grown do not grow again.
+    """
+    found = []
+    for offset, scale in enumerate((at.cache_k_scale, at.cache_v_scale)):
+        scales = _Scales([], [])
+        for i, page in enumerate(_pages(plan, at, row, block)):
+            held = scale[page, row.head]
+            if not newest:
+                scales.now.append(held)
+                continue
+            start = block * _KEYS + i * plan.copy_rows
+            begins = (row.first <= start) & (start <= row.last)
+
+            def needed(token, most, start=start, offset=offset):
+                slot = row.first + token - start
+                needs = jnp.maximum(at.largest[token, plan.group + offset], 1e-30) / 127.0
+                return jnp.where((slot >= 0) & (slot < plan.page_size), jnp.maximum(most, needs), most)
+
+            now = lax.fori_loop(0, row.real, needed, jnp.where(begins, 0.0, held))
+            scales.now.append(now)
+            scales.ratio.append(jnp.where(begins | (now == held), 1.0, held / now))
+        found.append(scales)
+    return found[0], found[1]
+
+
+def _per_key(plan: _Plan, values: list[jax.Array], shape: tuple[int, int], layout: Any) -> jax.Array:
+    """Values of a block's pages, for each of its keys: an array [keys, ...]."""
+    page = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout), plan.copy_rows)
+    found = jnp.full(shape, values[0])
+    for i, value in enumerate(values[1:], 1):
+        found = jnp.where(page == i, value, found)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -539,7 +588,7 @@ class _Keys:
     Attributes:
       k, v: [keys, K]. head: the KV head.
       first: the position of the row's first token, from the block's first key.
-      scales: of keys and of values, page by page, of an int8 cache.
+      scales: of keys and of values of an int8 cache.
       newest: whether the row's own tokens may be among the keys, so that some are hidden.
     """
 
@@ -547,7 +596,7 @@ class _Keys:
     v: Any
     head: jax.Array
     first: jax.Array
-    scales: list[list[jax.Array]] | None
+    scales: tuple[_Scales, _Scales] | None
     newest: bool
 
 
@@ -559,13 +608,6 @@ def _add(plan: _Plan, at: SimpleNamespace, keys: _Keys, tile: Any, state: _State
     def operand(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layouts.lhs, optimized=False)
 
-    def per_key(values: list[jax.Array]) -> jax.Array:
-        page = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layouts.acc), plan.copy_rows)
-        found = jnp.full(shape, values[0])
-        for i, value in enumerate(values[1:], 1):
-            found = jnp.where(page == i, value, found)
-        return found
-
     def across(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return lax.broadcast_in_dim(x, shape, (1,))
 
@@ -574,7 +616,7 @@ def _add(plan: _Plan, at: SimpleNamespace, keys: _Keys, tile: Any, state: _State
         q = plgpu.load(at.q.at[tile, piece].T, layout=layouts.rhs, optimized=False)
         scores = plgpu.mma(scores, operand(keys.k.at[:, piece]), q)
     if keys.scales is not None:
-        scores *= per_key(keys.scales[0])
+        scores *= _per_key(plan, keys.scales[0].now, shape, layouts.acc)
     scores = _masked(plan, at, keys, tile, scores)
 
     highest, total, mixed = state
@@ -583,7 +625,7 @@ def _add(plan: _Plan, at: SimpleNamespace, keys: _Keys, tile: Any, state: _State
     weights = jnp.exp2(scores - across(higher, shape))
     total = total * kept + jnp.sum(weights, axis=0)
     if keys.scales is not None:
-        weights *= per_key(keys.scales[1])
+        weights *= _per_key(plan, keys.scales[1].now, shape, layouts.acc)
     at.p.at[tile].T[...] = weights.astype(plan.dtype)
     plgpu.commit_smem()
     p = plgpu.load(at.p.at[tile].T, layout=layouts.rhs, optimized=False)
@@ -610,11 +652,39 @@ def _insert(plan: _Plan, at: SimpleNamespace, k: Any, v: Any, first: jax.Array, 
     plgpu.commit_smem()
 
 
-def _as_float(plan: _Plan, at: SimpleNamespace, slot: jax.Array) -> tuple[Any, Any]:
-    """A block of an int8 cache, converted: the tensor cores' transposing loads take 16 bits."""
-    for source, target in ((at.k, at.k_float), (at.v, at.v_float)):
-        x = plgpu.load(source.at[slot], layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False).astype(plan.dtype)
-        target[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA)
+def _as_float(
+    plan: _Plan,
+    at: SimpleNamespace,
+    slot: jax.Array,
+    first: jax.Array,
+    real: jax.Array,
+    scales: tuple[_Scales, _Scales],
+    *,
+    newest: bool,
+) -> tuple[Any, Any]:
+    """A block of an int8 cache in the dtype of the queries: the tensor cores' transposing loads take 16 bits.
+
+    In a block with the row's `real` tokens, from key `first` on, they are put into the ring too, and what it holds is
+    rescaled.
+    """
+    layout, shape = plgpu.Layout.WGMMA_UPCAST_2X, (_KEYS, _PIECE)
+    for offset, (ring, target) in enumerate(((at.k, at.k_float), (at.v, at.v_float))):
+        for piece in plan.feature_pieces:
+            x = plgpu.load(ring.at[slot, :, piece], layout=layout, optimized=False)
+            if newest:
+                key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+                now, ratio = (_per_key(plan, values, shape, layout) for values in scales[offset])
+                held = x.astype(jnp.float32) * ratio
+
+                def with_token(token, held, key=key, now=now, place=(plan.group + offset, piece)):
+                    new = plgpu.load(at.slab.at[token, *place], layout=layout.reduce(0), optimized=False)
+                    new = lax.broadcast_in_dim(new.astype(jnp.float32), shape, (1,))
+                    return jnp.where(key == first + token, new / now, held)
+
+                held = lax.fori_loop(0, real, with_token, held)
+                x = lax.round(held, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
+                ring.at[slot, :, piece][...] = x
+            target.at[:, piece][...] = plgpu.layout_cast(x.astype(plan.dtype), plgpu.Layout.WGMMA)
     plgpu.commit_smem()
     return at.k_float, at.v_float
 
@@ -661,7 +731,7 @@ def _finish(plan: _Plan, tiles: Tiles, at: SimpleNamespace, state: list[_State])
         plgpu.copy_smem_to_gmem(at.rows.at[pl.ds(column, count)], at.heads.at[pl.ds(target, count)])
 
     if tiles.splits == 1:
-        for tile, (_, total, mixed) in zip(plan.query_tiles, state, strict=True):
+        for tile, (highest, total, mixed) in zip(plan.query_tiles, state, strict=True):
             divide(tile, total, mixed)
         pl.loop(0, plan.tokens)(lambda token: write(token * plan.group, plan.group))
         return
@@ -700,15 +770,27 @@ def _finish(plan: _Plan, tiles: Tiles, at: SimpleNamespace, state: list[_State])
         pl.loop(0, queries)(lambda query: write(tile.start + query, 1))
 
 
-def _store(
-    plan: _Plan, at: SimpleNamespace, head: jax.Array, first: jax.Array, real: jax.Array, page_of: Callable
-) -> None:
-    """Write the keys and values of the row's `real` tokens into their slots."""
+def _store_tokens(plan: _Plan, at: SimpleNamespace, row: _Row) -> None:
+    """Write the keys and values of the row's tokens into their slots."""
 
-    @pl.loop(0, real)
+    @pl.loop(0, row.real)
     def _(token):
-        position = first + token
-        slot = page_of(position) * plan.page_size + lax.rem(position, plan.page_size)
-        for offset, pages in enumerate((at.k_pages, at.v_pages)):
-            source = at.slab.at[token, pl.ds(plan.group + offset, 1)]
-            plgpu.copy_smem_to_gmem(source, pages.at[pl.ds(slot, 1), pl.ds(head * plan.head_dim, plan.head_dim)])
+        position = row.first + token
+        place = _place(plan, row, _page(plan, at, row, position), lax.rem(position, plan.page_size), 1)
+        for offset, cache in enumerate((at.cache_k, at.cache_v)):
+            plgpu.copy_smem_to_gmem(at.slab.at[token, pl.ds(plan.group + offset, 1)], cache.at[place])
+
+
+def _store_pages(plan: _Plan, at: SimpleNamespace, row: _Row, block: jax.Array, slot: jax.Array) -> None:
+    """Write the pages of a block that have new tokens, whole, and their scales: `_as_float` has made them."""
+    k_scales, v_scales = _scales(plan, at, row, block, newest=True)
+    for i, page in enumerate(_pages(plan, at, row, block)):
+        start = block * _KEYS + i * plan.copy_rows
+
+        @pl.when((start <= row.last) & (row.first < start + plan.copy_rows))
+        def _(i=i, page=page):
+            for ring, cache in ((at.k, at.cache_k), (at.v, at.cache_v)):
+                source = ring.at[slot, pl.ds(i * plan.copy_rows, plan.copy_rows)]
+                plgpu.copy_smem_to_gmem(source, cache.at[_place(plan, row, page, jnp.int32(0), plan.copy_rows)])
+            at.cache_k_scale[page, row.head] = k_scales.now[i]
+            at.cache_v_scale[page, row.head] = v_scales.now[i]

@@ -13,7 +13,7 @@ def test_pairs_turn_as_complex_numbers_and_the_rest_stays(half):
     x, angle = rng.normal(size=(2, 3, 5, 16)), rng.normal(size=(2, 3, 1, half))
     turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angle)
     expected = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
-    rotary = tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    rotary = jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
     np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), rotary), expected, atol=1e-5)
 
 
