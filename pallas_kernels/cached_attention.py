@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
 from pallas_kernels.kv_pages import KVPages, write_pages
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rotary import rotate
@@ -36,6 +37,24 @@ def cached_attention(
     Returns: the heads, [B, T, Hkv * G * K] in qkv's dtype, and the cache.
     """
     kv_heads, head_dim = pages.k.shape[2:]
+    if qkv.shape[1] <= MAX_DECODE_TOKENS:
+        q_norm, k_norm = norms or (None, None)
+        return decode_attention(
+            qkv,
+            pages,
+            page_table,
+            positions,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary=rotary,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=norm_eps,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            alibi=alibi,
+        )
     prepared = {"rotary": rotary, "norms": norms, "norm_eps": norm_eps}
     q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, **prepared)
     pages = store(pages, k, v, page_table, positions)
