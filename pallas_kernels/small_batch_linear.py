@@ -41,14 +41,10 @@ from pallas_kernels.weights import GROUP, Weights, product
 
 TILE_N = 64  # outputs of a block: four warps of 16 rows, what one mma.sync takes
 MAX_ROWS = 16
-_SKEW = 16  # bytes between the rows of x in shared memory: puts the rows of a column into different banks
 _MAX_STAGES = 8
 _IN_FLIGHT = 65_536  # bytes that the rings of an SM's blocks should hold
-_SMS, _SHARED_BYTES, _RESERVED_BYTES = (
-    132,
-    233_472,
-    1024,
-)  # of an H100 or H200: SMs; shared memory of one; a block's own
+_SMS = 132  # of an H100 or H200
+_SHARED_BYTES, _RESERVED_BYTES = 233_472, 1024  # of an SM, and of that for each of its blocks
 
 
 def linear_definition(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:
@@ -247,7 +243,7 @@ def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm
     choices = []
     for split in range(1, min(8, tiles) + 1):
         share = pl.cdiv(tiles, split)
-        held = (1 if rows == 1 else columns) * (share * tile_k * operand.x.itemsize + _SKEW) if holds else 0
+        held = (1 if rows == 1 else columns) * (share * tile_k + _skew(operand.x)) * operand.x.itemsize if holds else 0
         for blocks in (2, 1):  # of an SM
             stages = min(_MAX_STAGES, (_SHARED_BYTES // blocks - _RESERVED_BYTES - fixed - held) // slot)
             if stages * slot * blocks >= _IN_FLIGHT:
@@ -286,8 +282,7 @@ def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
         "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tiles.stages),
     }
     if plan.holds:
-        skew = _SKEW // operand.x.itemsize
-        scratch["x_s"] = plgpu.SMEM((plan.held, plan.share * tiles.tile_k + skew), operand.x)
+        scratch["x_s"] = plgpu.SMEM((plan.held, plan.share * tiles.tile_k + _skew(operand.x)), operand.x)
     else:
         scratch["x_s"] = plgpu.SMEM(
             (tiles.stages, columns, tiles.tile_k),
@@ -317,12 +312,16 @@ def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
         grid_names=("block",),
         cluster=(tiles.split,),
         cluster_names=("share",),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),  # layouts as we state them
+        # Memory lies as it is declared, where the other semantics infers how, and knows no skewed rows.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="small_batch_linear",
     )
     return kernel(*arrays)[0][:, : plan.outputs]
+
+
+def _skew(dtype: Any) -> int:
+    """Elements between rows of x in shared memory: those of a column in different banks, and all aligned for stores."""
+    return max(8, 16 // dtype.itemsize)
 
 
 def _swizzled(size: int, dtype: Any, row_bytes: int) -> tuple[Any, ...]:
@@ -435,19 +434,22 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
 def _hold(plan: Plan, operands: dict[str, Any], first_input: jax.Array, x_s: Any, x_scale_s: Any) -> None:
     """Write rows of x, normalised or quantised or both, into shared memory, from that input on.
 
-    Every block finds means and scales of the whole rows by itself, as many at a time as 128 registers of a thread hold.
+    Every block finds means and scales of the whole rows by itself, as many at a time as 128 registers of a thread hold,
+    or 64 where the largest of normalised inputs is looked for.
     """
     layout, registers_of_a_row = _row_layout(plan.inputs)
     width = plan.share * plan.tiles.tile_k
     whole, held, held_layout = pl.ds(0, plan.inputs), pl.ds(first_input, width), _row_layout(width)[0]
-    at_once = max(1, 128 // registers_of_a_row)
+    at_once = max(1, (64 if plan.operand.quantizes and plan.eps is not None else 128) // registers_of_a_row)
     for first in range(0, plan.rows, at_once):
         rows = pl.ds(first, min(at_once, plan.rows - first))
         y = _load_rows(operands["x"].at[rows, whole], layout)
         norm = _Normaliser.of(y, plan, operands, layout)
-        part = norm(_load_rows(operands["x"].at[rows, held], held_layout), held, held_layout)
+        x_scale = None
         if plan.operand.quantizes:
             x_scale = jnp.maximum(jnp.max(jnp.abs(norm(y, whole, layout)), axis=1), 1e-30) / 127.0
+        part = norm(_load_rows(operands["x"].at[rows, held], held_layout), held, held_layout)
+        if x_scale is not None:
             part = _nearest_integers(part / spread(x_scale, 0, part.shape, held_layout))
             if rows.size == 1:
                 x_scale_s[first] = jnp.max(x_scale)  # Mosaic stores no vector of one
