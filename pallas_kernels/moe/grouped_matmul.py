@@ -45,7 +45,7 @@ def _grouped_matmul_definition(x: jax.Array, weights: jax.Array, offsets: jax.Ar
         # What it writes beyond the expert's rows, the next experts write over.
         return lax.dynamic_update_slice_in_dim(y, product, first, 0)
 
-    y = jnp.zeros((rows + block, outputs), x.dtype)
+    y = jnp.pad(x[:, :0], ((0, 0), (0, outputs)))  # zeros that lie as x does
     return lax.fori_loop(0, ends[-1], multiply, y)[:rows]
 
 
@@ -55,7 +55,7 @@ class Tiles:
 
     Attributes:
       rows, outputs: of its tile of the result.
-      stages: slots of the ring, each of 64 inputs of the tile's rows and weights.
+      stages: slots of the ring, each of 64 inputs of the tile's rows and weights; at least 2.
     """
 
     rows: int
@@ -156,7 +156,7 @@ def _find(offsets_g, sizes_g, rows: int, *, by_row: bool) -> _Tile:
 def _multiply(x_g, weights_g, y_g, tile: _Tile, first_output, *, tiles: Tiles) -> None:
     """One tile of the result. The weights are the left operand: 64 of them are what wgmma takes, rows as few as 8."""
     steps = x_g.shape[1] // _INPUTS
-    stages = min(tiles.stages, steps)
+    stages = min(tiles.stages, steps + 1)
     swizzled = (
         plgpu.TilingTransform((8, _INPUTS)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]

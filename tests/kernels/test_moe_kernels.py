@@ -137,7 +137,7 @@ def test_products_interpreted(sizes, outputs, inputs, dtype):
     check_products(sizes, outputs, inputs, dtype=dtype)
 
 
-@pytest.mark.parametrize("rows", [8, 16, 64])
+@pytest.mark.parametrize("rows", [8, 64])
 def test_products_of_several_tiles_interpreted(rows):
     """More rows than a tile, and a ring that is refilled."""
     check_products([21, 0, 5, 38], 128, 320, tiles={"rows": rows, "outputs": 64, "stages": 2})
@@ -149,7 +149,7 @@ def test_products_with_gaps_interpreted():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3, 5])
+@pytest.mark.parametrize("stages", [2, 3, 5])
 @pytest.mark.parametrize("rows", [32, 128])
 def test_more_products_interpreted(rows, stages):
     check_products([130, 1, 0, 67, 9], 256, 256, tiles={"rows": rows, "outputs": 128, "stages": stages})
@@ -199,8 +199,8 @@ def calls(model, tokens):
     }
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tokens", (1, 64, 4096))
+@pytest.mark.parametrize("model", ("mixtral-8x7b", "deepseek-v3"))
 def test_lowers_for_cuda(model, tokens):
     """With the tiles of the heuristic: layouts, shared memory and sizes of copies are checked."""
     with use_abstract_mesh(H200):
@@ -242,4 +242,4 @@ def test_ahead_of_time(model, tokens):
         assert features[name] <= set(ours[0].resources.features), (name, ours[0].resources.features)
         if name in ("in", "out"):
             assert ours[0].resources.registers <= (64 if few else 168)
-            assert ours[0].shared_bytes <= ((227 << 10) // (4 if few else 2)) - 1024
+            assert ours[0].shared_bytes <= (227 << 10) // (3 if few else 2) - 1024
