@@ -339,6 +339,7 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
     block, share = lax.axis_index("block"), lax.axis_index("share")
     stages, tile_k = plan.tiles.stages, plan.tiles.tile_k
     outputs = pl.ds(block * TILE_N, TILE_N)
+    columns = pl.ds(0 * block, plan.columns)  # past the last row of x, which JAX refuses where it knows the start
 
     def inputs(i: Any, of_an_element: int = 1) -> Any:
         size = tile_k // of_an_element
@@ -360,7 +361,7 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
             tile = operands["weights_scale"].at[inputs(i, GROUP), pairs]
             plgpu.copy_gmem_to_smem(tile, smem["group_scale_s"].at[slot], arrived.at[slot])
         if not plan.holds:
-            tile = operands["x"].at[pl.ds(0, plan.columns), inputs(i)]
+            tile = operands["x"].at[columns, inputs(i)]
             plgpu.copy_gmem_to_smem(tile, x_s.at[slot], arrived.at[slot])
 
     for i in range(min(stages, plan.share)):
@@ -370,7 +371,7 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
 
         @pl.when(share == 0)
         def _() -> None:
-            rows = operands["residual"].at[pl.ds(0, plan.columns), outputs]
+            rows = operands["residual"].at[columns, outputs]
             plgpu.copy_gmem_to_smem(rows, smem["residual_s"], smem["residual_arrived"])
 
     scales, biases = (
@@ -446,9 +447,14 @@ def _hold(plan: Plan, operands: dict[str, Any], first_input: jax.Array, x_s: Any
         y = _load_rows(operands["x"].at[rows, whole], layout)
         norm = _Normaliser.of(y, plan, operands, layout)
         x_scale = None
+        if plan.operand.quantizes or width == plan.inputs:
+            y = norm(y, whole, layout)
         if plan.operand.quantizes:
-            x_scale = jnp.maximum(jnp.max(jnp.abs(norm(y, whole, layout)), axis=1), 1e-30) / 127.0
-        part = norm(_load_rows(operands["x"].at[rows, held], held_layout), held, held_layout)
+            x_scale = jnp.maximum(jnp.max(jnp.abs(y), axis=1), 1e-30) / 127.0
+        if width == plan.inputs:
+            part = y
+        else:
+            part = norm(_load_rows(operands["x"].at[rows, held], held_layout), held, held_layout)
         if x_scale is not None:
             part = _nearest_integers(part / spread(x_scale, 0, part.shape, held_layout))
             if rows.size == 1:
@@ -478,7 +484,7 @@ class _Normaliser(NamedTuple):
         return cls(plan, operands, mean, lax.rsqrt(jnp.sum(y * y, axis=1) / plan.inputs + plan.eps))
 
     def __call__(self, y: jax.Array, inputs: Any, layout: Any) -> jax.Array:
-        """These inputs of the rows, normalised and rounded to x's dtype; in float32."""
+        """These inputs of the rows, normalised, in float32."""
         if self.factor is None:
             return y
         if self.mean is not None:
@@ -487,7 +493,7 @@ class _Normaliser(NamedTuple):
         y *= spread(_load_rows(self.operands["scale"].at[inputs], layout.reduce(0)), 1, y.shape, layout)
         if self.mean is not None:
             y += spread(_load_rows(self.operands["shift"].at[inputs], layout.reduce(0)), 1, y.shape, layout)
-        return y.astype(self.plan.dtype).astype(jnp.float32)
+        return y
 
 
 def _nearest_integers(y: jax.Array) -> jax.Array:

@@ -81,7 +81,7 @@ def arguments(case: Case, fmt: Any) -> dict[str, Any]:
 
 
 def exact(x, weights, bias, residual, norm, eps, activation, gated) -> np.ndarray:
-    """In float64, but for what the formats round: normalised rows to x's dtype, and rows to int8."""
+    """In float64, but for what the formats round: rows to int8, or normalised ones to x's dtype."""
     y = np.asarray(x, np.float64)
     if norm is not None:
         if norm.shift is not None:
@@ -89,7 +89,8 @@ def exact(x, weights, bias, residual, norm, eps, activation, gated) -> np.ndarra
         y = y / np.sqrt(np.mean(y * y, axis=-1, keepdims=True) + eps) * np.asarray(norm.scale, np.float64)
         if norm.shift is not None:
             y += np.asarray(norm.shift, np.float64)
-        y = np.asarray(jnp.asarray(y, x.dtype), np.float64)
+        if weights.kernel.dtype != jnp.int8:
+            y = np.asarray(jnp.asarray(y, x.dtype), np.float64)
     if weights.kernel.dtype == jnp.int8:
         q, scale = quantize_rows(jnp.asarray(y, jnp.float32))
         y = np.asarray(q, np.float64) * np.asarray(scale, np.float64)
