@@ -731,7 +731,7 @@ def _finish(plan: _Plan, tiles: Tiles, at: SimpleNamespace, state: list[_State])
         plgpu.copy_smem_to_gmem(at.rows.at[pl.ds(column, count)], at.heads.at[pl.ds(target, count)])
 
     if tiles.splits == 1:
-        for tile, (highest, total, mixed) in zip(plan.query_tiles, state, strict=True):
+        for tile, (_highest, total, mixed) in zip(plan.query_tiles, state, strict=True):
             divide(tile, total, mixed)
         pl.loop(0, plan.tokens)(lambda token: write(token * plan.group, plan.group))
         return
