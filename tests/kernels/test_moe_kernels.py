@@ -199,8 +199,8 @@ def calls(model, tokens):
     }
 
 
-@pytest.mark.parametrize("tokens", (1, 64, 4096))
-@pytest.mark.parametrize("model", ("mixtral-8x7b", "deepseek-v3"))
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
 def test_lowers_for_cuda(model, tokens):
     """With the tiles of the heuristic: layouts, shared memory and sizes of copies are checked."""
     with use_abstract_mesh(H200):
