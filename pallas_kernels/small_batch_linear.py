@@ -460,8 +460,8 @@ def _hold(plan: Plan, operands: dict[str, Any], first_input: jax.Array, x_s: Any
             if rows.size == 1:
                 x_scale_s[first] = jnp.max(x_scale)  # Mosaic stores no vector of one
             else:
-                x_scale_s.at[rows][...] = x_scale
-        x_s.at[rows, pl.ds(0, width)][...] = part.astype(plan.operand.x)
+                _store(x_scale_s.at[rows], x_scale)
+        _store(x_s.at[rows, pl.ds(0, width)], part.astype(plan.operand.x))
     plgpu.commit_smem()
 
 
@@ -501,6 +501,14 @@ def _nearest_integers(y: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(y + 1.5 * 2**23, jnp.int32) - 0x4B400000
 
 
+def _store(ref: Any, value: jax.Array) -> None:
+    """Whatever banks it goes to: as JAX 0.11 stores by itself, and 0.12 if told to."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        ref[...] = value
+
+
 def _load_rows(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
@@ -529,7 +537,7 @@ def _exchange(accs: tuple[jax.Array, ...], partial: Any, share: jax.Array, summe
     @pl.when(share > 0)
     def _() -> None:
         for matrix, acc in enumerate(accs):
-            partial.at[share - 1, matrix][...] = acc
+            _store(partial.at[share - 1, matrix], acc)
 
     inline_ptx("fence.acq_rel.cluster;")
     plgpu.barrier_arrive(summed)
@@ -562,7 +570,7 @@ def _turned(y: jax.Array, turned_s: Any) -> jax.Array:
     """
     parts = bfloat16_parts(y)
     for i, part in enumerate(parts):
-        turned_s.at[i].T[...] = part
+        _store(turned_s.at[i].T, part)
     plgpu.commit_smem()
     layout = _result_layout(y.shape[1])
     high, middle, low = (plgpu.load(turned_s.at[i], layout=layout).astype(jnp.float32) for i in range(len(parts)))
