@@ -91,10 +91,13 @@ class Fp8Operand(Operand):
 
     @override
     def multiply(self, acc: jax.Array, weights: Any, x: Any, scales: Any) -> jax.Array:
-        w = _load(weights, _LHS).astype(jnp.float16)  # exactly, and the only conversion that an H200 has
-        if self.dtype != jnp.float16:
-            w = w.astype(jnp.float32).astype(jnp.bfloat16)
-        return _multiply_exact(acc, w, _load_x(x, _RHS, acc))
+        for first in range(0, weights.shape[1], self.swizzle):  # not all at once: registers would not hold it
+            inputs = pl.ds(first, self.swizzle)
+            w = _load(weights.at[:, inputs], _LHS).astype(jnp.float16)  # exactly; an H200 has no other conversion
+            if self.dtype != jnp.float16:
+                w = w.astype(jnp.float32).astype(jnp.bfloat16)
+            acc = _multiply_exact(acc, w, _load_x(x.at[:, inputs], _RHS, acc))
+        return acc
 
 
 class Int4Operand(Operand):

@@ -201,6 +201,8 @@ REALISTIC = {
     "llama-3 8b up, 16 rows": Case(rows=16, inputs=4096, outputs=14336, norm="rms", gated=True),
     "llama-3 8b down": Case(rows=1, inputs=14336, outputs=4096, residual=True),
     "llama-3 8b head": Case(rows=8, inputs=4096, outputs=128256),
+    "gpt-2 large qkv, float16": Case(rows=3, inputs=1280, outputs=3840, norm="layer", dtype=jnp.float16),
+    "gpt-2 large down, float32": Case(rows=16, inputs=5120, outputs=1280, residual=True, dtype=jnp.float32),
 }
 EXPECTED = {  # what the tensor core multiplies, and how the weights come to it
     "int8": {"UTMALDG", "LDSM", "IMMA"},
