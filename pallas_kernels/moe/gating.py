@@ -145,8 +145,9 @@ def _gating_kernel(logits: jax.Array, *, k: int, capacity: int | None, normalize
         out_type=chosen + (tables if tiles == 1 else counted),
         kernel_name="moe_gate",
     )
-    # In three dimensions a copy is not swizzled, which it can be for multiples of 8 tokens only.
-    experts, weights, *rest = gate(logits[:, None])
+    # Mosaic swizzles the copy, by 32 columns; of three dimensions it leaves the first alone, here any number of tokens.
+    padding = -num_experts % 32 if num_experts > 32 else 0
+    experts, weights, *rest = gate(jnp.pad(logits, ((0, 0), (0, padding)))[:, None])
     if tiles > 1:
         place = functools.partial(_place, plan=plan, tiles=tiles)
         rest = launch(place, out_type=tables, kernel_name="moe_place")(experts, *rest)
