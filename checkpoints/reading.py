@@ -41,14 +41,14 @@ def stream(
       path: a model directory.
       mesh: the devices; None means the first device.
       rules: which dimension is split over which mesh axis.
-      dtype: what floating-point matrices are cast to (None: as stored); vectors and int8 stay as stored.
+      dtype: what floating-point matrices are cast to (None: as stored); vectors, scales and bytes stay as stored.
       only: chooses leaves by dotted path; nothing else is read. None chooses all.
     """
     path = pathlib.Path(path).resolve()
     leaves = read_manifest(path).leaves
     targets = {
         name: jax.ShapeDtypeStruct(
-            leaf.shape, _target_dtype(leaf, dtype), sharding=_place(name, leaf, mesh, rules or ShardingRules())
+            leaf.shape, _target_dtype(name, leaf, dtype), sharding=_place(name, leaf, mesh, rules or ShardingRules())
         )
         for name, leaf in leaves.items()
         if only is None or only(name)
@@ -82,10 +82,11 @@ def _groups(
         yield group
 
 
-def _target_dtype(leaf: Leaf, dtype: jax.typing.DTypeLike | None) -> jnp.dtype:
+def _target_dtype(name: str, leaf: Leaf, dtype: jax.typing.DTypeLike | None) -> jnp.dtype:
     stored = jnp.dtype(leaf.dtype)
-    is_matrix = len(leaf.shape) >= 2 and jnp.issubdtype(stored, jnp.floating)
-    return stored if dtype is None or not is_matrix else jnp.dtype(dtype)
+    is_float = jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1
+    is_matrix = len(leaf.shape) >= 2 and not name.endswith(".scale")
+    return jnp.dtype(dtype) if dtype is not None and is_float and is_matrix else stored
 
 
 def _place(name: str, leaf: Leaf, mesh: Mesh | None, rules: ShardingRules) -> Sharding:

@@ -13,6 +13,13 @@ from jax import lax
 
 QuantizedFormat = Literal["int8", "int4", "fp8"]
 
+STORED_AS: dict[QuantizedFormat, jnp.dtype] = {
+    "int8": jnp.dtype(jnp.int8),
+    "int4": jnp.dtype(jnp.uint16),  # four to a word
+    "fp8": jnp.dtype(jnp.float8_e4m3fn),
+}
+"""The dtype of each format's kernel, which tells the format."""
+
 GROUP = 128
 """Inputs that share a scale in int4."""
 

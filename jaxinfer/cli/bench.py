@@ -399,7 +399,7 @@ def _write_json(
             "embed": description.config.embed,
             "stored": description.quantization or description.dtype,
             "dtype": str(weights.dtype),
-            "int8": weights.int8,
+            "quantized": weights.quantized,
         },
         "versions": {
             "python": platform.python_version(),

@@ -16,7 +16,7 @@ MeshOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as stored).")
 ]
-QuantizeOption = Annotated[str | None, typer.Option(help="int8: multiply in int8 (default: as stored).")]
+QuantizeOption = Annotated[str | None, typer.Option(help="Of the matrices: int8, int4 or fp8 (default: as stored).")]
 DraftOption = Annotated[int, typer.Option(help="Most tokens that prompt lookup proposes at once; 0: none.")]
 KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values in bytes (default: as the model).")]
 

@@ -12,7 +12,9 @@ def convert(
     dtype: Annotated[
         str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as they are).")
     ] = None,
-    quantize: Annotated[str | None, typer.Option(help="int8: matrices with one scale per output channel.")] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="Of the matrices: int8 or fp8 (a scale per output), or int4 (per 128 inputs).")
+    ] = None,
 ) -> None:
     """Convert a Hugging Face checkpoint, tensor by tensor.
 

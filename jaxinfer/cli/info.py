@@ -23,6 +23,7 @@ def info(
     from rich.table import Table
 
     from checkpoints import read_manifest
+    from jaxinfer.models import WeightFormat
     from jaxinfer.models.loading import Description, bytes_per_device, cache_leaves, canonical_leaves, weight_format
     from sharding import MeshConfig, ShardingRules
 
@@ -34,8 +35,7 @@ def info(
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
 
     leaves = canonical_leaves(config, weights)
-    scales = {name for name in leaves if name.endswith(".scale") and leaves[name].axes != ("norm",)}
-    parameters = sum(math.prod(leaf.shape) for name, leaf in leaves.items() if name not in scales)
+    parameters = sum(math.prod(leaf.shape) for leaf in canonical_leaves(config, WeightFormat()).values())
     weight_bytes = bytes_per_device(leaves, layout.abstract(), rules)
     cache_bytes = bytes_per_device(cache_leaves(config, weights, batch, context), layout.abstract(), rules)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 # Largest difference of a float32 logit that storing in this form explains, for models of ordinary depth.
-_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1.0}
+_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1.0, "fp8": 1.0, "int4": 3.0}
 
 
 def verify(

@@ -35,7 +35,8 @@ class LLM:
       mesh: how to split the model over devices: a MeshConfig, the path of a TOML file with a [mesh] table, a
         `jax.sharding.Mesh` with MeshConfig's axes, or None for the first device.
       dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
-      quantize: "int8" multiplies in int8 (weights per channel, activations per row); None: as stored.
+      quantize: "int8" multiplies in int8 (weights per channel, activations per row); "int4" (per 128 inputs) and "fp8"
+        (per channel) hold the weights alone so; None: as stored.
       rules: which dimension of weights and caches is split over which mesh axis; None: heads, MLP and vocabulary.
       max_batch: most sequences that run together.
       context: most tokens of a sequence, prompt and output; None: the model's own.

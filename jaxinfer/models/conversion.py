@@ -19,14 +19,16 @@ from jaxinfer.models.families import Source, family_of, plan
 from jaxinfer.models.loading import (
     CONFIG,
     DTYPES,
-    QUANTIZATIONS,
     Description,
     canonical_leaves,
-    quantize_matrix,
+    quantization,
+    quantized_format,
     require_choice,
     scale_name,
 )
 from jaxinfer.models.tokenizer_files import tokenizer_files
+from pallas_kernels.weights import QuantizedFormat
+from pallas_kernels.weights import quantize as quantize_matrix
 
 BLOCK_BYTES = 64 << 20  # of a matrix quantised at once
 
@@ -92,18 +94,19 @@ def convert(
 
     Args:
       dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are.
-      quantize: "int8" stores the matrices so, with one scale per output channel.
+      quantize: "int8" or "fp8" stores the matrices so, with one scale per output channel; "int4", with one per 128
+        inputs of each channel (and in int8 the embeddings, and matrices whose inputs are no multiple of 128).
       progress: called with the bytes written so far and the bytes in all.
     """
     require_choice("dtype", dtype, (None, *DTYPES))
-    require_choice("quantize", quantize, (None, *QUANTIZATIONS))
+    wanted = quantization(quantize)
     writer = Writer(out_dir)  # refuses an occupied directory
     source = HuggingFaceModel(hf_dir)
     description = Description(
         family=source.model_type,
         config=source.config,
         dtype=dtype or source.dtype,
-        quantization=quantize,
+        quantization=wanted,
         bos_id=next(iter(source.token_ids("bos_token_id")), None),
         eos_ids=source.token_ids("eos_token_id"),
     )
@@ -124,14 +127,12 @@ def convert(
 
 
 def _stored_leaves(source: HuggingFaceModel, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, np.ndarray]]:
-    """Each leaf as the model directory holds it; an int8 matrix is followed by its scales."""
+    """Each leaf as the model directory holds it; a quantised matrix is followed by its scales."""
     for name in source.leaf_names:
-        if leaves[name].dtype == "int8":
-            quantized, scale = _quantize(source.read(name))
-            yield name, quantized
-            yield scale_name(name), scale
-        else:
+        if (wanted := quantized_format(leaves[name].dtype)) is None:
             yield name, _cast(source, name, leaves[name].dtype)
+        else:
+            yield from zip((name, scale_name(name)), _quantize(source.read(name), wanted), strict=True)
 
 
 def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:
@@ -144,15 +145,13 @@ def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:
     return array
 
 
-def _quantize(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8 [N, K] and float32 [N], a block of rows at a time on the CPU."""
+def _quantize(matrix: np.ndarray, wanted: QuantizedFormat) -> tuple[np.ndarray, np.ndarray]:
+    """The kernel and its scales, a block of rows at a time on the CPU."""
     rows = max(1, BLOCK_BYTES // (matrix.shape[1] * 4))
-    quantized, scale = np.empty(matrix.shape, np.int8), np.empty(matrix.shape[0], np.float32)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for first in range(0, matrix.shape[0], rows):
-            block = slice(first, first + rows)
-            quantized[block], scale[block] = quantize_matrix(matrix[block])
-    return quantized, scale
+        blocks = [quantize_matrix(matrix[first : first + rows], wanted) for first in range(0, len(matrix), rows)]
+        kernels, scales = ([np.asarray(part) for part in parts] for parts in zip(*blocks, strict=True))
+    return np.concatenate(kernels), np.concatenate(scales, axis=-1)  # outputs come last in all scales
 
 
 def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
@@ -184,5 +183,5 @@ def _check_disk(path: pathlib.Path, needed: int) -> None:
     if (free := shutil.disk_usage(existing).free) < needed:
         raise CheckpointError(
             f"{path}: the model needs {needed / 2**30:.2f} GiB on disk and {free / 2**30:.2f} GiB are free; "
-            "free some, or convert with --quantize int8."
+            "free some, or convert with --quantize int4."
         )

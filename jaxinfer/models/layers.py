@@ -1,8 +1,8 @@
 """The parts that decoders and encoders are made of.
 
 A layer reads like its formula; where its weights live and in which precision is said once, by `WeightFormat`.
-Matrices take the format's dtype (or int8), vectors (norms, biases, scales) stay in float32. Every parameter names
-its dimensions (`axes`), which `sharding.ShardingRules` maps onto a mesh.
+Matrices take the format's dtype (or are quantised), vectors (norms, biases, scales) stay in float32. Every parameter
+names its dimensions (`axes`), which `sharding.ShardingRules` maps onto a mesh.
 """
 
 import dataclasses
@@ -33,24 +33,45 @@ from pallas_kernels.cached_attention import cached_attention, split_heads
 from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.norm_linear import norm_linear, normalize
 from pallas_kernels.small_batch_linear import small_batch_linear as linear
-from pallas_kernels.weights import Weights
+from pallas_kernels.weights import GROUP, STORED_AS, QuantizedFormat, Weights, quantize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """How a model holds its matrices: their dtype, and whether they are int8."""
+    """How a model holds its matrices: their dtype, or in how few bits.
+
+    Attributes:
+      dtype: of float matrices, and what a quantised model computes in.
+      quantized: None, or what the matrices are held in (`pallas_kernels/weights.py`).
+    """
 
     dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
-    int8: bool = False
+    quantized: QuantizedFormat | None = None
+
+    def of_matrix(self, inputs: int) -> QuantizedFormat | None:
+        """The format of a matrix with so many inputs: int4 holds whole groups of them, other matrices are int8."""
+        return "int8" if self.quantized == "int4" and inputs % GROUP else self.quantized
+
+    @property
+    def of_table(self) -> QuantizedFormat | None:
+        """The format of an embedding, whose rows are looked up and, in a tied model, are the outputs: never int4."""
+        return "int8" if self.quantized == "int4" else self.quantized
 
     @property
     def matrix_dtype(self) -> np.dtype:
-        """What the matrices are stored in."""
-        return np.dtype(np.int8) if self.int8 else self.dtype
+        """What most matrices are stored in."""
+        return np.dtype({None: self.dtype, **STORED_AS}[self.quantized])
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+def _matrix(
+    shape: tuple[int, int], axes: tuple[str, str], dtype: np.dtype, quantized: QuantizedFormat | None, rngs: nnx.Rngs
+) -> tuple[nnx.Param, nnx.Param | None]:
+    """A matrix and its scales: random in float, zero if quantised. axes: names of (outputs, inputs)."""
+    if quantized is None:
+        return nnx.Param((0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype), axes=axes), None
+    kernel, scale = quantize(jnp.zeros(shape, jnp.float32), quantized)
+    assert scale is not None
+    return nnx.Param(kernel, axes=axes), nnx.Param(scale, axes=axes[:1] if scale.ndim == 1 else axes[::-1])
 
 
 class LowRankStack(NamedTuple):
@@ -99,13 +120,7 @@ class Linear(nnx.Module):
         bias: bool,
         rngs: nnx.Rngs,
     ):
-        shape = (outputs, inputs)
-        if weights.int8:
-            self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8), axes=axes)
-            self.scale = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[:1])
-        else:
-            self.kernel = nnx.Param(_normal(rngs, shape, weights.dtype), axes=axes)
-            self.scale = None
+        self.kernel, self.scale = _matrix((outputs, inputs), axes, weights.dtype, weights.of_matrix(inputs), rngs)
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=axes[:1]) if bias else None
 
     def __call__(
@@ -145,24 +160,19 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A table of vectors, looked up by id; also the output projection of a tied model.
 
-    In int8 every row has its scale, which is the per-channel scale of the output projection too.
+    In int8 and fp8 every row has its scale, which is the per-channel scale of the output projection too.
     """
 
     def __init__(self, rows: int, embed: int, weights: WeightFormat, *, axes: tuple[str, str], rngs: nnx.Rngs):
         self.dtype = weights.dtype
-        if weights.int8:
-            self.table = nnx.Param(jnp.zeros((rows, embed), jnp.int8), axes=axes)
-            self.scale = nnx.Param(jnp.ones(rows, jnp.float32), axes=axes[:1])
-        else:
-            self.table = nnx.Param(_normal(rngs, (rows, embed), weights.dtype), axes=axes)
-            self.scale = None
+        self.table, self.scale = _matrix((rows, embed), axes, weights.dtype, weights.of_table, rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """[...] -> [..., D]."""
         rows = self.table[...][ids]
         if self.scale is None:
             return rows
-        return (rows * self.scale[...][ids][..., None]).astype(self.dtype)
+        return (rows.astype(jnp.float32) * self.scale[...][ids][..., None]).astype(self.dtype)
 
     def project(self, x: jax.Array) -> jax.Array:
         """x table^T: [..., D] -> [..., rows]."""

@@ -1,7 +1,7 @@
 """From a model directory to a model on its devices, and back.
 
 `config.json` says what the model is (`Description`); the Orbax checkpoint holds its leaves.
-Loading places each leaf where it will be used and, if asked, brings it to int8, one at a time.
+Loading places each leaf where it will be used and, if asked, quantises it, one at a time.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,12 @@ from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
 from jaxinfer.models.layers import WeightFormat
-from pallas_kernels import quantize_rows
+from pallas_kernels.weights import STORED_AS, QuantizedFormat
+from pallas_kernels.weights import quantize as quantize_matrix
 from sharding import MeshConfig, ShardingRules
 
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8",)
 
 
 class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +39,7 @@ class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kind: Literal["decoder", "encoder"]
     family: str
     dtype: Literal["float32", "bfloat16", "float16"]
-    quantization: Literal["int8"] | None
+    quantization: QuantizedFormat | None
     bos_id: int | None
     eos_ids: tuple[int, ...]
     config: dict[str, Any]
@@ -51,21 +51,21 @@ class Description:
 
     Attributes:
       family: Hugging Face's `model_type`, or a name of the author's.
-      dtype: of the matrices as stored; of an int8 model, what its activations are computed in.
-      quantization: "int8" where the matrices are stored so.
+      dtype: of the matrices as stored; of a quantised model, what its activations are computed in.
+      quantization: "int8", "int4" or "fp8" where the matrices are stored so.
       bos_id, eos_ids: the token that begins a text, and those that end one.
     """
 
     family: str
     config: ModelConfig
     dtype: str = "float32"
-    quantization: str | None = None
+    quantization: QuantizedFormat | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
-        require_choice("quantize", self.quantization, (None, *QUANTIZATIONS))
+        quantization(self.quantization)
 
     @property
     def kind(self) -> Literal["decoder", "encoder"]:
@@ -74,7 +74,7 @@ class Description:
     @property
     def stored(self) -> WeightFormat:
         """The format of the checkpoint's leaves."""
-        return WeightFormat(dtype=jnp.dtype(self.dtype), int8=self.quantization == "int8")
+        return WeightFormat(dtype=jnp.dtype(self.dtype), quantized=self.quantization)
 
     def to_json(self) -> bytes:
         """The content of `config.json`."""
@@ -121,6 +121,12 @@ def require_choice(name: str, value: str | None, choices: tuple[str | None, ...]
     if value not in choices:
         known = ", ".join(choice for choice in choices if choice is not None)
         raise ValueError(f"{name}={value!r} is not implemented; known: {known}.")
+
+
+def quantization(name: str | None) -> QuantizedFormat | None:
+    """The format of matrices that goes by this name. Raises ValueError with the names there are."""
+    require_choice("quantize", name, (None, *STORED_AS))
+    return cast(QuantizedFormat | None, name)
 
 
 # Models without weights.
@@ -207,7 +213,7 @@ def load_model(
       mesh: the devices, their config, or a TOML file with a [mesh] table; None: the first device.
       rules: which dimension of a weight is split over which mesh axis.
       dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
-      quantize: "int8" quantises a float checkpoint while loading; None: as stored.
+      quantize: "int8", "int4" or "fp8" quantises a float checkpoint while loading; None: as stored.
     Raises CheckpointError if files, config and weights do not fit together, and MemoryError before any weight is
     read if they do not fit the devices.
     """
@@ -259,8 +265,8 @@ def save_model(
       tokenizer: files beside the weights by name, such as {"tokenizer.json": b"..."}.
     """
     variables = _variables(model)
-    if any(variable.dtype == jnp.int8 for variable in variables.values()):
-        raise ValueError("save_model takes a float model; quantise with load_model(quantize='int8') or convert.")
+    if any(quantized_format(variable.dtype) for variable in variables.values()):
+        raise ValueError("save_model takes a float model; quantise with load_model(quantize=...) or convert.")
     description = Description(family=family, config=model.cfg, dtype=dtype, bos_id=bos_id, eos_ids=eos_ids)
     leaves = canonical_leaves(model.cfg, description.stored)
     arrays = {}
@@ -295,9 +301,10 @@ def _sharding(
 def weight_format(description: Description, *, dtype: str | None = None, quantize: str | None = None) -> WeightFormat:
     """The format asked for; None: as stored."""
     require_choice("dtype", dtype, (None, *DTYPES))
-    require_choice("quantize", quantize, (None, *QUANTIZATIONS))
-    int8 = "int8" in (quantize, description.quantization)
-    return WeightFormat(dtype=jnp.dtype(dtype or description.dtype), int8=int8)
+    wanted, stored = quantization(quantize), description.quantization
+    if stored is not None and wanted not in (None, stored):
+        raise ValueError(f"quantize={wanted!r} needs the float model, this one is stored in {stored}: convert again.")
+    return WeightFormat(dtype=jnp.dtype(dtype or description.dtype), quantized=wanted or stored)
 
 
 def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Description) -> None:
@@ -322,23 +329,23 @@ def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Descrip
 
 
 def _adapt(name: str, array: jax.Array, target: Leaf) -> dict[str, jax.Array]:
-    """A stored leaf as the model holds it: a matrix and its scales if it is int8."""
-    parts = {name: array}
-    if target.dtype == "int8" and array.dtype != jnp.int8:
-        parts[name], parts[scale_name(name)] = quantize_matrix(array)
-    return parts
+    """A stored leaf as the model holds it: if that is quantised, a matrix and its scales."""
+    wanted = quantized_format(target.dtype)
+    if wanted is None or quantized_format(array.dtype) == wanted:
+        return {name: array}
+    kernel, scale = quantize_matrix(array, wanted)
+    assert scale is not None
+    return {name: kernel, scale_name(name): scale}
 
 
 def scale_name(name: str) -> str:
-    """The leaf that holds the scales of an int8 matrix: `a.kernel` -> `a.scale`."""
+    """The leaf that holds the scales of a quantised matrix: `a.kernel` -> `a.scale`."""
     return name.rpartition(".")[0] + ".scale"
 
 
-@jax.jit
-def quantize_matrix(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[N, K] -> int8 [N, K] and its scale per output, float32 [N]."""
-    quantized, scale = quantize_rows(kernel)
-    return quantized, scale[:, 0]
+def quantized_format(dtype: jax.typing.DTypeLike) -> QuantizedFormat | None:
+    """The format whose kernels have this dtype; None for a float."""
+    return next((name for name, stored in STORED_AS.items() if stored == jnp.dtype(dtype)), None)
 
 
 # Memory.
@@ -391,5 +398,5 @@ def _check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
     if needed > (available := available_bytes(mesh)):
         raise MemoryError(
             f"{folder}: loading needs {needed / 2**30:.2f} GiB of memory and {available / 2**30:.2f} GiB are "
-            "available; use quantize='int8', a smaller dtype, or a mesh with more devices."
+            "available; use quantize='int4', a smaller dtype, or a mesh with more devices."
         )

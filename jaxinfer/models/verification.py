@@ -15,7 +15,8 @@ import checkpoints
 from checkpoints import CheckpointError
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.conversion import HuggingFaceModel
-from jaxinfer.models.loading import Description, load_model, scale_name
+from jaxinfer.models.loading import Description, load_model, quantized_format, scale_name
+from pallas_kernels.weights import GROUP, Weights, dequantize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class TensorReport:
 
     Attributes:
       tensors: how many were compared.
-      max_abs_diff: the largest difference of one element, after int8 is scaled back.
+      max_abs_diff: the largest difference of one element, after scaling back what is quantised.
       beyond: tensors with an element that differs by more than rounding to the stored dtype explains.
     """
 
@@ -56,18 +57,26 @@ def compare_tensors(path: str | os.PathLike[str], hf_dir: str | os.PathLike[str]
     scales = checkpoints.load(path, only=lambda name: name.endswith(".scale"))
     worst, beyond = 0.0, []
     for name, stored in checkpoints.stream(path, only=set(source.leaf_names).__contains__):
-        reference, actual = source.read(name).astype(np.float32), np.asarray(stored.astype(jnp.float32))
-        if stored.dtype == jnp.int8:
-            scale = np.asarray(scales[scale_name(name)])[:, None]
-            actual, allowed = actual * scale, scale * 0.5001
-        else:
-            info = jnp.finfo(stored.dtype)
-            allowed = np.abs(reference) * float(info.eps) / 2 + float(info.smallest_subnormal)
+        reference = source.read(name).astype(np.float32)
+        weights = Weights(stored, scales.get(scale_name(name)) if quantized_format(stored.dtype) else None)
+        actual, allowed = np.asarray(dequantize(weights, jnp.float32)), _rounding(reference, weights)
         difference = np.abs(reference - actual)
         worst = max(worst, float(difference.max()))
         if (difference > allowed).any():
             beyond.append(name)
     return TensorReport(tensors=len(source.leaf_names), max_abs_diff=worst, beyond=tuple(sorted(beyond)))
+
+
+def _rounding(reference: np.ndarray, weights: Weights) -> np.ndarray:
+    """How far each weight may lie from the reference."""
+    match quantized_format(weights.kernel.dtype):
+        case "int8":
+            return np.asarray(weights.scale)[:, None] * 0.5001
+        case "int4":  # the largest of a group may be clipped from 10 steps to 7
+            return np.abs(np.asarray(weights.scale, np.float32)).T.repeat(GROUP, axis=1) * 3.001
+    info = jnp.finfo(weights.kernel.dtype)
+    unit = 1.0 if weights.scale is None else np.asarray(weights.scale)[:, None]
+    return np.abs(reference) * float(info.eps) / 2 + float(info.smallest_subnormal) * unit
 
 
 def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[str]) -> OutputReport:

@@ -25,13 +25,16 @@ def _leaves():
         yield f"layers.{i}.scale", rng.standard_normal(WIDTH, np.float32)
     yield "head.kernel", rng.standard_normal((6, WIDTH)).astype(ml_dtypes.bfloat16)
     yield "embed.codes", rng.integers(-127, 128, (10, WIDTH), np.int8)
+    yield "fp8.kernel", rng.normal(size=(4, WIDTH)).astype(ml_dtypes.float8_e4m3fn)
+    yield "int4.kernel", rng.integers(0, 2**16, (4, WIDTH), np.uint16)
+    yield "int4.scale", rng.normal(size=(2, 4)).astype(ml_dtypes.bfloat16)
 
 
 LEAVES = dict(_leaves())
 
 
 def _axes(name):
-    return AXES[name.rpartition(".")[2]]
+    return AXES[name.rpartition(".")[2]] if name != "int4.scale" else ("embed", "mlp")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,8 @@ def test_dtype_casts_float_matrices_only(model):
     assert loaded["layers.0.kernel"].dtype == loaded["head.kernel"].dtype == jnp.bfloat16
     assert loaded["layers.0.scale"].dtype == jnp.float32
     assert loaded["embed.codes"].dtype == jnp.int8
+    for name in ("fp8.kernel", "int4.kernel", "int4.scale"):
+        assert loaded[name].dtype == LEAVES[name].dtype
     expected = LEAVES["layers.0.kernel"].astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(np.asarray(loaded["layers.0.kernel"]), expected)
 

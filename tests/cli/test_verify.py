@@ -19,15 +19,16 @@ def _run(*arguments: object):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The same model, stored in three ways."""
+    """The same model, stored in every way."""
     path = tmp_path_factory.mktemp("verify")
     convert(GOLDENS / "llama_llama3", path / "float32")
     convert(GOLDENS / "llama_llama3", path / "bfloat16", dtype="bfloat16")
-    convert(GOLDENS / "llama_llama3", path / "int8", quantize="int8")
+    for quantize in ("int8", "int4", "fp8"):
+        convert(GOLDENS / "llama_llama3", path / quantize, quantize=quantize)
     return path
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "int4", "fp8"])
 def test_agrees_with_its_source(models, stored):
     done = _run(models / stored, "--reference", GOLDENS / "llama_llama3")
     assert done.exit_code == 0, done.output
@@ -35,7 +36,7 @@ def test_agrees_with_its_source(models, stored):
     assert ("diff 0\n" in done.stdout) == (stored == "float32")
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "int4", "fp8"])
 def test_agrees_with_logits(models, stored):
     done = _run(models / stored, "--reference", GOLDENS / "llama_llama3" / "expected.safetensors")
     assert done.exit_code == 0, done.output
@@ -64,7 +65,7 @@ def test_finds_other_weights(models, tmp_path):
     name = next(name for name in tensors if "down_proj" in name)
     tensors[name][3, 4] += 0.5
     save_file(tensors, other / "model.safetensors")
-    for stored in ("float32", "int8"):
+    for stored in ("float32", "int8", "fp8"):
         done = _run(models / stored, "--reference", other)
         assert done.exit_code == 1
         assert "differ by more than rounding explains: layers.0.mlp.down.kernel" in done.stderr

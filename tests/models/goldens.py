@@ -70,7 +70,7 @@ def leaf_shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
 
 def build(golden: Golden, *, int8: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
     """The model with the golden's weights in float32, split for `jax.jit`."""
-    weights = WeightFormat(int8=int8)
+    weights = WeightFormat(quantized="int8" if int8 else None)
     graph, state = nnx.split(abstract(golden.config, weights))
     leaves = golden.leaves
     if int8:

@@ -18,10 +18,11 @@ from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from checkpoints import CheckpointError
-from jaxinfer.models import EncoderConfig, conversion
+from jaxinfer.models import EncoderConfig, WeightFormat, conversion
 from jaxinfer.models.config import Pooling
 from jaxinfer.models.conversion import HuggingFaceModel, convert
 from jaxinfer.models.loading import Description, load_model
+from jaxinfer.models.verification import compare_tensors
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -84,18 +85,30 @@ def test_dtype_is_that_of_the_matrices(hf, out, dtype):
         assert leaf.dtype == (dtype if len(leaf.shape) == 2 else "float32")
 
 
-def test_int8_stored_is_int8_quantised_at_load(hf, out, tmp_path, monkeypatch):
-    monkeypatch.setattr(conversion, "BLOCK_BYTES", 700)  # several blocks a matrix, the last one short
-    convert(hf, out, quantize="int8")
-    convert(hf, tmp_path / "float")
-    stored, quantised = load_model(out), load_model(tmp_path / "float", quantize="int8")
-    assert stored.weights == quantised.weights
-    assert stored.weights.int8
-    jax.tree.map(np.testing.assert_array_equal, stored.state, quantised.state)
-    kernel, scale = checkpoints.load(out)["head.kernel"], checkpoints.load(out)["head.scale"]
-    original = HuggingFaceModel(hf).read("head.kernel")
-    np.testing.assert_allclose(kernel * scale[:, None], original, atol=float(scale.max()) * 0.501)
-    assert np.abs(np.asarray(kernel)).max(axis=1).min() == 127
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+def test_stored_is_what_loading_makes(tmp_path, monkeypatch, quantize):
+    monkeypatch.setattr(conversion, "BLOCK_BYTES", 30_000)  # several blocks a matrix, the last one short
+    _llama(tmp_path / "hf", layers=1, embed=128, hidden=320)
+    convert(tmp_path / "hf", tmp_path / "stored", quantize=quantize)
+    convert(tmp_path / "hf", tmp_path / "float", dtype="float32")
+    stored, made = load_model(tmp_path / "stored"), load_model(tmp_path / "float", quantize=quantize)
+    assert stored.weights == made.weights == WeightFormat(quantized=quantize)
+    jax.tree.map(np.testing.assert_array_equal, stored.state, made.state)
+    report = compare_tensors(tmp_path / "stored", tmp_path / "hf")
+    assert not report.beyond
+    assert report.max_abs_diff > 0
+
+
+def test_int4_holds_whole_groups_of_inputs(tmp_path):
+    """Embeddings, and matrices of other widths, are int8."""
+    _llama(tmp_path / "hf", layers=1, embed=128, hidden=320)
+    convert(tmp_path / "hf", tmp_path / "model", quantize="int4")
+    found = {name: str(leaf) for name, leaf in checkpoints.read_manifest(tmp_path / "model").leaves.items()}
+    assert found["embed.table"] == "int8[256, 128]"
+    assert found["layers.0.mlp.down.kernel"] == "int8[128, 320]"
+    assert found["layers.0.mlp.down.scale"] == "float32[128]"
+    assert found["layers.0.mlp.up.kernel"] == "uint16[640, 32]"
+    assert found["layers.0.mlp.up.scale"] == "bfloat16[1, 640]"
 
 
 def test_sharded_index(hf, out, tmp_path):
@@ -232,7 +245,7 @@ def test_truncated_weights(hf, out):
 
 def test_options(hf, out):
     _refuses(hf, out, "dtype='int4' is not implemented; known: float32", dtype="int4")
-    _refuses(hf, out, "quantize='int4' is not implemented; known: int8", quantize="int4")
+    _refuses(hf, out, "quantize='int2' is not implemented; known: int8, int4, fp8", quantize="int2")
 
 
 def test_full_disk_is_said_before_writing(hf, out, monkeypatch):

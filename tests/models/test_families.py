@@ -250,6 +250,6 @@ def test_gemma_norms_are_summed_in_float32():
 
 def test_int8_has_a_scale_beside_every_matrix_it_multiplies():
     golden = goldens.load("llama_yarn")
-    shapes = goldens.leaf_shapes(goldens.abstract(golden.config, WeightFormat(int8=True)))
+    shapes = goldens.leaf_shapes(goldens.abstract(golden.config, WeightFormat(quantized="int8")))
     matrices = [leaf for leaf, array in golden.leaves.items() if array.ndim == 2]
     assert all(f"{leaf.rpartition('.')[0]}.scale" in shapes for leaf in matrices)

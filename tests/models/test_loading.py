@@ -1,5 +1,6 @@
 """Model directories as models: what is loaded, in which dtype and place, and what is refused."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -120,6 +121,22 @@ def test_int8_at_load(saved):
     assert 0 < difference < 0.2
 
 
+@pytest.mark.parametrize(("quantize", "close"), [("int8", 0.02), ("int4", 0.2), ("fp8", 0.06)])
+def test_formats_of_a_model_that_int4_divides(tmp_path, quantize, close):
+    """Outputs stay near float's, also divided over devices: groups of inputs stay whole."""
+    config = dataclasses.replace(
+        CONFIG, embed=256, layers=2, mlp=MlpConfig(hidden=512, activation=Activation.SILU, gated=True)
+    )
+    save_model(tmp_path / "model", Decoder(config, WeightFormat(), rngs=nnx.Rngs(0)), family="test")
+    exact, rounded = load_model(tmp_path / "model"), load_model(tmp_path / "model", quantize=quantize)
+    split = load_model(tmp_path / "model", quantize=quantize, mesh=MeshConfig(tensor=2))
+    difference = np.linalg.norm(_hidden(exact) - _hidden(rounded)) / np.linalg.norm(_hidden(exact))
+    assert close / 5 < difference < close
+    np.testing.assert_allclose(_hidden(rounded), _hidden(split), atol=2e-2 if quantize == "int8" else 1e-4)
+    down = _leaves(split.state)["layers.0.mlp.down.kernel"]
+    assert {shard.data.shape for shard in down.addressable_shards} == {(256, 64 if quantize == "int4" else 256)}
+
+
 def test_encoders_too(tmp_path):
     convert(GOLDENS / "bert_pooled", tmp_path / "model")
     model = load_model(tmp_path / "model")
@@ -225,9 +242,13 @@ def test_a_container_may_have_less_than_its_machine(tmp_path):
 def test_options(saved, original, tmp_path):
     with pytest.raises(ValueError, match="dtype='int4' is not implemented; known: float32, bfloat16, float16"):
         load_model(saved, dtype="int4")
-    with pytest.raises(ValueError, match="quantize='int4' is not implemented; known: int8"):
-        load_model(saved, quantize="int4")
-    quantized = load_model(saved, quantize="int8")
+    with pytest.raises(ValueError, match="quantize='int2' is not implemented; known: int8, int4, fp8"):
+        load_model(saved, quantize="int2")
+    convert(GOLDENS / "llama_llama3", tmp_path / "int8", quantize="int8")
+    with pytest.raises(ValueError, match="quantize='int4' needs the float model, this one is stored in int8"):
+        load_model(tmp_path / "int8", quantize="int4")
+    assert load_model(tmp_path / "int8", quantize="int8").weights.quantized == "int8"
+    quantized = load_model(saved, quantize="fp8")
     with pytest.raises(ValueError, match="takes a float model"):
         save_model(tmp_path / "x", nnx.merge(quantized.graphdef, quantized.state), family="test")
     with pytest.raises(ValueError, match="dtype='int8' is not implemented"):
