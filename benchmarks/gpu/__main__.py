@@ -41,7 +41,7 @@ def options() -> argparse.Namespace:
         "--peer-python", type=Path, default=Path(sys.executable), help="interpreter with torch and transformers"
     )
     args = parser.parse_args(namespace=argparse.Namespace(shares=SHARES))
-    args.minutes = args.minutes or (2.5 if args.quick else MINUTES)
+    args.minutes = args.minutes or (60 if args.dry_run else 2.5 if args.quick else MINUTES)
     args.only = args.only or [part for part in SHARES if part != "autotune" or not args.quick]
     if args.json is None:
         args.json = (Path(tempfile.mkdtemp(prefix="gpu-dry-run-")) if args.dry_run else results) / "gpu.json"

@@ -230,6 +230,17 @@ def tiny() -> Iterator[Case]:
     yield merging(1, 16, 64, r=3)
 
 
+def tiny_timed() -> Iterator[Case]:
+    """A product and an attention with their peers, for a dry run."""
+    request = {"what": "linear", "weights": "bfloat16", "rows": 2, "outputs": 64, "inputs": 128}
+    yield dataclasses.replace(next(products(2, 64, 128, "bfloat16")), torch=request)
+    yield dataclasses.replace(
+        prefill(1, 8, 16, q_heads=1, kv_heads=1, head_dim=64),
+        others=_OTHERS["paged_attention"],
+        torch={"what": "attention", "batch": 1, "tokens": 8, "keys": 16, "q_heads": 1, "kv_heads": 1, "head_dim": 64},
+    )
+
+
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, scale: float = 1.0) -> jax.Array:
     return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 

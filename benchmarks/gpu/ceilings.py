@@ -33,9 +33,10 @@ def measure(report: Report, effort: Effort) -> Ceilings:
         for name in ("bfloat16", "int8")
     }
     found = Ceilings(read, copy, flops)
-    report.row(part="ceilings", read_tb_per_s=round(read / 1e12, 3), copy_tb_per_s=round(copy / 1e12, 3))
+    report.row(part="rates", what="read", rate=round(read / 1e12, 3), unit="TB/s")
+    report.row(part="rates", what="copy", rate=round(copy / 1e12, 3), unit="TB/s, read and written")
     for name, rate in flops.items():
-        report.row(part="ceilings", product=name, tflops=round(rate / 1e12, 1))
+        report.row(part="rates", what=f"{name} product", rate=round(rate / 1e12, 1), unit="TFLOP/s")
     return found
 
 

@@ -13,7 +13,8 @@ Row = dict[str, Any]
 
 # The parts of a result, their titles and columns.
 SECTIONS = {
-    "ceilings": ("Ceilings", "what way ms spread read_tb_per_s copy_tb_per_s product tflops"),
+    "rates": ("Ceilings", "what rate unit"),
+    "ceilings": ("How they were found", "what way ms spread"),
     "end to end": ("Generation", "model format batch way ms_per_step of_floor tokens_per_s spread"),
     "request": ("A prompt and its output (the paper's Fig. 6)", "model way prompt output ms spread"),
     "breakdown": ("What each part gains (the paper's Fig. 10a)", "model format way ms_per_step of_floor spread"),
@@ -36,7 +37,8 @@ def render(json_file: Path) -> Path:
         *_plots(rows, folder),
     ]
     for part, (title, columns) in SECTIONS.items():
-        measured = [row for row in rows if row["part"] == part and "absent" not in row]
+        first = columns.split()[:2]
+        measured = [row for row in rows if row["part"] == part and "absent" not in row and row.keys() >= {*first}]
         if measured:
             parts += [
                 f"## {title}",

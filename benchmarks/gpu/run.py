@@ -33,7 +33,7 @@ def _measure(args: Namespace, peer: Peer) -> Report:
     begun = time.monotonic()
     effort = DRY if args.dry_run else QUICK if args.quick else FULL
     tables = args.json.parent if args.dry_run else ROOT / "pallas_kernels" / "tuned"
-    timed = list(cases.tiny() if args.dry_run else cases.timed(quick=args.quick))
+    timed = list(cases.tiny_timed() if args.dry_run else cases.timed(quick=args.quick))
     report = Report({"peer": peer.version})
     report.row(part="settings", command=shlex.join(sys.argv[1:]), minutes=args.minutes, rounds=effort.rounds)
     limits = ceilings.measure(report, effort)
@@ -44,7 +44,7 @@ def _measure(args: Namespace, peer: Peer) -> Report:
                 numerics.measure(report, clock, cases.tiny() if args.dry_run else cases.checked())
             case "autotune":
                 table = tables / tuning.table_name(device_kind())
-                autotune.measure(report, limits, clock, timed, effort, table)
+                autotune.measure(report, limits, clock, timed[:1] if args.dry_run else timed, effort, table)
             case "kernels":
                 kernels.measure(report, limits, clock, peer, timed, effort)
             case "end_to_end":

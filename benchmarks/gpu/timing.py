@@ -143,31 +143,18 @@ class Arguments:
 
 
 class Repeated:
-    """The program that makes a plan's calls of a case.
-
-    Args:
-      call: what it calls. If the case has a state, that returns a result and the argument's new value.
-    """
+    """The program that makes a plan's calls of a case; see `repeated`."""
 
     def __init__(self, case: Case, plan: Plan, call: Callable[..., Any]):
-        def program(small: list[list[Any]], large: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
-            large, results = list(large), []
-            for index in range(plan.calls):
-                args = list(plan.join(small[index], large[index % plan.sets], case.shapes))
-                result = call(*args)
-                if case.state is not None:
-                    result, args[case.state] = result
-                    large[index % plan.sets] = plan.split(args)[1]
-                results.append(result)
-            return results, large
-
+        program, args = repeated(case, plan, call)
         self.plan, self.case = plan, case
-        small, large = plan.split(case.shapes)
-        self._lowered = jax.jit(program, donate_argnums=1).lower([small] * plan.calls, [large] * plan.sets)
+        self._lowered = jax.jit(program, donate_argnums=1).lower(*args)
         self._executable: jax.stages.Compiled | None = None
 
     def compile(self) -> None:
-        self._executable = self._lowered.compile(serial_options(self.case.rows, self.case.weight_dtype))
+        self._executable = self._lowered.compile(
+            serial_options(jax.default_backend(), rows=self.case.rows, dtype=self.case.weight_dtype)
+        )
 
     @property
     def has_kernel(self) -> bool:
@@ -186,9 +173,31 @@ class Repeated:
         return steady(launch, self.plan.calls, effort)
 
 
-def serial_options(rows: int, dtype: np.dtype) -> dict[str, Any]:
+def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+    """A plan's calls as a function of small and large arguments, the latter to be donated; and their shapes.
+
+    Args:
+      call: what it calls. If the case has a state, that returns a result and the argument's new value.
+    Returns: all results, and the large arguments, new where they are the state.
+    """
+
+    def program(small: list[list[Any]], large: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
+        large, results = list(large), []
+        for index in range(plan.calls):
+            args = list(plan.join(small[index], large[index % plan.sets], case.shapes))
+            result = call(*args)
+            if case.state is not None:
+                result, args[case.state] = result
+                large[index % plan.sets] = plan.split(args)[1]
+            results.append(result)
+        return results, large
+
+    small, large = plan.split(case.shapes)
+    return program, ([small] * plan.calls, [large] * plan.sets)
+
+
+def serial_options(platform: str, *, rows: int, dtype: np.dtype) -> dict[str, Any]:
     """The compiler options of the engine's programs; a CUDA graph runs one kernel after another."""
-    platform = jax.default_backend()
     options: dict[str, Any] = dict(compiler_options(platform, rows=rows, dtype=dtype))
     if platform == "gpu":
         options["xla_gpu_command_buffer_scheduling_mode"] = "SERIALIZE"

@@ -14,6 +14,7 @@ from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.clock import Clock, clocks
 from benchmarks.gpu.timing import DRY, Arguments, Effort, Plan, Repeated
 from benchmarks.report import Report
+from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.models.presets import PRESETS
 from pallas_kernels.dispatch import dispatch, interpreted
 from pallas_kernels.tuning import tuned
@@ -76,6 +77,20 @@ def test_the_state_of_each_set_goes_from_call_to_call():
     program.round(arguments, DRY)()
     expected = [before[0] + sum(added[0::2]), before[1] + sum(added[1::2])]
     assert [float(one[0][0]) for one in arguments.large] == pytest.approx(expected)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("op", ["small_batch_linear", "norm_linear", "decode_attention"])
+def test_on_a_gpu_a_program_is_the_calls_and_nothing_else(op):
+    """One CUDA graph, a kernel a call, no copy of what takes turns."""
+    case = next(case for case in cases.timed(quick=False) if case.op == op and "gpt-j-6b" in case.name)
+    plan = Plan(calls=3, sets=2, large=Plan.of(case, 1e-5, DRY).large)
+    program, args = timing.repeated(case, plan, case.call)
+    options = timing.serial_options("gpu", rows=case.rows, dtype=case.weight_dtype)
+    report = compile_for(Target.load("h200"), program, args, donate=(1,), options=options)
+    assert [kernel.kind for kernel in report.kernels] == ["mosaic"] * plan.calls
+    assert report.graphs == 1
+    assert report.aliased == sum(plan.large) * plan.sets
 
 
 def test_a_median_and_a_spread():
@@ -179,7 +194,17 @@ def test_the_page_is_drawn_from_the_json_alone(tmp_path):
 def test_a_dry_run_reaches_every_part(tmp_path):
     result = _run(tmp_path)
     parts = {row["part"] for row in result["rows"]}
-    assert parts == {"settings", "ceilings", "numerics", "autotune", "kernels", "end to end", "request", "breakdown"}
+    assert parts == {
+        "settings",
+        "ceilings",
+        "rates",
+        "numerics",
+        "autotune",
+        "kernels",
+        "end to end",
+        "request",
+        "breakdown",
+    }
     (worst,) = [check for check in result["checks"] if check["name"] == "worst_error_of_tolerance"]
     assert worst["value"] <= 1
     ways = {row["way"] for row in result["rows"] if row["part"] == "end to end" and "ms_per_step" in row}
