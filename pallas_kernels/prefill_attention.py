@@ -270,12 +270,13 @@ def _attend(
         plgpu.barrier_arrive(s.bounds_in)
 
     def positions_of_rows() -> Any:
-        """Those of the tokens, once a head; what rows of no token get is of no matter."""
+        """Those of the tokens, once a head; what rows of no token get is of no matter.
+
+        Number by number, as no layout repeats a vector; meanwhile the first keys are on their way.
+        """
         token = lax.rem(plgpu.layout_cast(lax.iota(jnp.int32, _ROWS), _COLUMN), chunk)
-        positions = plgpu.layout_cast(jnp.zeros(_ROWS, jnp.int32), _COLUMN)
-        for t in range(chunk):
-            positions = jnp.where(token == t, s.positions[warpgroup, t], positions)
-        return positions
+        zeros = plgpu.layout_cast(jnp.zeros(_ROWS, jnp.int32), _COLUMN)
+        return lax.fori_loop(0, chunk, lambda t, x: jnp.where(token == t, s.positions[warpgroup, t], x), zeros)
 
     def page_of(i: Any, part: int) -> tuple[Any, Any]:
         """The page and the place in it of a part of a block, or of the last part that is needed."""
@@ -386,15 +387,19 @@ def _attend(
         slopes = None if s.slopes is None else plgpu.load(s.slopes, layout=_COLUMN, optimized=False)
         q, weights = s.q.at[warpgroup], s.weights.at[warpgroup]
 
+        def release(slot: Any, i: Any) -> None:
+            """Tell the copier that a slot is free, if it has a block left for it."""
+            pl.when(i + tiles.stages < end)(lambda: plgpu.barrier_arrive(slot))
+
         # A wgmma runs on after its call, but `_product` and `_accumulate` return its result, so what it reads (a slot,
-        # the weights) is free once they have returned: the arrival at `k_out` or `v_out` comes after that, and so does
-        # the next store of weights. Only the copier refills a slot, after the arrivals of all computing warpgroups.
+        # the weights) is free once they have returned: the release comes after that, and so does the next store of
+        # weights. Only the copier refills a slot, after all computing warpgroups have released it.
         def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             highest, total, mixed = state
             slot = lax.rem(i - start, tiles.stages)
             plgpu.barrier_wait(s.k_in.at[slot])
             raw = _product(q, s.k.at[slot].T)
-            plgpu.barrier_arrive(s.k_out.at[slot])
+            release(s.k_out.at[slot], i)
             scores, factor = scores_of(i, raw, positions, slopes)
             higher = jnp.maximum(highest, jnp.max(scores, axis=1) * np.float32(factor))
             kept = jnp.exp2(highest - higher)
@@ -404,7 +409,7 @@ def _attend(
             plgpu.commit_smem()  # of this warpgroup's stores, for its own wgmma
             plgpu.barrier_wait(s.v_in.at[slot])
             mixed = _accumulate(mixed * _across(kept, head_dim), weights, s.v.at[slot])
-            plgpu.barrier_arrive(s.v_out.at[slot])
+            release(s.v_out.at[slot], i)
             return higher, total, mixed
 
         lowest = plgpu.layout_cast(jnp.full(_ROWS, -jnp.inf, jnp.float32), _COLUMN)
