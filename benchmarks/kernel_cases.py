@@ -1,0 +1,288 @@
+"""Every operation that has a kernel at the shapes of models: what is lowered, compiled ahead of time and described.
+
+Shapes only: nothing here has numbers. A case says how many kernels its call is, how many bytes it must move and how
+many operations its products have. Letters as in the operations' own files.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models import DecoderConfig
+from jaxinfer.models.presets import preset
+from pallas_kernels import KVPages, merge_tokens, moe, paged_attention
+from pallas_kernels.attention import attention
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.linear_residual import linear_residual
+from pallas_kernels.norm_linear import norm_linear
+from pallas_kernels.small_batch_linear import small_batch_linear
+from pallas_kernels.weights import GROUP, NIBBLES, Weights
+
+PAGE_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One operation at one shape.
+
+    Attributes:
+      op, name: the operation, and the shape in words.
+      call, args: a function, and the shapes of its arguments.
+      bytes, flops: what the call moves, and its operations at the rate of bfloat16.
+      kernels: Mosaic kernels that it is. others: launches of XLA's own besides.
+      rows: tokens, on which XLA's options depend.
+      donated: the argument that the call writes in place.
+    """
+
+    op: str
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    bytes: int
+    flops: int = 0
+    kernels: int = 1
+    others: int = 0
+    rows: int = 1
+    donated: tuple[int, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return f"{self.op}: {self.name}"
+
+
+def every_case() -> Iterator[Case]:
+    """All of them, by operation."""
+    for model, form, rows in (
+        ("llama3-8b", "bfloat16", 1),
+        ("llama3-8b", "bfloat16", 16),
+        ("llama3-8b", "int8", 1),
+        ("llama3-8b", "int4", 1),
+        ("llama3-8b", "int4", 16),
+        ("llama3-8b", "fp8", 1),
+        ("gpt-j-6b", "bfloat16", 1),
+        ("gpt2-1.5b", "bfloat16", 1),
+    ):
+        yield from linears(model, rows, form)
+    for model, batch, tokens, context, dtype in (
+        ("llama3-8b", 1, 1, 2048, "bfloat16"),
+        ("llama3-8b", 1, 1, 8192, "int8"),
+        ("llama3-8b", 8, 1, 8192, "bfloat16"),
+        ("llama3-8b", 1, 4, 2048, "bfloat16"),
+        ("gpt-j-6b", 1, 1, 2048, "bfloat16"),
+        ("gpt-j-6b", 8, 1, 2048, "int8"),
+        ("gpt2-1.5b", 1, 1, 1024, "bfloat16"),
+    ):
+        yield decode(model, batch, tokens, context, dtype)
+    for model, tokens, dtype in (
+        ("llama3-8b", 2048, "bfloat16"),
+        ("llama3-8b", 8192, "int8"),
+        ("gpt-j-6b", 2048, "bfloat16"),
+        ("gpt-j-6b", 2048, "int8"),
+        ("gpt2-1.5b", 1024, "bfloat16"),
+    ):
+        yield prefill(model, tokens, dtype)
+    yield encode("ViT-B/16", 32, 197, 12, 64)
+    for tokens in (1, 16, 512):
+        yield from experts("Mixtral-8x7B", tokens, experts=8, k=2, embed=4096, hidden=14_336)
+    yield merge("ViT-B/16", 32, 197, 768, r=16)
+
+
+def linears(model: str, rows: int, form: str) -> Iterator[Case]:
+    """The products of a decoder layer as it calls them, and the head."""
+    config = preset(model)
+    embed, hidden, gated = config.embed, config.mlp.hidden, config.mlp.gated
+    heads, kv = _heads(config)
+    norm = _float((embed,), "float32"), None if model == "llama3-8b" else _float((embed,), "float32")
+    fused = {"activation": config.mlp.activation.value, "gated": gated}
+    residual = _float((rows, embed))
+
+    def case(op: str, name: str, call: Callable, x: int, outputs: int, *extra: Any) -> Case:
+        args = _float((rows, x)), _weights(outputs, x, form), *extra
+        return Case(
+            op=op,
+            name=f"{model} {name}, {form}, {rows} {'row' if rows == 1 else 'rows'}",
+            call=call,
+            args=args,
+            bytes=_bytes(args) + 2 * rows * outputs,
+            flops=2 * rows * outputs * x,
+            rows=rows,
+        )
+
+    def normed(x: jax.Array, weights: Weights, norm: Any, **fused: Any) -> jax.Array:
+        scale, shift = norm
+        return norm_linear(x, scale, shift, weights, eps=1e-5, **fused)
+
+    yield case("norm_linear", "qkv", normed, embed, heads + 2 * kv, norm)
+    yield case("linear_residual", "out", linear_residual, heads, embed, residual)
+    up = functools.partial(normed, **fused)
+    yield case("norm_linear", "up", up, embed, hidden * (2 if gated else 1), norm)
+    yield case("linear_residual", "down", linear_residual, hidden, embed, residual)
+    yield case("small_batch_linear", "head", small_batch_linear, embed, config.vocab)
+
+
+def decode(model: str, batch: int, tokens: int, context: int, dtype: str) -> Case:
+    """The last tokens of some rows over their pages."""
+    config = preset(model)
+    attention, (heads, kv) = config.attention, _heads(config)
+    rotary = config.positions.rotary_dim or 0
+    angles = _float((batch, tokens, 1, rotary // 2), "float32")
+    pages = _pages(config, batch * context, dtype)
+
+    def call(qkv: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, rotary: Any) -> Any:
+        return decode_attention(
+            qkv,
+            pages,
+            table,
+            positions,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            rotary=rotary,
+            scale=attention.head_dim**-0.5,
+        )
+
+    return Case(
+        op="decode_attention",
+        name=f"{model}, {batch} x {tokens}, context {context}, {dtype}",
+        call=call,
+        args=(
+            _float((batch, tokens, heads + 2 * kv)),
+            pages,
+            _integers(batch, context // PAGE_SIZE),
+            _integers(batch, tokens),
+            (angles, angles) if rotary else None,
+        ),
+        bytes=_bytes(pages),
+        flops=4 * batch * tokens * context * heads,
+        rows=batch * tokens,
+        donated=(1,),
+    )
+
+
+def prefill(model: str, tokens: int, dtype: str) -> Case:
+    """A prompt over its pages."""
+    config = preset(model)
+    attention, (heads, _) = config.attention, _heads(config)
+    args = (
+        _float((1, tokens, attention.q_heads, attention.head_dim)),
+        _pages(config, tokens, dtype),
+        _integers(1, tokens // PAGE_SIZE),
+        _integers(1, tokens),
+    )
+    return Case(
+        op="paged_attention",
+        name=f"{model}, {tokens} tokens, {dtype}",
+        call=functools.partial(paged_attention, scale=attention.head_dim**-0.5),
+        args=args,
+        bytes=_bytes(args) + 2 * tokens * heads,
+        flops=2 * tokens**2 * heads,
+        rows=tokens,
+    )
+
+
+def encode(model: str, batch: int, tokens: int, heads: int, head_dim: int) -> Case:
+    """Every token sees every other; without cuDNN, which this machine lacks."""
+    q = _float((batch, tokens, heads, head_dim))
+    return Case(
+        op="attention",
+        name=f"{model}, {batch} x {tokens}",
+        call=functools.partial(attention, scale=head_dim**-0.5, causal=False),
+        args=(q, q, q, _integers(batch, tokens), _integers(batch)),
+        bytes=4 * _bytes(q),
+        flops=4 * batch * tokens**2 * heads * head_dim,
+        others=2,  # keys and values padded to whole eights of tokens
+        rows=batch * tokens,
+    )
+
+
+def experts(model: str, tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> Iterator[Case]:
+    """The operations of a layer of experts."""
+    rows = tokens * k
+    name = f"{model}, {tokens} {'token' if tokens == 1 else 'tokens'}"
+    routing = moe.Routing(
+        experts=_integers(tokens, k),
+        weights=_float((tokens, k), "float32"),
+        rows=_integers(tokens, k),
+        tokens=_integers(rows),
+        offsets=_integers(experts),
+        sizes=_integers(experts),
+    )
+    logits, x, y = _float((tokens, experts), "float32"), _float((tokens, embed)), _float((rows, embed))
+    case = functools.partial(Case, rows=tokens)
+    yield case(
+        op="top_k_gating",
+        name=name,
+        call=functools.partial(moe.top_k_gating, k=k),
+        args=(logits,),
+        bytes=_bytes((logits, routing)),
+        kernels=1 if tokens <= 64 else 2,
+    )
+    yield case(op="permute", name=name, call=moe.permute, args=(x, routing), bytes=_bytes(y) * 2)
+    for part, outputs, inputs in (("up", 2 * hidden, embed), ("down", embed, hidden)):
+        weights = _float((experts, outputs, inputs))
+        read = _bytes(weights) * min(experts, rows) // experts
+        yield case(
+            op="grouped_matmul",
+            name=f"{name}, {part}",
+            call=moe.grouped_matmul,
+            args=(_float((rows, inputs)), weights, routing.offsets, routing.sizes),
+            bytes=read + 2 * rows * (inputs + outputs),
+            flops=2 * rows * outputs * inputs,
+            others=1 if rows % 8 else 0,  # whole eights of rows
+        )
+    yield case(op="unpermute", name=name, call=moe.unpermute, args=(y, routing), bytes=_bytes((y, x)))
+
+
+def merge(model: str, batch: int, tokens: int, embed: int, *, r: int) -> Case:
+    x, sizes, metric = _float((batch, tokens, embed)), _float((batch, tokens), "float32"), _float((batch, tokens, 64))
+    return Case(
+        op="merge_tokens",
+        name=f"{model}, {batch} x {tokens}, {r} merged",
+        call=functools.partial(merge_tokens, r=r),
+        args=(x, sizes, metric),
+        bytes=_bytes((x, sizes, metric)) + 2 * batch * (tokens - r) * embed,
+        kernels=2,
+        others=4,  # the metric's even and odd rows to unit length, padded; the sizes padded and cut
+        rows=batch * tokens,
+    )
+
+
+def _heads(config: DecoderConfig) -> tuple[int, int]:
+    """Features of all query heads, and of all KV heads."""
+    attention = config.attention
+    return attention.q_heads * attention.head_dim, attention.kv_heads * attention.head_dim
+
+
+def _float(shape: tuple[int, ...], dtype: str = "bfloat16") -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _integers(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _weights(outputs: int, inputs: int, form: str) -> Weights:
+    match form:
+        case "int8":
+            return Weights(_float((outputs, inputs), "int8"), _float((outputs,), "float32"))
+        case "fp8":
+            return Weights(_float((outputs, inputs), "float8_e4m3fn"), _float((outputs,), "float32"))
+        case "int4":
+            return Weights(_float((outputs, inputs // NIBBLES), "uint16"), _float((inputs // GROUP, outputs)))
+        case _:
+            return Weights(_float((outputs, inputs), form))
+
+
+def _pages(config: DecoderConfig, tokens: int, dtype: str) -> KVPages:
+    kv_heads, head_dim = config.attention.kv_heads, config.attention.head_dim
+    count = tokens // PAGE_SIZE
+    return KVPages.shapes(count, PAGE_SIZE, kv_heads, head_dim, np.dtype(jnp.bfloat16), int8=dtype == "int8")
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

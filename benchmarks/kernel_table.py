@@ -1,0 +1,195 @@
+"""What every kernel takes and has on an H200, compiled without one: registers, shared memory, blocks, instructions.
+
+    python -m benchmarks.kernel_table [--op NAME ...] [--json FILE] [--write]
+
+Compiles `kernel_cases.py`, each an operation at the shape of a model, with the tile sizes that a GPU would choose.
+Needs the extra `aot` and no GPU. `--write` puts the table into docs/kernels.md; `LIMITS` is what
+`tests/kernels/test_lowering.py` holds it to.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import rich
+from rich.table import Table
+
+from benchmarks.kernel_cases import Case, every_case
+from jaxinfer.compiled import compiler_options
+from jaxinfer.compiled.target import Kernel, Target, TargetReport, compile_for
+
+SMS = 132
+BYTES_PER_SECOND = 4.8e12  # of memory, by the data sheet
+FLOPS_PER_SECOND = 989e12  # in bfloat16, the same
+_REGISTERS, _SHARED_BYTES, _THREADS, _BLOCKS = 65_536, 233_472, 2048, 32  # of an SM
+_RESERVED_BYTES = 1024  # of shared memory, for each block
+
+PAGE = Path(__file__).parents[1] / "docs/kernels.md"
+_MARKED = re.compile(r"(<!-- python -m benchmarks.kernel_table --write -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What an operation keeps to in every case.
+
+    Attributes:
+      per_sm: blocks that an SM holds, at least.
+      features: SASS instructions that its kernels have (`jaxinfer.compiled.dumps.FEATURES`).
+    """
+
+    per_sm: int
+    features: frozenset[str] = frozenset()
+
+
+_LINEAR = Limit(per_sm=2, features=frozenset({"UTMALDG"}))
+LIMITS = {
+    "norm_linear": _LINEAR,
+    "linear_residual": _LINEAR,
+    "small_batch_linear": _LINEAR,
+    "decode_attention": Limit(per_sm=1, features=frozenset({"UTMALDG"})),
+    "paged_attention": Limit(per_sm=1, features=frozenset({"UTMALDG", "HGMMA"})),
+    "attention": Limit(per_sm=1, features=frozenset({"UTMALDG", "HGMMA"})),
+    "top_k_gating": Limit(per_sm=2),
+    "permute": Limit(per_sm=16, features=frozenset({"LDG.128"})),
+    "grouped_matmul": Limit(per_sm=2, features=frozenset({"UTMALDG", "HGMMA"})),
+    "unpermute": Limit(per_sm=16, features=frozenset({"LDG.128"})),
+    "merge_tokens": Limit(per_sm=3, features=frozenset({"UTMALDG", "HMMA"})),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One Mosaic kernel of one case.
+
+    Attributes:
+      op, case: what is called, at which shape. least_us: for its bytes and operations, by the data sheet.
+      launches: Mosaic kernels of the case, and XLA's.
+      per_sm: blocks that an SM can hold, by registers, shared memory and threads.
+      waves: how often 132 SMs are filled with blocks, the last time perhaps in part.
+    """
+
+    op: str
+    case: str
+    least_us: float
+    launches: tuple[int, int]
+    kernel: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    grid: int
+    cluster: int
+    threads: int
+    per_sm: int
+    waves: float
+    features: tuple[str, ...]
+
+
+def compile_case(case: Case) -> TargetReport:
+    """The case as a program of its own, with the options of the engine's programs."""
+    options = compiler_options("gpu", rows=case.rows, dtype=np.dtype(jnp.bfloat16))
+    return compile_for(Target.load("h200"), case.call, case.args, donate=case.donated, options=options, resources=True)
+
+
+def rows_of(case: Case) -> list[Row]:
+    """A row for every Mosaic kernel of the case, in the order in which they run."""
+    report = compile_case(case)
+    ours = [kernel for kernel in report.kernels if kernel.kind == "mosaic"]
+    return [_row(case, kernel, (len(ours), len(report.kernels) - len(ours))) for kernel in ours]
+
+
+def _row(case: Case, kernel: Kernel, launches: tuple[int, int]) -> Row:
+    assert kernel.resources is not None  # as was asked for
+    per_sm = blocks_per_sm(kernel.resources.registers, kernel.shared_bytes, kernel.threads)
+    return Row(
+        op=case.op,
+        case=case.name,
+        least_us=1e6 * max(case.bytes / BYTES_PER_SECOND, case.flops / FLOPS_PER_SECOND),
+        launches=launches,
+        kernel=kernel.name,
+        registers=kernel.resources.registers,
+        spill_bytes=kernel.resources.spill_bytes,
+        shared_bytes=kernel.shared_bytes,
+        grid=kernel.grid,
+        cluster=kernel.cluster,
+        threads=kernel.threads,
+        per_sm=per_sm,
+        waves=kernel.grid / (SMS * per_sm),
+        features=kernel.resources.features,
+    )
+
+
+def blocks_per_sm(registers: int, shared_bytes: int, threads: int) -> int:
+    """How many blocks of a kernel run in an SM at once.
+
+    Registers are given to warps in units of 256, and each quarter of an SM has its own.
+    """
+    warps = math.ceil(threads / 32)
+    of_warp = math.ceil(registers * 32 / 256) * 256
+    by_registers = 4 * (_REGISTERS // 4 // of_warp) // warps
+    by_shared = _SHARED_BYTES // (shared_bytes + _RESERVED_BYTES)
+    return min(by_registers, by_shared, _THREADS // threads, _BLOCKS)
+
+
+_COLUMNS = (
+    "operation", "shape", "least us", "kernels", "registers", "spills", "shared KiB", "blocks", "cluster", "blocks/SM",
+    "waves", "SASS",
+)  # fmt: skip
+
+
+def _cells(row: Row) -> list[str]:
+    ours, others = row.launches
+    return [
+        row.op if ours == 1 else f"{row.op}: {row.kernel}",
+        row.case,
+        f"{row.least_us:.2f}",
+        f"{ours} + {others}" if others else str(ours),
+        str(row.registers),
+        str(row.spill_bytes),
+        f"{row.shared_bytes / 1024:.1f}",
+        str(row.grid),
+        str(row.cluster),
+        str(row.per_sm),
+        f"{row.waves:.2f}",
+        " ".join(row.features),
+    ]
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table, as docs/kernels.md has it."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
+    return "\n".join(lines + ["| " + " | ".join(_cells(row)) + " |" for row in rows]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", action="append", choices=LIMITS, default=[], help="only this operation")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/kernels.md")
+    options = parser.parse_args()
+    if options.write and options.op:
+        parser.error("--write takes the whole table, without --op")
+    rows: list[Row] = []
+    for case in every_case():
+        if case.op in (options.op or LIMITS):
+            print(case.title, flush=True)
+            rows += rows_of(case)
+    table = Table(*_COLUMNS)
+    for row in rows:
+        table.add_row(*_cells(row))
+    rich.print(table)
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    if options.write:
+        text, count = _MARKED.subn(lambda match: match[1] + markdown(rows) + match[2], PAGE.read_text())
+        if count != 1:
+            raise SystemExit(f"{PAGE} has {count} places for the table, not one.")
+        PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Every kernel at every shape of the kernel table: lowered for CUDA here, and compiled for an H200 (marker `aot`)."""
+
+import json
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from benchmarks.kernel_cases import every_case
+from benchmarks.kernel_table import LIMITS, Row, blocks_per_sm, markdown, rows_of
+from pallas_kernels.tuning import Trial, tables
+
+H200 = AbstractMesh(
+    (1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu")
+)
+
+
+CASES = list(every_case())
+SLOW = ("decode_attention", "paged_attention")  # their own tests lower some shapes
+
+
+def traced(case):
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(case.call).trace(*case.args)
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, marks=[pytest.mark.slow] * (op in SLOW)) for op in LIMITS])
+def test_lowers_for_cuda(op):
+    """With the tiles of a tuned table or of the heuristic. Checks layouts, shared memory, sizes of TMA copies."""
+    for case in CASES:
+        if case.op == op:
+            with jax.sharding.use_abstract_mesh(H200):
+                module = str(traced(case).lower(lowering_platforms=("cuda",)).compiler_ir())
+            assert module.count("@mosaic_gpu_v2") == case.kernels, case.title
+
+
+def test_every_tuned_entry_is_that_of_a_case():
+    """So that what ships is lowered above."""
+    found = [json.loads(table.read_text()) for table in tables().iterdir()] if tables().is_dir() else []
+    entries = {(op, key) for table in found for op, keys in table.items() for key in keys}
+    trial = Trial()
+    if entries:
+        with trial.running():
+            for case in CASES:
+                traced(case)
+    assert entries <= set(trial.asked)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("op", LIMITS)
+def test_keeps_to_its_limits(op):
+    limit = LIMITS[op]
+    for case in [case for case in CASES if case.op == op]:
+        rows = rows_of(case)
+        assert len(rows) == case.kernels, case.title
+        for row in rows:
+            assert row.launches == (case.kernels, case.others), row
+            assert row.spill_bytes == 0, row
+            assert row.per_sm >= limit.per_sm, row
+            assert limit.features <= set(row.features), row
+
+
+def test_every_operation_has_cases_and_limits():
+    assert {case.op for case in CASES} == set(LIMITS)
+    assert len({case.title for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_bytes", "threads", "blocks"),
+    [
+        (64, 100_000, 128, 2),  # shared memory: 228 KiB / (98 + 1)
+        (64, 232_448, 128, 1),
+        (255, 0, 128, 2),  # registers: 4 warps of 8192, where a quarter of an SM holds 2
+        (168, 0, 384, 1),  # 12 warps of 5376, three in each quarter
+        (16, 0, 128, 16),  # threads: 2048 / 128
+        (16, 0, 32, 32),
+    ],
+)
+def test_blocks_per_sm(registers, shared_bytes, threads, blocks):
+    assert blocks_per_sm(registers, shared_bytes, threads) == blocks
+
+
+def test_markdown():
+    row = Row(
+        op="linear", case="1 x 8", least_us=1.234, launches=(2, 1), kernel="first", registers=40, spill_bytes=0,
+        shared_bytes=2048, grid=264, cluster=2, threads=128, per_sm=4, waves=0.5, features=("HMMA", "LDSM"),
+    )  # fmt: skip
+    head, rule, line = markdown([row]).splitlines()
+    assert line == "| linear: first | 1 x 8 | 1.23 | 2 + 1 | 40 | 0 | 2.0 | 264 | 2 | 4 | 0.50 | HMMA LDSM |"
+    assert head.count("|") == rule.count("|") == line.count("|")
