@@ -41,8 +41,9 @@ from jaxinfer.models.config import (
     PositionsConfig,
 )
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.layers import Attention, Mlp, WeightFormat, rotary_table, rotate
+from jaxinfer.models.layers import Attention, Mlp, WeightFormat, rotary_table
 from jaxinfer.models.loading import save_model
+from pallas_kernels.rotary import rotate
 
 END_OF_TEXT = "<|endoftext|>"
 STORED = "bfloat16"
