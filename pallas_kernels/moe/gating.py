@@ -178,7 +178,7 @@ def _gate(logits_g, experts_g, weights_g, *results_g, plan: _Plan, normalize: bo
         positions=plgpu.SMEM((plan.choices,), jnp.int32),
     )
     def _(logits, arrived, ranks, best, powers, factors, experts, weights, positions):
-        box = logits_g.at[pl.ds(tile * plan.tile, plan.tile), pl.ds(0, 1), pl.ds(0, plan.width)]
+        box = logits_g.at[pl.ds(tile * plan.tile, plan.tile), pl.ds(0, 1), _padded(plan.width)]
         plgpu.copy_gmem_to_smem(box, logits, arrived, oob_mode=plgpu.OOBFillMode.ZEROS)
         plgpu.barrier_wait(arrived)
         _choose(logits, ranks, best, powers, factors, plan, normalize)
@@ -330,7 +330,7 @@ def _assign(experts, positions, total, before, rows_g, tokens_g, offsets_g, size
         @pl.when(tile == 0)
         def _():
             for source, target in ((offsets, offsets_g), (sizes, sizes_g)):
-                plgpu.copy_smem_to_gmem(source, target.at[pl.ds(0, plan.width)])
+                plgpu.copy_smem_to_gmem(source, target.at[_padded(plan.width)])
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -370,6 +370,11 @@ def _store(source_s, target_g, plan: _Plan) -> None:
     plgpu.commit_smem()
     for start, size in _parts(plan.choices):
         plgpu.copy_smem_to_gmem(source_s.at[pl.ds(start, size)], target_g.at[pl.ds(first + start, size)])
+
+
+def _padded(width: int) -> pl.Slice:
+    """From 0 on, perhaps beyond the end, which JAX takes of starts only that it does not know."""
+    return pl.ds(pl.multiple_of(lax.axis_index("tile") * 0, 128), width)
 
 
 def _set(ref, index, value) -> None:

@@ -134,7 +134,7 @@ def _find(offsets_g, sizes_g, rows: int, *, by_row: bool) -> _Tile:
 
     @functools.partial(pl.run_scoped, offsets=plgpu.SMEM((width,), jnp.int32), known=plgpu.Barrier())
     def found(offsets, known):
-        box = offsets_g.at[pl.ds(0, width)]
+        box = offsets_g.at[pl.ds(number * 0, width)]  # beyond the end, which JAX takes of unknown starts only
         plgpu.copy_gmem_to_smem(box, offsets, known, oob_mode=plgpu.OOBFillMode.ZEROS)
         plgpu.barrier_wait(known)
         each = lax.broadcasted_iota(jnp.int32, (width,), 0)
