@@ -57,11 +57,11 @@ class Model:
         self.config, self.weights = config, weights
         self._graphdef, state = nnx.split(abstract_model(config, weights))
         flat = nnx.to_flat_state(state)
-        quantized = {path[:-1] for path, leaf in flat if jnp.issubdtype(leaf.dtype, jnp.integer)}
+        scales = {path[:-1]: _SCALES[leaf.dtype.name] for path, leaf in flat if leaf.dtype.name in _SCALES}
         tables = ("positions",) if config.tied else ("positions", "embed")
         filled, self.bytes = {}, 0
         for index, (path, leaf) in enumerate(flat):
-            scale = None if path[-1] != "scale" else 3e-4 if path[:-1] in quantized else 1.0
+            scale = scales.get(path[:-1], 1.0) if path[-1] == "scale" else None
             array = _random(index, leaf.shape, leaf.dtype, scale)
             filled[path] = leaf.replace(array)
             self.bytes += 0 if path[0] in tables else array.nbytes
@@ -81,9 +81,13 @@ class Model:
         return 2 * self.config.layers * tokens * attention.kv_heads * attention.head_dim * self.weights.dtype.itemsize
 
 
+_SCALES = {"int8": 3e-4, "uint16": 5e-3}
+"""What makes random bits of int8 and int4 matrices deviate by about 0.02; other scales are a norm's."""
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _random(seed: int, shape: tuple[int, ...], dtype: Any, scale: float | None) -> jax.Array:
-    """A leaf; matrices in float have a deviation of 0.02, those of integers about as much after their `scale`."""
+    """A leaf: bits, the scale, or normal numbers with a deviation of 0.02."""
     key = jax.random.key(seed)
     if jnp.issubdtype(dtype, jnp.integer):
         bits = jax.random.bits(key, shape, f"uint{8 * jnp.dtype(dtype).itemsize}")
