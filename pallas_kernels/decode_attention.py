@@ -287,10 +287,8 @@ def _plan(
         raise UnsupportedError(f"page_size must be at most {_KEYS} in int8, got {plan.page_size}")
     if plan.half and (plan.half % 16 or head_dim % plan.half):
         raise UnsupportedError(f"rotary_dim / 2 must be a multiple of 16 that divides head_dim, got {plan.half}")
-    if plan.columns * head_dim > 64 * 128:
-        raise UnsupportedError(
-            f"tokens * group * head_dim must be at most 8192, got {tokens} * {plan.group} * {head_dim}"
-        )
+    if plan.columns > (most := min(64, 8192 // head_dim)):  # more sums than registers
+        raise UnsupportedError(f"tokens * group must be at most {most}, got {tokens} * {plan.group}")
     return plan
 
 

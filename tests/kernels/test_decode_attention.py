@@ -234,7 +234,8 @@ def test_interpreted_wider(name):
         (Case(positions=(0,), page_size=24), "page_size must be 8, 16, 32 or a multiple of 64, got 24"),
         (Case(positions=(0,), page_size=128, int8=True), "page_size must be at most 64 in int8, got 128"),
         (Case(positions=(0,), half=24), "rotary_dim / 2 must be a multiple of 16 that divides head_dim, got 24"),
-        (Case(positions=(0,), tokens=8, group=8, head_dim=256), "must be at most 8192, got 8 \\* 8 \\* 256"),
+        (Case(positions=(0,), tokens=8, group=8, head_dim=256), "tokens \\* group must be at most 32, got 8 \\* 8"),
+        (Case(positions=(0,), group=71), "tokens \\* group must be at most 64, got 1 \\* 71"),
     ],
 )
 def test_unsupported(case, words):
