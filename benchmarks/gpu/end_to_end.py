@@ -27,6 +27,7 @@ MODELS = ("llama3-8b", "gpt-j-6b", "gpt2-1.5b")
 FORMATS = {
     "bfloat16": WeightFormat(dtype=np.dtype(jnp.bfloat16)),
     "int8": WeightFormat(dtype=np.dtype(jnp.bfloat16), quantized="int8"),
+    "int4": WeightFormat(dtype=np.dtype(jnp.bfloat16), quantized="int4"),
 }
 BATCHES = (1, 8, 16, 64)
 # What a step of one row must reach of the read bandwidth, in models of 6 to 8 billion weights.
