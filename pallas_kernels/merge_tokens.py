@@ -99,15 +99,15 @@ def _vector(ref: jax.Ref, start: jax.Array | int, layout: Any, axis: int, shape:
 def _choose(metric: jax.Array, r: int, protected: int) -> jax.Array:
     """The output that each token goes to, int32 [B, 2 x n / 2 rounded up to tiles]; of padding, anything.
 
-    One warpgroup per batch row. It holds 64 x 64 pairs in registers, as a product leaves them: a row of pairs stays in
+    One warpgroup per batch row. It holds 64 x 32 pairs in registers, as a product leaves them: a row of pairs stays in
     one warp, and its maximum costs two shuffles. Instead of sorting, it counts the tokens before each.
     """
     batch, count, features = metric.shape
     # An even number of tokens: A and B are then the halves of rows twice as long, and need no copies.
     unit = _unit(jnp.pad(metric, ((0, 0), (0, count % 2), (0, 0)))).reshape(batch, -1, 2, features)
     evens, odds = pl.cdiv(count, 2), count // 2
-    tiles = max(2, pl.cdiv(evens, TILE))  # a loop of one pass is unrolled, and the search for layouts then does not end
-    rows, slabs, square = tiles * TILE, pl.cdiv(features, TILE), (TILE, TILE)
+    tiles, slabs, block = pl.cdiv(evens, TILE), pl.cdiv(features, TILE), (TILE, STEP)
+    rows = tiles * TILE
     if (shared := 2 * slabs * rows * TILE * unit.dtype.itemsize) > _SHARED_BYTES:
         raise UnsupportedError(f"a block holds {_SHARED_BYTES} bytes, got {count} tokens of {features}: {shared}")
     lhs, rhs, pairs = (of(unit.dtype) for of in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
@@ -126,7 +126,7 @@ def _choose(metric: jax.Array, r: int, protected: int) -> jax.Array:
         plgpu.barrier_wait(arrived)
 
         def index(axis, tile):
-            return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, square, axis), pairs) + tile * TILE
+            return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, block, axis), pairs) + tile * block[axis]
 
         def row_full(value, dtype):
             return plgpu.layout_cast(jnp.full(TILE, value, dtype), pairs.reduce(1))
@@ -135,33 +135,34 @@ def _choose(metric: jax.Array, r: int, protected: int) -> jax.Array:
         def find_best(t):
             def among(u, found):
                 best, goal = found
-                scores = plgpu.layout_cast(jnp.zeros(square, jnp.float32), pairs)
+                scores = plgpu.layout_cast(jnp.zeros(block, jnp.float32), pairs)
                 for slab in range(slabs):
                     a = plgpu.load(unit_s.at[0, slab, pl.ds(t * TILE, TILE)], layout=lhs, optimized=False)
-                    b = plgpu.load(unit_s.at[1, slab, pl.ds(u * TILE, TILE)].T, layout=rhs, optimized=False)
+                    b = plgpu.load(unit_s.at[1, slab, pl.ds(u * STEP, STEP)].T, layout=rhs, optimized=False)
                     scores = plgpu.mma(scores, a, b)
                 i, j = index(0, t), index(1, u)
                 allowed = (j < odds) & (2 * j + 1 >= protected) & (i < evens) & (2 * i >= protected)
                 scores = jnp.where(allowed, scores, -jnp.inf)
                 top = jnp.max(scores, axis=1)
-                which = jnp.min(jnp.where(scores == lax.broadcast_in_dim(top, square, (0,)), j, rows), axis=1)
+                which = jnp.min(jnp.where(scores == lax.broadcast_in_dim(top, block, (0,)), j, rows), axis=1)
                 return jnp.maximum(best, top), jnp.where(top > best, which, goal)
 
             nothing = row_full(-jnp.inf, jnp.float32), row_full(0, jnp.int32)
-            best_s[pl.ds(t * TILE, TILE)], goal_s[pl.ds(t * TILE, TILE)] = lax.fori_loop(
-                0, rows // TILE, among, nothing
-            )
+            best, goal = lax.fori_loop(0, rows // STEP, among, nothing)
+            best_s[pl.ds(t * TILE, TILE)], goal_s[pl.ds(t * TILE, TILE)] = best, goal
 
         plgpu.commit_smem()
 
         @pl.loop(0, tiles)
         def choose(t):
             def count_before(u, rank):
-                mine, theirs = (_vector(best_s, tile * TILE, pairs, axis, square) for axis, tile in enumerate((t, u)))
+                mine, theirs = (
+                    _vector(best_s, tile * block[axis], pairs, axis, block) for axis, tile in enumerate((t, u))
+                )
                 before = (theirs > mine) | ((theirs == mine) & (index(1, u) < index(0, t)))
                 return rank + jnp.sum(jnp.where(before, 1, 0), axis=1)
 
-            rank = lax.fori_loop(0, tiles, count_before, row_full(0, jnp.int32))
+            rank = lax.fori_loop(0, rows // STEP, count_before, row_full(0, jnp.int32))
             merged_s[pl.ds(t * TILE, TILE)] = jnp.where(rank < r, 1, 0)
 
         plgpu.commit_smem()
@@ -170,9 +171,9 @@ def _choose(metric: jax.Array, r: int, protected: int) -> jax.Array:
         def place(t):
             def count_gone(u, gone):
                 before = index(1, u) < index(0, t)
-                return gone + jnp.sum(jnp.where(before, _vector(merged_s, u * TILE, pairs, 1, square), 0), axis=1)
+                return gone + jnp.sum(jnp.where(before, _vector(merged_s, u * STEP, pairs, 1, block), 0), axis=1)
 
-            gone = lax.fori_loop(0, t + 1, count_gone, row_full(0, jnp.int32))
+            gone = lax.fori_loop(0, (t + 1) * (TILE // STEP), count_gone, row_full(0, jnp.int32))
             part = pl.ds(t * TILE, TILE)
             merged, goal = (
                 plgpu.load(ref.at[part], layout=pairs.reduce(1), optimized=False) for ref in (merged_s, goal_s)
