@@ -259,6 +259,12 @@ def shapes(case: Case, num_pages: int = 4096) -> tuple[Any, ...]:
 LLAMA = Case(positions=(0,), kv_heads=8, group=4, head_dim=128, half=64, width=128)
 
 
+def test_lowers_for_cuda():
+    """Layouts, shared memory and sizes of TMA copies, with the heuristic's tiles."""
+    traced = jax.jit(functools.partial(_kernel, **LLAMA.options)).trace(*shapes(LLAMA))
+    assert str(traced.lower(lowering_platforms=("cuda",)).compiler_ir()).count("@mosaic_gpu_v2") == 1
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "case",
