@@ -19,6 +19,8 @@ FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantize": "int8"},
+    "fp8": {"dtype": "float32", "quantize": "fp8"},
+    "int4": {"dtype": "float32", "quantize": "int4"},
     "int8 cache": {"dtype": "float32", "kv_dtype": "int8"},
 }
 OVERLAP = 0.5  # of a window whose tokens serve as context alone
@@ -65,9 +67,9 @@ def main() -> None:
         report.row(name=name, bytes=size, bits_per_byte=round(found[name], 4), page_bytes=pages[name])
         print(f"{name:10} {found[name]:.4f} bits/byte, {pages[name]} bytes in a page of the cache")
     report.check("bits_per_byte_vs_xz", found["float32"] / xz, "of xz -9", target=1.0, better="lower")
-    for name in ("int8", "bfloat16", "int8 cache"):
+    for name, target in {"int8": 0.01, "bfloat16": 0.01, "int8 cache": 0.01, "fp8": 0.02, "int4": 0.05}.items():
         loss = found[name] / found["float32"] - 1
-        report.check(f"{name.replace(' ', '_')}_bits_per_byte_loss", loss, "of float32", target=0.01, better="lower")
+        report.check(f"{name.replace(' ', '_')}_bits_per_byte_loss", loss, "of float32", target=target, better="lower")
     memory = pages["int8 cache"] / pages["float32"]
     report.check("int8_cache_memory", memory, "of float32", target=0.5, better="lower")
     report.finish(args.json)
