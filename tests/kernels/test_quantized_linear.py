@@ -103,9 +103,13 @@ def exact(x, weights, bias, residual, norm, eps, activation, gated) -> np.ndarra
     return y if residual is None else y + np.asarray(residual, np.float64)
 
 
+# The interpreter may lack threads for larger clusters. Of an odd number of tiles the second share ends past the inputs.
+TWO_SHARES = Trial("small_batch_linear", {"tile_k": GROUP, "stages": 2, "split": 2})
+
+
 def check(case: Case, fmt: Any) -> None:
     args = arguments(case, fmt)
-    with without_races():
+    with TWO_SHARES.running(), without_races():
         y = small_batch_product(**args)
     assert y.dtype == case.dtype
     # The result is rounded once. Of normalised rows, and of quantised ones, a few may round to the other side.
@@ -126,18 +130,10 @@ def test_kernel_widely(case, fmt):
     check(case, fmt)
 
 
-@pytest.mark.parametrize("fmt", ["int8", "int4"])
-def test_shares_of_a_cluster_that_divide_the_inputs_unequally(fmt):
-    """Five tiles over two blocks: the second multiplies a tile past the end, whose weights or scales are zeros."""
-    case = Case(rows=2, inputs=5 * GROUP, outputs=64, norm="rms")
-    with Trial("small_batch_linear", {"tile_k": GROUP, "stages": 2, "split": 2}).running():
-        check(case, fmt)
-
-
 def test_int8_accumulates_exactly():
     """Rows are rounded as the definition does, so that nothing but the scaling in float32 can differ."""
     args = arguments(Case(rows=2, inputs=4 * GROUP, outputs=64, dtype=jnp.float32), "int8")
-    with without_races():
+    with TWO_SHARES.running(), without_races():
         y = small_batch_product(**args)
     np.testing.assert_allclose(y, product(args["x"], args["weights"]), rtol=1e-6, atol=1e-6)
 
