@@ -19,7 +19,7 @@ SECTIONS = {
     "request": ("A prompt and its output (the paper's Fig. 6)", "model way prompt output ms spread"),
     "breakdown": ("What each part gains (the paper's Fig. 10a)", "model format way ms_per_step of_floor spread"),
     "kernels": ("Kernels", "op case way us of_ceiling spread"),
-    "numerics": ("Errors against float64", "op case error definition most"),
+    "numerics": ("Errors against float64", "op case kernel error definition most"),
     "autotune": ("Tuned tiles", "op key own_us best_us tiles"),
 }
 
