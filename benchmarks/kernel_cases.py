@@ -21,6 +21,7 @@ from pallas_kernels.attention import attention
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.norm_linear import norm_linear
+from pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
 from pallas_kernels.small_batch_linear import small_batch_linear
 from pallas_kernels.weights import GROUP, NIBBLES, Weights
 
@@ -69,6 +70,8 @@ def every_case() -> Iterator[Case]:
         ("gpt2-1.5b", "bfloat16", 1),
     ):
         yield from linears(model, rows, form)
+    for rows in (64, 2048):
+        yield from quantized("llama3-8b", rows)
     for model, batch, tokens, context, dtype in (
         ("llama3-8b", 1, 1, 2048, "bfloat16"),
         ("llama3-8b", 1, 1, 8192, "int8"),
@@ -124,6 +127,32 @@ def linears(model: str, rows: int, form: str) -> Iterator[Case]:
     yield case("norm_linear", "up", up, embed, hidden * (2 if gated else 1), norm)
     yield case("linear_residual", "down", linear_residual, hidden, embed, residual)
     yield case("small_batch_linear", "head", small_batch_linear, embed, config.vocab)
+
+
+def quantized(model: str, rows: int) -> Iterator[Case]:
+    """The first product of an MLP in int8, of more rows than the small-batch kernel takes."""
+    config = preset(model)
+    inputs, outputs = config.embed, 2 * config.mlp.hidden
+    x, norm = _float((rows, inputs)), _float((inputs,), "float32")
+    q, q_scale = _float((rows, inputs), "int8"), _float((rows, 1), "float32")
+    weights = _weights(outputs, inputs, "int8")
+    case = functools.partial(Case, rows=rows)
+    name = f"{model}, {rows} rows"
+    yield case(op="quantize_rows", name=name, call=quantize_rows, args=(x,), bytes=_bytes((x, q, q_scale)))
+
+    def normed(x: jax.Array, norm: jax.Array) -> Any:
+        return norm_quantize(x, norm, None, eps=1e-5)
+
+    yield case(op="norm_quantize", name=name, call=normed, args=(x, norm), bytes=_bytes((x, q, q_scale, norm)))
+    args = q, q_scale, *weights
+    yield case(
+        op="quantized_matmul",
+        name=f"{name}, up",
+        call=functools.partial(quantized_matmul, dtype=x.dtype),
+        args=args,
+        bytes=_bytes(args) + 2 * rows * outputs,
+        flops=rows * outputs * inputs,  # half, as int8 has twice the rate
+    )
 
 
 def decode(model: str, batch: int, tokens: int, context: int, dtype: str) -> Case:

@@ -46,11 +46,13 @@ class Limit:
     features: frozenset[str] = frozenset()
 
 
-_LINEAR = Limit(per_sm=2, features=frozenset({"UTMALDG"}))
 LIMITS = {
-    "norm_linear": _LINEAR,
-    "linear_residual": _LINEAR,
-    "small_batch_linear": _LINEAR,
+    "norm_linear": Limit(per_sm=1, features=frozenset({"UTMALDG"})),  # 16 rows in int4, gated; else 2
+    "linear_residual": Limit(per_sm=2, features=frozenset({"UTMALDG"})),
+    "small_batch_linear": Limit(per_sm=2, features=frozenset({"UTMALDG"})),
+    "quantize_rows": Limit(per_sm=2),
+    "norm_quantize": Limit(per_sm=2),
+    "quantized_matmul": Limit(per_sm=2, features=frozenset({"UTMALDG", "IMMA"})),
     "decode_attention": Limit(per_sm=1, features=frozenset({"UTMALDG"})),
     "paged_attention": Limit(per_sm=1, features=frozenset({"UTMALDG", "HGMMA"})),
     "attention": Limit(per_sm=1, features=frozenset({"UTMALDG", "HGMMA"})),
