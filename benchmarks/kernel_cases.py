@@ -18,7 +18,7 @@ from jaxinfer.models import DecoderConfig
 from jaxinfer.models.presets import preset
 from pallas_kernels import KVPages, merge_tokens, moe, paged_attention
 from pallas_kernels.attention import attention
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.cached_attention import cached_attention
 from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.norm_linear import norm_linear
 from pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
@@ -105,7 +105,7 @@ def linears(model: str, rows: int, form: str) -> Iterator[Case]:
     fused = {"activation": config.mlp.activation.value, "gated": gated}
     residual = _float((rows, embed))
 
-    def case(op: str, name: str, call: Callable, x: int, outputs: int, *extra: Any) -> Case:
+    def case(op: str, name: str, call: Callable, x: int, outputs: int, *extra: Any, others: int = 0) -> Case:
         args = _float((rows, x)), _weights(outputs, x, form), *extra
         return Case(
             op=op,
@@ -114,6 +114,7 @@ def linears(model: str, rows: int, form: str) -> Iterator[Case]:
             args=args,
             bytes=_bytes(args) + 2 * rows * outputs,
             flops=2 * rows * outputs * x,
+            others=others,
             rows=rows,
         )
 
@@ -126,7 +127,8 @@ def linears(model: str, rows: int, form: str) -> Iterator[Case]:
     up = functools.partial(normed, **fused)
     yield case("norm_linear", "up", up, embed, hidden * (2 if gated else 1), norm)
     yield case("linear_residual", "down", linear_residual, hidden, embed, residual)
-    yield case("small_batch_linear", "head", small_batch_linear, embed, config.vocab)
+    others = 1 if config.vocab % 8 else 0  # what TMA stored in rows of whole 16 bytes is cut
+    yield case("small_batch_linear", "head", small_batch_linear, embed, config.vocab, others=others)
 
 
 def quantized(model: str, rows: int) -> Iterator[Case]:
@@ -164,16 +166,7 @@ def decode(model: str, batch: int, tokens: int, context: int, dtype: str) -> Cas
     pages = _pages(config, batch * context, dtype)
 
     def call(qkv: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, rotary: Any) -> Any:
-        return decode_attention(
-            qkv,
-            pages,
-            table,
-            positions,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            rotary=rotary,
-            scale=attention.head_dim**-0.5,
-        )
+        return cached_attention(qkv, pages, table, positions, rotary=rotary, scale=attention.head_dim**-0.5)
 
     return Case(
         op="decode_attention",
