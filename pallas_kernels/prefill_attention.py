@@ -364,10 +364,9 @@ def _attend(
     def _hide(i: Any, scores: Any, positions: Any) -> Any:
         def hide(scores: Any) -> Any:
             key = i * block + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_MATRIX)
-            distance = key - _across(positions, block)
-            seen = distance <= 0 if inputs.lengths is None else key <= s.bounds[2]
+            seen = key <= (s.bounds[2] if inputs.lengths is not None else _across(positions, block))
             if window is not None:
-                seen &= distance > -window
+                seen &= key > _across(positions, block) - window
             return jnp.where(seen, scores, _HIDDEN)
 
         # Most blocks lie between the first query's window and itself, or what all see.
@@ -383,7 +382,10 @@ def _attend(
         plgpu.barrier_wait(s.queries_in)
         plgpu.barrier_wait(s.bounds_in)
         start, end = blocks()
-        positions = positions_of_rows()
+        # Without use for them: the compiler's search for layouts does not end with a vector that nothing constrains.
+        positions = None
+        if inputs.lengths is None or window is not None or inputs.slopes is not None:
+            positions = positions_of_rows()
         slopes = None if s.slopes is None else plgpu.load(s.slopes, layout=_COLUMN, optimized=False)
         q, weights = s.q.at[warpgroup], s.weights.at[warpgroup]
 
