@@ -1,11 +1,14 @@
 """Attention over the paged cache, from the projected queries, keys and values to the heads' outputs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
+from pallas_kernels.dispatch import dispatch
 from pallas_kernels.kv_pages import KVPages, write_pages
+from pallas_kernels.norm_linear import normalize
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rotary import rotate
 
@@ -26,6 +29,9 @@ def cached_attention(
 ) -> tuple[jax.Array, KVPages]:
     """Store the tokens' keys and values in the cache, then attend from their queries to all of their rows'.
 
+    Up to MAX_DECODE_TOKENS tokens a row are one kernel on a GPU. Such rows must be of different requests: none may
+    attend to what another one stores in this call. Tokens of a row follow one another, with padding at the end.
+
     Args:
       qkv: [B, T, Hkv * (G + 2) * K], by KV head: its G queries, its key, its value.
       pages: the cache; written in place where the caller donates it.
@@ -36,29 +42,29 @@ def cached_attention(
       scale, window, softcap, alibi: as in `attention`.
     Returns: the heads, [B, T, Hkv * G * K] in qkv's dtype, and the cache.
     """
+    options = {"norm_eps": norm_eps, "scale": scale, "window": window, "softcap": softcap, "alibi": alibi}
+    args = (qkv, pages, page_table, positions, rotary, norms)
+    if qkv.shape[1] > MAX_DECODE_TOKENS:
+        return store_and_attend(*args, **options)
+    return dispatch("decode_attention", decode_attention, store_and_attend, *args, **options)
+
+
+def store_and_attend(
+    qkv: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    positions: jax.Array,
+    rotary: tuple[jax.Array, jax.Array] | None,
+    norms: tuple[jax.Array, jax.Array] | None,
+    *,
+    norm_eps: float,
+    **options: Any,
+) -> tuple[jax.Array, KVPages]:
+    """The definition of `cached_attention`, whose attention is an operation of its own."""
     kv_heads, head_dim = pages.k.shape[2:]
-    if qkv.shape[1] <= MAX_DECODE_TOKENS:
-        q_norm, k_norm = norms or (None, None)
-        return decode_attention(
-            qkv,
-            pages,
-            page_table,
-            positions,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rotary=rotary,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            norm_eps=norm_eps,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            alibi=alibi,
-        )
-    prepared = {"rotary": rotary, "norms": norms, "norm_eps": norm_eps}
+    prepared: dict[str, Any] = {"rotary": rotary, "norms": norms, "norm_eps": norm_eps}
     q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, **prepared)
     pages = store(pages, k, v, page_table, positions)
-    options = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi}
     return paged_attention(q, pages, page_table, positions, **options).reshape(*qkv.shape[:2], -1), pages
 
 
@@ -76,16 +82,10 @@ def split_heads(
     q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, head_dim)
     k, v = grouped[..., -2, :], grouped[..., -1, :]
     if norms is not None:
-        q, k = (_rms_norm(x, norm, norm_eps) for x, norm in zip((q, k), norms, strict=True))
+        q, k = (normalize(x, norm, None, eps=norm_eps) for x, norm in zip((q, k), norms, strict=True))
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
     return q, k, v
-
-
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    y = x.astype(jnp.float32)
-    y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * scale).astype(x.dtype)
 
 
 def store(pages: KVPages, k: jax.Array, v: jax.Array, page_table: jax.Array, positions: jax.Array) -> KVPages:

@@ -36,106 +36,13 @@ from jax._src.pallas.mosaic_gpu.helpers import inline_ptx
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch
-from pallas_kernels.kv_pages import KVPages, write_pages
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.rotary import rotate
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.tuning import tuned
 
 MAX_DECODE_TOKENS = 8
 """Most tokens of a row: the last one chosen, and its drafts."""
 
-
-def decode_attention(
-    qkv: jax.Array,
-    pages: KVPages,
-    page_table: jax.Array,
-    positions: jax.Array,
-    *,
-    kv_heads: int,
-    head_dim: int,
-    rotary: tuple[jax.Array, jax.Array] | None = None,
-    q_norm: jax.Array | None = None,
-    k_norm: jax.Array | None = None,
-    norm_eps: float = 1e-6,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: tuple[float, ...] | None = None,
-) -> tuple[jax.Array, KVPages]:
-    """Store the tokens' keys and values in the cache, and attend from their queries to all of the row's.
-
-    Rows are different requests: none attends to what another one stores in this call. Tokens of a row follow one
-    another, with padding at the end. The cache is written in place where the caller donates it.
-
-    Args:
-      qkv: [B, T, Hkv * (G + 2) * K], by KV head: its G queries, its key, its value. T is at most MAX_DECODE_TOKENS.
-      pages: the cache, in qkv's dtype or in int8.
-      page_table: int32 [B, P]; page i of a row holds its positions from i * page_size on.
-      positions: int32 [B, T], negative for padding, which stores nothing and whose result is finite.
-      rotary: cos and sin, float32 [B, T, 1, R / 2], as in `rotate`.
-      q_norm, k_norm: float32 [K], scales of an RMSNorm of every query and key head before rotation; both or neither.
-      scale, window, softcap, alibi: as in `attention`.
-    Returns: [B, T, Hkv * G * K] in qkv's dtype, and the cache.
-    """
-    if qkv.shape[1] > MAX_DECODE_TOKENS:
-        raise ValueError(f"qkv has {qkv.shape[1]} tokens a row; at most {MAX_DECODE_TOKENS} are decoded at once.")
-    return dispatch(
-        "decode_attention",
-        _kernel,
-        _definition,
-        qkv,
-        pages,
-        page_table,
-        positions,
-        rotary,
-        None if q_norm is None or k_norm is None else (q_norm, k_norm),
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=norm_eps,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi=alibi,
-    )
-
-
-def _definition(
-    qkv: jax.Array,
-    pages: KVPages,
-    page_table: jax.Array,
-    positions: jax.Array,
-    rotary: tuple[jax.Array, jax.Array] | None,
-    norms: tuple[jax.Array, jax.Array] | None,
-    *,
-    kv_heads: int,
-    head_dim: int,
-    norm_eps: float,
-    **options: Any,
-) -> tuple[jax.Array, KVPages]:
-    batch, tokens, _ = qkv.shape
-    grouped = qkv.reshape(batch, tokens, kv_heads, -1, head_dim)
-    q = grouped[..., :-2, :].reshape(batch, tokens, -1, head_dim)
-    k, v = grouped[..., -2, :], grouped[..., -1, :]
-    if norms is not None:
-        q, k = (_rms_norm(x, scale, norm_eps) for x, scale in zip((q, k), norms, strict=True))
-    if rotary is not None:
-        q, k = rotate(q, rotary), rotate(k, rotary)
-    num_pages, page_size = pages.k.shape[:2]
-    page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
-    page = jnp.where(positions < 0, num_pages, page).reshape(-1)
-    k, v = (x.reshape(-1, kv_heads, head_dim) for x in (k, v))
-    pages = write_pages(pages, k, v, page, (positions % page_size).reshape(-1), rows=batch)
-    return paged_attention(q, pages, page_table, positions, **options).reshape(batch, tokens, -1), pages
-
-
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    y = x.astype(jnp.float32)
-    y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale
-    return y.astype(x.dtype)
-
-
-# The kernel.
 
 _KEYS = 64  # of a block: the rows of four warps' products
 _QUERIES = 32  # whose softmax is computed at once
@@ -275,6 +182,8 @@ def _plan(
         alibi=alibi is not None,
         **options,
     )
+    if tokens > MAX_DECODE_TOKENS:
+        raise UnsupportedError(f"the kernel takes at most {MAX_DECODE_TOKENS} tokens a row, got {tokens} tokens")
     if plan.dtype not in (jnp.bfloat16, jnp.float16):
         raise UnsupportedError(f"the kernel takes bfloat16 and float16, got qkv in {plan.dtype}")
     if not plan.int8 and pages.k.dtype != plan.dtype:
@@ -292,7 +201,7 @@ def _plan(
     return plan
 
 
-def _kernel(
+def decode_attention(
     qkv: jax.Array,
     pages: KVPages,
     page_table: jax.Array,
@@ -300,11 +209,11 @@ def _kernel(
     rotary: tuple[jax.Array, jax.Array] | None,
     norms: tuple[jax.Array, jax.Array] | None,
     *,
-    kv_heads: int,
-    head_dim: int,
     alibi: tuple[float, ...] | None,
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
+    """`store_and_attend` for up to MAX_DECODE_TOKENS tokens a row. Raises UnsupportedError."""
+    kv_heads, head_dim = pages.k.shape[2:]
     plan = _plan(qkv, pages, page_table, rotary, norms, alibi, **options)
     tiles = _tiles(plan)
     inputs: dict[str, Any] = {"qkv": qkv.reshape(-1, head_dim), "table": page_table, "positions": positions}

@@ -20,7 +20,7 @@ from benchmarks.gpu import references
 from benchmarks.gpu.others import cudnn_prefill, jax_ragged_dot, tokamax_prefill, tokamax_ragged_dot
 from pallas_kernels import KVPages, attention, merge_tokens, moe, paged_attention
 from pallas_kernels import weights as formats
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.cached_attention import cached_attention
 from pallas_kernels.dispatch import without_kernels
 from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.norm_linear import norm_linear
@@ -323,8 +323,7 @@ def decoding(
         return qkv, *_cache(cache, batch, context, kv_heads, head_dim), _positions(batch, tokens, context), turned
 
     def call(qkv: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, rotary: Any) -> Any:
-        sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "scale": head_dim**-0.5}
-        return decode_attention(qkv, pages, table, positions, rotary=rotary, **sizes, **options)
+        return cached_attention(qkv, pages, table, positions, rotary=rotary, scale=head_dim**-0.5, **options)
 
     return Case(
         op="decode_attention",

@@ -14,7 +14,8 @@ from jax import lax
 
 from jaxinfer.compiled.target import Target, compile_for
 from pallas_kernels import KVPages
-from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, _definition, _kernel, decode_attention
+from pallas_kernels.cached_attention import cached_attention, store_and_attend
+from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
@@ -46,8 +47,6 @@ class Case:
     def options(self) -> dict[str, Any]:
         alibi = tuple(2.0 ** -np.arange(1, self.kv_heads * self.group + 1)) if self.alibi else None
         return {
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
             "norm_eps": EPS,
             "scale": self.head_dim**-0.5,
             "window": self.window,
@@ -56,7 +55,7 @@ class Case:
         }
 
     def args(self, seed: int = 0) -> tuple[Any, ...]:
-        """Numbers for `_kernel` and `_definition`; pages lie shuffled among others."""
+        """Numbers for the kernel and its definition; pages lie shuffled among others."""
         rng = np.random.default_rng(seed)
         batch = len(self.positions)
         num_pages = batch * self.width + 2
@@ -143,18 +142,18 @@ def close(actual: jax.Array, expected: np.ndarray, positions: jax.Array, toleran
 def test_any_call_is_the_reference(first, tokens, seed, **options):
     case = Case(positions=tuple(first), tokens=tokens, kv_heads=2, head_dim=8, dtype=jnp.float32, width=4, **options)
     qkv, pages, table, positions, rotary, norms = args = case.args(seed)
-    q_norm, k_norm = norms or (None, None)
-    heads, _ = decode_attention(
-        qkv, pages, table, positions, rotary=rotary, q_norm=q_norm, k_norm=k_norm, **case.options
-    )
+    heads, _ = cached_attention(qkv, pages, table, positions, rotary=rotary, norms=norms, **case.options)
     assert heads.dtype == qkv.dtype
     close(heads, reference(case, args), positions, 1e-4)
 
 
-def test_too_many_tokens():
-    case = Case(positions=(0,), tokens=MAX_DECODE_TOKENS + 1)
-    with pytest.raises(ValueError, match="9 tokens a row; at most 8"):
-        decode_attention(*case.args()[:4], **case.options)
+def test_many_tokens_are_stored_first():
+    case = Case(positions=(3, 20), tokens=MAX_DECODE_TOKENS + 1, kv_heads=2, dtype=jnp.float32)
+    args = case.args()
+    with pytest.raises(UnsupportedError, match="9 tokens"):
+        decode_attention(*args, **case.options)
+    heads, _ = cached_attention(*args[:4], **case.options)
+    close(heads, reference(case, args), args[3], 1e-4)
 
 
 def interpreted(case: Case, splits: int, stages: int = 2) -> None:
@@ -162,9 +161,9 @@ def interpreted(case: Case, splits: int, stages: int = 2) -> None:
     args = case.args()
     tiles = Trial("decode_attention", {"splits": splits, "stages": stages})
     with without_races(), tiles.running():
-        heads, pages = jax.block_until_ready(_kernel(*args, **case.options))
+        heads, pages = jax.block_until_ready(decode_attention(*args, **case.options))
     assert heads.dtype == case.dtype
-    expected, expected_pages = _definition(*args, **case.options)
+    expected, expected_pages = store_and_attend(*args, **case.options)
     # Softmax weights are rounded to the dtype, 2^-9 of each in bfloat16, and the result once more; values are below 5.
     close(heads, np.asarray(expected, np.float64), args[3], 0.02 if case.dtype == jnp.bfloat16 else 0.003)
     for actual, wanted in zip(jax.tree.leaves(pages), jax.tree.leaves(expected_pages), strict=True):
@@ -240,14 +239,14 @@ def test_interpreted_wider(name):
 )
 def test_unsupported(case, words):
     with pytest.raises(UnsupportedError, match=words):
-        _kernel(*case.args(), **case.options)
+        decode_attention(*case.args(), **case.options)
 
 
 def test_a_cache_in_another_dtype_is_unsupported():
     case = Case(positions=(0,))
     qkv, pages, *others = case.args()
     with pytest.raises(UnsupportedError, match="in qkv's dtype bfloat16 or in int8, got float32"):
-        _kernel(qkv, jax.tree.map(lambda x: x.astype(jnp.float32), pages), *others, **case.options)
+        decode_attention(qkv, jax.tree.map(lambda x: x.astype(jnp.float32), pages), *others, **case.options)
 
 
 def shapes(case: Case, num_pages: int = 4096) -> tuple[Any, ...]:
@@ -261,7 +260,7 @@ LLAMA = Case(positions=(0,), kv_heads=8, group=4, head_dim=128, half=64, width=1
 
 def test_lowers_for_cuda():
     """Layouts, shared memory and sizes of TMA copies, with the heuristic's tiles."""
-    traced = jax.jit(functools.partial(_kernel, **LLAMA.options)).trace(*shapes(LLAMA))
+    traced = jax.jit(functools.partial(decode_attention, **LLAMA.options)).trace(*shapes(LLAMA))
     assert str(traced.lower(lowering_platforms=("cuda",)).compiler_ir()).count("@mosaic_gpu_v2") == 1
 
 
@@ -277,7 +276,7 @@ def test_lowers_for_cuda():
     ],
 )
 def test_one_launch_that_writes_in_place(case):
-    call = functools.partial(_kernel, **case.options)
+    call = functools.partial(decode_attention, **case.options)
     report = compile_for(Target.load("h200"), call, shapes(case), donate=(1,), resources=True)
     (kernel,) = report.kernels
     assert kernel.kind == "mosaic"
@@ -294,7 +293,7 @@ def test_a_loop_copies_no_cache():
     def loop(qkv, pages, table, positions, rotary, norms):
         def body(state):
             i, heads, pages = state
-            new, pages = decode_attention(qkv, pages, table, positions + i, rotary=rotary, **LLAMA.options)
+            new, pages = cached_attention(qkv, pages, table, positions + i, rotary=rotary, **LLAMA.options)
             return i + 1, heads + new, pages
 
         start = jnp.zeros((*qkv.shape[:2], LLAMA.kv_heads * LLAMA.group * LLAMA.head_dim), qkv.dtype)
