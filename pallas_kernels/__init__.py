@@ -1,32 +1,39 @@
-"""The operations that decide speed, each as its plain-JAX definition and, where there is one, a GPU kernel.
+"""The operations that decide speed, each as its plain-JAX definition and a GPU kernel.
 
-Imports jax only. Model code calls these functions and never asks which platform it runs on: the choice between
-a kernel and the definition is made here. Start at `linear.py` (matrix products), then `attention.py`.
+Imports jax only. Model code calls these functions and never asks which platform it runs on: `dispatch.py` chooses
+between a kernel and the definition. `docs/kernels.md` describes each. A layer of a transformer is `norm_linear` (QKV),
+`cached_attention`, `linear_residual`, `norm_linear` (MLP), `linear_residual`; experts are in `moe`.
 """
 
-from pallas_kernels.activations import activate
+from pallas_kernels.activations import activate, activate_outputs
 from pallas_kernels.attention import attention
+from pallas_kernels.cached_attention import cached_attention, split_heads
 from pallas_kernels.kv_pages import KVPages, write_pages
-from pallas_kernels.linear import linear, quantized_linear
 from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.merge_tokens import merge_tokens
-from pallas_kernels.norm_linear import norm_linear, normalize
+from pallas_kernels.norm import normalize
+from pallas_kernels.norm_linear import norm_linear
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
 from pallas_kernels.small_batch_linear import small_batch_linear
-from pallas_kernels.weights import quantize_rows
+from pallas_kernels.weights import Weights
 
 __all__ = [
     "KVPages",
+    "Weights",
     "activate",
+    "activate_outputs",
     "attention",
-    "linear",
+    "cached_attention",
     "linear_residual",
     "merge_tokens",
     "norm_linear",
+    "norm_quantize",
     "normalize",
     "paged_attention",
     "quantize_rows",
-    "quantized_linear",
+    "quantized_matmul",
     "small_batch_linear",
+    "split_heads",
     "write_pages",
 ]

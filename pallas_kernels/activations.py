@@ -39,9 +39,11 @@ def approximate_erf(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0.0, -y, y)
 
 
-def activate_outputs(y: jax.Array, name: str, *, gated: bool) -> jax.Array:
-    """The activation of a linear's outputs [..., N]; `gated`: act(gate) * up of alternating ones, [..., N / 2]."""
-    if not gated:
-        return activate(y, name)
-    pairs = y.reshape(*y.shape[:-1], -1, 2)
-    return activate(pairs[..., 0], name) * pairs[..., 1]
+def activate_outputs(y: jax.Array, name: str | None, *, gated: bool) -> jax.Array:
+    """What follows a product [..., N]: act(y), or act(gate) * up of alternating outputs, [..., N / 2]; None is none."""
+    up = None
+    if gated:
+        pairs = y.reshape(*y.shape[:-1], -1, 2)
+        y, up = pairs[..., 0], pairs[..., 1]
+    y = y if name is None else activate(y, name)
+    return y if up is None else y * up

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.kv_pages import KVPages, write_pages
-from pallas_kernels.norm_linear import normalize
+from pallas_kernels.norm import normalize
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rotary import rotate
 

@@ -3,7 +3,8 @@
 import jax
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.small_batch_linear import linear_definition, small_batch_product
+from pallas_kernels.linear import linear_definition
+from pallas_kernels.small_batch_linear import small_batch_product
 from pallas_kernels.weights import Weights
 
 

@@ -5,28 +5,14 @@ the first of its MLP (norm, FC1, activation or gate).
 """
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.activations import activate
+from pallas_kernels.activations import activate_outputs
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.small_batch_linear import Norm, linear_definition, small_batch_product
-from pallas_kernels.weights import Weights
-
-
-def normalize(x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, eps: float) -> jax.Array:
-    """LayerNorm over the last dimension, or RMSNorm if there is no shift; in float32, rounded to x's dtype.
-
-    x: [..., K]; scale, shift: [K].
-    """
-    y = x.astype(jnp.float32)
-    if shift is not None:
-        y -= jnp.mean(y, axis=-1, keepdims=True)
-    y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    y *= scale
-    if shift is not None:
-        y += shift
-    return y.astype(x.dtype)
+from pallas_kernels.linear import linear_definition
+from pallas_kernels.norm import normalize
+from pallas_kernels.quantized_matmul import norm_quantize, quantized_matmul
+from pallas_kernels.small_batch_linear import Norm, small_batch_product
+from pallas_kernels.weights import Weights, is_int8
 
 
 def norm_linear_definition(
@@ -40,13 +26,14 @@ def norm_linear_definition(
     activation: str | None = None,
     gated: bool = False,
 ) -> jax.Array:
-    """`norm_linear` in plain JAX."""
-    y = linear_definition(normalize(x, scale, shift, eps=eps), weights, bias)
-    if gated:
-        pairs = y.reshape(*y.shape[:-1], -1, 2)
-        gate, up = pairs[..., 0], pairs[..., 1]
-        return (gate if activation is None else activate(gate, activation)) * up
-    return y if activation is None else activate(y, activation)
+    """`norm_linear` by XLA, and for int8 by what `quantized_matmul` offers."""
+    if is_int8(weights):
+        assert weights.scale is not None
+        q, q_scale = norm_quantize(x, scale, shift, eps=eps)
+        y = quantized_matmul(q, q_scale, weights.kernel, weights.scale, bias, dtype=x.dtype)
+    else:
+        y = linear_definition(normalize(x, scale, shift, eps=eps), weights, bias)
+    return activate_outputs(y, activation, gated=gated)
 
 
 def norm_linear(

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import weights as formats
 from pallas_kernels.dispatch import UnsupportedError, dispatch
-from pallas_kernels.norm_linear import normalize
+from pallas_kernels.norm import normalize
 from pallas_kernels.tuning import tuned
 
 _LANES = 128  # threads of a warpgroup
@@ -49,7 +49,13 @@ def norm_quantize(
 
 
 def quantized_matmul(
-    q: jax.Array, q_scale: jax.Array, kernel: jax.Array, scale: jax.Array, bias: jax.Array | None = None, *, dtype: Any
+    q: jax.Array,
+    q_scale: jax.Array,
+    kernel: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    dtype: Any,
 ) -> jax.Array:
     """(q * q_scale) (kernel * scale)^T + bias, accumulated in int32.
 

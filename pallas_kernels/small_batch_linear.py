@@ -35,9 +35,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.activations import activate, approximate_erf
 from pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting
+from pallas_kernels.linear import linear_definition
 from pallas_kernels.small_batch_operands import ACC, Operand, bfloat16_parts, operand_of, per_column, per_output, spread
 from pallas_kernels.tuning import tuned
-from pallas_kernels.weights import GROUP, Weights, product
+from pallas_kernels.weights import GROUP, Weights
 
 TILE_N = 64  # outputs of a block: four warps of 16 rows, what one mma.sync takes
 MAX_ROWS = 16
@@ -47,14 +48,8 @@ _SMS = 132  # of an H100 or H200
 _SHARED_BYTES, _RESERVED_BYTES = 233_472, 1024  # of an SM, and of that for each of its blocks
 
 
-def linear_definition(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:
-    """x W^T + b in plain JAX."""
-    y = product(x, weights)
-    return y if bias is None else y + bias.astype(y.dtype)
-
-
 def small_batch_linear(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:
-    """x W^T + b, one kernel for up to 16 rows.
+    """x W^T + b: one kernel for up to 16 rows, `linear_definition` for more.
 
     x: [..., K]; weights: N by K; bias: [N]. Returns [..., N] in x's dtype.
     """

@@ -55,6 +55,11 @@ class Weights(NamedTuple):
         return outputs, columns * (NIBBLES if is_int4(self) else 1)
 
 
+def is_int8(weights: Weights) -> bool:
+    """Whether rows of x are quantised for the product, too."""
+    return weights.kernel.dtype == jnp.int8
+
+
 def is_int4(weights: Weights) -> bool:
     """Whether four weights share a word of the kernel."""
     return weights.kernel.dtype == jnp.uint16
@@ -107,7 +112,7 @@ def product(x: jax.Array, weights: Weights) -> jax.Array:
         return contract(x, kernel)
     if is_int4(weights):
         return _int4_product(x, kernel, scale)
-    if kernel.dtype == jnp.int8:
+    if is_int8(weights):
         q, x_scale = quantize_rows(x)
         y = contract(q, kernel, accumulator=jnp.int32).astype(jnp.float32) * x_scale
     else:

@@ -27,13 +27,19 @@ from jaxinfer.models.config import (
     RopeScaling,
     alibi_slopes,
 )
-from pallas_kernels import KVPages, attention
-from pallas_kernels.activations import activate_outputs
-from pallas_kernels.cached_attention import cached_attention, split_heads
-from pallas_kernels.linear_residual import linear_residual
-from pallas_kernels.norm_linear import norm_linear, normalize
-from pallas_kernels.small_batch_linear import small_batch_linear as linear
-from pallas_kernels.weights import GROUP, STORED_AS, QuantizedFormat, Weights, quantize
+from pallas_kernels import (
+    KVPages,
+    Weights,
+    activate_outputs,
+    attention,
+    cached_attention,
+    linear_residual,
+    norm_linear,
+    normalize,
+    small_batch_linear,
+    split_heads,
+)
+from pallas_kernels.weights import GROUP, STORED_AS, QuantizedFormat, quantize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,9 +95,10 @@ class LowRankStack(NamedTuple):
         All slots are multiplied and the others' parts set to zero: two plain products, whatever rows sit together.
         """
         slots, rank, inputs = self.a.shape
-        reduced = linear(x, Weights(self.a.reshape(slots * rank, inputs))).reshape(*x.shape[:-1], slots, rank)
+        down, up = self.a.reshape(slots * rank, inputs), self.b.reshape(-1, slots * rank)
+        reduced = small_batch_linear(x, Weights(down)).reshape(*x.shape[:-1], slots, rank)
         reduced *= chosen[..., None].astype(reduced.dtype)
-        return linear(reduced.reshape(*x.shape[:-1], slots * rank), Weights(self.b.reshape(-1, slots * rank)))
+        return small_batch_linear(reduced.reshape(*x.shape[:-1], slots * rank), Weights(up))
 
 
 class LayerAdapters(NamedTuple):
@@ -144,11 +151,10 @@ class Linear(nnx.Module):
         if adapter is None and residual is not None:
             return linear_residual(x, weights, residual, bias)
         x = x if norm is None else norm(x)
-        y = linear(x, weights, bias)
+        y = small_batch_linear(x, weights, bias)
         if adapter is not None:
             y += adapter(x)
-        if activation is not None:
-            y = activate_outputs(y, activation, gated=gated)
+        y = activate_outputs(y, activation, gated=gated)
         return y if residual is None else residual + y
 
     @property
@@ -176,7 +182,7 @@ class Embedding(nnx.Module):
 
     def project(self, x: jax.Array) -> jax.Array:
         """x table^T: [..., D] -> [..., rows]."""
-        return linear(x, Weights(self.table[...], None if self.scale is None else self.scale[...]))
+        return small_batch_linear(x, Weights(self.table[...], None if self.scale is None else self.scale[...]))
 
 
 class Norm(nnx.Module):

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError, dispatch
-from pallas_kernels.linear import linear
 from pallas_kernels.tuning import tuned
+from pallas_kernels.weights import contract
 
 
 def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -41,7 +41,7 @@ def _grouped_matmul_definition(x: jax.Array, weights: jax.Array, offsets: jax.Ar
     def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
         expert = jnp.sum(ends <= i)
         first = offsets[expert] + (i - ends[expert] + blocks[expert]) * block
-        product = linear(lax.dynamic_slice_in_dim(x, first, block), weights[expert])
+        product = contract(lax.dynamic_slice_in_dim(x, first, block), weights[expert])
         # What it writes beyond the expert's rows, the next experts write over.
         return lax.dynamic_update_slice_in_dim(y, product, first, 0)
 

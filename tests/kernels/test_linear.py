@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import linear, quantize_rows, quantized_linear
+from pallas_kernels import Weights, quantize_rows, small_batch_linear
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (1, 1), (3, 1), (2, 9)])
@@ -16,7 +16,7 @@ def test_linear(leading, dtype, tolerance):
     rng = np.random.default_rng(0)
     x, kernel, bias = rng.normal(size=(*leading, 40)), rng.normal(size=(24, 40)) / 6, rng.normal(size=24)
     args = (jnp.asarray(x, dtype), jnp.asarray(kernel, dtype), jnp.asarray(bias, jnp.float32))
-    y = jax.jit(linear)(*args)
+    y = jax.jit(lambda x, kernel, bias: small_batch_linear(x, Weights(kernel), bias))(*args)
     rounded = [np.asarray(jnp.asarray(a, dtype)).astype(np.float64) for a in (x, kernel)]
     exact = rounded[0] @ rounded[1].T + bias
     assert y.dtype == dtype
@@ -37,7 +37,7 @@ def test_quantized_linear_is_the_product_of_its_quantised_operands(seed, rows, i
     scale = rng.uniform(0.01, 0.1, outputs).astype(np.float32)
     q, x_scale = map(np.asarray, quantize_rows(x))
     exact = (q.astype(np.int64) @ kernel.T.astype(np.int64)) * x_scale.astype(np.float64) * scale
-    y = quantized_linear(x, kernel, scale)
+    y = small_batch_linear(x, Weights(kernel, scale))
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
 
 
@@ -45,7 +45,7 @@ def test_quantised_weights_stay_close_to_the_float_product():
     rng = np.random.default_rng(1)
     x, kernel = rng.normal(size=(5, 256)).astype(np.float32), rng.normal(size=(64, 256)).astype(np.float32)
     q, scale = map(np.asarray, quantize_rows(kernel))
-    y = quantized_linear(x, q, scale[:, 0], jnp.ones(64))
+    y = small_batch_linear(x, Weights(q, scale[:, 0]), jnp.ones(64))
     error = np.abs(np.asarray(y) - (x @ kernel.T + 1))
     # Two roundings of relative size 1/254 of the largest element, averaged over 256 terms.
     assert error.max() < 1.0

@@ -1,0 +1,20 @@
+"""LayerNorm and RMSNorm: the definition, which kernels have built in."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def normalize(x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, eps: float) -> jax.Array:
+    """LayerNorm over the last dimension, or RMSNorm if there is no shift; in float32, rounded to x's dtype.
+
+    x: [..., K]; scale, shift: [K].
+    """
+    y = x.astype(jnp.float32)
+    if shift is not None:
+        y -= jnp.mean(y, axis=-1, keepdims=True)
+    y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    y *= scale
+    if shift is not None:
+        y += shift
+    return y.astype(x.dtype)
