@@ -27,7 +27,7 @@ def test_converts(tmp_path):
         ((GOLDEN.parent / "none", "model"), "error: {goldens}/none: no such directory; name one with config.json"),
         ((GOLDEN, "."), "not empty; name another output directory"),
         ((GOLDEN, "model", "--dtype", "int4"), "error: dtype='int4' is not implemented; known: float32"),
-        ((GOLDEN, "model", "--quantize", "int4"), "error: quantize='int4' is not implemented; known: int8"),
+        ((GOLDEN, "model", "--quantize", "int3"), "error: quantize='int3' is not implemented; known: int8"),
         ((GOLDEN, "file/model"), "error: "),
     ],
 )

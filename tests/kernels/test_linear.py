@@ -35,9 +35,9 @@ def test_quantized_linear_is_the_product_of_its_quantised_operands(seed, rows, i
     x = rng.normal(size=(rows, inputs)).astype(np.float32)
     kernel = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
     scale = rng.uniform(0.01, 0.1, outputs).astype(np.float32)
-    q, x_scale = map(np.asarray, quantize_rows(x))
+    q, x_scale = map(np.asarray, jax.jit(quantize_rows)(x))
     exact = (q.astype(np.int64) @ kernel.T.astype(np.int64)) * x_scale.astype(np.float64) * scale
-    y = small_batch_linear(x, Weights(kernel, scale))
+    y = jax.jit(small_batch_linear)(x, Weights(kernel, scale))
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
 
 

@@ -127,6 +127,7 @@ KERNEL_CASES = [
 ]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("count", "features", "metric", "r", "protected"), KERNEL_CASES)
 def test_kernels(count, features, metric, r, protected):
     args = case(2, count, features, metric, dtype=jnp.bfloat16)
@@ -138,6 +139,7 @@ def test_kernels(count, features, metric, r, protected):
     np.testing.assert_allclose(*(np.asarray(part, np.float32) for part in (y, expected)), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.interpreted
 def test_kernels_on_ties_and_float16():
     x, size, _ = case(1, 66, 8, 8, dtype=jnp.float16)
     metric = jnp.tile(jnp.eye(8, dtype=jnp.float16), (9, 1))[None, :66]  # every direction several times
@@ -162,6 +164,7 @@ def test_refusals(changes, message):
         _kernels(*args, r=3, protected=1)
 
 
+@pytest.mark.interpreted
 def test_other_arguments_run_the_definition():
     args = case(1, 16, 12, 8, dtype=jnp.bfloat16)
     with interpreted():
@@ -188,6 +191,7 @@ def test_lowers_for_cuda(model):
     assert text.count("mosaic_gpu_v2") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("model", MODELS)
 def test_ahead_of_time(model):

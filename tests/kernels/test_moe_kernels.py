@@ -49,6 +49,7 @@ def check_gating(logits, **options):
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("tokens", "experts", "k", "capacity", "normalize", "kind"),
     [
@@ -64,6 +65,7 @@ def test_gating_interpreted(tokens, experts, k, capacity, normalize, kind):
     check_gating(logits_of(tokens, experts, kind=kind), k=k, capacity=capacity, normalize=normalize)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("tokens", "k", "capacity"), [(8, 2, None), (11, 1, None), (10, 2, 4)])
 def test_gating_in_tiles_interpreted(tokens, k, capacity, monkeypatch):
     """Tiles of 4 tokens, whose counts are added up two tiles at a time; the last is not full."""
@@ -78,6 +80,7 @@ def test_more_gating_interpreted(tokens, experts, k):
     check_gating(logits_of(tokens, experts), k=k, capacity=None, normalize=True)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     ("tokens", "k", "capacity", "columns"), [(1, 1, None, 128), (3, 2, None, 384), (9, 2, 2, 2048)]
@@ -96,6 +99,7 @@ def test_layout_interpreted(tokens, k, capacity, columns, dtype):
     np.testing.assert_allclose(np.asarray(mixed, np.float32), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.interpreted
 def test_layout_of_many_rows_interpreted(monkeypatch):
     """Eight rows a block, the last block with fewer; rows that were dropped are not read."""
     monkeypatch.setattr("pallas_kernels.moe.layout._FEW", 4)
@@ -124,6 +128,7 @@ def check_products(sizes, outputs, inputs, *, offsets=None, rows=None, dtype=jnp
         np.testing.assert_allclose(y[mine], x[mine] @ weights[expert].T, rtol=2**-8, atol=2**-8)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("sizes", "outputs", "inputs", "dtype"),
     [
@@ -137,12 +142,14 @@ def test_products_interpreted(sizes, outputs, inputs, dtype):
     check_products(sizes, outputs, inputs, dtype=dtype)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("rows", [8, 64])
 def test_products_of_several_tiles_interpreted(rows):
     """More rows than a tile, and a ring that is refilled."""
     check_products([21, 0, 5, 38], 128, 320, tiles={"rows": rows, "outputs": 64, "stages": 2})
 
 
+@pytest.mark.interpreted
 def test_products_with_gaps_interpreted():
     """As with a capacity: what lies between the experts' rows belongs to none."""
     check_products([2, 0, 8, 5], 64, 64, offsets=[0, 8, 16, 24], rows=32)
@@ -218,6 +225,7 @@ def test_tiles_hold_a_usual_expert():
         assert Tiles.choose(32768, 8, 2880).outputs == 64  # 128 would not divide them
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("model", MODELS)

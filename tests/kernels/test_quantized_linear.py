@@ -117,6 +117,7 @@ def check(case: Case, fmt: Any) -> None:
     np.testing.assert_allclose(np.asarray(y, np.float64), exact(**args), rtol=eps, atol=4 * eps)
 
 
+@pytest.mark.interpreted
 @each_format
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel(case, fmt):
@@ -130,6 +131,7 @@ def test_kernel_widely(case, fmt):
     check(case, fmt)
 
 
+@pytest.mark.interpreted
 def test_int8_accumulates_exactly():
     """Rows are rounded as the definition does, so that nothing but the scaling in float32 can differ."""
     args = arguments(Case(rows=2, inputs=4 * GROUP, outputs=64, dtype=jnp.float32), "int8")
@@ -237,6 +239,7 @@ def test_lowers_for_cuda(name, fmt):
     assert "dot_general" not in module
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize(("name", "fmt"), CALLS)
 def test_compiles_to_one_kernel_without_spills(name, fmt):
@@ -252,6 +255,7 @@ def test_compiles_to_one_kernel_without_spills(name, fmt):
     assert report.temp_bytes <= partial + 1024
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 def test_int4_unpacks_with_few_instructions():
     """A lane of an H200 has three for each weight while memory delivers 4.8 TB/s; half of them for logic."""

@@ -67,6 +67,7 @@ def test_norm_quantize_rounds_the_norm(shifted):
     np.testing.assert_array_equal(np.abs(q).max(axis=1), 127)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("rows", "inputs"), [((3,), 128), ((2, 2), 640), ((1,), 1024)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_quantize_kernels(rows, inputs, dtype):
@@ -88,6 +89,7 @@ def test_quantize_kernels(rows, inputs, dtype):
         assert np.mean(np.asarray(q) != np.asarray(expected)) < 0.02
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     ("shape", "tiles"),
@@ -111,6 +113,7 @@ def test_product_kernel(shape, tiles, dtype):
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=1e-4)
 
 
+@pytest.mark.interpreted
 def test_product_kernel_without_bias_over_more_dimensions():
     q, q_scale, kernel, scale, _ = (case(40, 128, 64)[name] for name in PRODUCT)
     args = (q.reshape(2, 20, 128), q_scale.reshape(2, 20, 1), kernel, scale)
@@ -181,6 +184,7 @@ def test_lowers_for_cuda(shape):
         assert "mosaic_gpu_v2" not in plain.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ahead_of_time(shape):

@@ -166,6 +166,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel(name):
     problem, tiles = KERNELS[name]
@@ -214,6 +215,7 @@ def test_operations_on_any_platform(data):
     np.testing.assert_allclose(np.asarray(y).astype(np.float64), exact, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.interpreted
 def test_leading_dimensions_and_the_dtype_are_kept():
     x, weights, _, residual, *_ = P(rows=6, inputs=64, outputs=16, residual=True).arrays()
     flat = linear_residual(x, weights, residual)
@@ -309,6 +311,7 @@ def test_heuristic(name):
     assert slot * tiles.stages >= 32_768 or tiles.stages == share
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("name", REALISTIC)
 def test_compiles_to_one_kernel_without_spills(name):
