@@ -79,6 +79,8 @@ def without_kernels(*names: str) -> contextlib.AbstractContextManager[None]:
 def kernels_available() -> bool:
     """Whether a program traced now may hold Mosaic kernels: it is for one GPU of compute capability 9.0 or more.
 
+    Under JAX 0.11 only.
+
     A mesh whose axes XLA shards by itself gets the definitions: XLA cannot divide a kernel. Inside `shard_map` each
     device has its own, and kernels run.
     """
@@ -87,14 +89,23 @@ def kernels_available() -> bool:
     if any(divided):
         return False
     if mesh.abstract_device is not None:  # a GPU that is compiled for ahead of time
-        return _HOPPER_OR_NEWER.search(mesh.abstract_device.device_kind) is not None
-    return _local_gpu_runs_kernels()
+        return _HOPPER_OR_NEWER.search(mesh.abstract_device.device_kind) is not None and _jax_lowers_kernels()
+    return _local_gpu_runs_kernels() and _jax_lowers_kernels()
 
 
 def device_kind() -> str:
     """The kind of device that a program traced now is for ("NVIDIA H200", "cpu")."""
     target = get_abstract_mesh().abstract_device
     return target.device_kind if target is not None else jax.devices()[0].device_kind
+
+
+@functools.cache
+def _jax_lowers_kernels() -> bool:
+    """Mosaic changes from release to release: under JAX 0.12 some kernels find no layouts for their registers."""
+    if jax.__version_info__ < (0, 12):
+        return True
+    _say_once(f"kernels are for JAX 0.11, this is {jax.__version__}: plain XLA runs instead")
+    return False
 
 
 @functools.cache
