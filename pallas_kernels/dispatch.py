@@ -77,9 +77,7 @@ def without_kernels(*names: str) -> contextlib.AbstractContextManager[None]:
 
 
 def kernels_available() -> bool:
-    """Whether a program traced now may hold Mosaic kernels: it is for one GPU of compute capability 9.0 or more.
-
-    Under JAX 0.11 only.
+    """Whether a program traced now may hold Mosaic kernels: for one GPU of compute capability 9.0 or more, by JAX 0.11.
 
     A mesh whose axes XLA shards by itself gets the definitions: XLA cannot divide a kernel. Inside `shard_map` each
     device has its own, and kernels run.

@@ -74,7 +74,7 @@ def _norm_quantize_definition(
 def _matmul_definition(
     q: jax.Array, q_scale: jax.Array, kernel: jax.Array, scale: jax.Array, bias: jax.Array | None, *, dtype: Any
 ) -> jax.Array:
-    y = formats.contract(q, kernel, accumulator=jnp.int32).astype(jnp.float32) * q_scale * scale
+    y = formats.int8_product(q, q_scale, kernel, scale)
     return (y if bias is None else y + bias).astype(dtype)
 
 

@@ -113,11 +113,14 @@ def product(x: jax.Array, weights: Weights) -> jax.Array:
     if is_int4(weights):
         return _int4_product(x, kernel, scale)
     if is_int8(weights):
-        q, x_scale = quantize_rows(x)
-        y = contract(q, kernel, accumulator=jnp.int32).astype(jnp.float32) * x_scale
-    else:
-        y = contract(x, kernel.astype(x.dtype), accumulator=jnp.float32)
+        return int8_product(*quantize_rows(x), kernel, scale).astype(x.dtype)
+    y = contract(x, kernel.astype(x.dtype), accumulator=jnp.float32)
     return (y * scale).astype(x.dtype)  # after the product: XLA would write out a matrix scaled before it
+
+
+def int8_product(q: jax.Array, q_scale: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+    """(q * q_scale) (kernel * scale)^T, accumulated in int32: int8 [..., K] and [N, K] -> float32 [..., N]."""
+    return contract(q, kernel, accumulator=jnp.int32).astype(jnp.float32) * q_scale * scale
 
 
 def contract(x: jax.Array, kernel: jax.Array, accumulator: jax.typing.DTypeLike | None = None) -> jax.Array:

@@ -80,6 +80,11 @@ def _matrix(
     return nnx.Param(kernel, axes=axes), nnx.Param(scale, axes=axes[:1] if scale.ndim == 1 else axes[::-1])
 
 
+def _weights(kernel: nnx.Param, scale: nnx.Param | None) -> Weights:
+    """A matrix as products take it."""
+    return Weights(kernel[...], None if scale is None else scale[...])
+
+
 class LowRankStack(NamedTuple):
     """The low-rank updates (LoRA, arXiv:2106.09685) of one linear, one per adapter slot: y += (x a^T) b^T.
 
@@ -144,7 +149,7 @@ class Linear(nnx.Module):
 
         A norm and a residual do not come together, nor an activation and a residual.
         """
-        weights, bias = self.weights, None if self.bias is None else self.bias[...]
+        weights, bias = _weights(self.kernel, self.scale), None if self.bias is None else self.bias[...]
         if adapter is None and norm is not None:
             fused = {"eps": norm.eps, "activation": activation, "gated": gated}
             return norm_linear(x, *norm.parameters, weights, bias, **fused)
@@ -156,11 +161,6 @@ class Linear(nnx.Module):
             y += adapter(x)
         y = activate_outputs(y, activation, gated=gated)
         return y if residual is None else residual + y
-
-    @property
-    def weights(self) -> Weights:
-        """What the product takes."""
-        return Weights(self.kernel[...], None if self.scale is None else self.scale[...])
 
 
 class Embedding(nnx.Module):
@@ -182,7 +182,7 @@ class Embedding(nnx.Module):
 
     def project(self, x: jax.Array) -> jax.Array:
         """x table^T: [..., D] -> [..., rows]."""
-        return small_batch_linear(x, Weights(self.table[...], None if self.scale is None else self.scale[...]))
+        return small_batch_linear(x, _weights(self.table, self.scale))
 
 
 class Norm(nnx.Module):

@@ -103,7 +103,10 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(overlap=st.booleans())
     def begin(self, overlap):
+        """With two requests that do not fit beside each other to their ends: one must give way."""
         reset(self.engine, overlap=overlap)
+        for base in BASES:
+            self.add((base[:30], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)))
 
     @rule(request=requests)
     def add(self, request):
