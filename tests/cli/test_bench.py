@@ -140,9 +140,9 @@ def test_timeline_counts_every_token_and_nothing_compiles_in_it(model_dir):
 
 
 def test_a_batch_that_would_wait_for_itself_is_refused(model_dir):
-    llm = LLM(model_dir, max_batch=2, cache_bytes=16384)  # 4 pages of 16 tokens
-    with pytest.raises(ValueError, match="batch of 2 requests of 40 tokens does not fit in the cache of 4 pages of 16"):
-        measure_latency(llm, [1, 2], prompt_tokens=30, output_tokens=10, rounds=1)
+    llm = LLM(model_dir, max_batch=2, cache_bytes=24576)  # 6 pages of 16 tokens
+    with pytest.raises(ValueError, match="batch of 2 requests of 50 tokens does not fit in the cache of 6 pages of 16"):
+        measure_latency(llm, [1, 2], prompt_tokens=30, output_tokens=20, rounds=1)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,21 @@
 import pytest
 
 from jaxinfer.generation import LLM
+from jaxinfer.generation.config import EngineConfig
+
+# One small engine for many tests, whose programs the cache of a run then has. A request takes up to 8 of the pages.
+SMALL_CONFIG = EngineConfig(slots=4, context=64, page_size=8, token_budget=32, piece_tokens=8, max_decode_steps=4)
+SMALL_PAGES = 14
+PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # of `llm`: tokens, keys and values, layers, KV heads, head_dim, float32
 
 
 @pytest.fixture(scope="session")
 def llm(model_dir):
-    return LLM(model_dir, max_batch=4)
+    """The engine that its users get. Tests that build it again find its programs in the cache of this run."""
+    return LLM(model_dir)
+
+
+@pytest.fixture
+def tight_llm(model_dir):
+    """Room for 2 requests and 6 pages of 16 tokens."""
+    return LLM(model_dir, max_batch=2, cache_bytes=6 * PAGE_BYTES)

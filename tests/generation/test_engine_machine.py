@@ -16,17 +16,15 @@ from hypothesis.stateful import (
 )
 
 from jaxinfer.compiled import enable_persistent_cache
-from jaxinfer.generation.config import EngineConfig
 from jaxinfer.generation.engine import Engine
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.request import FinishReason
 from jaxinfer.generation.structured import Structure
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.loading import load_model
+from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
-PAGES = 14  # a request takes up to 8
 MOST_STEPS = 2000
-CONFIG = EngineConfig(slots=4, context=64, page_size=8, token_budget=32, piece_tokens=8, max_decode_steps=4)
 
 
 class Alone:
@@ -173,10 +171,10 @@ def engines(model_dir):
     """Engines without and with drafts."""
     enable_persistent_cache()
     model, tokenizer = load_model(model_dir), Tokenizer.of(model_dir)
-    drafting = dataclasses.replace(CONFIG, draft_tokens=3, token_budget=8)
+    drafting = dataclasses.replace(SMALL_CONFIG, draft_tokens=3, token_budget=8)
     return {
-        "plain": Engine(model, tokenizer, CONFIG, num_pages=PAGES),
-        "drafting": Engine(model, tokenizer, drafting, num_pages=PAGES),
+        "plain": Engine(model, tokenizer, SMALL_CONFIG, num_pages=SMALL_PAGES),
+        "drafting": Engine(model, tokenizer, drafting, num_pages=SMALL_PAGES),
     }
 
 
@@ -184,7 +182,7 @@ def engines(model_dir):
 def alone(engines):
     """Another engine without drafts, which need not compile its programs again."""
     plain = engines["plain"]
-    engine = Engine(plain.model, plain.tokenizer, CONFIG, num_pages=PAGES)
+    engine = Engine(plain.model, plain.tokenizer, SMALL_CONFIG, num_pages=SMALL_PAGES)
     engine.runner.programs = plain.runner.programs
     return Alone(engine)
 

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 from jaxinfer.compiled import enable_persistent_cache
-from jaxinfer.generation.config import EngineConfig
 from jaxinfer.generation.engine import Engine
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.request import FinishReason
 from jaxinfer.generation.structured import Structure
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.loading import load_model
+from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 from tests.peft import random_pair, save_adapter
 
-PAGES = 14
-CONFIG = EngineConfig(slots=4, context=64, page_size=8, token_budget=32, piece_tokens=8, max_decode_steps=4)
 PROMPTS = [np.random.default_rng(n).integers(97, 105, n).tolist() for n in (20, 3, 33, 9, 17, 12, 5)]
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=25, ignore_eos=True)
 
@@ -36,7 +34,7 @@ def tokenizer(model_dir):
 
 @pytest.fixture(scope="module")
 def engine(model, tokenizer):
-    return Engine(model, tokenizer, CONFIG, num_pages=PAGES)
+    return Engine(model, tokenizer, SMALL_CONFIG, num_pages=SMALL_PAGES)
 
 
 def run(engine, requests):
@@ -124,7 +122,7 @@ class Faulty:
 @pytest.mark.parametrize("fault", [before_it_runs, after_the_state_is_consumed, when_results_are_fetched])
 def test_a_failing_step_ends_its_own_requests(engine, alone, monkeypatch, fault, overlap, steps):
     engine.scheduler.pages.clear()
-    engine.config = dataclasses.replace(CONFIG, overlap=overlap)
+    engine.config = dataclasses.replace(SMALL_CONFIG, overlap=overlap)
     requests = [add(engine, prompt) for prompt in PROMPTS]
     for _ in range(steps):
         engine.step()
@@ -171,7 +169,7 @@ def test_a_structure_that_cannot_go_on_ends_its_own_request(engine, alone):
 
 @pytest.mark.parametrize("damage", ["corrupt", "gone"])
 def test_an_adapter_that_cannot_be_read_ends_its_own_request(model, tmp_path, damage, alone):
-    engine = Engine(model, None, dataclasses.replace(CONFIG, max_adapters=1), num_pages=PAGES)
+    engine = Engine(model, None, dataclasses.replace(SMALL_CONFIG, max_adapters=1), num_pages=SMALL_PAGES)
     pair = random_pair(32, 32, 2, np.random.default_rng(0))
     folder = save_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": pair})
     engine.adapters.register("damaged", folder)
@@ -207,14 +205,14 @@ def test_bad_requests_are_refused_at_once(engine, prompt, params, message):
 
 
 def test_what_an_engine_lacks_is_said(model):
-    small = Engine(model, None, CONFIG, num_pages=2)
+    small = Engine(model, None, SMALL_CONFIG, num_pages=2)
     with pytest.raises(ValueError, match="30 tokens with max_tokens need 4 pages of 8 tokens; the cache has 2"):
         small.prepare([1] * 20, SamplingParams(max_tokens=10))
     with pytest.raises(ValueError, match=r"SamplingParams.structure needs a tokenizer"):
         small.prepare([1], SamplingParams(structure=Structure(regex="a")))
     with pytest.raises(ValueError, match=r"SamplingParams.stop needs a tokenizer"):
         small.prepare([1], SamplingParams(stop="a"))
-    adapting = Engine(model, None, dataclasses.replace(CONFIG, max_adapters=1), num_pages=2)
+    adapting = Engine(model, None, dataclasses.replace(SMALL_CONFIG, max_adapters=1), num_pages=2)
     with pytest.raises(ValueError, match="unknown adapter 'any'; known: none"):
         adapting.prepare([1], SamplingParams(adapter="any"))
 

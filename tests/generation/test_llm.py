@@ -1,14 +1,14 @@
 """Generation against the model run without a cache, token by token."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from scipy.special import log_softmax
 
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
-from jaxinfer.generation.config import EngineConfig
 from jaxinfer.generation.engine import Engine
+from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -48,7 +48,7 @@ def completions(outputs):
 
 
 def test_prompts_of_different_lengths_continue_as_without_a_cache(llm, logits_of):
-    prompts = prompts_of(3, 21, 1, 40, 17)  # one more than fits at once
+    prompts = prompts_of(3, 21, 1, 40)
     outputs = llm.generate(prompts, GREEDY)
     assert completions(outputs) == [continue_greedily(logits_of, p, 12) for p in prompts]
     assert [o.prompt_ids for o in outputs] == prompts
@@ -56,10 +56,9 @@ def test_prompts_of_different_lengths_continue_as_without_a_cache(llm, logits_of
 
 
 def test_long_prompts_run_in_chunks(llm, logits_of):
-    config = EngineConfig(slots=2, context=128, page_size=8, token_budget=16, piece_tokens=16, max_decode_steps=5)
-    engine = Engine(llm.model, None, config, num_pages=30)
+    engine = Engine(llm.model, None, SMALL_CONFIG, num_pages=SMALL_PAGES)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=1)
-    prompts = prompts_of(70, 33)
+    prompts = prompts_of(40, 33)
     requests = [engine.prepare(p, params) for p in prompts]
     for request in requests:
         engine.add(request)
@@ -67,14 +66,14 @@ def test_long_prompts_run_in_chunks(llm, logits_of):
         engine.step()
     for prompt, (sequence,) in zip(prompts, requests, strict=True):
         assert sequence.ids[len(prompt) :] == continue_greedily(logits_of, prompt, 12)
-        expected = jax.nn.log_softmax(logits_of(sequence.ids))
+        expected = log_softmax(logits_of(sequence.ids), axis=-1)
         chosen = expected[np.arange(len(sequence.ids) - 1), sequence.ids[1:]]
         found = [p.logprob for p in (*sequence.prompt_logprobs[1:], *sequence.logprobs)]
         assert sequence.prompt_logprobs[0] is None
         np.testing.assert_allclose(found, chosen, atol=1e-4)
         best = [next(iter(p.top)) for p in sequence.prompt_logprobs[1:]]
         assert best == expected.argmax(-1)[: len(prompt) - 1].tolist()
-    assert engine.scheduler.pages.free == 30
+    assert engine.scheduler.pages.free == SMALL_PAGES
 
 
 def test_sampling_is_the_same_alone_and_in_a_batch(llm):
@@ -166,7 +165,7 @@ def test_options_do_not_recompile(llm):
 
 
 def test_generation_ahead_compiles_all_it_needs(model_dir):
-    llm = LLM(model_dir, max_batch=4)
+    llm = LLM(model_dir)
     llm.generate(prompts_of(3, 20, 9), SamplingParams(temperature=0, max_tokens=30))
     assert llm.engine.runner.programs.misses == 0
 
@@ -193,11 +192,9 @@ def test_max_tokens_none_fills_the_context(llm):
     assert len(out[0].completions[0].token_ids) == 28
 
 
-def test_a_cache_smaller_than_the_batch_queues(model_dir, logits_of):
-    page_bytes = 16 * 2 * 2 * 2 * 8 * 4
-    llm = LLM(model_dir, max_batch=2, context=64, cache_bytes=3 * page_bytes)
-    prompts = prompts_of(20, 20)
-    assert completions(llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
+def test_a_cache_smaller_than_the_batch_queues(tight_llm, logits_of):
+    prompts = prompts_of(40, 40)  # of 4 pages each with what follows
+    assert completions(tight_llm.generate(prompts, GREEDY)) == [continue_greedily(logits_of, p, 12) for p in prompts]
 
 
 def test_chat_uses_the_template(llm):
@@ -207,7 +204,7 @@ def test_chat_uses_the_template(llm):
 
 def test_int8_and_bfloat16_stay_close(llm, model_dir, logits_of):
     prompt = prompts_of(30)[0]
-    exact = jax.nn.log_softmax(jnp.asarray(logits_of(prompt)))
+    exact = log_softmax(logits_of(prompt), axis=-1)
     for options in ({"quantize": "int8"}, {"dtype": "bfloat16"}):
         other = LLM(model_dir, max_batch=1, context=64, **options)
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -234,7 +231,7 @@ def test_bad_requests_fail_at_the_call(llm, prompt, params, message):
     assert not llm.engine.scheduler.waiting
 
 
-def test_bad_arguments(llm, model_dir):
+def test_bad_arguments(llm, tight_llm, model_dir):
     with pytest.raises(ValueError, match="2 prompts but 1 SamplingParams"):
         llm.generate([[1], [2]], [GREEDY])
     with pytest.raises(ValueError, match=r"LLM.context must be in \[2, 128\] for this model, got 129"):
@@ -243,5 +240,5 @@ def test_bad_arguments(llm, model_dir):
         LLM(model_dir, max_batch=0)
     with pytest.raises(ValueError, match="one page of 16 tokens takes 4096: raise cache_bytes"):
         LLM(model_dir, cache_bytes=100)
-    with pytest.raises(ValueError, match="the cache has 2"):
-        LLM(model_dir, cache_bytes=8192).generate([[1] * 20], SamplingParams(max_tokens=30))
+    with pytest.raises(ValueError, match="the cache has 6"):
+        tight_llm.generate([[1] * 20], SamplingParams(max_tokens=90))

@@ -175,7 +175,7 @@ def test_an_adapter_over_int8_weights(model_dir, folders, reference):
     assert error(adapted, None) > 2  # 7.2
 
 
-def test_a_mesh_changes_no_token(model_dir, folders, check):
+def test_a_mesh_and_rules_of_its_own_change_no_token(model_dir, folders, check):
     llm = LLM(
         model_dir,
         max_batch=4,

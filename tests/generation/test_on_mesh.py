@@ -9,7 +9,7 @@ from flax import nnx
 from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.loading import save_model
-from sharding import MeshConfig, ShardingRules
+from sharding import MeshConfig
 from tests.tiny import CONFIG
 
 
@@ -46,11 +46,3 @@ def test_a_mesh_that_does_not_divide_is_refused(model_dir):
 def test_copies_of_the_model_are_refused(even_model_dir):
     with pytest.raises(ValueError, match=r"MeshConfig.data=2 is not implemented for generation"):
         LLM(even_model_dir, mesh=MeshConfig(data=2))
-
-
-def test_rules_can_keep_a_dimension_whole(model_dir):
-    params = SamplingParams(temperature=0, max_tokens=4)
-    llm = LLM(model_dir, mesh=MeshConfig(tensor=2), rules=ShardingRules(vocab=None), max_batch=1)
-    alone = LLM(model_dir, max_batch=1)
-    ids = [engine.generate([[1, 2, 3]], params)[0].completions[0].token_ids for engine in (llm, alone)]
-    assert ids[0] == ids[1]

@@ -8,9 +8,9 @@ import pytest
 from jaxinfer.generation import LLM, SamplingParams, sizing
 from jaxinfer.generation.config import EngineConfig
 from jaxinfer.models.loading import load_model
+from tests.generation.conftest import PAGE_BYTES
 
 CONFIG = EngineConfig(slots=4, context=128)
-PAGE = 16 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, KV heads, head_dim, float32
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def model(model_dir):
 def test_a_cpu_with_ample_memory_holds_full_sequences(model):
     plan = sizing.plan_memory(model, CONFIG)
     assert plan.workspace is None
-    assert (plan.page_bytes, plan.num_pages, plan.cache) == (PAGE, 4 * 8, 4 * 8 * PAGE)
+    assert (plan.page_bytes, plan.num_pages, plan.cache) == (PAGE_BYTES, 4 * 8, 4 * 8 * PAGE_BYTES)
     assert plan.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(model.state))
     assert "32 pages" in str(plan)
 
@@ -29,34 +29,33 @@ def test_a_cpu_with_ample_memory_holds_full_sequences(model):
 def test_an_int8_cache_takes_a_quarter(model):
     plan = sizing.plan_memory(model, dataclasses.replace(CONFIG, kv_dtype="int8"))
     scales = 2 * 2 * 2 * 4  # keys and values, layers, heads
-    assert plan.page_bytes == PAGE // 4 + scales
+    assert plan.page_bytes == PAGE_BYTES // 4 + scales
 
 
 def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
     needed = sizing._workspace(sizing.ProgramBuilder(model, CONFIG, num_pages=4, processors={}))
     assert needed > 0
     monkeypatch.setattr(sizing, "AMPLE", 100)
-    monkeypatch.setattr(sizing, "available_bytes", lambda mesh: int((needed + 10.5 * PAGE) / sizing.FRACTION) + 1)
+    monkeypatch.setattr(sizing, "available_bytes", lambda mesh: int((needed + 10.5 * PAGE_BYTES) / sizing.FRACTION) + 1)
     plan = sizing.plan_memory(model, CONFIG)
     assert plan.workspace == needed
     assert plan.num_pages == 10
-    with pytest.raises(MemoryError, match=f"cache_bytes={20 * PAGE} does not fit"):
-        sizing.plan_memory(model, CONFIG, cache_bytes=20 * PAGE)
+    with pytest.raises(MemoryError, match=f"cache_bytes={20 * PAGE_BYTES} does not fit"):
+        sizing.plan_memory(model, CONFIG, cache_bytes=20 * PAGE_BYTES)
     monkeypatch.setattr(sizing, "available_bytes", lambda mesh: needed)
-    with pytest.raises(ValueError, match=f"one page of 16 tokens takes {PAGE}: raise cache_bytes"):
+    with pytest.raises(ValueError, match=f"one page of 16 tokens takes {PAGE_BYTES}: raise cache_bytes"):
         sizing.plan_memory(model, CONFIG)
 
 
-def test_the_cache_is_as_large_as_planned_and_programs_need_no_more_than_said(model_dir):
-    llm = LLM(model_dir, max_batch=2, context=64, cache_bytes=6 * PAGE)
-    llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0))
-    caches = llm.engine.runner._state.caches
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == llm.memory.cache == 6 * PAGE
-    assert 0 < llm.engine.runner.workspace_bytes <= llm.memory.workspace
+def test_the_cache_is_as_large_as_planned_and_programs_need_no_more_than_said(tight_llm):
+    tight_llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0))
+    caches = tight_llm.engine.runner._state.caches
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == tight_llm.memory.cache == 6 * PAGE_BYTES
+    assert 0 < tight_llm.engine.runner.workspace_bytes <= tight_llm.memory.workspace
 
 
 def test_programs_without_room_to_run_are_refused(model_dir, monkeypatch):
-    llm = LLM(model_dir, max_batch=1, context=32)
+    llm = LLM(model_dir)
     monkeypatch.setattr("jaxinfer.generation.runner.available_bytes", lambda mesh: 1)
     with pytest.raises(MemoryError, match="lower cache_bytes, max_batch or token_budget"):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
