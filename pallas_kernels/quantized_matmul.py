@@ -11,6 +11,7 @@ for products that would not make a block for every SM.
 """
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -93,15 +94,17 @@ def _quantize_kernel(
     def body(x_g, *refs):
         *norm, q_g, scale_g = refs
         row = lax.axis_index("row")
-        y = plgpu.load(x_g.at[row], layout=held, optimized=False).astype(jnp.float32)
+
+        def load(ref):
+            return plgpu.load(ref, layout=held, optimized=False).astype(jnp.float32)
+
+        y = load(x_g.at[row])
         if norm:
-            factor, *shift = (plgpu.load(ref, layout=held, optimized=False).astype(jnp.float32) for ref in norm)
-            if shift:
+            if norm_shift is not None:
                 y -= jnp.sum(y) / inputs
             y *= lax.rsqrt(jnp.sum(y * y) / inputs + eps)
-            y *= factor
-            if shift:
-                y += shift[0]
+            for ref, apply in zip(norm, (operator.mul, operator.add), strict=False):
+                y = apply(y, load(ref))  # loaded here: registers would not hold a row and both
             y = y.astype(x.dtype).astype(jnp.float32)
         scale = jnp.maximum(jnp.max(jnp.abs(y)), 1e-30) / 127.0
         q_g[row] = jnp.round(y / scale).astype(jnp.int8)
