@@ -8,7 +8,7 @@ PIP = $(1)/bin/python -m pip --disable-pip-version-check --no-input
 # What pip does, a line a package, so that a long set-up is seen to move.
 SHOW = { grep --line-buffered -E '^(Collecting|  Downloading|Building|Installing|Successfully|ERROR|error)' || true; } | cut -c 1-110
 
-.PHONY: demo test interpreted slow aot aot-kernels newest peers lint types contracts clean
+.PHONY: demo test interpreted slow aot newest peers lint types contracts clean
 
 demo: .venv/.base
 	.venv/bin/jaxinfer generate examples/demo_model --max-new-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
@@ -26,15 +26,11 @@ slow: .venv/.dev
 
 # Compiling for a GPU that is not there needs XLA's CUDA compiler, which other CPU work should not load.
 aot: .venv-aot/.aot
-	.venv-aot/bin/python -m pytest -m 'aot and not slow'
-
-# Every kernel at every shape of docs/kernels.md and more.
-aot-kernels: .venv-aot/.aot
-	.venv-aot/bin/python -m pytest -m aot tests/kernels tests/benchmarks
+	.venv-aot/bin/python -m pytest -n 2 --dist worksteal -m aot
 
 # The newest JAX, where it could break us first. GPU kernels are for JAX 0.11 (pallas_kernels/dispatch.py).
 newest: .venv-newest/.newest
-	.venv-newest/bin/python -m pytest tests/models tests/compiled $(addprefix tests/kernels/test_,linear.py weights.py kv_pages.py rotary.py)
+	.venv-newest/bin/python -m pytest -n 2 --dist worksteal tests/models tests/compiled $(addprefix tests/kernels/test_,linear.py weights.py kv_pages.py rotary.py)
 
 peers: .venv-peers/.peers
 

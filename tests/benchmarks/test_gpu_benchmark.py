@@ -79,7 +79,6 @@ def test_the_state_of_each_set_goes_from_call_to_call():
     assert [float(one[0][0]) for one in arguments.large] == pytest.approx(expected)
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("op", ["small_batch_linear", "norm_linear", "decode_attention"])
 def test_on_a_gpu_a_program_is_the_calls_and_nothing_else(op):

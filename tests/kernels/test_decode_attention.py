@@ -265,7 +265,6 @@ def test_lowers_for_cuda():
     assert str(traced.lower(lowering_platforms=("cuda",)).compiler_ir()).count("@mosaic_gpu_v2") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "case",
@@ -290,7 +289,6 @@ def test_one_launch_that_writes_in_place(case):
     assert report.temp_bytes < 5 << 20  # what splits give one another; the cache has 128 MiB
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 def test_a_loop_copies_no_cache():
     def loop(qkv, pages, table, positions, rotary, norms):

@@ -46,7 +46,6 @@ def test_every_tuned_entry_is_that_of_a_case():
     assert entries <= set(trial.asked)
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("op", LIMITS)
 def test_keeps_to_its_limits(op):

@@ -191,7 +191,6 @@ def test_lowers_for_cuda(model):
     assert text.count("mosaic_gpu_v2") == 2
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("model", MODELS)
 def test_ahead_of_time(model):

@@ -225,7 +225,6 @@ def test_tiles_hold_a_usual_expert():
         assert Tiles.choose(32768, 8, 2880).outputs == 64  # 128 would not divide them
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("model", MODELS)

@@ -285,7 +285,6 @@ def test_encoders_run_cudnn_if_it_is_there(monkeypatch):
     assert "dot_product_attention_fwd" not in encoder_program(jnp.float32)
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("name", REAL)
 def test_on_an_h200(name):
@@ -303,7 +302,6 @@ def test_on_an_h200(name):
     assert all(name in instructions for name in ("HGMMA", "UTMALDG", "UTMASTG"))
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 def test_encoders_on_an_h200_without_cudnn():
     x = jax.ShapeDtypeStruct((8, 512, 12, 64), jnp.bfloat16)

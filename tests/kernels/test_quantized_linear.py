@@ -239,7 +239,6 @@ def test_lowers_for_cuda(name, fmt):
     assert "dot_general" not in module
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize(("name", "fmt"), CALLS)
 def test_compiles_to_one_kernel_without_spills(name, fmt):
@@ -255,7 +254,6 @@ def test_compiles_to_one_kernel_without_spills(name, fmt):
     assert report.temp_bytes <= partial + 1024
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 def test_int4_unpacks_with_few_instructions():
     """A lane of an H200 has three for each weight while memory delivers 4.8 TB/s; half of them for logic."""

@@ -184,7 +184,6 @@ def test_lowers_for_cuda(shape):
         assert "mosaic_gpu_v2" not in plain.as_text()
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ahead_of_time(shape):

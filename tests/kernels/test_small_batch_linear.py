@@ -311,7 +311,6 @@ def test_heuristic(name):
     assert slot * tiles.stages >= 32_768 or tiles.stages == share
 
 
-@pytest.mark.slow
 @pytest.mark.aot
 @pytest.mark.parametrize("name", REALISTIC)
 def test_compiles_to_one_kernel_without_spills(name):
