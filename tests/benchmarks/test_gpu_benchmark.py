@@ -190,7 +190,7 @@ def test_the_page_is_drawn_from_the_json_alone(tmp_path):
     assert (tmp_path / "kernels.png").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.interpreted
 def test_a_dry_run_reaches_every_part(tmp_path):
     result = _run(tmp_path)
     parts = {row["part"] for row in result["rows"]}

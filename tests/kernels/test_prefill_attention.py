@@ -28,6 +28,7 @@ attention_module = importlib.import_module("pallas_kernels.attention")  # the pa
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 SHARED_BYTES = 232_448  # of an SM of Hopper, for one block of threads
+LARGEST_BLOCK = 128  # of keys
 SMALL = {"block": 64, "stages": 2, "warpgroups": 2}  # tiles with which a short context goes around the rings
 
 
@@ -65,7 +66,7 @@ class Case:
         return q, pages, table, positions
 
     def args(self) -> tuple[jax.Array, KVPages, jax.Array, jax.Array]:
-        """Numbers; the pages lie shuffled among others, and those that no query sees hold NaN."""
+        """Numbers; the pages lie shuffled among others, and those in no block of keys that a query sees hold NaN."""
         rng = np.random.default_rng(0)
         q, pages, table, _ = self.shapes()
 
@@ -85,10 +86,11 @@ class Case:
         for row, found in zip(table, positions, strict=True):
             if (found >= 0).any():
                 first = 0 if self.window is None else max(found[found >= 0].min() - self.window + 1, 0)
+                first -= first % LARGEST_BLOCK  # blocks are read whole
                 seen[row[first // self.page_size : found.max() // self.page_size + 1]] = True
         if self.int8:  # which has no NaN, but its scales do
             pages = pages._replace(**{x: getattr(pages, x).at[~seen].set(jnp.nan) for x in ("k_scale", "v_scale")})
-        elif self.window is None:  # blocks of keys, which a window does not begin with, are read whole
+        else:
             pages = pages._replace(**{x: getattr(pages, x).at[~seen].set(jnp.nan) for x in "kv"})
         return numbers(q), pages, jnp.asarray(table), jnp.asarray(positions)
 
