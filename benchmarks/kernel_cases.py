@@ -68,6 +68,7 @@ def every_case() -> Iterator[Case]:
         ("llama3-8b", "fp8", 1),
         ("gpt-j-6b", "bfloat16", 1),
         ("gpt2-1.5b", "bfloat16", 1),
+        ("gpt2-1.5b", "int8", 1),
     ):
         yield from linears(model, rows, form)
     for rows in (64, 2048):

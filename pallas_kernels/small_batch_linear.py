@@ -14,7 +14,8 @@ What keeps memory busy. 4.8 TB/s times 0.8 us of latency is 29 KB in flight on e
 hold twice that or more, and one block computes while the other waits. The ring is started before anything else, so that
 the rows are normalised while the first weights are on their way.
 
-Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them: XLA pads no operand.
+Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them: XLA pads no matrix, only a
+vocabulary's bias and scales, outside the loop over steps.
 
 Formats. `small_batch_operands.py` says how weights of each are multiplied. Rows of x that are quantised are held by
 every block, as normalised ones are.
@@ -53,14 +54,7 @@ def small_batch_linear(x: jax.Array, weights: Weights, bias: jax.Array | None = 
 
     x: [..., K]; weights: N by K; bias: [N]. Returns [..., N] in x's dtype.
     """
-    return dispatch("small_batch_linear", _linear_kernel, linear_definition, x, weights, bias)
-
-
-def _linear_kernel(x: jax.Array, weights: Weights, bias: jax.Array | None) -> jax.Array:
-    if bias is None or bias.size % TILE_N == 0:
-        return small_batch_product(x, weights, bias)
-    y = small_batch_product(x, weights)  # of a vocabulary: XLA adds the bias where it reads the logits
-    return y + bias.astype(y.dtype)
+    return dispatch("small_batch_linear", small_batch_product, linear_definition, x, weights, bias)
 
 
 class Norm(NamedTuple):
@@ -153,17 +147,21 @@ def small_batch_product(
     matrices = 2 if gated else 1
     outputs = weights.kernel.shape[0] // matrices
     operand = operand_of(weights, x.dtype)
-    _check(x, operand, bias, residual, norm, rows, outputs)
-    scale = weights.scale
-    if scale is not None and operand.per_scale == 1:
-        scale = scale.reshape(outputs, matrices)
+    _check(x, operand, residual, norm, rows, outputs)
+
+    def per_output(vector: jax.Array | None) -> jax.Array | None:
+        if vector is None or vector.ndim == 2:  # scales of groups
+            return vector
+        whole = jnp.pad(vector, (0, -vector.size % (TILE_N * matrices)))  # blocks of a vocabulary read past its end
+        return whole.reshape(-1, matrices)
+
     arrays = {
         "x": x.reshape(rows, inputs),
         # The gate and up of a pair follow each other: a copy with a stride fetches either, and the tiles of both
         # have the pairs at the same place, so that nothing need move between threads.
         "weights": weights.kernel.reshape(outputs, matrices, -1),
-        "weights_scale": scale,
-        "bias": None if bias is None else bias.reshape(outputs, matrices),
+        "weights_scale": per_output(weights.scale),
+        "bias": per_output(bias),
         "residual": None if residual is None else residual.reshape(rows, outputs),
         "scale": None if norm is None else norm.scale,
         "shift": None if norm is None else norm.shift,
@@ -187,7 +185,6 @@ def small_batch_product(
 def _check(
     x: jax.Array,
     operand: Operand,
-    bias: jax.Array | None,
     residual: jax.Array | None,
     norm: Norm | None,
     rows: int,
@@ -201,10 +198,6 @@ def _check(
     if x.shape[-1] % unit:  # what TMA swizzles, or what a warp holds of a row
         raise UnsupportedError(
             f"small-batch kernel takes a multiple of {unit} inputs in {operand.weights}, got {x.shape[-1]}"
-        )
-    if (bias is not None or operand.per_scale == 1) and outputs % TILE_N:
-        raise UnsupportedError(
-            f"small-batch kernel takes a bias or scales of a multiple of {TILE_N} outputs, got {outputs}"
         )
     if operand.per_scale == GROUP and outputs % 8:
         raise UnsupportedError(f"small-batch kernel takes a multiple of 8 outputs in int4, got {outputs}")
@@ -221,10 +214,12 @@ def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm
     """The measured tile sizes of these shapes, or else those that the module's argument leads to."""
     columns = 8 if rows <= 8 else 16
     key = f"rows={columns},K={inputs},N={outputs},{operand.dtype},{operand.weights},{norm=},{gated=}"
+    holds = norm or operand.quantizes
     if found := tuned("small_batch_linear", key):
+        if holds and inputs % found["tile_k"]:
+            raise UnsupportedError(f"rows of {inputs} inputs are held in whole tiles, got tile_k={found['tile_k']}")
         return Tiles(**found)
     # A slot of 16 KB takes few instructions a byte; beside rows of x, which take much of the memory, one of 8 KB.
-    holds = norm or operand.quantizes
     tile_k = (128 if holds else 256) * operand.per_element // operand.weights.itemsize
     if holds:  # whole tiles of rows
         tile_k = math.gcd(tile_k, inputs)

@@ -50,7 +50,7 @@ class Operand:
     accumulator: ClassVar[Any] = jnp.float32
     per_element: ClassVar[int] = 1
     per_scale: ClassVar[int] = 0
-    swizzle: ClassVar[int] = 128
+    swizzle: int = 128
 
     @property
     def quantizes(self) -> bool:
@@ -105,7 +105,6 @@ class Int4Operand(Operand):
 
     per_element = NIBBLES
     per_scale = GROUP
-    swizzle = 64  # the words of a group
 
     @override
     def multiply(self, acc: jax.Array, weights: Any, x: Any, scales: Any) -> jax.Array:
@@ -126,12 +125,13 @@ def operand_of(weights: Weights, dtype: np.dtype) -> Operand:
     kernel = weights.kernel.dtype
     if kernel == dtype:
         return Operand(dtype=dtype, x=dtype, weights=kernel)
+    swizzle = 64 if weights.kernel.shape[1] % 128 else 128  # as the K of GPT-2 XL, 1600, allows
     if kernel == jnp.int8:
-        return Int8Operand(dtype=dtype, x=kernel, weights=kernel)
+        return Int8Operand(dtype=dtype, x=kernel, weights=kernel, swizzle=swizzle)
     if kernel == jnp.float8_e4m3fn:
-        return Fp8Operand(dtype=dtype, x=dtype, weights=kernel)
+        return Fp8Operand(dtype=dtype, x=dtype, weights=kernel, swizzle=swizzle)
     if is_int4(weights):
-        return Int4Operand(dtype=dtype, x=dtype, weights=kernel)
+        return Int4Operand(dtype=dtype, x=dtype, weights=kernel, swizzle=64)  # the words of a group
     raise UnsupportedError(f"small-batch kernel takes weights in x's dtype {dtype}, got {kernel}")
 
 

@@ -105,6 +105,7 @@ def test_a_step_is_one_graph(whole_step):
         ("llama3-8b", 1, None),
         ("llama3-8b", 16, "int4"),
         ("gpt2-1.5b", 1, None),
+        ("gpt2-1.5b", 1, "int8"),
     ],
 )
 def test_a_layer_is_five_kernels_of_ours(model, batch, quantized):

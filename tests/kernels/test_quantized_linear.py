@@ -48,6 +48,11 @@ CASES = [
     Case(rows=3, inputs=5 * GROUP, outputs=128, norm="layer", bias=True),
     Case(rows=9, inputs=4 * GROUP, outputs=64, residual=True),
 ]
+UNEVEN = [  # the inputs end within 128, the outputs within a block's; int4 takes neither
+    Case(rows=1, inputs=5 * 64, outputs=72, norm="layer", bias=True),
+    Case(rows=3, inputs=3 * 64, outputs=75, bias=True),
+    Case(rows=9, inputs=7 * 64, outputs=40, gated=True, bias=True),
+]
 WIDE = [
     Case(rows=rows, inputs=inputs, outputs=outputs, dtype=dtype, norm=norm, gated=gated, bias=True, residual=not gated)
     for rows, inputs, outputs in [(1, GROUP, 64), (8, 6 * GROUP, 192), (16, 9 * GROUP, 64)]
@@ -103,13 +108,14 @@ def exact(x, weights, bias, residual, norm, eps, activation, gated) -> np.ndarra
     return y if residual is None else y + np.asarray(residual, np.float64)
 
 
-# The interpreter may lack threads for larger clusters. Of an odd number of tiles the second share ends past the inputs.
-TWO_SHARES = Trial("small_batch_linear", {"tile_k": GROUP, "stages": 2, "split": 2})
+def two_shares(tile_k: int) -> Trial:
+    """Of an odd number of tiles the second share ends past the inputs. The interpreter may lack threads for more."""
+    return Trial("small_batch_linear", {"tile_k": tile_k, "stages": 2, "split": 2})
 
 
-def check(case: Case, fmt: Any) -> None:
+def check(case: Case, fmt: Any, tile_k: int = GROUP) -> None:
     args = arguments(case, fmt)
-    with TWO_SHARES.running(), without_races():
+    with two_shares(tile_k).running(), without_races():
         y = small_batch_product(**args)
     assert y.dtype == case.dtype
     # The result is rounded once; float32 sums are no more exact than it. A few numbers of a normalised row may round to
@@ -127,6 +133,13 @@ def test_kernel(case, fmt):
     check(case, fmt)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("fmt", ["int8", "fp8"])
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
+def test_edges_within_a_tile(case, fmt):
+    check(case, fmt, tile_k=64)
+
+
 @pytest.mark.slow
 @each_format
 @pytest.mark.parametrize("case", WIDE, ids=str)
@@ -138,7 +151,7 @@ def test_kernel_widely(case, fmt):
 def test_int8_accumulates_exactly():
     """Rows are rounded as the definition does, so that nothing but the scaling in float32 can differ."""
     args = arguments(Case(rows=2, inputs=4 * GROUP, outputs=64, dtype=jnp.float32), "int8")
-    with TWO_SHARES.running(), without_races():
+    with two_shares(GROUP).running(), without_races():
         y = small_batch_product(**args)
     np.testing.assert_allclose(y, product(args["x"], args["weights"]), rtol=1e-6, atol=1e-6)
 
@@ -181,9 +194,8 @@ def shapes(fmt: str, outputs: int, inputs: int) -> Weights:
 @pytest.mark.parametrize(
     ("fmt", "inputs", "outputs", "message"),
     [
-        ("int8", 192, 64, "multiple of 128 inputs in int8, got 192"),
-        ("fp8", 192, 64, "multiple of 128 inputs in float8_e4m3fn, got 192"),
-        ("int8", 128, 72, "multiple of 64 outputs, got 72"),
+        ("int8", 160, 64, "multiple of 64 inputs in int8, got 160"),
+        ("fp8", 160, 64, "multiple of 64 inputs in float8_e4m3fn, got 160"),
         ("int4", 128, 12, "multiple of 8 outputs in int4, got 12"),
         ("int8", 28672, 64, "quantised rows of 28672 inputs"),
     ],
@@ -201,6 +213,10 @@ REALISTIC = {
     "llama-3 8b up": Case(rows=1, inputs=4096, outputs=14336, norm="rms", gated=True),
     "llama-3 8b up, 16 rows": Case(rows=16, inputs=4096, outputs=14336, norm="rms", gated=True),
     "llama-3 8b down": Case(rows=1, inputs=14336, outputs=4096, residual=True),
+    "gpt-2 xl qkv": Case(rows=1, inputs=1600, outputs=4800, norm="layer", bias=True),
+    "gpt-2 xl down": Case(rows=8, inputs=6400, outputs=1600, bias=True, residual=True),
+    "gpt-2 xl head": Case(rows=1, inputs=1600, outputs=50257),
+    "gpt-j head": Case(rows=1, inputs=4096, outputs=50400, bias=True),
     "llama-3 8b head": Case(rows=8, inputs=4096, outputs=128256),
     "gpt-2 large qkv, float16": Case(rows=3, inputs=1280, outputs=3840, norm="layer", dtype=jnp.float16),
     "gpt-2 large down, float32": Case(rows=16, inputs=5120, outputs=1280, residual=True, dtype=jnp.float32),
@@ -229,7 +245,12 @@ def calls(fmt: str, case: Case) -> tuple[Any, tuple]:
     return small_batch_linear, (x, weights, bias)
 
 
-CALLS = [(name, fmt) for name in REALISTIC for fmt in FORMATS]
+CALLS = [  # matrices that groups of 128 inputs do not divide, and vocabularies, are held in int8 under int4
+    (name, fmt)
+    for name, case in REALISTIC.items()
+    for fmt in FORMATS
+    if fmt != "int4" or (case.inputs % GROUP == 0 and case.outputs % 8 == 0)
+]
 
 
 @pytest.mark.parametrize(("name", "fmt"), CALLS)
@@ -246,15 +267,16 @@ def test_lowers_for_cuda(name, fmt):
 @pytest.mark.parametrize(("name", "fmt"), CALLS)
 def test_compiles_to_one_kernel_without_spills(name, fmt):
     report = compile_for(Target.load("h200"), *calls(fmt, REALISTIC[name]), resources=True)
-    (kernel,) = report.kernels
-    assert kernel.kind == "mosaic"
+    (kernel,) = [kernel for kernel in report.kernels if kernel.kind == "mosaic"]
+    # XLA pads what belongs to a vocabulary, and takes the slice of it that TMA could not write.
+    assert len(report.kernels) == 1 or REALISTIC[name].outputs % 64
     assert kernel.resources is not None
     assert kernel.resources.spill_bytes == 0
     assert kernel.resources.registers <= 255
     assert kernel.shared_bytes <= 232_448
     assert EXPECTED[fmt] <= set(kernel.resources.features)
     partial = 2 * (kernel.cluster - 1) * kernel.grid // kernel.cluster * 64 * 16 * 4  # two of a gate, 16 columns
-    assert report.temp_bytes <= partial + 1024
+    assert report.temp_bytes <= partial + (1024 if len(report.kernels) == 1 else 1 << 20)
 
 
 @pytest.mark.aot

@@ -234,7 +234,6 @@ def test_leading_dimensions_and_the_dtype_are_kept():
         (P(rows=17, inputs=64, outputs=64), "1 to 16 rows, got 17"),
         (P(rows=1, inputs=72, outputs=64), "multiple of 64 inputs in bfloat16, got 72"),
         (P(rows=1, inputs=96, outputs=64, dtype=jnp.float32, norm="rms"), "multiple of 64 inputs in float32, got 96"),
-        (P(rows=1, inputs=64, outputs=72, bias=True), "multiple of 64 outputs, got 72"),
         (P(rows=1, inputs=64, outputs=75, residual=True), "residual of 75 in bfloat16"),
         (P(rows=1, inputs=64, outputs=64, dtype=jnp.int32), "got int32"),
         (P(rows=1, inputs=64 * 81, outputs=64, norm="rms"), "normalised rows of 5184 inputs"),
