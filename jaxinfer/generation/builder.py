@@ -17,7 +17,6 @@ from jaxinfer.generation.sampling import LogitsProcessor
 from jaxinfer.models import DecoderConfig, LayerAdapters, LowRankStack
 from jaxinfer.models.adapters import Adapter, adapter_shapes
 from jaxinfer.models.loading import LoadedModel
-from pallas_kernels.decode_attention import MAX_DECODE_TOKENS
 
 SMALLEST_TABLE = 8
 ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "up": ("mlp", None), "down": (None, "mlp")}
@@ -52,12 +51,7 @@ class ProgramBuilder:
         self._processors = tuple(processors.values())
         self.leaves, self._treedef = jax.tree.flatten(model.state)
         self.platform = next(iter(self.leaves[0].devices())).platform
-        if self.platform == "gpu" and config.piece_tokens <= MAX_DECODE_TOKENS:
-            # Pieces of one prompt attend to one another; the kernel for so few tokens takes rows of different requests.
-            raise ValueError(
-                f"EngineConfig.piece_tokens={config.piece_tokens} is too small for a GPU; "
-                f"make it more than {MAX_DECODE_TOKENS}."
-            )
+        config.check_for(self.platform)
         most = -(-config.context // config.page_size)
         # Attention on a CPU reads as many pages as there are, elsewhere as many as the table has.
         self.tables = (most,) if self.platform == "cpu" else powers(2, min(SMALLEST_TABLE, most), most)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxinfer.compiled import powers, round_up
+from pallas_kernels.decode_attention import MAX_DECODE_TOKENS
 
 KV_DTYPES = ("int8",)
 
@@ -50,6 +51,12 @@ class EngineConfig:
         self._check("draft_tokens", 0 <= self.draft_tokens < self.context, f"in [0, {self.context})")
         self._check("max_adapters", self.max_adapters >= 0, ">= 0")
         self._check("kv_dtype", self.kv_dtype in (None, *KV_DTYPES), f"None or one of {KV_DTYPES}")
+
+    def check_for(self, platform: str) -> None:
+        """Raise ValueError for what a platform ("gpu") cannot run."""
+        # Pieces of one prompt attend to one another; the kernel for so few tokens takes rows of different requests.
+        enough = platform != "gpu" or self.piece_tokens > MAX_DECODE_TOKENS
+        self._check("piece_tokens", enough, f"> {MAX_DECODE_TOKENS} on a GPU")
 
     def _check(self, name: str, ok: bool, wanted: str) -> None:
         if not ok:

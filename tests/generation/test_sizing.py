@@ -86,3 +86,10 @@ def test_steps_are_well_filled():
     assert [config.well_filled(n) for n in (0, 1, 3, 4, 5, 13, 16, 40)] == [0, 1, 1, 4, 4, 13, 16, 16]
     padded = dataclasses.replace(config, padding=4.0)
     assert [padded.well_filled(n) for n in (1, 2, 5, 13)] == [1, 2, 5, 13]
+
+
+def test_pieces_that_the_decode_kernel_would_take_are_refused_on_a_gpu():
+    config = EngineConfig(slots=1, context=64, piece_tokens=8)
+    config.check_for("cpu")
+    with pytest.raises(ValueError, match="piece_tokens must be > 8 on a GPU, got 8"):
+        config.check_for("gpu")
