@@ -72,7 +72,7 @@ def _jitted(kernel: Callable, definition: Callable, static: tuple[tuple[str, Any
 
 
 def without_kernels(*names: str) -> contextlib.AbstractContextManager[None]:
-    """Run the definitions of these operations, or of all if none is named, in programs traced within: to compare."""
+    """Run the definitions of these operations, or of all if none is named, in what this thread traces within."""
     return _switched_off(frozenset(names or (_ALL,)))
 
 

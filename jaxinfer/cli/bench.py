@@ -18,6 +18,7 @@ import typer
 from jaxinfer.cli.common import (
     DraftOption,
     DtypeOption,
+    KernelsOption,
     KVDtypeOption,
     MeshOption,
     QuantizeOption,
@@ -73,6 +74,7 @@ def latency(
     context: ContextOption = None,
     draft_tokens: DraftOption = 0,
     kv_dtype: KVDtypeOption = None,
+    kernels: KernelsOption = True,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
     plot: PlotOption = None,
@@ -133,6 +135,7 @@ def throughput(
     context: ContextOption = None,
     draft_tokens: DraftOption = 0,
     kv_dtype: KVDtypeOption = None,
+    kernels: KernelsOption = True,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
     plot: PlotOption = None,
@@ -210,7 +213,8 @@ def _load(ctx: typer.Context, *, max_batch: int) -> "LLM":
     """The model, as the options that both commands have say."""
     from jaxinfer.generation import LLM
 
-    options = {name: ctx.params[name] for name in ("dtype", "quantize", "context", "draft_tokens", "kv_dtype")}
+    names = ("dtype", "quantize", "context", "draft_tokens", "kv_dtype", "kernels")
+    options = {name: ctx.params[name] for name in names}
     return LLM(ctx.params["model"], mesh=parse_mesh(ctx.params["mesh"]), max_batch=max_batch, **options)
 
 

@@ -18,6 +18,7 @@ DtypeOption = Annotated[
 ]
 QuantizeOption = Annotated[str | None, typer.Option(help="Of the matrices: int8, int4 or fp8 (default: as stored).")]
 DraftOption = Annotated[int, typer.Option(help="Most tokens that prompt lookup proposes at once; 0: none.")]
+KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where a GPU takes them, or plain XLA.")]
 KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values in bytes (default: as the model).")]
 
 

@@ -11,6 +11,7 @@ import typer
 from jaxinfer.cli.common import (
     DraftOption,
     DtypeOption,
+    KernelsOption,
     KVDtypeOption,
     MeshOption,
     QuantizeOption,
@@ -52,6 +53,7 @@ def generate(
     max_batch: Annotated[int, typer.Option(help="Most sequences that run together.")] = 8,
     draft_tokens: DraftOption = 0,
     kv_dtype: KVDtypeOption = None,
+    kernels: KernelsOption = True,
     adapter: Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="The text must satisfy this file's JSON schema.")] = None,
     regex: Annotated[str | None, typer.Option(help="The whole text must match (Rust's syntax).")] = None,
@@ -100,6 +102,7 @@ def generate(
         adapters={ADAPTER: adapter} if adapter else None,
         draft_tokens=draft_tokens,
         kv_dtype=kv_dtype,
+        kernels=kernels,
     )
     loaded = time.perf_counter() - start
     if as_json:

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.dispatch import without_kernels
+
 Bucket = tuple[tuple[str, int], ...]
 """The padded sizes an executable was compiled for: (("batch", 8), ("pages", 32)); hashable, in a fixed order."""
 
@@ -109,15 +111,21 @@ def compile_program(
     out_shardings: Any = None,
     compiler_options: dict[str, str | bool | int] | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    kernels: bool = True,
 ) -> Program:
     """Compile `function` for the shapes, dtypes and shardings of `args` (arrays or `jax.ShapeDtypeStruct`s).
 
     Arguments at the positions in `donate` are overwritten by the results of the same shape.
     `out_shardings` places the results (a pytree prefix; None leaves it to the compiler). `mesh`: the devices that XLA
-    divides the program over, which operations ask for (a kernel cannot be divided).
+    divides the program over, which operations ask for (a kernel cannot be divided). `kernels`: whether they may run as
+    kernels.
     """
     start = time.perf_counter()
-    with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with contextlib.ExitStack() as stack:
+        if mesh is not None:
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+        if not kernels:
+            stack.enter_context(without_kernels())
         lowered = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings).lower(*args)
     executable = lowered.compile(compiler_options=compiler_options)
     return Program(name, bucket, executable, time.perf_counter() - start)

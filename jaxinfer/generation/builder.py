@@ -114,7 +114,7 @@ class ProgramBuilder:
         body, inputs = signatures.program(
             name, sizes, self.config, vocab=self.decoder.vocab, processors=self._processors
         )
-        build = functools.partial(compile_program, name, bucket, mesh=self.model.mesh)
+        build = functools.partial(compile_program, name, bucket, mesh=self.model.mesh, kernels=self.config.kernels)
         shardings = None
         if self.model.mesh is not None:
             # The compiler may place what is not placed: inputs go to all devices, the state comes back where it was.

@@ -25,6 +25,7 @@ class EngineConfig:
       max_adapters: LoRA adapters that can run together; 0: none. max_lora_rank: the highest rank of one.
       adapter_bytes: host memory for adapters that are not on the device.
       overlap: whether the host makes the next step while the device runs one.
+      kernels: whether operations run as the kernels of `pallas_kernels` where a GPU takes them; else as plain XLA.
     """
 
     slots: int
@@ -41,6 +42,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     adapter_bytes: int = 1 << 30
     overlap: bool = True
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         for name in ("slots", "page_size", "token_budget", "piece_tokens", "max_decode_steps", "max_lora_rank"):

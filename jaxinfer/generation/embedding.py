@@ -25,7 +25,7 @@ class Embedder:
     Args:
       path, mesh, dtype, quantize, rules: those of `LLM`.
       max_batch: most texts that run together. context: most tokens of one; None: the model's own.
-      options: for a decoder, what else `LLM` takes; for an encoder token_budget and overlap of `EngineConfig`.
+      options: for a decoder, what else `LLM` takes; for an encoder token_budget, overlap and kernels of `EngineConfig`.
 
     Attributes:
       engine: where requests for embeddings can be queued one by one (`prepare_embedding`, `add`, `step`, `abort`).

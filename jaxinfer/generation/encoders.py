@@ -20,7 +20,7 @@ from jaxinfer.generation.scheduler import PRIORITY_WEIGHT, Batch, Piece
 from jaxinfer.models.loading import LoadedModel
 
 SHORTEST = 16
-OPTIONS = ("slots", "context", "token_budget", "overlap")
+OPTIONS = ("slots", "context", "token_budget", "overlap", "kernels")
 """The fields of `EngineConfig` that mean something here."""
 
 
@@ -116,7 +116,7 @@ class EncoderRunner:
     """The device side of an engine on an encoder: one program, "embed", for each number of rows and of tokens."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig):
-        self.model, self._sizes = model, EncoderSizes(config)
+        self.model, self._sizes, self._kernels = model, EncoderSizes(config), config.kernels
         self.processors: dict = {}  # none: nothing is chosen
         self._leaves, self._treedef = jax.tree.flatten(model.state)
         self.programs = ProgramCache(self._build)
@@ -131,7 +131,8 @@ class EncoderRunner:
             model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
             return model.pool(model(tokens, positions), positions)
 
-        return compile_program(name, bucket, embed, (self._leaves, tokens, tokens), mesh=self.model.mesh)
+        args = self._leaves, tokens, tokens
+        return compile_program(name, bucket, embed, args, mesh=self.model.mesh, kernels=self._kernels)
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile what these sequences need together, or any (None); returns how many programs were missing."""

@@ -45,7 +45,7 @@ class LLM:
       processors: logits processors (`sampling.LogitsProcessor`) by the name that `SamplingParams.processors` gives.
       draft_tokens: most tokens that prompt lookup proposes at once; 0: no speculation.
       options: the other fields of `EngineConfig`: page_size, token_budget, max_decode_steps, prefix_caching, kv_dtype,
-        max_adapters, max_lora_rank, adapter_bytes, overlap.
+        max_adapters, max_lora_rank, adapter_bytes, overlap, kernels.
 
     Raises ValueError naming what is wrong and how to mend it, and MemoryError if the weights do not fit, both before
     any weight is read.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.compiled import CompileMissError, CostRecords, ProgramCache, compile_program, powers, round_up
+from pallas_kernels.dispatch import dispatch, interpreted
 
 
 def test_buckets():
@@ -30,6 +31,15 @@ def test_a_program_knows_its_memory_and_writes_donated_arguments_in_place():
     out, _ = program(x, jnp.ones(1000))
     assert out.unsafe_buffer_pointer() == where
     assert x.is_deleted()
+
+
+def test_programs_are_made_without_kernels_on_request():
+    def plus(x):
+        return dispatch("plus", lambda x: x + 1, lambda x: x + 2, x)
+
+    with interpreted():  # which takes the kernel on a CPU
+        found = [compile_program("plus", (), plus, (jnp.zeros(()),), kernels=kernels) for kernels in (True, False)]
+    assert [float(program(jnp.zeros(()))) for program in found] == [1, 2]
 
 
 def build_add(calls):

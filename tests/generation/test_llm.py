@@ -164,6 +164,15 @@ def test_options_do_not_recompile(llm):
         llm.generate([[3, 2, 1]], every_option)
 
 
+def test_without_kernels_no_operation_asks_for_one(model_dir, monkeypatch):
+    asked = []
+    monkeypatch.setattr("pallas_kernels.dispatch.kernels_available", lambda: asked.append(True))
+    LLM(model_dir, kernels=False).generate([[1, 2, 3]], GREEDY)  # compiled by several threads
+    assert not asked
+    LLM(model_dir).generate([[1, 2, 3]], GREEDY)
+    assert asked
+
+
 def test_generation_ahead_compiles_all_it_needs(model_dir):
     llm = LLM(model_dir)
     llm.generate(prompts_of(3, 20, 9), SamplingParams(temperature=0, max_tokens=30))
