@@ -15,7 +15,7 @@ hold twice that or more, and one block computes while the other waits. The ring 
 the rows are normalised while the first weights are on their way.
 
 Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them: XLA pads no matrix, only a
-vocabulary's bias and scales, outside the loop over steps.
+vocabulary's scales, outside the loop over steps.
 
 Formats. `small_batch_operands.py` says how weights of each are multiplied. Rows of x that are quantised are held by
 every block, as normalised ones are.
@@ -54,7 +54,14 @@ def small_batch_linear(x: jax.Array, weights: Weights, bias: jax.Array | None = 
 
     x: [..., K]; weights: N by K; bias: [N]. Returns [..., N] in x's dtype.
     """
-    return dispatch("small_batch_linear", small_batch_product, linear_definition, x, weights, bias)
+    return dispatch("small_batch_linear", _linear_kernel, linear_definition, x, weights, bias)
+
+
+def _linear_kernel(x: jax.Array, weights: Weights, bias: jax.Array | None) -> jax.Array:
+    if bias is None or bias.size % TILE_N == 0:
+        return small_batch_product(x, weights, bias)
+    y = small_batch_product(x, weights)  # of a vocabulary: XLA adds the bias where it reads the logits
+    return y + bias.astype(y.dtype)
 
 
 class Norm(NamedTuple):
