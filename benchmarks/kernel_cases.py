@@ -129,6 +129,7 @@ def linears(model: str, rows: int, form: str) -> Iterator[Case]:
     yield case("norm_linear", "up", up, embed, hidden * (2 if gated else 1), norm)
     yield case("linear_residual", "down", linear_residual, hidden, embed, residual)
     others = 1 if config.vocab % 8 else 0  # what TMA stored in rows of whole 16 bytes is cut
+    others += 1 if form == "int8" and config.vocab % 64 else 0  # scales for whole blocks
     yield case("small_batch_linear", "head", small_batch_linear, embed, config.vocab, others=others)
 
 
