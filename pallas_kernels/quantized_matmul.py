@@ -11,7 +11,6 @@ for products that would not make a block for every SM.
 """
 
 import dataclasses
-import operator
 from typing import Any
 
 import jax
@@ -100,11 +99,13 @@ def _quantize_kernel(
 
         y = load(x_g.at[row])
         if norm:
-            if norm_shift is not None:
+            factor, *shift = norm
+            if shift:
                 y -= jnp.sum(y) / inputs
             y *= lax.rsqrt(jnp.sum(y * y) / inputs + eps)
-            for ref, apply in zip(norm, (operator.mul, operator.add), strict=False):
-                y = apply(y, load(ref))  # loaded here: registers would not hold a row and both
+            y *= load(factor)  # no sooner: registers would not hold a row and both
+            if shift:
+                y += load(shift[0])
             y = y.astype(x.dtype).astype(jnp.float32)
         scale = jnp.maximum(jnp.max(jnp.abs(y)), 1e-30) / 127.0
         q_g[row] = jnp.round(y / scale).astype(jnp.int8)

@@ -155,20 +155,16 @@ def small_batch_product(
     outputs = weights.kernel.shape[0] // matrices
     operand = operand_of(weights, x.dtype)
     _check(x, operand, residual, norm, rows, outputs)
-
-    def per_output(vector: jax.Array | None) -> jax.Array | None:
-        if vector is None or vector.ndim == 2:  # scales of groups
-            return vector
-        whole = jnp.pad(vector, (0, -vector.size % (TILE_N * matrices)))  # blocks of a vocabulary read past its end
-        return whole.reshape(-1, matrices)
-
+    scale = weights.scale
+    if scale is not None and operand.per_scale == 1:
+        scale = _whole_blocks(scale, matrices)
     arrays = {
         "x": x.reshape(rows, inputs),
         # The gate and up of a pair follow each other: a copy with a stride fetches either, and the tiles of both
         # have the pairs at the same place, so that nothing need move between threads.
         "weights": weights.kernel.reshape(outputs, matrices, -1),
-        "weights_scale": per_output(weights.scale),
-        "bias": per_output(bias),
+        "weights_scale": scale,
+        "bias": None if bias is None else _whole_blocks(bias, matrices),
         "residual": None if residual is None else residual.reshape(rows, outputs),
         "scale": None if norm is None else norm.scale,
         "shift": None if norm is None else norm.shift,
@@ -187,6 +183,11 @@ def small_batch_product(
         tiles=choose_tiles(rows, inputs, outputs, operand, norm=norm is not None, gated=gated),
     )
     return _launch(plan, tuple(arrays.values())).reshape(*x.shape[:-1], outputs)
+
+
+def _whole_blocks(vector: jax.Array, matrices: int) -> jax.Array:
+    """[outputs * matrices] -> [N, matrices], N a multiple of TILE_N: a vocabulary may end within a block."""
+    return jnp.pad(vector, (0, -vector.size % (TILE_N * matrices))).reshape(-1, matrices)
 
 
 def _check(
