@@ -12,7 +12,7 @@ from typing import Any, Literal
 import rich
 from rich.table import Table
 
-from jaxinfer.generation.measure import machine
+from jaxinfer.cli.bench.machine import machine
 
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
 ROOT = Path(__file__).parents[1]

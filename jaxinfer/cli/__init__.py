@@ -1,12 +1,12 @@
-"""The command line: one file per subcommand, each importing what it needs when it runs, so that --help is quick.
+"""The command line: one module per subcommand, each importing what it needs when it runs, so that --help is fast.
 
-Expected errors (bad files, bad values, too little memory) end in one line on stderr and status 2, without traceback.
+Expected errors (bad files, bad values, too little memory) end with one line on stderr and status 2, without traceback.
 """
 
 import typer
 from typer.core import TyperGroup
 
-from jaxinfer.cli.bench import bench
+from jaxinfer.cli.bench import app as bench_app
 from jaxinfer.cli.convert import convert
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
@@ -15,13 +15,13 @@ from jaxinfer.cli.verify import verify
 
 
 class _Commands(TyperGroup):
-    """The subcommands, with expected errors turned into one line."""
+    """The subcommands. Expected errors become one line."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's Context is click's
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # the reader of our output went away: click ends quietly
+            raise  # nobody reads our output any more: click exits silently
         except (ValueError, OSError, MemoryError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"error: {message}", err=True)
@@ -36,4 +36,4 @@ app = typer.Typer(
 )
 for _command in (convert, generate, info, inspect, verify):
     app.command()(_command)
-app.add_typer(bench, name="bench")
+app.add_typer(bench_app, name="bench")

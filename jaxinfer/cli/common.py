@@ -11,19 +11,25 @@ if TYPE_CHECKING:
     from sharding import MeshConfig
 
 MeshOption = Annotated[
-    str | None, typer.Option(help='Devices: "tensor=2,data=1", or a TOML file with a [mesh] table (default: one).')
+    str | None, typer.Option(help='Devices: "tensor=2,data=1", or a TOML file with a table named mesh (default: one).')
 ]
 DtypeOption = Annotated[
     str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as stored).")
 ]
 QuantizeOption = Annotated[str | None, typer.Option(help="Of the matrices: int8, int4 or fp8 (default: as stored).")]
-DraftOption = Annotated[int, typer.Option(help="Most tokens that prompt lookup proposes at once; 0: none.")]
-KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where a GPU takes them, or plain XLA.")]
-KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values in bytes (default: as the model).")]
+SpeculationOption = Annotated[
+    int,
+    typer.Option(
+        "--num-speculative-tokens",
+        help="Most tokens the n-gram proposer suggests per pass; 0: no speculation.",
+    ),
+]
+KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where the GPU supports them, or plain XLA.")]
+KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values as bytes (default: the model's dtype).")]
 
 
 def parse_mesh(text: str | None) -> "MeshConfig | None":
-    """What `--mesh` says."""
+    """The mesh that `--mesh` describes, or None."""
     from sharding import MeshConfig
 
     if text is None:
@@ -32,7 +38,7 @@ def parse_mesh(text: str | None) -> "MeshConfig | None":
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":
-    """The prompts of all three options. Raises ValueError naming the option or line that is wrong."""
+    """The prompts of all three options. Raises ValueError naming the invalid option or line."""
     prompts: list[Prompt] = list(texts)
     if file is not None:
         lines = file.read_text().splitlines()

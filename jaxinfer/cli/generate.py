@@ -9,12 +9,12 @@ import msgspec
 import typer
 
 from jaxinfer.cli.common import (
-    DraftOption,
     DtypeOption,
     KernelsOption,
     KVDtypeOption,
     MeshOption,
     QuantizeOption,
+    SpeculationOption,
     parse_mesh,
     read_prompts,
 )
@@ -51,7 +51,7 @@ def generate(
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(help="Most tokens of a sequence.")] = None,
     max_batch: Annotated[int, typer.Option(help="Most sequences that run together.")] = 8,
-    draft_tokens: DraftOption = 0,
+    draft_tokens: SpeculationOption = 0,
     kv_dtype: KVDtypeOption = None,
     kernels: KernelsOption = True,
     adapter: Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")] = None,

@@ -1,4 +1,4 @@
-"""`jaxinfer bench` as a user runs it, and the measuring that it shares with Python."""
+"""`jaxinfer bench` as a user runs it, and its measurements from Python."""
 
 import json
 import sys
@@ -8,15 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
+from jaxinfer.cli.bench.measure import measure_latency, measure_throughput
+from jaxinfer.cli.bench.results import Distribution
+from jaxinfer.cli.bench.workload import Request, random_prompts, spread_lengths
 from jaxinfer.generation import LLM
-from jaxinfer.generation.measure import (
-    Distribution,
-    Request,
-    measure_latency,
-    measure_throughput,
-    random_prompts,
-    spread_lengths,
-)
 from jaxinfer.models.conversion import convert
 from tests.models.goldens import DIRECTORY as GOLDENS
 
@@ -118,14 +113,14 @@ def test_distribution():
     assert Distribution.of([]) is None
 
 
-def test_lengths_spread_over_all_of_the_range():
+def test_lengths_cover_the_whole_range():
     lengths = spread_lengths(np.random.default_rng(0), 8, 0.5, 1000)
     assert set(lengths) == set(range(4, 13))
     assert set(spread_lengths(np.random.default_rng(0), 8, 0, 10)) == {8}
     assert min(spread_lengths(np.random.default_rng(0), 1, 0.9, 100)) == 1
 
 
-def test_timeline_counts_every_token_and_nothing_compiles_in_it(model_dir):
+def test_timeline_counts_every_token_and_nothing_compiles_meanwhile(model_dir):
     llm = LLM(model_dir, max_batch=2)
     requests = [Request([1, 2, 3], 20), Request([4] * 16, 3), Request([5], 1)]
     seen = []
@@ -139,7 +134,7 @@ def test_timeline_counts_every_token_and_nothing_compiles_in_it(model_dir):
     assert seconds[-1] <= result.seconds < warm_up.seconds
 
 
-def test_a_batch_that_would_wait_for_itself_is_refused(model_dir):
+def test_a_batch_that_exceeds_the_cache_is_refused(model_dir):
     llm = LLM(model_dir, max_batch=2, cache_bytes=24576)  # 6 pages of 16 tokens
     with pytest.raises(ValueError, match="batch of 2 requests of 50 tokens does not fit in the cache of 6 pages of 16"):
         measure_latency(llm, [1, 2], prompt_tokens=30, output_tokens=20, rounds=1)

@@ -1,0 +1,161 @@
+"""`jaxinfer bench`: the speed of a model directory on this machine, without a server."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxinfer.cli.bench.files import check_files
+from jaxinfer.cli.bench.options import (
+    ContextOption,
+    JsonOption,
+    ModelArgument,
+    OutputTokensOption,
+    PlotOption,
+    SeedOption,
+    check_context,
+    check_length,
+    check_spread,
+    load_llm,
+    parse_batch_sizes,
+    read_config,
+)
+from jaxinfer.cli.common import (
+    DtypeOption,
+    KernelsOption,
+    KVDtypeOption,
+    MeshOption,
+    QuantizeOption,
+    SpeculationOption,
+)
+
+PROMPT_TOKENS, REQUESTS = 128, 64  # without --prompts-file
+
+app = typer.Typer(no_args_is_help=True, help="Measure how fast a model generates on this machine.")
+
+
+@app.command()
+def latency(
+    ctx: typer.Context,
+    model: ModelArgument,
+    batch: Annotated[str, typer.Option(help="Batch sizes, measured one after the other.")] = "1,8",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens in each prompt.")] = PROMPT_TOKENS,
+    output_tokens: OutputTokensOption = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Batches of each size that are measured.")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Batches of each size that run before, unmeasured.")] = 2,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
+    context: ContextOption = None,
+    num_speculative_tokens: SpeculationOption = 0,
+    kv_dtype: KVDtypeOption = None,
+    kernels: KernelsOption = True,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Time one batch at a time: its requests start together, and the next batch when all have finished.
+
+    End-to-end is the whole call. Time to first token is per request, from queueing; time per output token is its mean
+    after the first. Inter-token latency is the time between tokens of a request that is streamed one token per step, in
+    rounds of their own, because a step otherwise generates several tokens.
+    """
+    batches = parse_batch_sizes(batch)
+    check_files(json_file, plot)
+    check_length(prompt_tokens, output_tokens, check_context(read_config(model), context))
+    from jaxinfer.cli.bench import measure, progress, report, tables
+
+    llm = load_llm(ctx, max_batch=max(batches))
+    with progress.progress_bar("rounds", len(batches) * (warmup + rounds)) as (bar, task):
+        results, warm_up = measure.measure_latency(
+            llm,
+            batches,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            rounds=rounds,
+            warmup=warmup,
+            seed=seed,
+            progress=lambda: bar.update(task, advance=1, refresh=True),  # between rounds, so not measured
+        )
+    tables.print_tables([tables.latency_table(results, prompt_tokens)], warm_up)
+    if json_file:
+        report.write_report(json_file, ctx, llm, warm_up, report.latency_metrics(results))
+    if plot:
+        from jaxinfer.cli.bench.plots import draw_latency, write_plot
+
+        write_plot(plot, draw_latency(results))
+
+
+@app.command()
+def throughput(
+    ctx: typer.Context,
+    model: ModelArgument,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help=f"How many (default: {REQUESTS}, or all of the file).", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Random tokens in a prompt (default: {PROMPT_TOKENS}).", show_default=False),
+    ] = None,
+    output_tokens: OutputTokensOption = 64,
+    spread: Annotated[
+        float, typer.Option(help="Lengths are uniform in [1 - spread, 1 + spread] times the tokens given.")
+    ] = 0.5,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(help="One prompt a line; in a .jsonl file, one object a line with `prompt` or `token_ids`."),
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 64,
+    warmup: Annotated[int, typer.Option(min=1, help="Unmeasured runs of the same lengths before.")] = 1,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
+    context: ContextOption = None,
+    num_speculative_tokens: SpeculationOption = 0,
+    kv_dtype: KVDtypeOption = None,
+    kernels: KernelsOption = True,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Queue all requests at once and time until the last has finished.
+
+    A request's times count from queueing, so they include the wait for a free slot; time per output token is its mean
+    after the first. Prompts are encoded before the clock starts.
+    """
+    check_spread(spread)
+    if prompts_file is not None and prompt_tokens is not None:
+        raise ValueError(
+            f"--prompt-tokens {prompt_tokens} contradicts --prompts-file {prompts_file}: give one of them."
+        )
+    check_files(json_file, plot)
+    config = read_config(model)
+    limit = check_context(config, context)
+    import numpy as np
+
+    from jaxinfer.cli.bench import measure, progress, report, tables
+    from jaxinfer.cli.bench.workload import Request, encode_prompts, random_prompts, spread_lengths
+
+    rng = np.random.default_rng(seed)
+    if prompts_file is None:
+        prompt_tokens = prompt_tokens or PROMPT_TOKENS
+        prompts = random_prompts(rng, config.vocab, spread_lengths(rng, prompt_tokens, spread, requests or REQUESTS))
+    else:
+        prompts = encode_prompts(prompts_file, requests, model, config.vocab)
+    workload = list(map(Request, prompts, spread_lengths(rng, output_tokens, spread, len(prompts))))
+    for number, request in enumerate(workload, 1):
+        check_length(len(request.prompt_ids), request.output_tokens, limit, f"Request {number}: ")
+
+    llm = load_llm(ctx, max_batch=max_batch)
+    with progress.progress_bar("warm-up", sum(r.output_tokens for r in workload)) as (bar, task):
+        show = progress.throttled(bar, task, len(workload))
+        # Another seed, so that the warm-up leaves none of these prompts in the prefix cache.
+        result, warm_up = measure.measure_throughput(llm, workload, warmup=warmup, seed=seed + 1, progress=show)
+    tables.print_tables(tables.throughput_tables(result), warm_up)
+    if json_file:
+        settings = {"requests": len(workload), "prompt_tokens": prompt_tokens}
+        report.write_report(json_file, ctx, llm, warm_up, report.throughput_metrics(result), **settings)
+    if plot:
+        from jaxinfer.cli.bench.plots import draw_throughput, write_plot
+
+        write_plot(plot, draw_throughput(result))

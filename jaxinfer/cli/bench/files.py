@@ -1,0 +1,37 @@
+"""The files that a bench command writes: checked before the run, written atomically after it."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import typer
+
+PLOT_SUFFIXES = (".png", ".svg")
+
+
+def check_files(json_file: Path | None, plot: Path | None) -> None:
+    """Raise ValueError if a file could not be written after the run."""
+    for option, file in (("--json", json_file), ("--plot", plot)):
+        if file is None:
+            continue
+        if file.is_dir():
+            raise ValueError(f"{option} {file} is a directory; name a file.")
+        if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+            raise ValueError(f"{option} {file}: {file.parent} is not a directory that can be written to.")
+    if plot is None:
+        return
+    if plot.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"--plot {plot} must end in {' or '.join(PLOT_SUFFIXES)}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"--plot {plot} needs matplotlib: pip install 'jaxinfer[bench]'")
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Write all of `content` or nothing, and say so on stderr."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    typer.echo(f"Wrote {file}", err=True)

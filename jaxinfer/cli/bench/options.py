@@ -1,0 +1,77 @@
+"""Options of the bench commands, checked before a model is loaded."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxinfer.cli.common import parse_mesh
+
+if TYPE_CHECKING:
+    from jaxinfer.generation import LLM
+    from jaxinfer.models import DecoderConfig
+
+ModelArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)]
+OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate, past any end-of-text token.")]
+ContextOption = Annotated[int | None, typer.Option(help="Most tokens of a sequence (default: the model's).")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Same seed, same prompts and lengths.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write metrics, settings and machine to this file.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw the measurement into this .png or .svg file.")]
+
+
+def parse_batch_sizes(text: str) -> list[int]:
+    """The distinct sizes in `--batch`, in the order given."""
+    try:
+        sizes = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"--batch must be integers >= 1 separated by commas, got {text!r}.")
+    return sizes
+
+
+def check_spread(spread: float) -> None:
+    """Raise ValueError if `--spread` is out of range."""
+    if not 0 <= spread < 1:
+        raise ValueError(f"--spread must be in [0, 1), got {spread}.")
+
+
+def read_config(directory: Path) -> "DecoderConfig":
+    """The config of a decoder. Raises ValueError for an encoder."""
+    from jaxinfer.models import DecoderConfig
+    from jaxinfer.models.loading import Description
+
+    config = Description.read(directory).config
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(f"{directory} holds an encoder; bench measures decoders.")
+    return config
+
+
+def check_context(config: "DecoderConfig", context: int | None) -> int:
+    """The context to run with: `--context`, or the model's."""
+    if context is not None and not 1 < context <= config.context:
+        raise ValueError(f"--context must be in [2, {config.context}] for this model, got {context}.")
+    return context or config.context
+
+
+def check_length(prompt_tokens: int, output_tokens: int, context: int, which: str = "") -> None:
+    """Raise ValueError, starting with `which`, if a request exceeds the context."""
+    if prompt_tokens + output_tokens > context:
+        raise ValueError(
+            f"{which}{prompt_tokens} prompt and {output_tokens} output tokens are more than the context of {context}; "
+            "lower one of them or raise --context."
+        )
+
+
+def load_llm(ctx: typer.Context, *, max_batch: int) -> "LLM":
+    """The model, loaded with the options that both commands share."""
+    from jaxinfer.generation import LLM
+
+    names = ("dtype", "quantize", "context", "kv_dtype", "kernels")
+    return LLM(
+        ctx.params["model"],
+        mesh=parse_mesh(ctx.params["mesh"]),
+        max_batch=max_batch,
+        draft_tokens=ctx.params["num_speculative_tokens"],
+        **{name: ctx.params[name] for name in names},
+    )

@@ -1,0 +1,46 @@
+"""The requests of a measurement: random prompts and lengths, or prompts from a file."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxinfer.cli.common import read_prompts
+from jaxinfer.generation.text import Tokenizer, encode_prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens to generate."""
+
+    prompt_ids: list[int]
+    output_tokens: int
+
+
+def random_prompts(rng: np.random.Generator, vocab: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Prompts of these lengths, token ids uniform in [0, vocab)."""
+    return [rng.integers(0, vocab, length).tolist() for length in lengths]
+
+
+def spread_lengths(rng: np.random.Generator, mean: int, spread: float, count: int) -> list[int]:
+    """`count` lengths >= 1, uniform over the integers from mean * (1 - spread) to mean * (1 + spread)."""
+    shortest, longest = (max(1, round(mean * factor)) for factor in (1 - spread, 1 + spread))
+    return rng.integers(shortest, longest, count, endpoint=True).tolist()
+
+
+def encode_prompts(file: Path, count: int | None, model: Path, vocab: int) -> list[list[int]]:
+    """Token ids of the first `count` prompts in `file`; of all if None."""
+    prompts, tokenizer = read_prompts([], file, []), Tokenizer.of(model)
+    if count is not None and count > len(prompts):
+        raise ValueError(f"--requests {count} is more than the {len(prompts)} prompts in {file}.")
+    encoded = []
+    for number, prompt in enumerate(prompts[:count], 1):
+        try:
+            ids = encode_prompt(tokenizer, prompt, vocab)
+        except ValueError as error:
+            raise ValueError(f"{file}:{number}: {error}") from error
+        if not ids:
+            raise ValueError(f"{file}:{number}: the prompt is empty.")
+        encoded.append(ids)
+    return encoded
