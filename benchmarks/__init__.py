@@ -1,6 +1,6 @@
-"""Every figure that README quotes, each by one command.
+"""The source of every figure that README quotes, each from one command.
 
-`python -m benchmarks.NAME [--quick] [--json FILE]` measures, ends with a table of its checks, and writes a result in
-the form of `report.py`. Other engines run in processes and an interpreter of their own (`peers/`, `make peers`).
+`python -m benchmarks.NAME [--quick] [--json FILE]` measures, prints a table of its checks, and writes a result in the
+format of `report.py`. Other engines run in their own processes and their own interpreter (`peers/`, `make peers`).
 Start at `cpu_decode.py`.
 """

@@ -3,8 +3,8 @@
     python -m benchmarks.cpu_decode [--quick] [--json benchmarks/results/cpu_decode.json]
 
 One random Llama-shaped model (`peers/make_model.py`) in every engine's own format. Each engine is a process that
-loads it once; every figure is the median over rounds in which all engines take turns. All must agree on the greedy
-continuation of a prompt before anything is timed.
+loads it once; every figure is the median over rounds in which all engines take turns. Nothing is timed unless all
+engines generate the same greedy continuation of a prompt.
 """
 
 import argparse
@@ -25,20 +25,20 @@ PROMPT = 512  # tokens of the timed prefill
 
 
 def check_agreement(found: list[Worker]) -> None:
-    """All must continue a prompt alike, or they are not running the same model."""
+    """Exit unless all engines continue a prompt with the same tokens: otherwise they run different models."""
     prompt = list(range(100, 132))
-    said = {worker.engine: worker.ask(do="greedy", prompt=prompt, count=8)["tokens"] for worker in found}
-    if len({tuple(tokens) for tokens in said.values()}) != 1:
-        raise SystemExit(f"The engines disagree on the greedy continuation, so no figure would mean anything: {said}")
+    answers = {worker.engine: worker.ask(do="greedy", prompt=prompt, count=8)["tokens"] for worker in found}
+    if len({tuple(tokens) for tokens in answers.values()}) != 1:
+        raise SystemExit(f"The engines' greedy continuations differ, so no comparison would be meaningful: {answers}")
 
 
 def take_turns(found: list[Worker], rounds: int, figure: str, **request: Any) -> list[dict[str, Any]]:
-    """A row for every engine: its seconds in every round, after one round that is not counted."""
+    """A row for every engine: its milliseconds in every round, after one unmeasured round."""
     times: dict[str, list[float]] = {worker.engine: [] for worker in found}
     rich.print(f"{figure}, {found[0].dtype}: {rounds} rounds of {', '.join(times)}")
     for counted in [False] + [True] * rounds:
         for worker in found:
-            time.sleep(0.2)  # let the threads of the engine before go to sleep
+            time.sleep(0.2)  # until the previous engine's threads are idle
             seconds = worker.ask(**request)["seconds"]
             if counted:
                 times[worker.engine].append(1e3 * seconds)
@@ -55,11 +55,11 @@ def take_turns(found: list[Worker], rounds: int, figure: str, **request: Any) ->
 
 
 def read_bandwidth() -> float:
-    """GB/s at which all cores together read a large array from memory: the best of several reductions over it."""
+    """GB/s at which all cores together read a large array from memory: the fastest of several reductions."""
     import jax
     import jax.numpy as jnp
 
-    array = jnp.ones((1024, 200 * 1024), jnp.float32)  # 839 MB, as large as the weights of a decode step
+    array = jnp.ones((1024, 200 * 1024), jnp.float32)  # 839 MB, about as much as the weights of a decode step
     vector = jnp.ones(1024, jnp.float32)
     reductions: list[Callable] = [lambda x, v: v @ x, lambda x, v: x.reshape(-1, 1024) @ v, lambda x, v: x.sum()]
     best = float("inf")
@@ -73,9 +73,9 @@ def read_bandwidth() -> float:
 
 
 def host_overhead() -> float:
-    """Seconds until the call of a decode step of 12 layers returns, its results still to come: what the host is busy.
+    """Host seconds of a decode step of 12 layers: until its call returns, before the results are ready.
 
-    The layers are so small that a device thread that computes them meanwhile takes little from the host.
+    The layers are so small that the device thread that computes them takes little time from the host.
     """
     import jax
     import jax.numpy as jnp
@@ -117,7 +117,7 @@ def host_overhead() -> float:
 
 
 def demo_start(demo: Path) -> float:
-    """Seconds of a whole `jaxinfer generate` of 16 tokens, the second time."""
+    """Seconds of a whole `jaxinfer generate` of 16 tokens, with a warm compile cache."""
     command = [JAXINFER, "generate", demo, "--prompt", "import os\n", "--max-new-tokens"]
     subprocess.run([*command, "16"], check=True, stdout=subprocess.DEVNULL)
     start = time.perf_counter()
@@ -132,7 +132,7 @@ def weight_bytes(itemsize: int) -> int:
 
 
 def add_checks(report: Report, rows: list[dict[str, Any]], bandwidth: float) -> None:
-    """The ratios of the peers' times to ours, and our float32 decode against the memory."""
+    """The peers' times relative to ours, and our float32 decode relative to the memory's read bandwidth."""
     ms = {(row["figure"], row["engine"], row["dtype"]): row["ms"] for row in rows}
 
     def ratio(figure: str, dtype: str, *peers: str) -> float:
@@ -151,9 +151,9 @@ def add_checks(report: Report, rows: list[dict[str, Any]], bandwidth: float) -> 
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """The measurements as a table: engines down, figures across."""
+    """Print the measurements: a row per engine, a column per figure."""
     columns = list(dict.fromkeys(row["figure"] for row in rows))
-    table = Table("engine", "dtype", *columns, title="milliseconds, median (least)")
+    table = Table("engine", "dtype", *columns, title="milliseconds, median (minimum)")
     for key in dict.fromkeys((row["engine"], row["dtype"]) for row in rows):
         cells = {
             r["figure"]: f"{r['ms']:.1f} ({min(r['all_ms']):.1f})" for r in rows if (r["engine"], r["dtype"]) == key
@@ -183,7 +183,7 @@ def main() -> None:
             if dtype == "float32":
                 check_agreement(found)
             rows += take_turns(found, rounds, f"prefill {PROMPT}", do="prefill", tokens=PROMPT)
-            if dtype == "bfloat16":  # the other engines' decoding in it is not what they are used for on a CPU
+            if dtype == "bfloat16":  # not compared: on a CPU the other engines are not used to decode in it
                 continue
             for batch in (1, 8):
                 bandwidth = max(bandwidth, read_bandwidth())

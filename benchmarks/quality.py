@@ -1,9 +1,9 @@
-"""What precision costs: bits per byte of the demo model on held-out source, through the engine, in every format.
+"""The cost of lower precision: bits per byte of the demo model on held-out source, in every format.
 
     python -m benchmarks.quality [--quick] [--json FILE]
 
-The text is that of `examples/train_demo_model.py`: modules of Python's standard library that the model never saw.
-`xz -9` compresses the same bytes, all files as one.
+The text is the held-out set of `examples/train_demo_model.py`: modules of Python's standard library that the model was
+not trained on. `xz -9` compresses the same bytes, all files as one.
 """
 
 import argparse
@@ -23,18 +23,18 @@ FORMATS: dict[str, dict[str, str]] = {
     "int4": {"dtype": "float32", "quantize": "int4"},
     "int8 cache": {"dtype": "float32", "kv_dtype": "int8"},
 }
-OVERLAP = 0.5  # of a window whose tokens serve as context alone
+OVERLAP = 0.5  # fraction of a window that is only context for the rest
 
 
 def bits(llm: LLM, texts: list[str]) -> float:
-    """Bits that the model needs for the texts, each token predicted from at least half a context where there is one."""
+    """Bits that the model needs for the texts; a token has at least OVERLAP of a window as context, if it exists."""
     assert llm.tokenizer is not None
     window = llm.engine.context - 1
     stride = round(window * (1 - OVERLAP))
     prompts, skipped = [], []
-    begin = llm.model.eos_ids[0]  # ends one document and so begins the next
+    separator = llm.model.eos_ids[0]  # as before every document in training
     for text in texts:
-        ids = [begin, *llm.tokenizer.encode(text)]
+        ids = [separator, *llm.tokenizer.encode(text)]
         for start in range(0, max(len(ids) - (window - stride), 1), stride):
             prompts.append(ids[start : start + window])
             skipped.append(window - stride if start else 1)

@@ -1,4 +1,4 @@
-"""What a benchmark hands over: rows, checks against targets, and what they were measured on."""
+"""The result of a benchmark: rows, checks against targets, versions and machine."""
 
 import dataclasses
 import importlib.metadata
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One figure with a target. `better` says in which direction the target is met."""
+    """One figure with a target, met by values at least ("higher") or at most ("lower") as large."""
 
     name: str
     value: float
@@ -37,7 +37,7 @@ class Report:
     """Collects a benchmark's rows and checks; `finish` prints the checks and writes the JSON.
 
     Args:
-      versions: of software besides our own packages: {"ctranslate2": "4.8.5"}.
+      versions: of other software than our own packages: {"ctranslate2": "4.8.5"}.
     """
 
     def __init__(self, versions: Mapping[str, str] | None = None):
@@ -50,17 +50,17 @@ class Report:
         }
 
     def row(self, **fields: Any) -> None:
-        """Add a measurement: what was measured and the figures."""
+        """Add a measurement: what was measured, and its figures."""
         self.rows.append(fields)
 
     def check(
         self, name: str, value: float, unit: str, *, target: float, better: Literal["higher", "lower"] = "higher"
     ) -> None:
-        """Add a figure that has a target."""
+        """Add a figure with a target."""
         self.checks.append(Check(name=name, value=round(value, 4), unit=unit, target=target, better=better))
 
     def finish(self, json_file: Path | None) -> None:
-        """Print the table of checks; write everything to `json_file` if given."""
+        """Print the table of checks; write the whole result to `json_file` if given."""
         where = machine()
         on_cpu = where["platform"] == "cpu"
         title = f"{where['cpu']}, {where['cores']} cores" if on_cpu else where["device"]
@@ -85,7 +85,7 @@ class Report:
 
 
 def version(package: str) -> str:
-    """The version of an installed package."""
+    """The version of a package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -93,7 +93,7 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, with "+changes" if the working tree differed from it."""
+    """The commit that was measured, with "+changes" if the working tree differs from it."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""The processes of all engines, their models on disk, and the options of a command that compares them."""
+"""The engines' processes, their models on disk, and the options of the commands that compare them."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from jaxinfer.compiled import cache_folder
 
 PEERS = Path(__file__).parent / "peers"
 JAXINFER = Path(sys.executable).parent / "jaxinfer"  # the command, as installed beside this interpreter
-# (engine, dtype) -> its script, and the part of the work folder that it loads.
+# (engine, dtype) -> its script, and the file or directory of the work folder that it loads.
 ENGINES = {
     ("jaxinfer", "float32"): ("run_jaxinfer.py", "jaxinfer"),
     ("jaxinfer", "int8"): ("run_jaxinfer.py", "jaxinfer"),
@@ -44,7 +44,7 @@ class Worker:
         self.ways: list[dict[str, Any]] = ready["ways"]
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """The answer to `request`."""
+        """Send `request` and return the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
@@ -55,20 +55,20 @@ class Worker:
         if line := self.process.stdout.readline():
             return json.loads(line)
         raise SystemExit(
-            f"{self.engine} in {self.dtype} ended with {self.process.wait()}: its own message stands above."
+            f"{self.engine} in {self.dtype} ended with status {self.process.wait()}; its own message is above."
         )
 
     def close(self) -> None:
-        """Let the process end."""
+        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 def find_peers(given: Path | None) -> Path:
-    """The peers' interpreter, which must have all of them."""
+    """The interpreter that has all peers. Exits if there is none, or if it lacks some."""
     python = given or Path(os.environ.get("JAXINFER_PEERS") or ROOT / ".venv-peers/bin/python")
-    remedy = "run `make peers`, or give an interpreter that has benchmarks/peers/requirements.txt as --peer-python."
+    remedy = "run `make peers`, or give an interpreter with benchmarks/peers/requirements.txt as --peer-python."
     if not python.exists():
         raise SystemExit(f"No interpreter at {python}: {remedy}")
     modules = ("torch", "transformers", "ctranslate2", "llama_cpp", "gguf", "safetensors", "tokenizers")
@@ -80,7 +80,7 @@ def find_peers(given: Path | None) -> Path:
 
 
 def make_models(folder: Path, peer_python: Path) -> None:
-    """Write the model in all formats, once; a folder half-written is begun anew."""
+    """Write the model in all formats unless it exists. An interrupted run leaves nothing behind."""
     if not (folder / "hf").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -95,7 +95,7 @@ def make_models(folder: Path, peer_python: Path) -> None:
 
 @contextmanager
 def workers(dtype: str, folder: Path, peer_python: Path, threads: int) -> Iterator[list[Worker]]:
-    """The processes of all engines that run this dtype, ended on leaving."""
+    """The processes of all engines that run this dtype, ended on exit."""
     with ExitStack() as stack:
         found = []
         for (engine, engine_dtype), (script, part) in ENGINES.items():
@@ -108,8 +108,8 @@ def workers(dtype: str, folder: Path, peer_python: Path, threads: int) -> Iterat
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say where peers and models are."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    """Add the options for the peers and the models."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     parser.add_argument("--work-dir", type=Path, default=cache_folder() / "benchmarks" / "cpu_decode")
     parser.add_argument(
         "--peer-python", type=Path, help="interpreter with the peers (default: $JAXINFER_PEERS or make peers)"

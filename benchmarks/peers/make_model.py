@@ -1,9 +1,9 @@
-"""Write one random Llama in every peer's format: `make_model.py OUT_DIR`.
+"""Write a random Llama in every peer's format: `make_model.py OUT_DIR`.
 
-OUT_DIR then holds `hf/` (config, safetensors, a tokenizer whose tokens are t0, t1, ...), `ct2-float32/`, `ct2-int8/`,
+OUT_DIR will contain `hf/` (config, safetensors, a tokenizer whose tokens are t0, t1, ...), `ct2-float32/`, `ct2-int8/`,
 and `f32.gguf`, `bf16.gguf`, `q8_0.gguf`.
 """
-# Runs in the peers' environment, which ours does not have.
+# Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
 
 import pathlib
@@ -40,7 +40,7 @@ def write_hf(folder):
 
 
 def interleaved(weight, heads):
-    """Rows of a query or key matrix in the order llama.cpp rotates them: pairs side by side, not halves."""
+    """Rows of a query or key matrix in llama.cpp's rotary order: a pair is two adjacent rows, not one of each half."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

@@ -1,5 +1,5 @@
 """CTranslate2: `run_ctranslate2.py MODEL_DIR COMPUTE_TYPE THREADS`."""
-# Runs in the peers' environment, which ours does not have.
+# Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
 
 import sys
@@ -18,7 +18,7 @@ def token_ids(result):
 
 
 class CTranslate2:
-    """`Generator.generate_batch`, greedy; a callback notes the time of every step."""
+    """`Generator.generate_batch`, greedy; a callback records the time of every step."""
 
     version = f"ctranslate2 {ctranslate2.__version__}"
 
@@ -33,7 +33,7 @@ class CTranslate2:
             )
 
         self.load, self.generators = load, {1: load(1)}
-        # One batch at a time on all threads, or one batch a thread.
+        # One batch at a time on all threads, or one batch per thread.
         self.ways = [{"batch": batch, "workers": workers} for batch in (16, 32) for workers in {1, threads}]
 
     def _generate(self, prompts, count, callback=None, static=None):
@@ -54,24 +54,24 @@ class CTranslate2:
         return time.perf_counter() - start
 
     def decode(self, prompts, steps):
-        # Every call begins anew, so the prompt that all rows share is computed once, kept, and not timed.
+        # Calls keep no state, so the prompt that all rows share is a static prompt: computed once, not timed.
         shared, times = [f"t{i}" for i in prompts[0][:-1]], []
 
-        def note(result):
+        def record(result):
             if result.batch_id == 0:
                 times.append(time.perf_counter())
             return False
 
-        self._generate([prompt[-1:] for prompt in prompts], steps + 1, note, shared)
+        self._generate([prompt[-1:] for prompt in prompts], steps + 1, record, shared)
         return (times[-1] - times[0]) / (len(times) - 1)
 
     def greedy(self, prompt, count):
         return self._generate([prompt], count)[0]
 
     def throughput(self, prompts, outputs, *, batch, workers):
-        """Batches of prompts of like length, all queued at once, the longest first.
+        """Batches of prompts of similar length, all queued at once, the longest first.
 
-        A batch runs its prompts together as far as the shortest reaches, and their rest token by token.
+        A batch runs its prompts together up to the length of the shortest, and the rest of them token by token.
         """
         if workers not in self.generators:
             self.generators[workers] = self.load(workers)
@@ -90,7 +90,7 @@ class CTranslate2:
 
     @staticmethod
     def _queue(generator, prompts, outputs):
-        """Results to come of one batch; each row leaves it with its own number of tokens."""
+        """Asynchronous results of one batch; each row leaves it after its own number of tokens."""
         left = list(outputs)
 
         def complete(step):

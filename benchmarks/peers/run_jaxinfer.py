@@ -1,4 +1,4 @@
-"""Our own engine, behind the same protocol: `run_jaxinfer.py MODEL_DIR DTYPE THREADS`."""
+"""Our own engine, with the same protocol: `run_jaxinfer.py MODEL_DIR DTYPE THREADS`."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ class Jaxinfer:
 
     def __init__(self, folder, dtype, *, int8):
         def load(max_batch, context):
-            # Rounds repeat their prompts: with prefix caching all but the first would be computed already.
+            # Rounds repeat their prompts: with prefix caching all but the first round would find them cached.
             options = {"max_batch": max_batch, "context": context, "prefix_caching": False}
             return LLM(folder, dtype=dtype, quantize="int8" if int8 else None, **options)
 

@@ -1,5 +1,5 @@
 """llama.cpp through llama-cpp-python's low-level API: `run_llama_cpp.py MODEL.gguf DTYPE THREADS`."""
-# Runs in the peers' environment, which ours does not have.
+# Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
 
 import sys
@@ -10,20 +10,23 @@ import llama_cpp
 import numpy as np
 from worker import VOCAB, serve
 
-MOST_SEQUENCES, CONTEXT = 8, 1024
+MAX_SEQUENCES, CONTEXT = 8, 1024
 BATCH_TOKENS = 512  # of one llama_decode
-ERROR = 4  # of llama.cpp's levels of messages
+ERROR = 4  # one of llama.cpp's log levels
 
 
 @llama_cpp.llama_log_callback
 def log_errors(level, text, _):
-    """Pass on errors alone."""
+    """Forward only errors."""
     if level == ERROR:
         sys.stderr.write(text.decode())
 
 
 class Context:
-    """A llama_context and its batch. `unified`: its sequences share one cache of `tokens`; else each has its part."""
+    """A llama_context and its batch.
+
+    `unified`: the sequences share one cache of `tokens`; otherwise each has an equal part of it.
+    """
 
     def __init__(self, model, threads, *, sequences, tokens, unified):
         params = llama_cpp.llama_context_default_params()
@@ -34,12 +37,12 @@ class Context:
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
         self.context = llama_cpp.llama_init_from_model(model, params)
         if not self.context:
-            raise RuntimeError(f"llama.cpp made no context of {tokens} tokens.")
+            raise RuntimeError(f"llama.cpp could not create a context of {tokens} tokens.")
         self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
         self.memory = llama_cpp.llama_get_memory(self.context)
 
     def run(self, entries):
-        """Decode (token, position, sequence, wants logits) entries; the greedy token of those that want logits."""
+        """Decode (token, position, sequence, wants logits) entries; the greedy tokens of those that want logits."""
         batch = self.batch
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, logits) in enumerate(entries):
@@ -53,7 +56,7 @@ class Context:
         ]
 
     def start(self, prompt, sequence):
-        """Run a prompt; its first new token."""
+        """Run a prompt and return its first new token."""
         last = len(prompt) - 1
         return self.run([(token, i, sequence, i == last) for i, token in enumerate(prompt)])[0]
 
@@ -70,13 +73,13 @@ class Context:
 
 
 class Request:
-    """A prompt in a sequence of the context: how far its cache has come, and its output."""
+    """A prompt in a sequence of the context, how many of its tokens are computed, and its output."""
 
     def __init__(self, prompt, count, produced):
         self.prompt, self.count, self.produced, self.computed = prompt, count, produced, 0
 
     def entries(self, sequence, room):
-        """What it runs next, at most `room` tokens: the rest of its prompt, or its newest token."""
+        """The tokens to run next, at most `room`: the rest of the prompt, or the newest token."""
         ids = self.prompt[self.computed :][:room] or self.produced[-1:]
         first, self.computed = self.computed, self.computed + len(ids)
         last = len(self.prompt) - 1
@@ -84,7 +87,7 @@ class Request:
 
 
 class LlamaCpp:
-    """One context with eight sequences, each with a cache of its own; greedy from the logits."""
+    """One context with eight sequences, each with its own cache; greedy from the logits."""
 
     version = f"llama-cpp-python {llama_cpp.__version__}"
     ways: ClassVar = [{"batch": batch} for batch in (16, 32, 64)]
@@ -99,7 +102,7 @@ class LlamaCpp:
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {file}.")
         self.context = Context(
-            self.model, threads, sequences=MOST_SEQUENCES, tokens=MOST_SEQUENCES * CONTEXT, unified=False
+            self.model, threads, sequences=MAX_SEQUENCES, tokens=MAX_SEQUENCES * CONTEXT, unified=False
         )
         self.running, self.length, self.last = 0, 0, []
         self.pools = {}
@@ -135,8 +138,8 @@ class LlamaCpp:
     def throughput(self, prompts, outputs, *, batch):
         """Continuous batching as llama-server does it: newest tokens first, then prompts while the batch has room.
 
-        The sequences share one cache: with parts of their own, llama.cpp runs those that bring different numbers of
-        tokens in passes of their own, each of which reads all weights.
+        The sequences share one cache: with separate caches, llama.cpp runs sequences with different numbers of new
+        tokens in separate passes, each of which reads all weights.
         """
         longest = max(len(prompt) + count for prompt, count in zip(prompts, outputs, strict=True))
         context = self._pool(batch, longest)
@@ -152,7 +155,7 @@ class LlamaCpp:
         return time.perf_counter() - start, tokens
 
     def _advance(self, context, running):
-        """Run one batch; drop what has all its output."""
+        """Run one batch, and remove the requests that are finished."""
         order = sorted(running, key=lambda sequence: not running[sequence].produced)  # those with output first
         entries = []
         for sequence in order:

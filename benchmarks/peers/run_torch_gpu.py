@@ -1,13 +1,13 @@
-"""PyTorch and transformers on a GPU: `run_torch_gpu.py`. Speaks as `Worker` of workers.py expects, in JSON lines.
+"""PyTorch and transformers on a GPU: `run_torch_gpu.py`. Its protocol is that of `Worker` in workers.py, in JSON lines.
 
   {"do": "prepare", "what": "linear" | "attention" | "decode", ...}  -> {"id": 1} or {"absent": "why"}
-  {"do": "round", "id": 1}                                           -> {"seconds": s}, of one call or step
-  {"do": "round", "id": 1, "generate": 8}                            -> the same of a prompt and so many tokens
-  {"do": "forget"}                                                   -> {}: all that was prepared, and its memory
+  {"do": "round", "id": 1}                                           -> {"seconds": s}: of one call or step
+  {"do": "round", "id": 1, "generate": 8}                            -> the same, of a prompt and that many new tokens
+  {"do": "forget"}                                                   -> {}: frees everything that was prepared
 
-Without a GPU it runs on the CPU, so that a dry run reaches every line.
+Without a GPU it runs on the CPU, so that a dry run executes every line.
 """
-# Runs in the peers' environment, which ours does not have.
+# Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
 
 import gc
@@ -18,7 +18,7 @@ import time
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812, as everyone calls it
+import torch.nn.functional as F  # noqa: N812, the usual name
 
 GROUP = 128
 ROUND_SECONDS, PROGRAM_SECONDS, SETS_BYTES = 15e-3, 1e-3, 512 << 20
@@ -32,7 +32,7 @@ def wait():
 
 
 class Repeated:
-    """Calls of an operation on sets of arguments in turn, larger together than the L2 cache, as one CUDA graph."""
+    """Calls of an operation as one CUDA graph, with sets of arguments in turn that together exceed the L2 cache."""
 
     def __init__(self, make, call):
         first = make()
@@ -77,7 +77,7 @@ def random(*shape, dtype=torch.bfloat16):
 
 
 def linear(weights, rows, outputs, inputs):
-    """x W^T by what PyTorch has for the format: cuBLAS, or its own kernels for int8 and int4 weights."""
+    """x W^T by PyTorch's implementation for the format: cuBLAS, or its own kernels for int8 and int4 weights."""
 
     def make():
         x = random(rows, inputs)
@@ -108,7 +108,7 @@ def linear(weights, rows, outputs, inputs):
 
 
 def attention(batch, tokens, keys, q_heads, kv_heads, head_dim):
-    """`scaled_dot_product_attention` over contiguous keys and values, by the back end that PyTorch chooses."""
+    """`scaled_dot_product_attention` over contiguous keys and values, by the backend that PyTorch chooses."""
 
     def make():
         q = random(batch, q_heads, tokens, head_dim)
@@ -123,7 +123,7 @@ def attention(batch, tokens, keys, q_heads, kv_heads, head_dim):
 class Decoding:
     """A transformers model of random weights with a static cache; a step is compiled with mode="reduce-overhead"."""
 
-    models: ClassVar = {}  # the last one: {what it was made of: itself}
+    models: ClassVar = {}  # only the last one: {its architecture and config: the model}
 
     def __init__(self, architecture, config, batch, prompt, steps, context):
         from transformers import StaticCache
@@ -139,15 +139,15 @@ class Decoding:
     def _model(cls, architecture, config):
         import transformers
 
-        made_of = json.dumps([architecture, config])
-        if made_of not in cls.models:
+        key = json.dumps([architecture, config])
+        if key not in cls.models:
             cls.models.clear()
             gc.collect()
             made = getattr(transformers, f"{architecture}Config")(**config)
             with torch.device(DEVICE):
                 model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
-            cls.models[made_of] = model.eval()
-        return cls.models[made_of]
+            cls.models[key] = model.eval()
+        return cls.models[key]
 
     def _step(self, ids, position):
         out = self.model(input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True)
@@ -164,7 +164,7 @@ class Decoding:
         position = torch.full((1, 1), self.ids.shape[1], device=DEVICE)
         for _ in range(steps):
             torch.compiler.cudagraph_mark_step_begin()
-            last = self.step(last, position).clone()  # the graph will write over its result
+            last = self.step(last, position).clone()  # the graph will overwrite its result
             position = position + 1
         return last
 
@@ -183,7 +183,7 @@ class Decoding:
 
 def main():
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that chat on standard output must not speak into the protocol
+    os.dup2(2, 1)  # what libraries print must not end up in the protocol
     torch.set_grad_enabled(False)
     torch._dynamo.config.cache_size_limit = 64
 
@@ -216,7 +216,7 @@ def main():
                 if GPU:
                     torch.cuda.empty_cache()
                 answer()
-        except Exception as error:  # of whatever library; the caller says that this peer is absent, and why
+        except Exception as error:  # of any library; the caller reports that this peer is absent, and why
             answer(absent=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 

@@ -1,5 +1,5 @@
 """Hugging Face transformers on torch: `run_transformers.py MODEL_DIR DTYPE THREADS`."""
-# Runs in the peers' environment, which ours does not have.
+# Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
 
 import sys
@@ -51,7 +51,7 @@ class Transformers:
         return tokens
 
     def throughput(self, prompts, outputs, *, batch, order):
-        """`generate` in fixed batches of prompts or outputs of like length; each runs until its longest output."""
+        """`generate` in fixed batches of similar prompt or output lengths; each runs until its longest output ends."""
         lengths = outputs if order == "output" else [len(prompt) for prompt in prompts]
         rows = sorted(range(len(prompts)), key=lengths.__getitem__)
         tokens = [[] for _ in prompts]

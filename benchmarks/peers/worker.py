@@ -1,14 +1,14 @@
-"""The process of one engine: it loads a model, then answers timing requests, one JSON object a line.
+"""The process of one engine: it loads a model, then answers timing requests, one JSON object per line.
 
-Runs under a peer's own interpreter, so it imports the standard library alone. Requests on standard input:
+Runs in the peers' interpreter, so it imports only the standard library. Requests on standard input:
 
-  {"do": "prefill", "tokens": 512}            -> {"seconds": s}: a prompt to its first new token
+  {"do": "prefill", "tokens": 512}            -> {"seconds": s}: from a prompt to its first new token
   {"do": "decode", "batch": 8, "context": 384, "steps": 16} -> {"seconds": s}: of one step, mean over `steps`
   {"do": "greedy", "prompt": [...], "count": 8} -> {"tokens": [...]}
   {"do": "throughput", "prompts": [[...]], "outputs": [64], "way": {...}} -> {"seconds": s, "tokens": [[...]]}: all
       prompts at once, greedy, each to its own number of output tokens; `way` is one of the engine's `ways`
 
-Before the first request it says {"version": "...", "ways": [...]}.
+Before the first request it writes {"version": "...", "ways": [...]}.
 """
 
 import json
@@ -21,11 +21,14 @@ VOCAB = 32_000
 
 
 class Engine(Protocol):
-    """What a peer implements. `decode` may go on from where it stopped before, at the same batch.
+    """The interface of a peer.
 
-    `ways` are the settings of `throughput` worth trying, as its keyword arguments; each has "batch", the most
-    sequences that run together. What a way needs (another context, another pool of threads) is made before the clock
-    starts.
+    `decode` may continue where the previous call with the same batch size stopped. `throughput` allocates what a way
+    needs (another context, another thread pool) before its clock starts.
+
+    Attributes:
+      version: of the engine's packages.
+      ways: keyword arguments of `throughput` worth trying; each has "batch", the maximum of sequences running at once.
     """
 
     version: str
@@ -49,9 +52,9 @@ def prompts(batch: int, length: int) -> list[list[int]]:
 
 
 def serve(load) -> None:
-    """Answer requests until standard input closes. `load()` makes the Engine; what it prints goes to stderr."""
+    """Answer requests until standard input closes. `load()` creates the Engine; what it prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that chat on standard output must not speak into the protocol
+    os.dup2(2, 1)  # what libraries print must not end up in the protocol
 
     def answer(**fields) -> None:
         answers.write(json.dumps(fields) + "\n")
