@@ -1,0 +1,43 @@
+"""`jaxinfer inspect` as a user runs it."""
+
+import dataclasses
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxinfer.cli import app
+from jaxinfer.models.loading import Description
+from jaxinfer.models.presets import preset
+
+
+def model_directory(folder):
+    """A model directory of GPT-J-6B with two layers, without weights."""
+    config = dataclasses.replace(preset("gpt-j-6b"), layers=2)
+    (folder / "config.json").write_bytes(Description(family="gptj", config=config, dtype="bfloat16").to_json())
+    return str(folder)
+
+
+@pytest.mark.aot
+def test_inspect_reports_on_a_model_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    result = CliRunner().invoke(app, ["inspect", model_directory(tmp_path), "--context", "256"])
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
+    assert "CUDA graphs 1, and no launches outside" in lines
+    assert any(re.match(r"written in place (\d+) of \1 donated arrays", line) for line in lines)
+    assert any("attention" in line and "decode_attention" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "h2000"], "Unknown target 'h2000'"),
+        (["--context", "4096"], "--context 4096 is more than the model's 2048"),
+        (["--quantize", "int3"], "int3"),
+    ],
+)
+def test_inspect_refuses(tmp_path, options, message):
+    result = CliRunner().invoke(app, ["inspect", model_directory(tmp_path), *options])
+    assert result.exit_code == 2
+    assert message in result.output
