@@ -1,7 +1,7 @@
-"""Readers of the text that XLA, Mosaic and NVIDIA's tools write about a compiled module: what runs, where it lives.
+"""Readers of the text that XLA, Mosaic and NVIDIA's tools write about a compiled module: its kernels and buffers.
 
-Pure functions from text to data; `target.py` produces the text. The formats are their own and carry no promise, so
-each reader says what it reads and refuses text in which it finds nothing.
+Pure functions from text to data; `target.py` produces the text. The formats are internal and may change, so each reader
+documents what it reads.
 """
 
 import dataclasses
@@ -11,12 +11,19 @@ from collections import Counter
 from collections.abc import Mapping
 
 CONTROL = frozenset({"kCommandBuffer", "kWhile", "kConditional", "kSequential"})
-"""Kinds of thunk that only hold other thunks."""
+"""Kinds of thunk that only contain other thunks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a kernel is launched: its blocks, the blocks of a cluster, and what each takes. 0: unknown."""
+    """How a kernel is launched; 0 if unknown.
+
+    Attributes:
+      grid: blocks.
+      cluster: blocks per cluster.
+      threads: per block.
+      shared_bytes: shared memory per block.
+    """
 
     grid: int = 0
     cluster: int = 1
@@ -26,10 +33,14 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thunk:
-    """One entry of XLA's thunk sequence: a kernel, a copy, a library call, or a holder of such (`CONTROL`).
+    """One entry of XLA's thunk sequence: a kernel, a copy, a library call, or a container of these (`CONTROL`).
 
-    `parents` are the ids of its holders, outermost first. A kernel that XLA reuses for several identical
-    instructions keeps the name of the first.
+    Attributes:
+      id: unique in the module.
+      kind: XLA's name of the kind ("kCustomKernel").
+      parents: ids of the containers, outermost first.
+      kernel: its name; one that XLA reuses for several identical instructions has the name of the first.
+      launch: of the kernel.
     """
 
     id: int
@@ -52,25 +63,25 @@ def read_thunks(text: str) -> list[Thunk]:
     """The thunks of `*.thunk_sequence_after_thunk_passes.txt`, in the order written.
 
     A line is `003: kCustomKernel [prev=002 (1) | sink] NAME grid: [..] threads: [..]  shared_memory: 0 bytes`;
-    what a holder holds stands below it, further to the right.
+    the contents of a container follow it, indented. Raises ValueError if there are no thunks.
     """
     thunks: list[Thunk] = []
-    holders: list[tuple[int, int]] = []  # indent and id of the thunks that may hold the next one
+    containers: list[tuple[int, int]] = []  # indent and id of the thunks that may contain the next one
     for line in text.splitlines():
         if not (match := _THUNK.match(line)):
             continue  # "body:", "true_branch:", "No thunks."
         indent = len(match["indent"])
-        holders = [(at, holder) for at, holder in holders if at < indent]
+        containers = [(at, container) for at, container in containers if at < indent]
         launch = _LAUNCH.search(match["rest"])
         thunk = Thunk(
             id=int(match["id"]),
             kind=match["kind"],
-            parents=tuple(holder for _, holder in holders),
+            parents=tuple(container for _, container in containers),
             kernel=launch[1] if launch else "",
             launch=_launch(*launch.groups()[1:]) if launch else Launch(),
         )
         thunks.append(thunk)
-        holders.append((indent, thunk.id))
+        containers.append((indent, thunk.id))
     if not thunks:
         raise ValueError("No thunk found in XLA's thunk sequence: its format has changed; see read_thunks.")
     return thunks
@@ -86,9 +97,9 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*)$")
 
 
 def read_op_names(hlo: str) -> dict[str, str]:
-    """Instruction -> where in the model it comes from ("jit(step)/layers.3/attention/dot_general").
+    """Instruction -> the part of the model that it belongs to ("jit(step)/layers.3/attention/dot_general").
 
-    XLA drops the name of a product that it splits along K; such an instruction takes that of a user of its result.
+    XLA drops the name of a product that it splits along K; such an instruction gets that of a user of its result.
     """
     names: dict[str, str] = {}
     of_user: dict[str, str] = {}
@@ -103,13 +114,13 @@ def read_op_names(hlo: str) -> dict[str, str]:
 
 
 def read_aliases(hlo: str) -> int:
-    """How many results are written into a donated argument, from the head of the optimised module."""
+    """The number of results written into a donated argument, from the first line of the optimised module."""
     return len(re.findall(r"\{[\d, ]*\}: \(\d+, ", hlo.split("\n", 1)[0]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """A value that lives in the workspace while the program runs; several share memory at different times."""
+    """A value in the workspace while the program runs; several share memory at different times."""
 
     name: str
     shape: str
@@ -118,7 +129,7 @@ class Buffer:
 
 _VALUE = re.compile(
     r"^ value: <\d+ (\S+) @\d+> \(size=(\d+),offset=\d+\): ([^{\s(]+)"
-)  # a tuple is but a table of pointers
+)  # not tuples, which are tables of pointers
 
 
 def read_temporaries(text: str) -> list[Buffer]:
@@ -133,10 +144,10 @@ def read_temporaries(text: str) -> list[Buffer]:
 
 
 def read_mosaic_dumps(hlo: str) -> dict[str, str]:
-    """Instruction -> the name of its Mosaic kernel's dumps, "NAME_7", where NAME is what `kernel_name` was.
+    """Instruction -> the name of its Mosaic kernel's dumps, "NAME_7", where NAME is the `kernel_name`.
 
-    The optimised module holds each kernel as MLIR bytecode, in which strings stand as they are, each after a zero
-    byte: that of the function, "NAME_mosaic_gpu", and this one.
+    The optimised module has each kernel as MLIR bytecode, which contains strings verbatim, each after a zero byte: the
+    function's name, "NAME_mosaic_gpu", and this one. Raises ValueError if a kernel has none.
     """
     names = {}
     for line in hlo.splitlines():
@@ -150,10 +161,11 @@ def read_mosaic_dumps(hlo: str) -> dict[str, str]:
 
 
 def read_mosaic_launch(text: str) -> Launch:
-    """How a kernel is launched, from `NAME_7.mlir-passes.log`, which has its module before and after every pass.
+    """A kernel's launch, from `NAME_7.mlir-passes.log`, which has its module before and after every pass.
 
     The line is `gpu.launch async [..] blocks(..) in (%arg8 = %c128, %arg9 = %c1, ..) threads(..) in (..)
-    dynamic_shared_memory_size %c74824_i32 {`, before the blocks `clusters(..) in (..)` if there are any.
+    dynamic_shared_memory_size %c74824_i32 {`, with `clusters(..) in (..)` before the blocks if there are any. Raises
+    ValueError if there is no launch.
     """
     before, _, launch = text.partition(" gpu.launch ")
     launch = launch.split("\n", 1)[0]
@@ -175,11 +187,12 @@ def read_mosaic_launch(text: str) -> Launch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one thread of a kernel takes, and what it is made of.
+    """What a kernel needs per thread, and its instructions.
 
     Attributes:
-      spill_bytes: registers that went to memory, stores and loads.
-      instructions: how often each SASS instruction stands in the kernel ("LDG.E.128": 8).
+      registers: per thread.
+      spill_bytes: of registers spilled to memory per thread, stores and loads.
+      instructions: how often each SASS instruction occurs in the kernel ("LDG.E.128": 8).
     """
 
     registers: int
@@ -188,7 +201,7 @@ class Resources:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Which of `FEATURES` the kernel has."""
+        """Those of `FEATURES` whose instructions occur in the kernel."""
         return tuple(
             feature
             for feature, pattern in FEATURES.items()
@@ -199,9 +212,9 @@ class Resources:
 FEATURES: Mapping[str, str] = {
     "UTMALDG": r"UTMALDG\b",  # TMA: a tile from global to shared memory
     "UTMASTG": r"UTMASTG\b",  # TMA: a tile from shared to global memory
-    "UBLKCP": r"UBLKCP\b",  # a contiguous piece from global to shared memory
-    "LDG.128": r"LDG?\..*\b128\b",  # 16 bytes a thread from global memory to registers
-    "LDGSTS.128": r"LDGSTS\..*\b128\b",  # 16 bytes a thread from global to shared memory
+    "UBLKCP": r"UBLKCP\b",  # contiguous bytes from global to shared memory
+    "LDG.128": r"LDG?\..*\b128\b",  # 16 bytes per thread from global memory to registers
+    "LDGSTS.128": r"LDGSTS\..*\b128\b",  # 16 bytes per thread from global to shared memory
     "LDSM": r"LDSM\b",  # ldmatrix
     "HMMA": r"HMMA\b",  # mma.sync in bfloat16 or float16
     "IMMA": r"IMMA\b",  # mma.sync in int8
@@ -212,11 +225,11 @@ FEATURES: Mapping[str, str] = {
     "LDL": r"LDL\b",  # from local memory: spills, or an array indexed at run time
     "STL": r"STL\b",
 }
-"""SASS instructions that say how a kernel moves and multiplies, and what they look like."""
+"""Feature -> regular expression of the SASS instructions that show how a kernel moves and multiplies data."""
 
 
 def read_resources(text: str) -> dict[str, Resources]:
-    """Kernel -> its resources, from what `ptxas -v` prints."""
+    """Kernel -> its resources without instructions, from the output of `ptxas -v`."""
     found = {}
     for block in text.split("Compiling entry function '")[1:]:
         stores, loads = re.findall(r"(\d+) bytes spill (?:stores|loads)", block)[:2]
@@ -231,6 +244,6 @@ _SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.M
 
 
 def read_instructions(text: str) -> dict[str, Mapping[str, int]]:
-    """Kernel -> how often each instruction stands in it, from what `nvdisasm` prints."""
+    """Kernel -> how often each instruction occurs in it, from the output of `nvdisasm`."""
     sections = re.split(r"^//-+ \.text\.(\S+) +-+$", text, flags=re.MULTILINE)[1:]
     return {name: Counter(_SASS.findall(code)) for name, code in zip(sections[::2], sections[1::2], strict=True)}

@@ -1,8 +1,8 @@
-"""Compile for a GPU that is not here, and say what it would run: kernels, CUDA graphs, memory.
+"""Compile for a GPU that is not here, and report what it would run: kernels, CUDA graphs, memory.
 
-XLA needs no device to compile for one, only its description (`targets/`; `docs/ahead-of-time.md` says how to add
-one). Nothing is timed and no kernel is autotuned, so the report is about structure: how many kernels, which of them
-in a CUDA graph, which buffers; on request what each kernel takes and which instructions it has. Start at `compile_for`.
+XLA needs no device to compile for one, only its description (`targets/`; `docs/ahead-of-time.md` explains how to add
+one). Nothing is timed and no kernel is autotuned. The report lists the kernels, which of them are in a CUDA graph, and
+the buffers; on request also each kernel's registers, spills and instructions. Start at `compile_for`.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Target:
     """A kind of GPU to compile for.
 
     Attributes:
-      name: how users call it ("h200").
+      name: as users give it ("h200").
       description: XLA's `GpuTargetConfigProto` as text.
       topology: processes x devices of each x partitions; the product is the number of devices.
     """
@@ -74,7 +74,7 @@ class Target:
         return cls(name=name, description=(resources.files("jaxinfer.compiled") / f"targets/{name}.txtpb").read_text())
 
     def mesh(self) -> jax.sharding.Mesh:
-        """A mesh of devices that can be compiled for but not run on. Raises MissingCompilerError."""
+        """A mesh of devices that can be compiled for but run nothing. Raises MissingCompilerError."""
         require_compiler()
         count = math.prod(int(size) for size in self.topology.split("x"))
         described = topologies.get_topology_desc(
@@ -88,7 +88,7 @@ class MissingCompilerError(FileNotFoundError):
 
 
 def find_tool(name: str) -> Path | None:
-    """One of NVIDIA's tools, such as ptxas: of the Python packages, else on PATH, else in the usual place."""
+    """One of NVIDIA's tools, such as ptxas: from the Python packages, PATH or /usr/local/cuda, in this order."""
     spec = importlib.util.find_spec("nvidia")
     roots = (spec.submodule_search_locations or ()) if spec else ()
     candidates = [Path(root) / package / "bin" / name for root in roots for package in ("cu13", "cuda_nvcc")]
@@ -99,7 +99,7 @@ def find_tool(name: str) -> Path | None:
 
 
 def require_compiler() -> None:
-    """Raise MissingCompilerError, naming the remedy, if this machine cannot compile for an NVIDIA GPU."""
+    """Raise MissingCompilerError if this machine cannot compile for an NVIDIA GPU."""
     plugin = importlib.util.find_spec("jax_plugins") and any(
         importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda13", "xla_cuda12")
     )
@@ -117,7 +117,7 @@ def _require_tool(name: str) -> Path:
 
 def _missing(what: str) -> MissingCompilerError:
     return MissingCompilerError(
-        f"{what} is not installed, so there is nothing to compile for a GPU with: pip install 'jaxinfer[aot]'"
+        f"{what} is not installed, but needed to compile for a GPU: pip install 'jaxinfer[aot]'"
     )
 
 
@@ -126,14 +126,16 @@ class Kernel:
     """One launch (a kernel, a copy or a library call) of a compiled program.
 
     Attributes:
-      name: of a Mosaic kernel, what it was named; else the instruction's name.
+      name: a Mosaic kernel's `kernel_name`; otherwise the instruction's name.
       instruction: the HLO instruction it runs.
-      scope: where in the model its result comes from ("layers.3/attention/dot_general").
+      scope: the part of the model that its result belongs to ("layers.3/attention/dot_general").
       kind: XLA's kind of thunk, or "mosaic".
-      grid, threads, shared_bytes: blocks, threads of each, and shared memory declared at launch; 0 where unknown.
-      cluster: blocks that run together and see each other's shared memory.
+      grid: blocks; 0 if unknown, as are a Mosaic kernel's launch sizes unless resources were requested.
+      threads: per block; 0 if unknown.
+      shared_bytes: shared memory per block declared at launch; 0 if unknown.
       in_graph: whether it is launched by a CUDA graph rather than by the host.
-      resources: registers, spills and instructions; where asked for, as are the sizes of a Mosaic kernel's launch.
+      cluster: blocks that run together and can access each other's shared memory.
+      resources: registers, spills and instructions, if requested.
     """
 
     name: str
@@ -149,7 +151,7 @@ class Kernel:
 
     @property
     def layer(self) -> int | None:
-        """The model's layer, or None outside of them."""
+        """The index of the model's layer, or None outside the layers."""
         match = re.search(r"\blayers\.(\d+)", self.scope)
         return int(match[1]) if match else None
 
@@ -159,11 +161,18 @@ class TargetReport:
     """What a program would run on a target, per device.
 
     Attributes:
-      kernels: every launch, in order; what a loop or branch holds is listed once.
-      graphs: CUDA graphs the host launches. host_launches: what it launches besides, by kind; empty at best.
-      argument_bytes: weights, caches and inputs. output_bytes: results. alias_bytes: of these, written in place.
-      temp_bytes: workspace. temporaries: the values that share it, largest first.
-      donated, aliased: arrays that may be overwritten, and results that are written into one of them.
+      target: the target's name.
+      kernels: every launch, in order; the launches in a loop or branch are listed once.
+      graphs: CUDA graphs that the host launches.
+      host_launches: kinds of what the host launches besides; ideally empty.
+      argument_bytes: weights, caches and inputs.
+      output_bytes: results.
+      alias_bytes: results that are written in place.
+      temp_bytes: workspace.
+      temporaries: the values that share the workspace, largest first.
+      donated: arrays that may be overwritten.
+      aliased: results that are written into a donated array.
+      compile_seconds: of lowering and compiling.
     """
 
     target: str
@@ -180,12 +189,12 @@ class TargetReport:
     compile_seconds: float
 
     def of_layer(self, layer: int | None) -> tuple[Kernel, ...]:
-        """The kernels of one layer; of None, those outside the layers. Layer 0 has those that all layers share."""
+        """The kernels of one layer, or with None those outside the layers. Layer 0 includes what all layers share."""
         return tuple(kernel for kernel in self.kernels if kernel.layer == layer)
 
     @property
     def layers(self) -> int:
-        """How many layers have kernels."""
+        """The number of layers that have kernels."""
         return len({kernel.layer for kernel in self.kernels} - {None})
 
 
@@ -198,15 +207,16 @@ def compile_for(
     options: Mapping[str, str | bool | int] | None = None,
     resources: bool = False,
 ) -> TargetReport:
-    """Compile `function` for a target that need not be here, and report on it.
+    """Compile `function` for a target, which need not be installed, and report on it.
 
     Args:
       args: pytrees of arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are used, and all are replicated.
       donate: positions of the arguments that results may overwrite.
       options: XLA's compiler options, usually those of `compiler_options`.
-      resources: also assemble and disassemble every kernel, to report what it takes and has (0.1 s each; a Mosaic
-        kernel 0.5 s, and 5 MB of temporary files).
-    Raises: MissingCompilerError without the extra `aot`.
+      resources: also assemble and disassemble every kernel, to report its registers, spills and instructions (0.1 s
+        each; 0.5 s and 5 MB of temporary files for a Mosaic kernel).
+
+    Raises MissingCompilerError without the extra `aot`.
     """
     mesh = target.mesh()
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -230,7 +240,7 @@ def compile_for(
         names = read_thunk_names(_text(files, "thunk_metadata.txt"))
         temporaries = read_temporaries(_text(files, "-buffer-assignment.txt"))
     hlo, memory = executable.as_text(), executable.memory_analysis()
-    assert hlo is not None  # XLA:GPU has both
+    assert hlo is not None  # XLA:GPU provides both
     assert memory is not None
     graphs = {thunk.id for thunk in thunks if thunk.kind == "kCommandBuffer" and not thunk.parents}
     return TargetReport(
@@ -283,7 +293,7 @@ def _kernels(
 
 
 def _text(files: list[Path], *endings: str) -> str:
-    """The dump with the first of these endings that XLA wrote (some only where a pass changed something)."""
+    """The dump with the first of these endings that XLA wrote (it writes some only if a pass changed something)."""
     for ending in endings:
         for file in files:
             if file.name.endswith(ending):
@@ -292,25 +302,25 @@ def _text(files: list[Path], *endings: str) -> str:
 
 
 def _disassemble(sources: list[Path]) -> dict[str, Resources]:
-    """What the kernels in some PTX files take and have; a Mosaic kernel is alone in its file and goes by its name."""
+    """The resources of the kernels in PTX files, by kernel name; by file name for Mosaic, which writes one per file."""
     assembler, disassembler = (_require_tool(name) if sources else None for name in ("ptxas", "nvdisasm"))
 
     def run(*command: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True)
 
-    def one(source: Path) -> dict[str, Resources]:
+    def disassemble(source: Path) -> dict[str, Resources]:
         architecture = re.search(r"^\.target (\w+)", source.read_text(), re.MULTILINE)
         assert architecture is not None, source
         binary = source.with_suffix(".cubin")
-        taken = read_resources(run(assembler, "-v", "--gpu-name", architecture[1], source, "-o", binary).stderr)
-        has = read_instructions(run(disassembler, "-c", "-ndf", binary).stdout)
-        both = [dataclasses.replace(taken[name], instructions=has[name]) for name in taken]
-        names = [source.stem] if source.parent.name == "mosaic" else taken
-        return dict(zip(names, both, strict=True))
+        sizes = read_resources(run(assembler, "-v", "--gpu-name", architecture[1], source, "-o", binary).stderr)
+        instructions = read_instructions(run(disassembler, "-c", "-ndf", binary).stdout)
+        found = [dataclasses.replace(sizes[name], instructions=instructions[name]) for name in sizes]
+        names = [source.stem] if source.parent.name == "mosaic" else sizes
+        return dict(zip(names, found, strict=True))
 
     usage: dict[str, Resources] = {}
     with ThreadPoolExecutor() as pool:
-        for found in pool.map(one, sources):
+        for found in pool.map(disassemble, sources):
             usage |= found
     return usage
 
@@ -319,14 +329,14 @@ _LAUNCHES = "*.mlir-passes.log"
 
 
 def _dump_name(file: Path) -> str:
-    """The kernel that a dump of Mosaic is about: "attend_3.ptx" -> "attend_3"."""
+    """The kernel that one of Mosaic's dumps describes: "attend_3.ptx" -> "attend_3"."""
     return file.name.split(".", 1)[0]
 
 
 @contextlib.contextmanager
 def _mosaic_dumps(folder: Path) -> Iterator[None]:
-    """Have Mosaic write what it makes of each kernel that is lowered and compiled meanwhile."""
-    name = "MOSAIC_GPU_DUMP_TO"  # read as a kernel is lowered, and kept with it until it is compiled
+    """Let Mosaic dump every kernel that is lowered and compiled in this context."""
+    name = "MOSAIC_GPU_DUMP_TO"  # read when a kernel is lowered, and stored with it until it is compiled
     before = os.environ.get(name)
     os.environ[name] = str(folder)
     try:
@@ -340,8 +350,8 @@ def _mosaic_dumps(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
-    """Keep the persistent cache out of it: it cannot load these executables, and a hit would write no dumps."""
-    name = "jax_persistent_cache_min_compile_time_secs"  # JAX looks at the cache's own switch once in a process
+    """Bypass the persistent cache: it cannot load these executables, and a hit would write no dumps."""
+    name = "jax_persistent_cache_min_compile_time_secs"  # JAX reads the cache's own switch once per process
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update(name, float("inf"))
     try:
