@@ -1,4 +1,4 @@
-"""`jaxinfer convert`: a Hugging Face directory becomes a model directory."""
+"""`jaxinfer convert`: from a Hugging Face directory to a model directory."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,15 +10,16 @@ def convert(
     hf_dir: Annotated[Path, typer.Argument(help="Directory with config.json and safetensors files.")],
     out_dir: Annotated[Path, typer.Argument(help="Model directory to write; must not exist or be empty.")],
     dtype: Annotated[
-        str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as they are).")
+        str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: unchanged).")
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help="Of the matrices: int8 or fp8 (a scale per output), or int4 (per 128 inputs).")
+        str | None,
+        typer.Option(help="Of the matrices: int8 or fp8 (a scale per output), int4 (a scale per 128 inputs)."),
     ] = None,
 ) -> None:
     """Convert a Hugging Face checkpoint, tensor by tensor.
 
-    Nothing appears at OUT_DIR until everything is written; after a kill, run the same command again.
+    OUT_DIR appears only when everything is written; if the command was interrupted, run it again.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -1,4 +1,4 @@
-"""`jaxinfer info`: what a model directory holds, and the memory it needs."""
+"""`jaxinfer info`: the contents of a model directory, and the memory it needs."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ def info(
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
 ) -> None:
-    """Show family, sizes, dtype, bytes, and the memory per device for a mesh, a context and a batch."""
+    """Show family, sizes, dtype and bytes, and the memory per device for a mesh, a context and a batch."""
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table

@@ -1,11 +1,11 @@
-"""`jaxinfer verify`: checksums, and agreement with what a model directory was made from."""
+"""`jaxinfer verify`: checksums of a model directory, and agreement with its source."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-# Largest difference of a float32 logit that storing in this form explains, for models of ordinary depth.
+# Stored dtype -> the largest difference of a float32 logit that its rounding causes in models of usual depth.
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1.0, "fp8": 1.0, "int4": 3.0}
 
 
@@ -19,7 +19,7 @@ def verify(
         float | None, typer.Option(min=0.0, help="Largest difference of a logit (default: by stored dtype).")
     ] = None,
 ) -> None:
-    """Check every file's sha256, then compare tensors or logits with a reference. Status 1 if they disagree."""
+    """Check every file's sha256, then compare tensors or logits with a reference. Status 1 if they differ."""
     from checkpoints import verify_files
     from jaxinfer.models.loading import Description
     from jaxinfer.models.verification import compare_outputs, compare_tensors

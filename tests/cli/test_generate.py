@@ -22,7 +22,7 @@ def llm(model_dir):
     return LLM(model_dir)
 
 
-def test_greedy_text_is_the_librarys(model_dir, llm):
+def test_greedy_text_is_that_of_the_library(model_dir, llm):
     done = run(model_dir, "--prompt", "hello", "--temperature", 0, "--max-new-tokens", 12, "--ignore-eos")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     assert done.stdout == llm.generate("hello", params)[0].completions[0].text + "\n"
@@ -30,7 +30,7 @@ def test_greedy_text_is_the_librarys(model_dir, llm):
     assert "first token after" in done.stderr
 
 
-def test_json_lines_carry_the_request_and_its_answer(model_dir, llm):
+def test_json_lines_contain_the_request_and_its_output(model_dir, llm):
     arguments = ("--prompt", "one", "--prompt", "two", "--temperature", 0.9, "--seed", 3, "--logprobs", 2)
     done = run(model_dir, *arguments, "--max-new-tokens", 6, "--ignore-eos", "--json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -45,7 +45,7 @@ def test_json_lines_carry_the_request_and_its_answer(model_dir, llm):
         assert line["timings"]["first_token_s"] <= line["timings"]["total_s"]
 
 
-def test_a_bad_prompt_leaves_the_others_alone(model_dir, tmp_path):
+def test_a_bad_prompt_does_not_affect_the_others(model_dir, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": ""}\n{"token_ids": [5, 17, 3]}\n{"token_ids": [999]}\n')
     done = run(model_dir, "--prompts-file", file, "--json", "--max-new-tokens", 3, "--temperature", 0, code=1)
@@ -55,7 +55,7 @@ def test_a_bad_prompt_leaves_the_others_alone(model_dir, tmp_path):
     assert "[999] of the prompt are outside the vocabulary" in lines[2]["error"]
 
 
-def test_a_file_holds_a_prompt_a_line(model_dir, tmp_path):
+def test_a_file_has_a_prompt_per_line(model_dir, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("first\nsecond\n")
     done = run(model_dir, "--prompts-file", file, "--json", "--max-new-tokens", 2, "--temperature", 0)
@@ -93,7 +93,7 @@ def test_errors_take_one_line(model_dir, arguments, message):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_line_that_is_no_prompt_is_named(model_dir, tmp_path):
+def test_an_invalid_line_is_named(model_dir, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     assert f"{file}:2: " in run(model_dir, "--prompts-file", file, code=2).stderr

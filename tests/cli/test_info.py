@@ -23,7 +23,7 @@ def _rows(*arguments: object) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in cells}
 
 
-def test_what_a_model_is(model):
+def test_contents_of_a_model(model):
     rows = _rows(model)
     assert rows["family"] == "llama (decoder)"
     assert rows["heads"] == "4 of 6, 2 KV"
@@ -42,7 +42,7 @@ def test_memory_for_a_mesh_a_context_and_a_batch(model):
     assert rows["weights per device"] < "9"  # kB: a quarter, half of it, and the scales
 
 
-def test_encoders_keep_no_cache(tmp_path):
+def test_encoders_have_no_cache(tmp_path):
     convert(GOLDENS / "bert_pooled", tmp_path / "model")
     rows = _rows(tmp_path / "model")
     assert "KV cache per device" not in rows

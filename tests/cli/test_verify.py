@@ -19,7 +19,7 @@ def _run(*arguments: object):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The same model, stored in every way."""
+    """The same model, stored in every dtype."""
     path = tmp_path_factory.mktemp("verify")
     convert(GOLDENS / "llama_llama3", path / "float32")
     convert(GOLDENS / "llama_llama3", path / "bfloat16", dtype="bfloat16")
@@ -43,7 +43,7 @@ def test_agrees_with_logits(models, stored):
     assert re.search(r"KL \S+ nats/token, top-1 agreement", done.stdout)
 
 
-def test_logits_of_all_tokens_in_rows(models, tmp_path):
+def test_logits_of_unpadded_rows(models, tmp_path):
     expected = load_file(GOLDENS / "llama_llama3" / "expected.safetensors")
     first = int(expected["lengths"][0])
     full = {"input_ids": expected["tokens"][:1, :first], "logits": expected["logits"][None, :first]}
