@@ -1,4 +1,4 @@
-"""What the engine does beside plain generation, each part with a line that shows it at work.
+"""The engine's features beyond plain generation, each with a line of output that shows its effect.
 
 python examples/batch_generate.py examples/demo_model
 """
@@ -45,13 +45,13 @@ SCHEMA = {
     },
     "required": ["name", "arguments", "public"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_pattern": ""},  # no blanks, which a small model would fill the text with
+    "x-guidance": {"whitespace_pattern": ""},  # no whitespace, of which a small model would generate too much
 }
 ASSIGNMENT = r"[a-z_]{3,10} = [0-9]{1,4}"
 
 
 def no_repeats(scores: jax.Array, history: jax.Array, length: jax.Array) -> jax.Array:
-    """A logits processor: no token of the last `WINDOW` comes again. float32 [B, V], int32 [B, C], int32 [B]."""
+    """A logits processor: none of the last `WINDOW` tokens is repeated. float32 [B, V], int32 [B, C], int32 [B]."""
     index = jnp.arange(history.shape[1])
     recent = (index < length[:, None]) & (index >= length[:, None] - WINDOW)
     rows = jnp.arange(history.shape[0])[:, None]
@@ -59,7 +59,7 @@ def no_repeats(scores: jax.Array, history: jax.Array, length: jax.Array) -> jax.
 
 
 def share_a_prefix(llm: LLM) -> list[RequestOutput]:
-    """Prompts that begin alike are computed once, as far as they do."""
+    """The common prefix of prompts is computed once."""
     outputs = llm.generate([MODULE + text for text in FUNCTIONS], SamplingParams(max_tokens=16, temperature=0))
     for output in outputs:
         print(f"prefix: of {len(output.prompt_ids)} prompt tokens {output.cached_tokens} were in the cache")
@@ -67,14 +67,14 @@ def share_a_prefix(llm: LLM) -> list[RequestOutput]:
 
 
 def draw_samples(llm: LLM) -> RequestOutput:
-    """Several completions of one prompt, each with a seed of its own."""
+    """Several completions of one prompt, each with its own seed."""
     (output,) = llm.generate("import ", SamplingParams(n=3, max_tokens=12, temperature=0.9, seed=1))
     print("samples:", " | ".join(repr(completion.text) for completion in output.completions))
     return output
 
 
 def combine_options(llm: LLM) -> dict[str, RequestOutput]:
-    """Requests of one batch, each with options of its own."""
+    """Requests of one batch, each with its own options."""
     requests = {
         "schema": ("# The function as JSON:\n", SamplingParams(structure=Structure(json_schema=SCHEMA), temperature=0)),
         "regex": ("# A setting:\n", SamplingParams(structure=Structure(regex=ASSIGNMENT), seed=2)),
@@ -92,27 +92,27 @@ def combine_options(llm: LLM) -> dict[str, RequestOutput]:
     return outputs
 
 
-def serve_the_urgent_first(llm: LLM) -> list[RequestOutput]:
-    """A request of a low number overtakes those that wait."""
+def prioritise(llm: LLM) -> list[RequestOutput]:
+    """A request with a lower priority number overtakes those that wait."""
     usual = SamplingParams(max_tokens=8, temperature=0)
     urgent = SamplingParams(max_tokens=8, temperature=0, priority=-1)
     outputs = llm.generate([f"value_{i} = " for i in range(12)], [usual] * 11 + [urgent])
     waited = [output.completions[0].timings.first_token_s or 0.0 for output in outputs]
-    print(f"priority: asked last of {len(outputs)}, served as number {sorted(waited).index(waited[-1]) + 1}")
+    print(f"priority: queued last of {len(outputs)}, served as number {sorted(waited).index(waited[-1]) + 1}")
     return outputs
 
 
 def speculate(llm: LLM) -> RequestOutput:
-    """Tokens that followed the same words before are proposed, and checked several at a time."""
+    """The n-gram proposer suggests tokens that followed the same tokens before; one pass checks several of them."""
     prompt = "".join(f"parser.add_argument('--option', default=None)  # {word}\n" for word in ("one", "two", "six"))
     (output,) = llm.generate(prompt, SamplingParams(max_tokens=48, temperature=0))
     completion = output.completions[0]
-    print(f"speculation: of {completion.drafted} proposed tokens {completion.accepted} were right")
+    print(f"speculation: {completion.accepted} of {completion.drafted} draft tokens were accepted")
     return output
 
 
 def search_beams(llm: LLM) -> BeamOutput:
-    """The likeliest continuations; a round of the search computes one token for each beam."""
+    """The most likely continuations; a round of the search computes one token per beam."""
     params = BeamParams(width=4, n=2, max_tokens=10)
     (output,) = llm.beam_search("for i in ", params)
     for beam in output.beams:
@@ -123,6 +123,7 @@ def search_beams(llm: LLM) -> BeamOutput:
 
 
 def run(model: str, max_batch: int) -> dict[str, Any]:
+    """Run every part, and return its outputs by name."""
     llm = LLM(
         model,
         max_batch=max_batch,
@@ -137,15 +138,22 @@ def run(model: str, max_batch: int) -> dict[str, Any]:
 
     began = time.perf_counter()
     prefix, samples, options = share_a_prefix(llm), draw_samples(llm), combine_options(llm)
-    priority, drafts = serve_the_urgent_first(llm), speculate(llm)
+    priority, speculation = prioritise(llm), speculate(llm)
     seconds = time.perf_counter() - began
-    outputs = [*prefix, samples, *options.values(), *priority, drafts]
+    outputs = [*prefix, samples, *options.values(), *priority, speculation]
     tokens = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
     steps = sum(program.cost.calls for program in llm.engine.runner.programs)
     print(f"all these: {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s), {steps} steps")
 
     beams = search_beams(llm)
-    return {"prefix": prefix, "samples": samples, **options, "priority": priority, "drafts": drafts, "beams": beams}
+    return {
+        "prefix": prefix,
+        "samples": samples,
+        **options,
+        "priority": priority,
+        "speculation": speculation,
+        "beams": beams,
+    }
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Convert a Hugging Face checkpoint to a model directory, check it, and say what it holds.
+"""Convert a Hugging Face checkpoint to a model directory, verify it, and print its contents.
 
     python examples/convert_from_hf.py HF_DIR OUT_DIR [--quantize int8]
 
-HF_DIR holds config.json and safetensors files, as a download from the hub does. `jaxinfer convert` is the same with a
+HF_DIR has config.json and safetensors files, like a download from the hub. `jaxinfer convert` does the same with a
 progress bar.
 """
 

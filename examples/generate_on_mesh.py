@@ -1,9 +1,9 @@
-"""Generate with a model split over a device mesh that a config file describes.
+"""Generate with a model sharded over a device mesh that a TOML file describes.
 
     python examples/generate_on_mesh.py examples/demo_model --mesh examples/mesh.toml
 
-On a machine without several accelerators the mesh is made of virtual CPU devices: nothing gets faster, but every
-sharding and collective is the real one.
+On a machine without several accelerators the mesh consists of virtual CPU devices: nothing gets faster, but the
+shardings and collectives are the real ones.
 """
 
 import argparse

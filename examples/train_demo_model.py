@@ -2,13 +2,12 @@
 
 python examples/train_demo_model.py --work-dir demo --minutes 90 --export examples/demo_model
 
-Some modules are held out; at the end their bits per byte are printed beside what `xz -9` needs for the same bytes.
-Run it again with the same work directory and it continues where the last saved state left off, also with another
-length.
+Some modules are held out; at the end their bits per byte are printed, and those of `xz -9` for comparison. Another run
+with the same work directory continues from the last saved state, also with another sequence length.
 
-`examples/demo_model` was trained so on two shared CPU cores in 75 minutes: 830 steps of 16 sequences of 512 tokens,
-then 273 of 8 sequences of the whole context (`--length 1024 --batch 8`), 9.0 million tokens in all. Bits per byte on
-the held-out modules: 1.22, against 2.01 of `xz -9` on each file and 1.77 on all of them as one.
+`examples/demo_model` was trained this way on two shared CPU cores in 75 minutes: 830 steps of 16 sequences of 512
+tokens, then 273 of 8 sequences of the whole context (`--length 1024 --batch 8`), 9.0 million tokens in all. Bits per
+byte on the held-out modules: 1.22, against 2.01 of `xz -9` on each file and 1.77 on all files as one.
 """
 
 import argparse
@@ -60,7 +59,7 @@ CONFIG = DecoderConfig(
     tied=True,
 )
 
-# Never seen in training, nor are their tests: files or folders of the standard library.
+# Files and folders of the standard library that are not trained on, nor are their tests.
 HELD_OUT = (
     "argparse.py",
     "bisect.py",
@@ -77,7 +76,7 @@ HELD_OUT = (
     "statistics.py",
     "textwrap.py",
 )
-# Tables rather than programs, and files that are broken on purpose.
+# Tables rather than programs, and files that are invalid on purpose.
 LEFT_OUT = ("site-packages", "encodings", "pydoc_data", "lib2to3/tests/data", "test/tokenizedata", "turtledemo")
 
 
@@ -85,14 +84,14 @@ LEFT_OUT = ("site-packages", "encodings", "pydoc_data", "lib2to3/tests/data", "t
 
 
 class Corpus(NamedTuple):
-    """Texts by path relative to the library; `held_out` has the held-out modules without their tests."""
+    """Texts by path relative to the library; `held_out` is without tests."""
 
     training: dict[str, str]
     held_out: dict[str, str]
 
 
 def read_corpus(library: Path) -> Corpus:
-    """The library's Python files, each content once, split into what is trained on and what is held out."""
+    """The library's Python files without duplicates, split into training and held-out files."""
     hidden_tests = {f"test/test_{name.removesuffix('.py')}{end}" for name in HELD_OUT for end in (".py", "")}
     seen: set[bytes] = set()
     corpus = Corpus({}, {})
@@ -117,7 +116,7 @@ def _inside(name: str, places: tuple[str, ...] | set[str]) -> bool:
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE: letters with the sign before them, punctuation with the line end after it, spaces in runs."""
+    """A byte-level BPE over words: letters with the character before them, punctuation with the line ends after it."""
     words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -142,7 +141,7 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """All texts as one int32 stream, an end-of-text token before each and after the last."""
+    """All texts as one int32 stream, with an end-of-text token before each and after the last."""
     end = end_of_text(tokenizer)
     stream = [end]
     for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
@@ -151,22 +150,22 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 def batch_at(stream: np.ndarray, step: int, batch: int, length: int, seed: int = 0) -> np.ndarray:
-    """Batch number `step`, [batch, length + 1]: every epoch cuts the stream at new places and shuffles the pieces."""
-    pieces = (len(stream) - 1) // length - 1
-    if pieces < batch:
+    """Batch number `step`, [batch, length + 1]: every epoch cuts the stream at a new offset and shuffles the cuts."""
+    count = (len(stream) - 1) // length - 1  # one less than fit, because of the offset
+    if count < batch:
         raise ValueError(f"{len(stream)} tokens make fewer than batch={batch} sequences of length={length}.")
-    epoch, index = divmod(step, pieces // batch)
+    epoch, index = divmod(step, count // batch)
     rng = np.random.default_rng((seed, epoch))
     offset = rng.integers(length)
-    chosen = rng.permutation(pieces)[index * batch : (index + 1) * batch]
+    chosen = rng.permutation(count)[index * batch : (index + 1) * batch]
     return np.stack([stream[start : start + length + 1] for start in offset + chosen * length])
 
 
 # --- model --------------------------------------------------------------------------------------------------------
 #
-# The Decoder's own mathematics, arranged for the backward pass on a CPU, in bfloat16 over float32 weights. XLA:CPU
-# multiplies bfloat16 by AMX only where both operands lie in memory the way the product reads them; the gradients
-# that autodiff writes do not, and cost 5 to 10 times as much.
+# The Decoder's mathematics, arranged for the backward pass on a CPU, in bfloat16 with float32 weights. XLA:CPU
+# multiplies bfloat16 matrices with AMX only if both operands are laid out in memory as the product reads them; those
+# in gradients from autodiff are not, and take 5 to 10 times as long.
 
 
 def _row_major(x: jax.Array) -> jax.Array:
@@ -174,7 +173,7 @@ def _row_major(x: jax.Array) -> jax.Array:
 
 
 def _transposed(x: jax.Array) -> jax.Array:
-    """The last two dimensions swapped, in memory too."""
+    """The last two dimensions swapped, in memory as well."""
     return _row_major(jnp.swapaxes(_row_major(x), -1, -2))
 
 
@@ -183,7 +182,7 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     """a b^T: [..., M, K], [..., N, K] -> [..., M, N]."""
     leading = tuple(range(a.ndim - 2))
     y = jax.lax.dot_general(a, b, (((a.ndim - 1,), (b.ndim - 1,)), (leading, leading)))
-    return jax.lax.optimization_barrier(y)  # or a cast that follows would turn the product into a float32 one
+    return jax.lax.optimization_barrier(y)  # otherwise a later cast would make the product float32
 
 
 def _product_forward(a: jax.Array, b: jax.Array):
@@ -205,7 +204,10 @@ def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-    """softmax(scale * q k^T) v with one pass over the scores each way: [B, H, G, T, K], [B, H, T, K] twice."""
+    """softmax(scale * q k^T) v, causal, with one pass over the scores in each direction.
+
+    q [B, H, G, T, K], k and v [B, H, T, K] -> [B, H, G, T, K], with G queries per KV head.
+    """
     return _attention_forward(q, k, v, scale)[0]
 
 
@@ -241,23 +243,23 @@ def attend(module: Attention, x: jax.Array, rotary: tuple[jax.Array, jax.Array])
     """The attention block, [B, T, D] -> [B, T, D]."""
     cfg, (batch, tokens) = module.cfg, x.shape[:2]
     heads = linear(x, module.qkv.kernel[...]).reshape(batch, tokens, -1, cfg.head_dim)
-    turned, straight = (
+    rotated, plain = (
         jnp.einsum("bthgk->bhgtk", y.reshape(batch, tokens, cfg.kv_heads, cfg.group + 2, cfg.head_dim))
         for y in (rotate(heads, rotary), heads)
     )
-    mixed = causal_attention(turned[:, :, :-2], turned[:, :, -2], straight[:, :, -1], cfg.score_scale)
+    mixed = causal_attention(rotated[:, :, :-2], rotated[:, :, -2], plain[:, :, -1], cfg.score_scale)
     return linear(jnp.einsum("bhgtk->bthgk", mixed).reshape(batch, tokens, -1), module.out.kernel[...])
 
 
 def feed_forward(module: Mlp, x: jax.Array) -> jax.Array:
-    """down(silu(gate(x)) * up(x)), gate and up multiplied apart: unzipping weights is cheaper than activations."""
+    """down(silu(gate(x)) * up(x)); gate and up are separate products: splitting weights is cheaper than activations."""
     kernel = module.up.kernel[...]
     gate, up = linear(x, kernel[0::2]).astype(jnp.float32), linear(x, kernel[1::2]).astype(jnp.float32)
     return linear((jax.nn.silu(gate) * up).astype(x.dtype), module.down.kernel[...])
 
 
 def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
-    """What `model.logits(model(tokens, positions)[0])` gives: int32 [B, T] -> float32 [B, T, V]."""
+    """The same as `model.logits(model(tokens, positions)[0])`: int32 [B, T] -> float32 [B, T, V]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     rotary = rotary_table(model.cfg.positions, positions)
     x = model.embed(tokens).astype(dtype)
@@ -272,27 +274,34 @@ def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
 
 
 class TrainState(NamedTuple):
-    """Everything a continued run needs."""
+    """Everything that is needed to continue a run.
 
-    step: jax.Array  # int32 []
-    share: jax.Array  # float32 [], of the time or token budget that is spent
-    params: dict[str, jax.Array]  # float32
+    Attributes:
+      step: int32 [], steps done.
+      spent: float32 [], fraction of the training time that is over.
+      params: float32 weights by name.
+      optimizer: its state.
+    """
+
+    step: jax.Array
+    spent: jax.Array
+    params: dict[str, jax.Array]
     optimizer: optax.OptState
 
 
 def cross_entropy(scores: jax.Array, targets: jax.Array) -> jax.Array:
-    """Nats per token; the target's score is found by comparing, whose gradient needs no scatter."""
+    """Nats per token; the target's score is selected by comparison, whose gradient needs no scatter."""
     target = jnp.where(targets[..., None] == jnp.arange(scores.shape[-1]), scores, 0.0).sum(axis=-1)
     return (jax.nn.logsumexp(scores, axis=-1) - target).mean()
 
 
-def learning_rate(step: jax.Array, share: jax.Array, peak: float, warmup: int = 100) -> jax.Array:
-    """Warm-up, then constant, then, over the last 70 percent of the budget, linearly to zero."""
-    return peak * jnp.minimum(1.0, (step + 1) / warmup) * jnp.clip((1.0 - share) / 0.7, 0.0, 1.0)
+def learning_rate(step: jax.Array, spent: jax.Array, peak: float, warmup: int = 100) -> jax.Array:
+    """Warm-up, then constant, then linearly to zero over the last 70 percent of the training time."""
+    return peak * jnp.minimum(1.0, (step + 1) / warmup) * jnp.clip((1.0 - spent) / 0.7, 0.0, 1.0)
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms; scaled by the step's rate."""
+    """Muon for the layers' matrices, AdamW for the rest, at rate 1; the training step scales the updates."""
 
     def orthogonalised(params: optax.Params) -> Any:
         dimensions = optax.contrib.MuonDimensionNumbers()
@@ -303,7 +312,7 @@ def make_optimizer() -> optax.GradientTransformation:
         weight_decay=0.1,
         weight_decay_mask=lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
         mu_dtype=jnp.bfloat16,
-        consistent_rms=0.2,  # steps of AdamW's size, so that both share one rate
+        consistent_rms=0.2,  # updates of AdamW's size, so that both use one rate
         adam_b2=0.98,
         muon_weight_dimension_numbers=orthogonalised,
     )
@@ -311,48 +320,48 @@ def make_optimizer() -> optax.GradientTransformation:
 
 
 class Trainer:
-    """The model's structure, the optimizer, and the compiled step."""
+    """The model's graph definition, the optimizer, and the compiled step."""
 
     def __init__(self, cfg: DecoderConfig, peak: float):
         self.cfg, self.peak = cfg, peak
         model = Decoder(cfg, WeightFormat(dtype=np.dtype(np.float32)), rngs=nnx.Rngs(0))
-        self.graph, state = nnx.split(model)
-        leaves, self.structure = jax.tree.flatten_with_path(nnx.to_pure_dict(state))
+        self.graphdef, state = nnx.split(model)
+        leaves, self.treedef = jax.tree.flatten_with_path(nnx.to_pure_dict(state))
         self.names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
         self.leaves = [leaf for _, leaf in leaves]
         self.optimizer = make_optimizer()
         self.step = jax.jit(self._step, donate_argnums=0)
 
     def start(self) -> TrainState:
-        """Fresh weights."""
+        """The state before the first step."""
         params = {name: leaf.copy() for name, leaf in zip(self.names, self.leaves, strict=True)}  # steps donate them
         return TrainState(jnp.int32(0), jnp.float32(0), params, self.optimizer.init(params))
 
     def model(self, params: dict[str, jax.Array]) -> Decoder:
-        """The Decoder that holds these weights."""
-        return nnx.merge(self.graph, nnx.State(jax.tree.unflatten(self.structure, [params[n] for n in self.names])))
+        """The Decoder with these weights."""
+        return nnx.merge(self.graphdef, nnx.State(jax.tree.unflatten(self.treedef, [params[n] for n in self.names])))
 
-    def _step(self, state: TrainState, pieces: jax.Array, share: jax.Array) -> tuple[TrainState, jax.Array]:
+    def _step(self, state: TrainState, batch: jax.Array, spent: jax.Array) -> tuple[TrainState, jax.Array]:
         def loss(params: dict[str, jax.Array]) -> jax.Array:
-            return cross_entropy(logits(self.model(params), pieces[:, :-1]), pieces[:, 1:])
+            return cross_entropy(logits(self.model(params), batch[:, :-1]), batch[:, 1:])
 
         nats, gradients = jax.value_and_grad(loss)(state.params)
-        # Muon multiplies matrices in its input's dtype, and theirs were computed in bfloat16.
+        # Muon multiplies matrices in the gradients' dtype, and these were computed in bfloat16.
         gradients = {n: g.astype(jnp.bfloat16) if n.endswith("kernel") else g for n, g in gradients.items()}
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
-        rate = learning_rate(state.step, share, self.peak)
+        rate = learning_rate(state.step, spent, self.peak)
         params = jax.tree.map(lambda weight, update: weight + rate * update, state.params, updates)
-        return TrainState(state.step + 1, share, params, optimizer), nats
+        return TrainState(state.step + 1, spent, params, optimizer), nats
 
 
 def train(trainer: Trainer, stream: np.ndarray, args: argparse.Namespace) -> TrainState:
-    """Train until the budget is spent, saving every few minutes, from the last saved state if there is one."""
+    """Train until the time is over, from the last saved state if there is one, saving every few minutes."""
     state = trainer.start()
     latest: Any = ocp.training.preservation_policies.LatestN(2)
     with ocp.training.Checkpointer(args.work_dir / "states", preservation_policy=latest) as checkpointer:
         if checkpointer.latest is not None:
             state = _from_leaves(state, checkpointer.load(None, _leaves(state)))
-            print(f"Continuing at step {state.step} with {state.share:.1%} of the budget spent.", flush=True)
+            print(f"Continuing at step {state.step} with {state.spent:.1%} of the time spent.", flush=True)
         for trained in steps(trainer, state, stream, args):
             checkpointer.save(int(trained.step), _leaves(trained), force=True)
             state = trained
@@ -368,21 +377,21 @@ def _from_leaves(like: TrainState, leaves: dict[str, jax.Array]) -> TrainState:
 
 
 def steps(trainer: Trainer, state: TrainState, stream: np.ndarray, args: argparse.Namespace) -> Iterator[TrainState]:
-    """Yield the state every `args.save_minutes` and, if there was a step, at the end."""
-    budget = 60 * args.minutes
-    spent, step = float(state.share) * budget, int(state.step)
+    """Yield the state every `args.save_minutes`, and at the end if there was a step."""
+    budget = 60 * args.minutes  # seconds
+    before, step = float(state.spent) * budget, int(state.step)
     first = step
     started = saved = logged = time.monotonic()
     nats = []
-    while (share := (spent + time.monotonic() - started) / budget) < 1 and step < args.max_steps:
-        pieces = batch_at(stream, step, args.batch, args.length)
-        state, loss = trainer.step(state, pieces, share)
+    while (spent := (before + time.monotonic() - started) / budget) < 1 and step < args.max_steps:
+        batch = batch_at(stream, step, args.batch, args.length)
+        state, loss = trainer.step(state, batch, spent)
         nats.append(float(loss))  # waits for the step
         step += 1
         now = time.monotonic()
         if step % args.log_every == 0:
             rate = len(nats) * args.batch * args.length / (now - logged)
-            print(f"step {step:6d}  {share:6.1%}  loss {np.mean(nats):.4f}  {rate:,.0f} tokens/s", flush=True)
+            print(f"step {step:6d}  {spent:6.1%}  loss {np.mean(nats):.4f}  {rate:,.0f} tokens/s", flush=True)
             nats, logged = [], now
         if now - saved > 60 * args.save_minutes:
             yield state
@@ -395,33 +404,33 @@ def steps(trainer: Trainer, state: TrainState, stream: np.ndarray, args: argpars
 
 
 def model_bits(model: Decoder, tokenizer: Tokenizer, text: str, *, window: int = 512, stride: int = 256) -> float:
-    """Bits the model needs for a text, each token predicted from at least `window - stride` tokens where there are."""
+    """Bits that the model needs for a text; a token's context is at least `window - stride` tokens, if they exist."""
     tokens = encode(tokenizer, [text])
     starts = np.arange(0, max(len(tokens) - 1 - (window - stride), 1), stride)
     padded = np.pad(tokens, (0, int(starts[-1]) + window + 1 - len(tokens)))
-    pieces = np.stack([padded[start : start + window + 1] for start in starts])
-    place = starts[:, None] + np.arange(1, window + 1)  # of each target in the text
-    new = (place < len(tokens)) & ((np.arange(window) >= window - stride) | (starts[:, None] == 0))
-    nats = np.concatenate([_nats(model, piece[None]) for piece in pieces])
+    windows = np.stack([padded[start : start + window + 1] for start in starts])
+    index = starts[:, None] + np.arange(1, window + 1)  # of each target in the text
+    new = (index < len(tokens)) & ((np.arange(window) >= window - stride) | (starts[:, None] == 0))
+    nats = np.concatenate([_nats(model, cut[None]) for cut in windows])
     return float(np.sum(nats * new)) / np.log(2)
 
 
 @nnx.jit
-def _nats(model: Decoder, piece: jax.Array) -> jax.Array:
+def _nats(model: Decoder, tokens: jax.Array) -> jax.Array:
     """[B, T + 1] -> [B, T]."""
-    positions = jnp.broadcast_to(jnp.arange(piece.shape[1] - 1), piece[:, 1:].shape)
-    hidden, _ = model(piece[:, :-1], positions)
-    return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), piece[:, 1:])
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1] - 1), tokens[:, 1:].shape)
+    hidden, _ = model(tokens[:, :-1], positions)
+    return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), tokens[:, 1:])
 
 
 def xz_bits(data: bytes) -> float:
-    """Bits of `xz -9`, its container's few bytes left out."""
+    """Bits of `xz -9` without the few bytes of its container."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9}]
     return 8.0 * len(lzma.compress(data, format=lzma.FORMAT_RAW, filters=filters))
 
 
 def evaluate(model: Decoder, tokenizer: Tokenizer, held_out: dict[str, str]) -> None:
-    """Print bits per byte on the held-out modules, beside xz's."""
+    """Print bits per byte on the held-out modules, of the model and of xz."""
     size = xz = ours = 0.0
     print(f"{'held-out module':24s} {'bytes':>8s} {'xz -9':>7s} {'model':>7s}   bits per byte")
     for name, text in held_out.items():
@@ -435,7 +444,7 @@ def evaluate(model: Decoder, tokenizer: Tokenizer, held_out: dict[str, str]) -> 
 
 
 def as_stored(model: Decoder) -> Decoder:
-    """The model with its matrices rounded to what the exported checkpoint holds."""
+    """The model with its matrices rounded to the dtype of the exported checkpoint."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda x: x.astype(STORED).astype(x.dtype) if x.ndim == 2 else x, state))
 
@@ -475,14 +484,21 @@ def run(args: argparse.Namespace, cfg: DecoderConfig = CONFIG) -> Decoder:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work-dir", type=Path, required=True, help="where training states and the tokenizer are kept")
-    parser.add_argument("--export", type=Path, help="write the trained model there, as a model directory")
-    parser.add_argument("--library", type=Path, default=Path(sysconfig.get_path("stdlib")), help="the source to learn")
-    parser.add_argument("--minutes", type=float, default=90, help="time to train, stops included; the rate follows it")
-    parser.add_argument("--max-steps", type=int, default=10**9, help="stop earlier; 0 exports and evaluates")
+    parser.add_argument("--work-dir", type=Path, required=True, help="for training states and the tokenizer")
+    parser.add_argument("--export", type=Path, help="write the trained model to this model directory")
+    parser.add_argument(
+        "--library", type=Path, default=Path(sysconfig.get_path("stdlib")), help="Python source to learn"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=90,
+        help="of training, over all runs; sets the learning rate",
+    )
+    parser.add_argument("--max-steps", type=int, default=10**9, help="stop earlier; 0 only exports and evaluates")
     parser.add_argument("--batch", type=int, default=16, help="sequences per step")
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="its maximum")
     parser.add_argument("--save-minutes", type=float, default=5)
     parser.add_argument("--log-every", type=int, default=20, help="steps")
     args = parser.parse_args(argv)

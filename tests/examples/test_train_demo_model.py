@@ -1,4 +1,4 @@
-"""The demo's training script: its mathematics is the Decoder's, it resumes, it exports what LLM loads."""
+"""The demo's training script: the same mathematics as the Decoder, resuming, exporting a directory that LLM loads."""
 
 import dataclasses
 import importlib.util
@@ -44,7 +44,7 @@ def config(script):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """A few files of the standard library, two of them held out with a test that must not be trained on."""
+    """A few files of the standard library; two are held out, with a test that must not be trained on."""
     source = pathlib.Path(sysconfig.get_path("stdlib"))
     copy = tmp_path_factory.mktemp("library")
     for name in ("abc.py", "copy.py", "bisect.py", "queue.py", "test/test_queue.py"):
@@ -63,16 +63,16 @@ def test_corpus_holds_out_and_deduplicates(script, library):
 def test_loss_and_gradients_are_the_decoders(script, config):
     trainer = script.Trainer(config, peak=1e-3)
     params = trainer.start().params
-    pieces = np.random.default_rng(0).integers(0, config.vocab, (2, 25))
+    batch = np.random.default_rng(0).integers(0, config.vocab, (2, 25))
 
     def expected(params):
         model = trainer.model(params)
         positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
-        scores = model.logits(model(pieces[:, :-1], positions)[0])
-        return optax.softmax_cross_entropy_with_integer_labels(scores, pieces[:, 1:]).mean()
+        scores = model.logits(model(batch[:, :-1], positions)[0])
+        return optax.softmax_cross_entropy_with_integer_labels(scores, batch[:, 1:]).mean()
 
     def actual(params):
-        return script.cross_entropy(script.logits(trainer.model(params), pieces[:, :-1], jnp.float32), pieces[:, 1:])
+        return script.cross_entropy(script.logits(trainer.model(params), batch[:, :-1], jnp.float32), batch[:, 1:])
 
     ours, theirs = (jax.jit(jax.value_and_grad(f))(params) for f in (actual, expected))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ours, theirs)
@@ -117,7 +117,7 @@ def test_trains_resumes_exports(script, config, library, tmp_path, capsys):
 
 
 def test_bits_count_every_token_once(script, config):
-    """Windows overlap: a text of several windows needs the bits of its tokens, each in sufficient context."""
+    """Windows overlap: each token of a text of several windows is counted in one of them, with enough context."""
     model = script.Trainer(config, peak=1e-3).model(script.Trainer(config, peak=1e-3).start().params)
     zeroed = nnx.merge(*nnx.split(model))
     zeroed.embed.table[...] = jnp.zeros_like(zeroed.embed.table[...])  # every token has probability 1 / vocab
