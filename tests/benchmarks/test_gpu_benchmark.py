@@ -23,7 +23,7 @@ TINY = {case.title: case for case in cases.tiny()}
 
 
 @pytest.mark.parametrize("title", TINY)
-def test_definitions_are_what_the_references_say(title):
+def test_operations_agree_with_the_references(title):
     case = TINY[title]
     args = case.make(jax.random.key(1))
     assert numerics.error_of(case, args, numerics.expected_of(case, args)) <= case.tolerance
@@ -37,7 +37,7 @@ def test_errors_are_relative_and_never_hidden_by_nan():
 
 
 def test_timed_cases_have_arguments_of_their_shapes():
-    """Only traced: the arrays would fill this machine."""
+    """Only traced: the arrays exceed this machine's memory."""
     every = list(cases.timed(quick=False))
     for case in {case.op: case for case in every}.values():
         assert case.bytes > 0
@@ -82,7 +82,7 @@ def test_the_state_of_each_set_goes_from_call_to_call():
 @pytest.mark.aot
 @pytest.mark.parametrize("op", ["small_batch_linear", "norm_linear", "decode_attention"])
 def test_on_a_gpu_a_program_is_the_calls_and_nothing_else(op):
-    """One CUDA graph, a kernel a call, no copy of what takes turns."""
+    """One CUDA graph, one kernel per call, no copies of the arguments that take turns."""
     case = next(case for case in cases.timed(quick=False) if case.op == op and "gpt-j-6b" in case.name)
     plan = Plan(calls=3, sets=2, large=Plan.of(case, 1e-5, DRY).large)
     program, args = timing.repeated(case, plan, case.call)
@@ -99,17 +99,17 @@ def test_a_median_and_a_spread():
     assert (timing_of.seconds, timing_of.spread) == (2.0, 1.0)
 
 
-def test_what_takes_too_long_is_left_out(monkeypatch):
+def test_items_beyond_the_time_are_left_out(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    shares = clocks({"a": 1.0, "b": 1.0}, 10.0)
-    _, first = next(shares)
+    parts = clocks({"a": 1.0, "b": 1.0}, 10.0)
+    _, first = next(parts)
     done = []
     for item in first.affordable(range(9)):  # of 5 seconds
         done.append(item)
         now[0] += 2.0
     assert done == [0, 1]
-    _, second = next(shares)
+    _, second = next(parts)
     assert second._end == 10.0
     assert list(Clock(0.0).affordable([1])) == [1]
 
@@ -145,7 +145,7 @@ def test_tuning_finds_the_tiles_that_run_and_writes_them(tmp_path, monkeypatch):
     assert json.loads(table.read_text())["f"] == {"another": {"a": 1}, "key": written}
 
 
-# The whole
+# End to end
 
 
 def test_peers_get_the_sizes_of_our_models():
@@ -155,7 +155,7 @@ def test_peers_get_the_sizes_of_our_models():
         assert architecture == {"llama3-8b": "Llama", "gpt-j-6b": "GPTJ", "gpt2-1.5b": "GPT2"}[name]
 
 
-def test_items_come_in_order_of_what_they_tell():
+def test_items_are_in_order_of_batch():
     every = end_to_end.items(quick=False, dry=False)
     assert {item.model for item in every} == set(end_to_end.MODELS)
     assert {item.batch for item in every} == set(end_to_end.BATCHES)

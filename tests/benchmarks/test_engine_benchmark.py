@@ -1,0 +1,38 @@
+"""The engine benchmark without peers: its options, its workload and its checks."""
+
+import argparse
+
+import pytest
+
+from benchmarks.engine.__main__ import PARTS, read_parts
+from benchmarks.engine.step_gap import StepGaps
+from benchmarks.engine.throughput import OUTPUT, PROMPT, check_agreement, make_workload
+
+
+def test_parts_are_chosen_by_name():
+    assert read_parts("step_gap,prefix") == ["step_gap", "prefix"]
+    with pytest.raises(argparse.ArgumentTypeError, match=f"unknown gap; there are {', '.join(PARTS)}"):
+        read_parts("step_gap,gap")
+
+
+def test_workload_lengths_are_proportional_to_the_scale():
+    prompts, outputs = make_workload(16)
+    halves, half_outputs = make_workload(16, scale=0.5)
+    assert all(PROMPT / 2 <= len(prompt) <= 1.5 * PROMPT for prompt in prompts)
+    assert all(OUTPUT / 2 <= count <= 1.5 * OUTPUT for count in outputs)
+    for whole, half in zip([*map(len, prompts), *outputs], [*map(len, halves), *half_outputs], strict=True):
+        assert abs(whole / 2 - half) <= 1
+
+
+def test_engines_with_different_outputs_are_refused():
+    ours = [[row] * 9 for row in range(20)]
+    late = [[*tokens[:8], 99] for tokens in ours]
+    check_agreement({"jaxinfer": ours, "peer": late})
+    with pytest.raises(SystemExit, match="Only 85% of the outputs of peer start as jaxinfer's do"):
+        check_agreement({"jaxinfer": ours, "peer": [[99] * 9] * 3 + ours[3:]})
+
+
+def test_gaps_are_from_results_to_the_next_dispatch():
+    gaps = StepGaps()
+    gaps.dispatched, gaps.ready = [0.0, 1.5, 1.75], [1.0, 2.0, 3.0]
+    assert gaps.seconds() == [0.5, 0.0]
