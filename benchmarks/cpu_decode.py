@@ -81,7 +81,7 @@ def host_overhead() -> float:
     import jax.numpy as jnp
     from flax import nnx
 
-    from jaxinfer.compiled import compile_program
+    from jaxinfer.compiled import ProgramSpec
     from jaxinfer.models import Decoder, DecoderConfig, KVPages, WeightFormat
     from jaxinfer.models import config as c
 
@@ -106,7 +106,14 @@ def host_overhead() -> float:
     caches = [KVPages(*(jnp.zeros((8, 16, 2, 32)) for _ in range(2))) for _ in range(config.layers)]
     tokens, positions = jnp.ones((1, 1), jnp.int32), jnp.full((1, 1), 100, jnp.int32)
     page_table = jnp.arange(8, dtype=jnp.int32)[None]
-    program = compile_program("step", (), step, (leaves, caches, tokens, positions, page_table), donate=(1,))
+    spec = ProgramSpec[None](
+        name="step",
+        function=lambda sizes: step,
+        arguments=lambda sizes: (leaves, caches, tokens, positions, page_table),
+        reachable=lambda buckets: ({},),
+        donate=(1,),
+    )
+    program = spec.compile({})
     calls = []
     for _ in range(200):
         start = time.perf_counter()

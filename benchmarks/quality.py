@@ -29,7 +29,7 @@ OVERLAP = 0.5  # fraction of a window that is only context for the rest
 def bits(llm: LLM, texts: list[str]) -> float:
     """Bits that the model needs for the texts; a token has at least OVERLAP of a window as context, if it exists."""
     assert llm.tokenizer is not None
-    window = llm.engine.context - 1
+    window = llm.engine.config.context - 1
     stride = round(window * (1 - OVERLAP))
     prompts, skipped = [], []
     separator = llm.model.eos_ids[0]  # as before every document in training

@@ -12,7 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer import LLM, BeamOutput, BeamParams, RequestOutput, SamplingParams, Structure
+from jaxinfer import (
+    LLM,
+    BeamSearchOutput,
+    BeamSearchParams,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 WINDOW = 16
 MODULE = '''"""Read and write the settings of a program."""
@@ -62,32 +69,36 @@ def share_a_prefix(llm: LLM) -> list[RequestOutput]:
     """The common prefix of prompts is computed once."""
     outputs = llm.generate([MODULE + text for text in FUNCTIONS], SamplingParams(max_tokens=16, temperature=0))
     for output in outputs:
-        print(f"prefix: of {len(output.prompt_ids)} prompt tokens {output.cached_tokens} were in the cache")
+        print(f"prefix: of {len(output.prompt_token_ids)} prompt tokens {output.num_cached_tokens} were in the cache")
     return outputs
 
 
 def draw_samples(llm: LLM) -> RequestOutput:
     """Several completions of one prompt, each with its own seed."""
     (output,) = llm.generate("import ", SamplingParams(n=3, max_tokens=12, temperature=0.9, seed=1))
-    print("samples:", " | ".join(repr(completion.text) for completion in output.completions))
+    print("samples:", " | ".join(repr(completion.text) for completion in output.outputs))
     return output
 
 
 def combine_options(llm: LLM) -> dict[str, RequestOutput]:
     """Requests of one batch, each with its own options."""
+    schema, assignment = StructuredOutputsParams(json=SCHEMA), StructuredOutputsParams(regex=ASSIGNMENT)
     requests = {
-        "schema": ("# The function as JSON:\n", SamplingParams(structure=Structure(json_schema=SCHEMA), temperature=0)),
-        "regex": ("# A setting:\n", SamplingParams(structure=Structure(regex=ASSIGNMENT), seed=2)),
+        "schema": ("# The function as JSON:\n", SamplingParams(structured_outputs=schema, temperature=0)),
+        "regex": ("# A setting:\n", SamplingParams(structured_outputs=assignment, seed=2)),
         "stop": ("def first(items):\n    return", SamplingParams(stop=("\n",), max_tokens=32, temperature=0)),
-        "processor": ("x = [0, 0, 0, 0,", SamplingParams(processors=("no_repeats",), max_tokens=16, temperature=0)),
+        "processor": (
+            "x = [0, 0, 0, 0,",
+            SamplingParams(logits_processors=("no_repeats",), max_tokens=16, temperature=0),
+        ),
     }
     prompts, params = zip(*requests.values(), strict=True)
     outputs = dict(zip(requests, llm.generate(prompts, params), strict=True))
-    texts = {name: output.completions[0].text for name, output in outputs.items()}
+    texts = {name: output.outputs[0].text for name, output in outputs.items()}
     print(f"schema: {json.loads(texts['schema'])}")
     print(f"regex: {texts['regex']!r} matches {ASSIGNMENT}: {re.fullmatch(ASSIGNMENT, texts['regex']) is not None}")
     print(f"stop string: {texts['stop']!r} ended before the end of its line")
-    ids = outputs["processor"].completions[0].token_ids
+    ids = outputs["processor"].outputs[0].token_ids
     print(f"logits processor: {len(set(ids))} different tokens of {len(ids)}: {texts['processor']!r}")
     return outputs
 
@@ -97,7 +108,7 @@ def prioritise(llm: LLM) -> list[RequestOutput]:
     usual = SamplingParams(max_tokens=8, temperature=0)
     urgent = SamplingParams(max_tokens=8, temperature=0, priority=-1)
     outputs = llm.generate([f"value_{i} = " for i in range(12)], [usual] * 11 + [urgent])
-    waited = [output.completions[0].timings.first_token_s or 0.0 for output in outputs]
+    waited = [output.outputs[0].timings.first_token_s or 0.0 for output in outputs]
     print(f"priority: queued last of {len(outputs)}, served as number {sorted(waited).index(waited[-1]) + 1}")
     return outputs
 
@@ -106,19 +117,20 @@ def speculate(llm: LLM) -> RequestOutput:
     """The n-gram proposer suggests tokens that followed the same tokens before; one pass checks several of them."""
     prompt = "".join(f"parser.add_argument('--option', default=None)  # {word}\n" for word in ("one", "two", "six"))
     (output,) = llm.generate(prompt, SamplingParams(max_tokens=48, temperature=0))
-    completion = output.completions[0]
-    print(f"speculation: {completion.accepted} of {completion.drafted} draft tokens were accepted")
+    completion = output.outputs[0]
+    accepted, proposed = completion.num_accepted_tokens, completion.num_draft_tokens
+    print(f"speculation: {accepted} of {proposed} speculative tokens were accepted")
     return output
 
 
-def search_beams(llm: LLM) -> BeamOutput:
+def search_beams(llm: LLM) -> BeamSearchOutput:
     """The most likely continuations; a round of the search computes one token per beam."""
-    params = BeamParams(width=4, n=2, max_tokens=10)
+    params = BeamSearchParams(beam_width=4, n=2, max_tokens=10)
     (output,) = llm.beam_search("for i in ", params)
     for beam in output.beams:
         print(f"beam search: {beam.cumulative_logprob:.2f} {beam.text!r}")
-    rounds = (params.max_tokens - 1) * params.width
-    print(f"beam search: computed {output.computed_tokens} tokens: the prompt's, and at most {rounds} of beams")
+    rounds = (params.max_tokens - 1) * params.beam_width
+    print(f"beam search: computed {output.num_computed_tokens} tokens: the prompt's, and at most {rounds} of beams")
     return output
 
 
@@ -129,8 +141,8 @@ def run(model: str, max_batch: int) -> dict[str, Any]:
         max_batch=max_batch,
         context=256,
         token_budget=32,  # small: fewer programs to compile
-        draft_tokens=7,
-        processors={"no_repeats": no_repeats},
+        num_speculative_tokens=7,
+        logits_processors={"no_repeats": no_repeats},
     )
     memory = llm.memory
     print(f"memory: {memory.weights:,} bytes of weights, {memory.cache:,} of cache in {memory.num_pages} pages")
@@ -141,8 +153,8 @@ def run(model: str, max_batch: int) -> dict[str, Any]:
     priority, speculation = prioritise(llm), speculate(llm)
     seconds = time.perf_counter() - began
     outputs = [*prefix, samples, *options.values(), *priority, speculation]
-    tokens = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
-    steps = sum(program.cost.calls for program in llm.engine.runner.programs)
+    tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    steps = sum(program.cost.calls for program in llm.engine.executor.programs)
     print(f"all these: {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s), {steps} steps")
 
     beams = search_beams(llm)

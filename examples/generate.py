@@ -25,17 +25,17 @@ def run(model: str, max_tokens: int) -> list[str]:
     ]
     outputs = llm.generate(PROMPTS, params)
     for output in outputs:
-        completion = output.completions[0]
+        completion = output.outputs[0]
         print(f"--- {len(completion.token_ids)} tokens, {completion.finish_reason}\n{output.prompt}{completion.text}")
 
     print("\nA stream:")
     printed = ""
     for output in llm.stream(PROMPTS[0], params[0]):
-        text = output.completions[0].text
+        text = output.outputs[0].text
         print(text[len(printed) :], end="", flush=True)
         printed = text
     print()
-    return [output.completions[0].text for output in outputs]
+    return [output.outputs[0].text for output in outputs]
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ def run(model: str, mesh_file: str, max_tokens: int) -> tuple[list[int], list[in
     for path, leaf in jax.tree.leaves_with_path(llm.model.state)[:12]:
         name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
         print(f"{name:<36} {leaf.shape!s:<14} {leaf.sharding.spec}")
-    on_mesh = llm.generate(PROMPT, params)[0].completions[0]
+    on_mesh = llm.generate(PROMPT, params)[0].outputs[0]
     print(f"--- on {mesh.size} devices\n{PROMPT}{on_mesh.text}")
-    alone = LLM(model, max_batch=1).generate(PROMPT, params)[0].completions[0]
+    alone = LLM(model, max_batch=1).generate(PROMPT, params)[0].outputs[0]
     print("--- one device generates", "the same" if alone.token_ids == on_mesh.token_ids else "something else")
     return on_mesh.token_ids, alone.token_ids
 

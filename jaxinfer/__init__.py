@@ -2,42 +2,48 @@
 
 >>> from jaxinfer import LLM, SamplingParams
 >>> llm = LLM("examples/demo_model")  # doctest: +SKIP
->>> llm.generate("def main():", SamplingParams(temperature=0))[0].completions[0].text  # doctest: +SKIP
+>>> llm.generate("def main():", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxinfer.generation import LLM, Embedder, FinishReason, RequestOutput, SamplingParams
-    from jaxinfer.generation.beam import BeamOutput, BeamParams
-    from jaxinfer.generation.sampling import LogitsProcessor
-    from jaxinfer.generation.structured import Structure
+    from jaxinfer.generation import LLM, Embedder, FinishReason, PoolingParams, Request, RequestOutput, SamplingParams
+    from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams
+    from jaxinfer.generation.params import StructuredOutputsParams
+    from jaxinfer.generation.sampling.sampler import LogitsProcessor
     from sharding import MeshConfig
 
 __all__ = [
     "LLM",
-    "BeamOutput",
-    "BeamParams",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "Embedder",
     "FinishReason",
     "LogitsProcessor",
     "MeshConfig",
+    "PoolingParams",
+    "Request",
     "RequestOutput",
     "SamplingParams",
-    "Structure",
+    "StructuredOutputsParams",
 ]
 
 _MODULES = {
-    "BeamOutput": "jaxinfer.generation.beam",
-    "BeamParams": "jaxinfer.generation.beam",
-    "LogitsProcessor": "jaxinfer.generation.sampling",
+    "BeamSearchOutput": "jaxinfer.generation.api.beam_search",
+    "BeamSearchParams": "jaxinfer.generation.api.beam_search",
+    "LogitsProcessor": "jaxinfer.generation.sampling.sampler",
     "MeshConfig": "sharding",
-    "Structure": "jaxinfer.generation.structured",
+    "StructuredOutputsParams": "jaxinfer.generation.params",
 }
+
+_RENAMED = {"BeamOutput": "BeamSearchOutput", "BeamParams": "BeamSearchParams", "Structure": "StructuredOutputsParams"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        raise AttributeError(f"jaxinfer.{name} is now jaxinfer.{_RENAMED[name]}")
     # Imported when first used: `jaxinfer --help` should not wait for JAX.
     if name not in __all__:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")

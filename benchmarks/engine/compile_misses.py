@@ -6,8 +6,7 @@ import time
 
 from benchmarks.engine.settings import Settings
 from benchmarks.report import Report
-from jaxinfer import LLM, SamplingParams
-from jaxinfer.generation.request import FinishReason
+from jaxinfer import LLM, FinishReason, SamplingParams
 
 REQUESTS = 200
 
@@ -17,7 +16,7 @@ def random_requests(llm: LLM, count: int) -> list[tuple[list[int], SamplingParam
     source = random.Random(0)
     requests = []
     for index in range(count):
-        length = source.randint(1, llm.engine.context - 1)
+        length = source.randint(1, llm.engine.config.context - 1)
         params = SamplingParams(
             temperature=source.choice((0.0, 0.7, 1.0)),
             top_k=source.choice((0, 20)),
@@ -37,9 +36,9 @@ def compile_misses(report: Report, settings: Settings) -> None:
     start = time.perf_counter()
     llm.engine.compile_ahead()
     report.row(figure="compiling ahead", seconds=round(time.perf_counter() - start, 1))
-    engine, programs = llm.engine, llm.engine.runner.programs
+    engine, programs = llm.engine, llm.engine.executor.programs
     before, source = programs.misses, random.Random(1)
-    requests = [engine.prepare(*request) for request in random_requests(llm, REQUESTS)]
+    requests = [engine.prepare(*request).sequences() for request in random_requests(llm, REQUESTS)]
     waiting = iter(requests)
     while not all(sequence.finished for request in requests for sequence in request):
         for request in itertools.islice(waiting, source.choice((0, 0, 1, 3))):

@@ -31,7 +31,7 @@ def decode_rates(
     for _ in range(1 + rounds):
         tokens = {}
         for name, llm in (("plain", plain), ("speculating", speculating)):
-            completion = llm.generate([prompt], params)[0].completions[0]
+            completion = llm.generate([prompt], params)[0].outputs[0]
             assert completion.timings.tokens_per_s is not None
             rates[name].append(completion.timings.tokens_per_s)
             tokens[name] = completion.token_ids
@@ -53,7 +53,9 @@ def speculation(report: Report, settings: Settings) -> None:
     gains: dict[str, list[float]] = {"speculation_gain_repetitive": [], "speculation_worst": []}
     for name, folder, repetitive, unpredictable, count in models:
         options: dict[str, Any] = {"dtype": "float32", "max_batch": 1, "context": 512}
-        plain, speculating = LLM(folder, **options), LLM(folder, **options, draft_tokens=NUM_SPECULATIVE_TOKENS)
+        plain, speculating = (
+            LLM(folder, **options, num_speculative_tokens=size) for size in (0, NUM_SPECULATIVE_TOKENS)
+        )
         for figure, prompts, temperature in zip(gains, (repetitive, unpredictable), (0.0, 1.0), strict=True):
             ratios = []
             for seed, prompt in enumerate(prompts):

@@ -16,8 +16,8 @@ from benchmarks.engine.settings import Settings
 from benchmarks.report import Report
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.compiled import Program
-from jaxinfer.generation.signatures import OF_MODEL
 
+PROGRAMS = ("prefill", "decode")  # those that run the model
 SWITCH_SECONDS = 1e-4  # how long the watching thread may wait for the interpreter's lock
 
 
@@ -47,7 +47,7 @@ class StepGaps:
 
         def recorded(self: Program, *args: Any) -> Any:
             result = call(self, *args)
-            if self.name in OF_MODEL:
+            if self.name in PROGRAMS:
                 dispatched.append(time.perf_counter())
                 results.put(jax.tree.leaves(result[1])[0])  # not the state, result[0]: the next step donates it
             return result
@@ -82,7 +82,7 @@ def measure_gaps(llm: LLM, steps: int) -> list[float]:
 def step_gap(report: Report, settings: Settings) -> None:
     steps = 64 if settings.quick else 256
     for overlap in (False, True):
-        gaps = measure_gaps(LLM(settings.demo, max_decode_steps=1, overlap=overlap), steps)
+        gaps = measure_gaps(LLM(settings.demo, max_decode_passes=1, overlap=overlap), steps)
         median, p99 = statistics.median(gaps), gaps[math.ceil(0.99 * len(gaps)) - 1]
         report.row(
             figure="step gap", overlap=overlap, steps=len(gaps), median_ms=round(median, 3), p99_ms=round(p99, 3)

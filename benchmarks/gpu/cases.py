@@ -340,7 +340,7 @@ def decoding(
 def prefill(
     batch: int, tokens: int, context: int, *, q_heads: int, kv_heads: int, head_dim: int, **options: Any
 ) -> Case:
-    """The last piece of some prompts over their pages."""
+    """The last chunk of some prompts over their pages."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, cache = jax.random.split(key)

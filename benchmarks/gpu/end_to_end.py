@@ -1,6 +1,6 @@
 """Whole models of random weights: milliseconds a step against the floor, our own XLA path and transformers.
 
-Our side is the engine's own programs: `step` for the prompt, `decode` for the tokens after it. A decode step cannot
+Our side is the engine's own programs: `prefill` for the prompt, `decode` for the tokens after it. A decode step cannot
 take less than it takes to read all weights but the embedding table, and its rows' keys and values, at the measured
 bandwidth: the floor. What is compared runs in turns, on the same weights or on as many others.
 """

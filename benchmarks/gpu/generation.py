@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.compiled import compiler_options
-from jaxinfer.generation import signatures
-from jaxinfer.generation.config import EngineConfig
-from jaxinfer.generation.programs import Decoded, DeviceState, Pieces, Rows, Slots
-from jaxinfer.generation.sampling import idle_options, sampling_arrays
-from jaxinfer.generation.structured import words
+from jaxinfer.compiled import ProgramSpec, Sizes
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.programs import decode, prefill
+from jaxinfer.generation.execution.programs.decode import DecodeOutput
+from jaxinfer.generation.execution.programs.prefill import Chunks
+from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
+from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.models import DecoderConfig, WeightFormat
 from jaxinfer.models.config import PositionKind
 from jaxinfer.models.loading import abstract_model
@@ -55,8 +57,7 @@ class Model:
 
     def __init__(self, config: DecoderConfig, weights: WeightFormat):
         self.config, self.weights = config, weights
-        self._graphdef, state = nnx.split(abstract_model(config, weights))
-        flat = nnx.to_flat_state(state)
+        flat = nnx.to_flat_state(nnx.state(abstract_model(config, weights)))
         scales = {path[:-1]: _SCALES[leaf.dtype.name] for path, leaf in flat if leaf.dtype.name in _SCALES}
         tables = ("positions",) if config.tied else ("positions", "embed")
         filled, self.bytes = {}, 0
@@ -65,15 +66,7 @@ class Model:
             array = _random(index, leaf.shape, leaf.dtype, scale)
             filled[path] = leaf.replace(array)
             self.bytes += 0 if path[0] in tables else array.nbytes
-        self.leaves, self._treedef = jax.tree.flatten(nnx.from_flat_state(filled))
-
-    def bound(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """A program of the model as a function of its leaves."""
-
-        def program(leaves: list[jax.Array], *rest: Any) -> Any:
-            return body(nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves)), None, *rest)
-
-        return program
+        self.leaves = jax.tree.leaves(nnx.from_flat_state(filled))
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of so many tokens, in all layers."""
@@ -98,7 +91,7 @@ def _random(seed: int, shape: tuple[int, ...], dtype: Any, scale: float | None) 
 
 
 class Generation:
-    """The programs of a batch, made one way. It is traced when made; `compile` may run beside others'.
+    """The programs of a batch, made one way. They are traced when made; `compile` may run beside others'.
 
     Args:
       prompt: whether the prompt's program is needed too.
@@ -107,37 +100,36 @@ class Generation:
     def __init__(self, model: Model, batch: int, way: Way, lengths: Lengths, *, prompt: bool):
         self._model, self._batch, self._way, self._lengths = model, batch, way, lengths
         context = lengths.prompt + lengths.steps
-        self._engine = EngineConfig(
-            slots=batch,
+        engine = EngineConfig(
+            max_batch=batch,
             context=context,
-            max_decode_steps=lengths.steps,
-            piece_tokens=lengths.prompt,
+            max_decode_passes=lengths.steps,
+            chunk_size=lengths.prompt,
             token_budget=lengths.prompt * batch,
         )
-        self._pages = -(-context // self._engine.page_size)  # of a row
-        self._state = signatures.device_state(
-            model.config, model.weights, self._engine, pages=batch * self._pages, processors=0
+        self._pages = -(-context // engine.page_size)  # of a row
+        self._layout = DeviceLayout(
+            model.config, model.weights, engine, num_pages=batch * self._pages, platform=jax.default_backend()
         )
         self._caches: list[Any] = []
-        self._programs: dict[str, Callable[..., Any]] = {}
-        with way.applied():
-            self._lowered = {"decode": self._lower("decode", batch=batch, drafts=0)}
-            if prompt:
-                self._lowered["step"] = self._lower("step", pieces=batch, batch=0)
+        self._programs: dict[str, jax.stages.Compiled] = {}
+        self._lowered: dict[str, jax.stages.Lowered] = {}
+        self._options: dict[str, dict[str, Any]] = {}
+        self._lower(decode.spec(self._layout), {"batch": batch, "speculative": 0, "pages": self._pages})
+        if prompt:
+            self._lower(prefill.spec(self._layout), {"chunks": batch, "batch": 0, "pages": self._pages})
 
-    def _lower(self, name: str, **sizes: int) -> jax.stages.Lowered:
-        model, sizes = self._model, sizes | {"pages": self._pages}
-        body, inputs = signatures.program(name, sizes, self._engine, vocab=model.config.vocab)
-        return jax.jit(model.bound(body), donate_argnums=1).lower(model.leaves, self._state, *inputs)
+    def _lower(self, spec: ProgramSpec[Buckets], sizes: Sizes) -> None:
+        with self._way.applied():
+            jitted = jax.jit(spec.function(sizes), donate_argnums=spec.donate)
+            self._lowered[spec.name] = jitted.lower(*spec.arguments(sizes))
+        self._options[spec.name] = dict(spec.compiler_options(sizes))
+        if self._layout.platform == "gpu" and not self._way.graph:
+            self._options[spec.name]["xla_gpu_enable_command_buffer"] = ""
 
     def compile(self) -> None:
-        platform = jax.default_backend()
         for name, lowered in self._lowered.items():
-            rows = self._batch * (self._lengths.prompt if name == "step" else 1)
-            options = dict(compiler_options(platform, rows=rows, dtype=self._model.weights.matrix_dtype))
-            if platform == "gpu" and not self._way.graph:
-                options["xla_gpu_enable_command_buffer"] = ""
-            self._programs[name] = lowered.compile(options)
+            self._programs[name] = lowered.compile(self._options[name])
 
     def prepare(self) -> None:
         """Put the inputs on the device."""
@@ -145,27 +137,28 @@ class Generation:
         slot, zeros = np.arange(batch, dtype=np.int32), np.zeros(batch, np.int32)
         count = np.full(batch, self._lengths.prompt, np.int32)
         table = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
-        mask = np.zeros((batch, words(self._model.config.vocab)), np.uint32)
-        rows, pieces = Rows(slot, table), Pieces(slot, zeros, count, count > 0, table)  # type: ignore[arg-type]
-        none = Rows(slot[:0], table[:0])  # type: ignore[arg-type]
-        self._inputs = jax.device_put({"decode": (rows, mask), "step": (pieces, none, mask)})
-        self._no_drafts = jax.device_put(zeros)
-        self._caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._state.caches)
+        shape = self._layout.bitmask(batch)
+        bitmask = np.zeros(shape.shape, shape.dtype)  # which no row reads: none is constrained
+        rows, none = Rows(slot, table), Rows(slot[:0], table[:0])  # type: ignore[arg-type]
+        chunks = Chunks(slot, zeros, count, count > 0, count < 0, table)  # type: ignore[arg-type]
+        self._inputs = jax.device_put({"decode": (rows, bitmask), "prefill": (chunks, none, bitmask)})
+        self._no_speculation = jax.device_put(zeros)
+        self._caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._layout.state.caches)
 
     def _start(self) -> DeviceState:
         """The state in which every row has its prompt, and nothing more."""
-        slots, context = self._batch + 1, self._engine.context
+        slots, context = self._batch + 1, self._layout.engine.context
         history = np.random.default_rng(0).integers(0, self._model.config.vocab, (slots, context), np.int32)
         length, limit, none = (np.full(slots, value, np.int32) for value in (self._lengths.prompt, context, 0))
         options = sampling_arrays([idle_options(0)] * slots)
         fresh = Slots(history, length, length > 0, limit, none, options)  # type: ignore[arg-type]
         return jax.block_until_ready(DeviceState(self._caches, jax.device_put(fresh)))
 
-    def _decode(self, state: DeviceState, steps: int) -> Decoded:
-        limit = jnp.int32(steps)
-        state, out = self._programs["decode"](
-            self._model.leaves, state, *self._inputs["decode"], limit, self._no_drafts
-        )
+    def _run(self, name: str, state: DeviceState, *inputs: Any) -> tuple[DeviceState, Any]:
+        return self._programs[name](self._model.leaves, None, state, *self._inputs[name], *inputs)
+
+    def _decode(self, state: DeviceState, passes: int) -> DecodeOutput:
+        state, out = self._run("decode", state, jnp.int32(passes), self._no_speculation)
         self._caches = state.caches
         return out
 
@@ -182,7 +175,7 @@ class Generation:
         """Seconds of a prompt and its output."""
         state = self._start()
         start = time.perf_counter()
-        state, _ = self._programs["step"](self._model.leaves, state, *self._inputs["step"])
+        state, _ = self._run("prefill", state)
         np.asarray(self._decode(state, self._lengths.output - 1).tokens)
         return time.perf_counter() - start
 

@@ -29,9 +29,8 @@ class Jaxinfer:
     def _start(self, prompts, limit):
         params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
         requests = [self.engine.prepare(prompt, params) for prompt in prompts]
-        sequences = [sequence for request in requests for sequence in request]
-        for request in requests:
-            self.engine.add(request)
+        sequences = [sequence for request in requests for sequence in request.sequences()]
+        self.engine.add(sequences)
         return sequences
 
     def _stop(self, sequences):
@@ -43,7 +42,7 @@ class Jaxinfer:
         self.running = []
         sequences = self._start([prompt], 2)
         start = time.perf_counter()
-        while len(sequences[0].ids) == len(prompt):
+        while len(sequences[0].token_ids) == len(prompt):
             self.engine.step()
         seconds = time.perf_counter() - start
         self._stop(sequences)
@@ -53,16 +52,16 @@ class Jaxinfer:
         if len(self.running) != len(prompts):
             self._stop(self.running)
             self.running = self._start(prompts, 512)
-            while any(len(s.ids) == s.prompt_length for s in self.running):
+            while any(len(s.token_ids) == s.num_prompt_tokens for s in self.running):
                 self.engine.step()
-        produced, start = len(self.running[0].ids), time.perf_counter()
-        while len(self.running[0].ids) < produced + steps:
+        produced, start = len(self.running[0].token_ids), time.perf_counter()
+        while len(self.running[0].token_ids) < produced + steps:
             self.engine.step(steps)
-        return (time.perf_counter() - start) / (len(self.running[0].ids) - produced)
+        return (time.perf_counter() - start) / (len(self.running[0].token_ids) - produced)
 
     def greedy(self, prompt, count):
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        return self.llm.generate([prompt], params)[0].completions[0].token_ids
+        return self.llm.generate([prompt], params)[0].outputs[0].token_ids
 
     def throughput(self, prompts, outputs, *, batch):
         if batch not in self.wide:
@@ -71,7 +70,7 @@ class Jaxinfer:
         params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in outputs]
         start = time.perf_counter()
         found = self.wide[batch].generate(prompts, params)
-        return time.perf_counter() - start, [output.completions[0].token_ids for output in found]
+        return time.perf_counter() - start, [output.outputs[0].token_ids for output in found]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Options that several subcommands share."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 if TYPE_CHECKING:
+    from jaxinfer.generation import LLM
     from jaxinfer.generation.text import Prompt
     from sharding import MeshConfig
 
@@ -19,10 +20,7 @@ DtypeOption = Annotated[
 QuantizeOption = Annotated[str | None, typer.Option(help="Of the matrices: int8, int4 or fp8 (default: as stored).")]
 SpeculationOption = Annotated[
     int,
-    typer.Option(
-        "--num-speculative-tokens",
-        help="Most tokens the n-gram proposer suggests per pass; 0: no speculation.",
-    ),
+    typer.Option(help="Most tokens the n-gram proposer suggests per pass; 0: no speculation."),
 ]
 KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where the GPU supports them, or plain XLA.")]
 KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values as bytes (default: the model's dtype).")]
@@ -35,6 +33,20 @@ def parse_mesh(text: str | None) -> "MeshConfig | None":
     if text is None:
         return None
     return MeshConfig.parse(text) if "=" in text else MeshConfig.read(text)
+
+
+def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
+    """The model of a command, loaded with the options above and the others given."""
+    from jaxinfer.generation import LLM
+
+    names = ("dtype", "quantize", "context", "num_speculative_tokens", "kv_dtype", "kernels")
+    return LLM(
+        ctx.params["model"],
+        mesh=parse_mesh(ctx.params["mesh"]),
+        max_batch=max_batch,
+        **{name: ctx.params[name] for name in names},
+        **options,
+    )
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":

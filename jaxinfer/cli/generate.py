@@ -15,12 +15,13 @@ from jaxinfer.cli.common import (
     MeshOption,
     QuantizeOption,
     SpeculationOption,
-    parse_mesh,
+    load_llm,
     read_prompts,
 )
 
 if TYPE_CHECKING:
-    from jaxinfer.generation import LLM, RequestOutput, SamplingParams
+    from jaxinfer import StructuredOutputsParams
+    from jaxinfer.generation import LLM, Request, RequestOutput, SamplingParams
     from jaxinfer.generation.text import Prompt
 
 ADAPTER = "adapter"
@@ -28,6 +29,7 @@ ADAPTER = "adapter"
 
 
 def generate(
+    ctx: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)],
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     prompts_file: Annotated[
@@ -51,7 +53,7 @@ def generate(
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(help="Most tokens of a sequence.")] = None,
     max_batch: Annotated[int, typer.Option(help="Most sequences that run together.")] = 8,
-    draft_tokens: SpeculationOption = 0,
+    num_speculative_tokens: SpeculationOption = 0,
     kv_dtype: KVDtypeOption = None,
     kernels: KernelsOption = True,
     adapter: Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")] = None,
@@ -66,15 +68,7 @@ def generate(
     With --json, a request that cannot run becomes a line with its `error`; the others run, and the exit code is 1.
     """
     prompts = read_prompts(prompt or [], prompts_file, token_ids or [])
-    from jaxinfer.generation import LLM, SamplingParams
-    from jaxinfer.generation.structured import Structure
-
-    structure = {
-        "json_schema": json_schema and json_schema.read_text(),
-        "regex": regex,
-        "grammar": grammar and grammar.read_text(),
-        "choice": tuple(choice) if choice else None,
-    }
+    from jaxinfer.generation import SamplingParams
 
     params = SamplingParams(
         max_tokens=max_new_tokens,
@@ -88,28 +82,38 @@ def generate(
         seed=seed,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
-        structure=Structure(**structure) if any(v is not None for v in structure.values()) else None,
+        structured_outputs=_structured_outputs(json_schema, regex, grammar, choice),
         adapter=ADAPTER if adapter else None,
     )
     start = time.perf_counter()
-    llm = LLM(
-        model,
-        mesh=parse_mesh(mesh),
-        dtype=dtype,
-        quantize=quantize,
-        context=context,
-        max_batch=max_batch,
-        adapters={ADAPTER: adapter} if adapter else None,
-        draft_tokens=draft_tokens,
-        kv_dtype=kv_dtype,
-        kernels=kernels,
-    )
+    llm = load_llm(ctx, max_batch=max_batch, adapters={ADAPTER: adapter} if adapter else None)
     loaded = time.perf_counter() - start
     if as_json:
         _print_json(llm, prompts, params)
     else:
         _print_text(llm, prompts, params)
-        _note(f"[model loaded in {loaded:.2f} s; memory planned: {llm.memory}; programs used {llm.engine.workspace}]")
+        _note(f"[model loaded in {loaded:.2f} s; {_memory(llm)}]")
+
+
+def _structured_outputs(
+    json_schema: Path | None, regex: str | None, grammar: Path | None, choice: list[str] | None
+) -> "StructuredOutputsParams | None":
+    """What the four options ask for; more than one of them is a ValueError."""
+    from jaxinfer import StructuredOutputsParams
+
+    given = {
+        "json": json_schema and json_schema.read_text(),
+        "regex": regex,
+        "grammar": grammar and grammar.read_text(),
+        "choice": tuple(choice) if choice else None,
+    }
+    return StructuredOutputsParams(**given) if any(value is not None for value in given.values()) else None
+
+
+def _memory(llm: "LLM") -> str:
+    from rich.filesize import decimal
+
+    return f"memory planned: {llm.memory}; programs used {decimal(llm.engine.executor.workspace_bytes)}"
 
 
 def _note(text: str) -> None:
@@ -118,64 +122,57 @@ def _note(text: str) -> None:
 
 
 def _print_text(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:
-    """A single completion is streamed; several are printed one after the other."""
-    for prompt in prompts:
-        llm.check(prompt, params)
-    for prompt in prompts:
-        shown = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
+    """A single completion is streamed; several are printed one after the other. No prompt runs if one is invalid."""
+    for request in [llm.prepare(prompt, params) for prompt in prompts]:
+        shown = ",".join(map(str, request.prompt_token_ids)) if request.prompt is None else request.prompt
         if params.n > 1:
-            output = llm.generate([prompt], params)[0]
-            for completion in output.completions:
+            output = llm.generate([request])[0]
+            for completion in output.outputs:
                 _note(f"{shown} ({completion.index + 1} of {params.n})")
                 print(completion.text if llm.tokenizer else completion.token_ids)
         else:
             typer.secho(shown, err=True, bold=True, nl=False)
-            output = _stream(llm, prompt, params)
+            output = _stream(llm, request)
         _note(_summary(output))
 
 
-def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams") -> "RequestOutput":
+def _stream(llm: "LLM", request: "Request") -> "RequestOutput":
     printed, output = 0, None
-    for output in llm.stream([prompt], params):
-        completion = output.completions[0]
+    for output in llm.stream([request]):
+        completion = output.outputs[0]
         text = completion.text if llm.tokenizer else "".join(f",{i}" for i in completion.token_ids)
         print(text[printed:], end="", flush=True)
         printed = len(text)
     print(flush=True)
-    assert output is not None, "a request that was checked yields at least once"
+    assert output is not None, "a prepared request yields at least once"
     return output
 
 
 def _summary(output: "RequestOutput") -> str:
-    completion = output.completions[0]
-    timings = completion.timings
+    completion = output.outputs[0]
+    timings, drafted, accepted = completion.timings, completion.num_draft_tokens, completion.num_accepted_tokens
     rate = f", {timings.tokens_per_s:.1f} tokens/s" if timings.tokens_per_s else ""
-    drafts = f", {completion.accepted} of {completion.drafted} drafts right" if completion.drafted else ""
+    speculation = f", {accepted} of {drafted} speculative tokens accepted" if drafted else ""
     first = f", first token after {timings.first_token_s:.3f} s" if timings.first_token_s is not None else ""
-    return f"[{len(completion.token_ids)} tokens, {completion.finish_reason}{rate}{first}{drafts}]"
+    return f"[{len(completion.token_ids)} tokens, {completion.finish_reason}{rate}{first}{speculation}]"
 
 
 def _print_json(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:
-    failed = False
-    runnable: list[tuple[int, Prompt]] = []
+    requests: dict[int, Request] = {}
     for index, prompt in enumerate(prompts):
         try:
-            llm.check(prompt, params)
-            runnable.append((index, prompt))
+            requests[index] = llm.prepare(prompt, params)
         except ValueError as error:
-            failed = True
             print(json.dumps({"index": index, "error": str(error)}), flush=True)
-    if runnable:
-        outputs = llm.generate([prompt for _, prompt in runnable], params)
-        for (index, _), output in zip(runnable, outputs, strict=True):
-            print(json.dumps({"index": index, **_as_json(output)}), flush=True)
-    if failed:
+    for index, output in zip(requests, llm.generate(list(requests.values())), strict=True):
+        print(json.dumps({"index": index, **_as_json(output)}), flush=True)
+    if len(requests) < len(prompts):
         raise typer.Exit(1)
 
 
 def _as_json(output: "RequestOutput") -> dict[str, Any]:
-    """The first completion's fields at the top level; all of them under `completions` when there are several."""
+    """The first completion's fields at the top level; all of them under `outputs` when there are several."""
     fields = msgspec.to_builtins(output, str_keys=True)
-    completions = fields.pop("completions")
-    first = {k: v for k, v in completions[0].items() if k != "index"}
-    return {**fields, **first, **({"completions": completions} if len(completions) > 1 else {})}
+    outputs = fields.pop("outputs")
+    first = {k: v for k, v in outputs[0].items() if k != "index"}
+    return {**fields, **first, **({"outputs": outputs} if len(outputs) > 1 else {})}

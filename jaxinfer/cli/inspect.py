@@ -2,16 +2,17 @@
 
 import collections
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxinfer.cli.common import DtypeOption, QuantizeOption
 
 if TYPE_CHECKING:
+    from jaxinfer.compiled import ProgramSpec, Sizes
     from jaxinfer.compiled.target import TargetReport
+    from jaxinfer.generation.engine.buckets import Buckets
     from jaxinfer.models import DecoderConfig, WeightFormat
 
 PAGE_SIZE = 16
@@ -23,7 +24,7 @@ def inspect(
     target: Annotated[str, typer.Option(help="The GPU to compile for.")] = "h200",
     batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Most tokens per launch of the program.")] = 16,
+    passes: Annotated[int, typer.Option(min=1, help="Most passes through the model, and so tokens, per launch.")] = 16,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     registers: Annotated[
@@ -36,7 +37,6 @@ def inspect(
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
-    from jaxinfer.compiled import compiler_options
     from jaxinfer.compiled.target import Target, compile_for
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.loading import Description, weight_format
@@ -47,38 +47,30 @@ def inspect(
         raise ValueError(f"{directory} holds an encoder; inspect compiles the decode loop of decoders.")
     if (context := context or config.context) > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
-    program, args = decode_program(config, weights, batch=batch, context=context, steps=steps)
-    options = compiler_options("gpu", rows=batch, dtype=weights.matrix_dtype)
-    report = compile_for(gpu, program, args, donate=(2,), options=options, resources=registers)
-    _print(report, f"{directory}: decode of {steps} steps, batch {batch}, {context} tokens", registers)
+    spec, sizes = decode_program(config, weights, batch=batch, context=context, passes=passes)
+    report = compile_for(
+        gpu,
+        spec.function(sizes),
+        spec.arguments(sizes),
+        donate=spec.donate,
+        options=spec.compiler_options(sizes),
+        resources=registers,
+    )
+    _print(report, f"{directory}: decode of {passes} passes, batch {batch}, {context} tokens", registers)
 
 
 def decode_program(
-    config: "DecoderConfig", weights: "WeightFormat", *, batch: int, context: int, steps: int
-) -> tuple[Callable, tuple]:
-    """The generation loop of a model, and its arguments as shapes; the third argument is to be donated."""
-    import jax
-    from flax import nnx
+    config: "DecoderConfig", weights: "WeightFormat", *, batch: int, context: int, passes: int
+) -> "tuple[ProgramSpec[Buckets], Sizes]":
+    """The engine's decode loop for a model on a GPU, without speculation, and the sizes to compile it for."""
+    from jaxinfer.generation.engine.config import EngineConfig
+    from jaxinfer.generation.execution.layout import DeviceLayout
+    from jaxinfer.generation.execution.programs import decode
 
-    from jaxinfer.generation import signatures
-    from jaxinfer.generation.config import EngineConfig
-    from jaxinfer.models import Decoder
-    from jaxinfer.models.loading import abstract_model
-
-    engine = EngineConfig(slots=batch, context=context, page_size=PAGE_SIZE, max_decode_steps=steps)
+    engine = EngineConfig(max_batch=batch, context=context, page_size=PAGE_SIZE, max_decode_passes=passes)
     pages = -(-context // PAGE_SIZE)
-    state = signatures.device_state(config, weights, engine, pages=batch * pages, processors=0)
-    sizes = {"batch": batch, "drafts": 0, "pages": pages}
-    body, inputs = signatures.program("decode", sizes, engine, vocab=config.vocab)
-    graphdef, values = nnx.split(abstract_model(config, weights))
-    leaves, treedef = jax.tree.flatten(values)
-
-    def program(leaves: list[jax.Array], *rest: Any) -> Any:
-        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        assert isinstance(model, Decoder)
-        return body(model, *rest)
-
-    return program, (leaves, None, state, *inputs)
+    layout = DeviceLayout(config, weights, engine, num_pages=batch * pages, platform="gpu")
+    return decode.spec(layout), {"batch": batch, "speculative": 0, "pages": pages}
 
 
 def _print(report: "TargetReport", title: str, registers: bool) -> None:

@@ -7,13 +7,14 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 
 from jaxinfer.compiled.program import Bucket, Program, bucket_text
+from jaxinfer.compiled.spec import ProgramSpec
 
 
 class CompileMissError(RuntimeError):
@@ -79,17 +80,23 @@ class CostRecords:
         temporary.replace(self.path)
 
 
-class ProgramCache:
-    """Finds the executable of a (name, bucket), compiling it if it must.
+class ProgramCache[Buckets]:
+    """Finds the executable of a (name, sizes), compiling it if it must.
 
     Args:
-      build: makes the program of a name and bucket; called at most once for each.
+      specs: the programs there are.
+      mesh: the devices they are divided over, or None for one device.
+      kernels: whether operations may run as kernels.
+
     Attributes:
       misses: programs that were compiled because a call needed them, rather than ahead of time.
     """
 
-    def __init__(self, build: Callable[[str, Bucket], Program]):
-        self._build = build
+    def __init__(
+        self, specs: Iterable[ProgramSpec[Buckets]], *, mesh: jax.sharding.Mesh | None = None, kernels: bool = True
+    ):
+        self._specs = {spec.name: spec for spec in specs}
+        self._mesh, self._kernels = mesh, kernels
         self._programs: dict[tuple[str, Bucket], Program] = {}
         self._locks: dict[tuple[str, Bucket], threading.Lock] = {}
         self._forbidden = False
@@ -109,17 +116,15 @@ class ProgramCache:
             self._compile(key)
         return self._programs[key]
 
-    def find(self, name: str, **sizes: int) -> Program | None:
-        """The program for these sizes, if it is compiled."""
-        return self._programs.get((name, tuple(sizes.items())))
-
-    def compile_ahead(self, wanted: Iterable[tuple[str, dict[str, int]]], *, workers: int | None = None) -> int:
-        """Compile all of `wanted` that is missing, several at a time; returns how many were missing.
+    def compile_ahead(self, buckets: Buckets, *, workers: int | None = None) -> int:
+        """Compile all that calls can ask for within these buckets, several at a time; returns how many were missing.
 
         XLA compiles without the GIL; tracing holds it.
         """
-        keys = dict.fromkeys((name, tuple(sizes.items())) for name, sizes in wanted)
-        missing = [key for key in keys if key not in self._programs]
+        wanted = (
+            (spec.name, tuple(sizes.items())) for spec in self._specs.values() for sizes in spec.reachable(buckets)
+        )
+        missing = [key for key in dict.fromkeys(wanted) if key not in self._programs]
         if len(missing) == 1:
             self._compile(missing[0])
         elif missing:
@@ -130,7 +135,8 @@ class ProgramCache:
     def _compile(self, key: tuple[str, Bucket]) -> None:
         with self._locks.setdefault(key, threading.Lock()):
             if key not in self._programs:
-                self._programs[key] = self._build(*key)
+                name, bucket = key
+                self._programs[key] = self._specs[name].compile(dict(bucket), mesh=self._mesh, kernels=self._kernels)
 
     @contextlib.contextmanager
     def forbid_compile(self) -> Iterator[None]:

@@ -1,21 +1,25 @@
-"""Text from a model: requests, sampling, the paged cache, the scheduler, the engine.
+"""Text from a model: requests, sampling, the paged KV cache, the scheduler, the engine.
 
-A request's way: `LLM` (llm.py) -> `Engine.step` (engine.py) -> `Scheduler` (what runs next) -> `Runner` (on the device)
--> `programs.py` (what is compiled) -> `sampling.py` (the next token) -> `Sequence` (request.py).
+A request's way: `LLM` (api/) -> `Engine.step` (engine/engine.py): the scheduler makes a batch, an executor runs it on
+the device (execution/, whose programs choose tokens by sampling/), and `OutputProcessor` (engine/output.py) gives the
+tokens to their sequences.
 """
 
-from jaxinfer.generation.embedding import Embedder
-from jaxinfer.generation.engine import Engine
-from jaxinfer.generation.llm import LLM
-from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.request import Completion, FinishReason, RequestOutput, Timings, TokenLogprob
+from jaxinfer.generation.api.embedder import Embedder
+from jaxinfer.generation.api.llm import LLM
+from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.outputs import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob
+from jaxinfer.generation.params import PoolingParams, SamplingParams
 
 __all__ = [
     "LLM",
-    "Completion",
+    "CompletionOutput",
     "Embedder",
     "Engine",
     "FinishReason",
+    "PoolingParams",
+    "Request",
     "RequestOutput",
     "SamplingParams",
     "Timings",

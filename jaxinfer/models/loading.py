@@ -194,6 +194,11 @@ class LoadedModel:
     def eos_ids(self) -> tuple[int, ...]:
         return self.description.eos_ids
 
+    @property
+    def platform(self) -> str:
+        """What its devices are: "cpu", "gpu"."""
+        return _devices(self.mesh)[0].platform
+
     def sharding(self, *axes: str | None, shape: tuple[int, ...]) -> Sharding:
         """Where an array whose dimensions carry these logical names lives beside the weights."""
         return _sharding(self.mesh, self.rules, axes, shape)

@@ -45,8 +45,8 @@ def test_latency(model_dir, tmp_path):
     assert report["model"]["directory"] == str(model_dir)
     assert report["settings"] | {"batch": "1,2", "rounds": 3, "context": 128, "seed": 0} == report["settings"]
     assert report["machine"]["platform"] == "cpu"
-    decoding = {f"decode: batch={batch}, drafts=0, pages=8" for batch in (1, 2)}
-    assert decoding | {"admit: count=2", "step: pieces=1, batch=0, pages=8"} <= set(report["warm_up"]["programs"])
+    decoding = {f"decode: batch={batch}, speculative=0, pages=8" for batch in (1, 2)}
+    assert decoding | {"admit: count=2", "prefill: chunks=1, batch=0, pages=8"} <= set(report["warm_up"]["programs"])
     for batch, metrics in zip((1, 2), report["metrics"]["batches"], strict=True):
         assert metrics["batch"] == batch
         assert metrics["output_tokens"] == 3 * batch * 6
@@ -125,7 +125,7 @@ def test_timeline_counts_every_token_and_nothing_compiles_meanwhile(model_dir):
     requests = [Request([1, 2, 3], 20), Request([4] * 16, 3), Request([5], 1)]
     seen = []
     result, warm_up = measure_throughput(llm, requests, progress=lambda *reached: seen.append(reached))
-    assert len(list(llm.engine.runner.programs)) == len(warm_up.programs)
+    assert len(list(llm.engine.executor.programs)) == len(warm_up.programs)
     assert warm_up.compile_s == pytest.approx(sum(warm_up.programs.values()))
     assert seen[-1] == (3, 24)
     seconds, tokens = zip(*result.timeline, strict=True)

@@ -1,12 +1,16 @@
 """`jaxinfer generate` as a user runs it."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
-from jaxinfer.generation import LLM, SamplingParams
+from jaxinfer.cli.generate import _summary
+from jaxinfer.generation import LLM, CompletionOutput, FinishReason, RequestOutput, SamplingParams, Timings
+from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
+from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.conversion import convert
 from tests.models.goldens import DIRECTORY as GOLDENS
 
@@ -25,9 +29,10 @@ def llm(model_dir):
 def test_greedy_text_is_that_of_the_library(model_dir, llm):
     done = run(model_dir, "--prompt", "hello", "--temperature", 0, "--max-new-tokens", 12, "--ignore-eos")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    assert done.stdout == llm.generate("hello", params)[0].completions[0].text + "\n"
+    assert done.stdout == llm.generate("hello", params)[0].outputs[0].text + "\n"
     assert "[12 tokens, length" in done.stderr
     assert "first token after" in done.stderr
+    assert re.search(r"; memory planned: weights .* free; programs used [\d.]+ [kM]B\]$", done.stderr)
 
 
 def test_json_lines_contain_the_request_and_its_output(model_dir, llm):
@@ -37,8 +42,8 @@ def test_json_lines_contain_the_request_and_its_output(model_dir, llm):
     assert [line["prompt"] for line in lines] == ["one", "two"]
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=6, ignore_eos=True)
     for line, output in zip(lines, llm.generate(["one", "two"], params), strict=True):
-        assert line["token_ids"] == output.completions[0].token_ids
-        assert line["text"] == output.completions[0].text
+        assert line["token_ids"] == output.outputs[0].token_ids
+        assert line["text"] == output.outputs[0].text
         assert line["finish_reason"] == "length"
         assert [entry["token_id"] for entry in line["logprobs"]] == line["token_ids"]
         assert all(len(entry["top"]) == 2 for entry in line["logprobs"])
@@ -66,10 +71,73 @@ def test_several_completions_of_token_ids_without_a_tokenizer(tmp_path):
     convert(GOLDENS / "llama_llama3", tmp_path / "model")
     arguments = ("--token-ids", "5,17,3", "--max-new-tokens", 4, "--ignore-eos", "--seed", 1)
     (line,) = map(json.loads, run(tmp_path / "model", *arguments, "--n", 2, "--json").stdout.splitlines())
-    assert line["prompt_ids"] == [5, 17, 3]
-    assert [len(c["token_ids"]) for c in line["completions"]] == [4, 4]
+    assert line["prompt_token_ids"] == [5, 17, 3]
+    assert [len(c["token_ids"]) for c in line["outputs"]] == [4, 4]
     shown = run(tmp_path / "model", *arguments).stdout.strip().strip(",")
     assert [int(i) for i in shown.split(",")] == line["token_ids"]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was tokenised, and which grammars were compiled, in order."""
+    found = {"encode": [], "_compile": []}
+
+    def counted(method):
+        def call(self, argument):
+            found[method.__name__].append(argument)
+            return method(self, argument)
+
+        return call
+
+    monkeypatch.setattr(Tokenizer, "encode", counted(Tokenizer.encode))
+    monkeypatch.setattr(GrammarCompiler, "_compile", counted(GrammarCompiler._compile))
+    return found
+
+
+@pytest.mark.parametrize("how", [(), ("--n", 2), ("--json",)], ids=["stream", "n", "json"])
+def test_a_prompt_is_prepared_once(model_dir, calls, how):
+    prompts = ("--prompt", "one", "--prompt", "two", "--max-new-tokens", 4)
+    done = run(model_dir, *prompts, "--regex", "[ab]{2,3}", *how)
+    assert calls["encode"] == ["one", "two"]
+    assert [params.regex for params in calls["_compile"]] == ["[ab]{2,3}"]  # the same for all prompts
+    assert done.stdout
+
+
+def test_a_bad_prompt_is_prepared_once_too(model_dir, calls):
+    done = run(model_dir, "--prompt", "a" * 200, "--prompt", "two", "--max-new-tokens", 2, "--json", code=1)
+    assert calls["encode"] == ["a" * 200, "two"]
+    bad, good = map(json.loads, done.stdout.splitlines())
+    assert (bad["index"], good["index"]) == (0, 1)
+    assert bad["error"].startswith("The prompt has 200 tokens")
+
+
+def test_structured_outputs(model_dir, tmp_path):
+    (tmp_path / "schema.json").write_text('{"enum": ["red", "blue"], "x-guidance": {"whitespace_pattern": ""}}')
+    (tmp_path / "grammar.lark").write_text('start: "up" | "down"')
+    common = ("--prompt", "a", "--max-new-tokens", 16, "--json")
+    for option, texts in (
+        (("--json-schema", tmp_path / "schema.json"), ('"red"', '"blue"')),
+        (("--regex", "red|blue"), ("red", "blue")),
+        (("--grammar", tmp_path / "grammar.lark"), ("up", "down")),
+        (("--choice", "left", "--choice", "right"), ("left", "right")),
+    ):
+        assert json.loads(run(model_dir, *common, *option).stdout)["text"] in texts
+
+
+def test_the_summary_counts_speculative_tokens():
+    completion = CompletionOutput(
+        index=0,
+        text="abc",
+        token_ids=[1, 2, 3],
+        finish_reason=FinishReason.LENGTH,
+        logprobs=None,
+        timings=Timings(first_token_s=0.25, total_s=0.5, tokens_per_s=8.0),
+        num_draft_tokens=7,
+        num_accepted_tokens=2,
+    )
+    output = RequestOutput(request_id="0", prompt="a", prompt_token_ids=[1], prompt_logprobs=None, outputs=[completion])
+    expected = "[3 tokens, length, 8.0 tokens/s, first token after 0.250 s, 2 of 7 speculative tokens accepted]"
+    assert _summary(output) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,6 +151,8 @@ def test_several_completions_of_token_ids_without_a_tokenizer(tmp_path):
         (("--prompt", "a", "--context", "9999"), "error: LLM.context must be in [2, 128]"),
         (("--prompt", "a", "--mesh", "pipeline=2"), "error: mesh 'pipeline=2'"),
         (("--prompt", "a" * 200), "error: The prompt has 200 tokens; the context of 128"),
+        (("--prompt", "a", "--regex", "a", "--choice", "a"), "error: StructuredOutputsParams needs exactly one of"),
+        (("--prompt", "a", "--regex", "("), "error: StructuredOutputsParams.regex does not compile"),
         (("--prompts-file", "missing.txt"), "missing.txt"),
     ],
 )

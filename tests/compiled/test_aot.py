@@ -100,9 +100,9 @@ def test_a_layer_is_five_mosaic_kernels(model, batch, quantized):
 @pytest.mark.parametrize("batch", [1, 8])
 def test_the_generation_loop_is_one_graph(batch):
     config = dataclasses.replace(preset("gpt-j-6b"), layers=2)
-    program, args = decode_program(config, BF16, batch=batch, context=CONTEXT, steps=16)
-    options = compiler_options("gpu", rows=batch, dtype=BF16.dtype)
-    report = compile_for(Target.load("h200"), program, args, donate=(2,), options=options)
+    spec, sizes = decode_program(config, BF16, batch=batch, context=CONTEXT, passes=16)
+    args, options = spec.arguments(sizes), spec.compiler_options(sizes)
+    report = compile_for(Target.load("h200"), spec.function(sizes), args, donate=spec.donate, options=options)
     assert (report.graphs, report.host_launches) == (1, ())
     assert report.aliased == report.donated == len(jax.tree.leaves(args[2]))  # the caches and the slots
     assert len(report.of_layer(1)) == KERNELS_PER_LAYER

@@ -6,22 +6,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.compiled import CompileMissError, CostRecords, ProgramCache, compile_program, powers, round_up
+from jaxinfer.compiled import CompileMissError, CostRecords, ProgramCache, ProgramSpec
 from pallas_kernels.dispatch import dispatch, interpreted
 
 
-def test_buckets():
-    assert powers(2, 1, 8) == (1, 2, 4, 8)
-    assert powers(2, 3, 10) == (3, 6, 10)
-    assert powers(4, 16, 16) == (16,)
-    assert [round_up(n, (4, 8, 10)) for n in (1, 4, 5, 9, 10)] == [4, 4, 8, 10, 10]
-    with pytest.raises(ValueError, match="11 is larger than the largest bucket, 10"):
-        round_up(11, (4, 8, 10))
+def spec_of(name, function, *arguments, **options):
+    """A program of one size."""
+    return ProgramSpec(
+        name=name,
+        function=lambda sizes: function,
+        arguments=lambda sizes: arguments,
+        reachable=lambda buckets: ({},),
+        **options,
+    )
 
 
 def test_a_program_knows_its_memory_and_writes_donated_arguments_in_place():
     array = jax.ShapeDtypeStruct((1000,), jnp.float32)
-    program = compile_program("add", (("n", 1000),), lambda x, y: (x + y, y[:1]), (array, array), donate=(0,))
+    program = spec_of("add", lambda x, y: (x + y, y[:1]), array, array, donate=(0,)).compile({"n": 1000})
     assert program.cost.argument_bytes == 8000
     assert program.cost.alias_bytes == 4000
     assert program.cost.compile_seconds > 0
@@ -38,31 +40,38 @@ def test_programs_are_made_without_kernels_on_request():
         return dispatch("plus", lambda x: x + 1, lambda x: x + 2, x)
 
     with interpreted():  # which takes the kernel on a CPU
-        found = [compile_program("plus", (), plus, (jnp.zeros(()),), kernels=kernels) for kernels in (True, False)]
+        found = [spec_of("plus", plus, jnp.zeros(())).compile({}, kernels=kernels) for kernels in (True, False)]
     assert [float(program(jnp.zeros(()))) for program in found] == [1, 2]
 
 
-def build_add(calls):
-    def build(name, bucket):
-        calls.append((name, bucket))
-        shape = jax.ShapeDtypeStruct((dict(bucket)["n"],), jnp.float32)
-        return compile_program(name, bucket, lambda x: x + 1, (shape,))
+def cache_of_add(calls):
+    """A cache of a program that adds 1 to `n` numbers; its buckets are those numbers. `calls`: what was traced."""
 
-    return build
+    def function(sizes):
+        calls.append(dict(sizes))
+        return lambda x: x + 1
+
+    spec = ProgramSpec(
+        name="add",
+        function=function,
+        arguments=lambda sizes: (jax.ShapeDtypeStruct((sizes["n"],), jnp.float32),),
+        reachable=lambda buckets: ({"n": n} for n in buckets),
+    )
+    return ProgramCache([spec])
 
 
 def test_misses_are_counted_and_compiled_once():
     calls = []
-    cache = ProgramCache(build_add(calls))
+    cache = cache_of_add(calls)
     assert cache.get("add", n=4) is cache.get("add", n=4)
     assert (cache.misses, len(calls)) == (1, 1)
 
 
 def test_compiling_ahead_leaves_no_miss():
     calls = []
-    cache = ProgramCache(build_add(calls))
-    assert cache.compile_ahead([("add", {"n": n}) for n in (2, 4, 2)]) == 2
-    assert cache.compile_ahead([("add", {"n": 2})]) == 0
+    cache = cache_of_add(calls)
+    assert cache.compile_ahead((2, 4, 2)) == 2
+    assert cache.compile_ahead((2,)) == 0
     with cache.forbid_compile():
         assert cache.get("add", n=2)(jnp.zeros(2)).tolist() == [1, 1]
         with pytest.raises(CompileMissError, match=r"'add' is not compiled for n=8 .* \['n=2', 'n=4'\]"):
@@ -74,7 +83,7 @@ def test_compiling_ahead_leaves_no_miss():
 
 def test_two_threads_compile_one_program_once():
     calls = []
-    cache = ProgramCache(build_add(calls))
+    cache = cache_of_add(calls)
     threads = [threading.Thread(target=cache.get, args=("add",), kwargs={"n": 3}) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -85,7 +94,7 @@ def test_two_threads_compile_one_program_once():
 
 def test_costs_are_kept_for_this_kind_of_device(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
-    cache = ProgramCache(build_add([]))
+    cache = cache_of_add([])
     timed, untimed = cache.get("add", n=2), cache.get("add", n=4)
     for seconds in (0.5, 0.25):
         timed.cost.record(seconds)
@@ -96,7 +105,7 @@ def test_costs_are_kept_for_this_kind_of_device(tmp_path, monkeypatch):
     assert len(kept) == 2
     (record,) = [kept[key] for key in kept if key.startswith(CostRecords("one model").model)]
     assert record["calls"] == 2
-    assert record["steps"] == 2
+    assert record["passes"] == 2
     assert record["total_seconds"] == 0.75
     assert untimed.cost.calls == 0
 

@@ -22,24 +22,24 @@ def test_generate(capsys):
 
 def test_batch_generate(capsys):
     found = batch_generate.run(DEMO, max_batch=2)
-    cached = [output.cached_tokens for output in found["prefix"]]
+    cached = [output.num_cached_tokens for output in found["prefix"]]
     assert cached[0] == 0
     assert min(cached[1:]) > 50
-    assert len({completion.text for completion in found["samples"].completions}) == 3
-    texts = {name: found[name].completions[0].text for name in ("schema", "regex", "stop")}
+    assert len({completion.text for completion in found["samples"].outputs}) == 3
+    texts = {name: found[name].outputs[0].text for name in ("schema", "regex", "stop")}
     assert json.loads(texts["schema"]).keys() == batch_generate.SCHEMA["properties"].keys()
     assert re.fullmatch(batch_generate.ASSIGNMENT, texts["regex"])
     assert texts["stop"]
     assert "\n" not in texts["stop"]
-    ids = found["processor"].completions[0].token_ids
+    ids = found["processor"].outputs[0].token_ids
     assert len(set(ids)) == len(ids) == batch_generate.WINDOW
-    *usual, urgent = [output.completions[0].timings.first_token_s for output in found["priority"]]
+    *usual, urgent = [output.outputs[0].timings.first_token_s for output in found["priority"]]
     assert urgent <= min(usual)
-    speculated = found["speculation"].completions[0]
-    assert 0 < speculated.accepted <= speculated.drafted
+    speculated = found["speculation"].outputs[0]
+    assert 0 < speculated.num_accepted_tokens <= speculated.num_draft_tokens
     best, second = found["beams"].beams
     assert best.score >= second.score
-    assert "draft tokens were accepted" in capsys.readouterr().out
+    assert "speculative tokens were accepted" in capsys.readouterr().out
 
 
 def test_generate_on_mesh(capsys):

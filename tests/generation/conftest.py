@@ -1,10 +1,10 @@
 import pytest
 
 from jaxinfer.generation import LLM
-from jaxinfer.generation.config import EngineConfig
+from jaxinfer.generation.engine.config import EngineConfig
 
 # One small engine for many tests, whose programs the cache of a run then has. A request takes up to 8 of the pages.
-SMALL_CONFIG = EngineConfig(slots=4, context=64, page_size=8, token_budget=32, piece_tokens=8, max_decode_steps=4)
+SMALL_CONFIG = EngineConfig(max_batch=4, context=64, page_size=8, token_budget=32, chunk_size=8, max_decode_passes=4)
 SMALL_PAGES = 14
 PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # of `llm`: tokens, keys and values, layers, KV heads, head_dim, float32
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
-from jaxinfer.generation.beam import BeamParams, BeamSearch
+from jaxinfer.generation.api.beam_search import BeamSearch, BeamSearchParams
 from jaxinfer.models.conversion import convert
 from tests.models import goldens
 
@@ -32,13 +32,13 @@ def prompt_of(length):
 
 @pytest.mark.parametrize("expected", SEARCHES)
 def test_finds_what_transformers_finds(golden_llm, expected):
-    params = BeamParams(
-        width=expected["num_beams"],  # up to 10, on an engine of 4 slots
+    params = BeamSearchParams(
+        beam_width=expected["num_beams"],  # up to 10, on an engine of 4 slots
         n=expected["num_beams"],
         max_tokens=expected["max_new_tokens"],
         length_penalty=expected["length_penalty"],
         early_stopping=expected["early_stopping"],
-        stop_ids=expected["eos_token_id"] or (),
+        stop_token_ids=expected["eos_token_id"] or (),
     )
     (output,) = golden_llm.beam_search(expected["prompt"], params)
     assert [beam.token_ids for beam in output.beams] == [beam["token_ids"] for beam in expected["beams"]]
@@ -46,17 +46,19 @@ def test_finds_what_transformers_finds(golden_llm, expected):
     np.testing.assert_allclose([beam.score for beam in output.beams], scores, rtol=1e-5)
     for beam in output.beams:
         assert beam.score == beam.cumulative_logprob / len(beam.token_ids) ** params.length_penalty
-        stopped = beam.token_ids[-1] in params.stop_ids
+        stopped = beam.token_ids[-1] in params.stop_token_ids
         assert beam.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
 
 
 def test_several_prompts_find_what_each_finds_alone(golden_llm):
-    params = BeamParams(width=2, n=2, max_tokens=6, stop_ids=(13,))  # two searches have room in the 4 slots
+    params = BeamSearchParams(
+        beam_width=2, n=2, max_tokens=6, stop_token_ids=(13,)
+    )  # two searches have room in the 4 slots
     prompts = [search["prompt"] for search in SEARCHES[:3]]
     together = golden_llm.beam_search(prompts, params)
     alone = [golden_llm.beam_search(prompt, params)[0] for prompt in prompts]
     for output, expected in zip(together, alone, strict=True):
-        assert output.prompt_ids == expected.prompt_ids
+        assert output.prompt_token_ids == expected.prompt_token_ids
         assert [beam.token_ids for beam in output.beams] == [beam.token_ids for beam in expected.beams]
         np.testing.assert_allclose([b.score for b in output.beams], [b.score for b in expected.beams], rtol=1e-5)
 
@@ -70,14 +72,14 @@ def test_finds_the_likeliest_of_all_texts(golden_llm):
     logits, _ = goldens.forward(*goldens.build(golden), tokens, positions)
     logprobs = np.asarray(jax.nn.log_softmax(logits)).reshape(vocab, vocab, 3, vocab)
     sums = logprobs[0, 0, 0][:, None, None] + logprobs[:, 0, 1][:, :, None] + logprobs[:, :, 2]
-    (output,) = golden_llm.beam_search([prompt], BeamParams(width=10, max_tokens=3, length_penalty=0))
+    (output,) = golden_llm.beam_search([prompt], BeamSearchParams(beam_width=10, max_tokens=3, length_penalty=0))
     assert output.beams[0].token_ids == [int(i) for i in np.unravel_index(sums.argmax(), sums.shape)]
     assert output.beams[0].score == pytest.approx(float(sums.max()), abs=1e-4)
 
 
 def search_table(logprobs, params):
     """A search where a text's next tokens have the log probabilities logprobs(text)."""
-    search = BeamSearch(params, params.stop_ids)
+    search = BeamSearch(params, params.stop_token_ids)
     while search.live:
         rows = [logprobs(beam.ids) for beam in search.live]
         ranked = [sorted(row.items(), key=lambda item: -item[1])[: search.branching] for row in rows]
@@ -101,7 +103,9 @@ def test_wide_enough_it_finds_the_best_of_all_texts_in_order(vocab, max_tokens, 
     def logprobs(_text):
         return dict(enumerate(np.log(rng.dirichlet(np.ones(vocab))).tolist()))
 
-    params = BeamParams(width=10, max_tokens=max_tokens, length_penalty=length_penalty, stop_ids=tuple(range(stops)))
+    params = BeamSearchParams(
+        beam_width=10, max_tokens=max_tokens, length_penalty=length_penalty, stop_token_ids=tuple(range(stops))
+    )
     texts = {}
     for length in range(1, max_tokens + 1):
         for text in itertools.product(range(vocab), repeat=length):
@@ -113,24 +117,24 @@ def test_wide_enough_it_finds_the_best_of_all_texts_in_order(vocab, max_tokens, 
 
 
 def test_a_round_computes_one_token_a_beam(golden_llm):
-    params = BeamParams(width=4, max_tokens=6)
-    rounds = params.width * (params.max_tokens - 1)
+    params = BeamSearchParams(beam_width=4, max_tokens=6)
+    rounds = params.beam_width * (params.max_tokens - 1)
     for prompt in (prompt_of(29), prompt_of(40)):  # the beams of the first go on to another page
         (cold,), (warm,) = golden_llm.beam_search(prompt, params), golden_llm.beam_search(prompt, params)
-        assert (cold.cached_tokens, cold.computed_tokens) == (0, len(prompt) + rounds)
-        assert (warm.cached_tokens, warm.computed_tokens) == (len(prompt) - 1, 1 + rounds)
+        assert (cold.num_cached_tokens, cold.num_computed_tokens) == (0, len(prompt) + rounds)
+        assert (warm.num_cached_tokens, warm.num_computed_tokens) == (len(prompt) - 1, 1 + rounds)
         assert warm.beams[0].token_ids == cold.beams[0].token_ids
     golden_llm.engine.scheduler.check_integrity()
 
 
 def test_one_beam_is_greedy(llm):
     greedy = llm.generate("a prompt", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=0))
-    completion = greedy[0].completions[0]
+    completion = greedy[0].outputs[0]
     stop = completion.token_ids[6]
     for stop_ids in ((), (stop,)):
-        (expected,) = llm.generate("a prompt", SamplingParams(temperature=0, max_tokens=9, stop_ids=stop_ids))
-        (output,) = llm.beam_search("a prompt", BeamParams(width=1, max_tokens=9, stop_ids=stop_ids))
-        (beam,), (expected,) = output.beams, expected.completions
+        (expected,) = llm.generate("a prompt", SamplingParams(temperature=0, max_tokens=9, stop_token_ids=stop_ids))
+        (output,) = llm.beam_search("a prompt", BeamSearchParams(beam_width=1, max_tokens=9, stop_token_ids=stop_ids))
+        (beam,), (expected,) = output.beams, expected.outputs
         assert output.prompt == "a prompt"
         assert (beam.token_ids, beam.text) == (expected.token_ids, expected.text)
         assert beam.finish_reason is expected.finish_reason
@@ -139,14 +143,14 @@ def test_one_beam_is_greedy(llm):
 
 
 def test_a_failed_step_is_an_error_of_its_prompt(golden_llm, monkeypatch):
-    params, prompts = BeamParams(width=4, max_tokens=3), [prompt_of(3), prompt_of(5)]
+    params, prompts = BeamSearchParams(beam_width=4, max_tokens=3), [prompt_of(3), prompt_of(5)]
     whole = golden_llm.beam_search(prompts, params)
 
     def fail(_batch):
         monkeypatch.undo()
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(golden_llm.engine.runner, "launch", fail)
+    monkeypatch.setattr(golden_llm.engine.executor, "launch", fail)
     first, second = golden_llm.beam_search(prompts, params)
     assert first.error == "RuntimeError: out of luck"
     assert not first.beams
@@ -158,17 +162,17 @@ def test_a_failed_step_is_an_error_of_its_prompt(golden_llm, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 11}, r"BeamParams.width must be in \[1, 10\], got 11"),
-        ({"width": 2, "n": 3}, r"BeamParams.n must be in \[1, width=2\], got 3"),
-        ({"max_tokens": 0}, "BeamParams.max_tokens must be >= 1, got 0"),
-        ({"length_penalty": float("nan")}, r"BeamParams.length_penalty must be in \[-10, 10\], got nan"),
-        ({"early_stopping": "never"}, "BeamParams.early_stopping must be True or False, got 'never'"),
-        ({"stop_ids": range(17)}, "BeamParams.stop_ids must be at most 16 ids"),
+        ({"beam_width": 11}, r"BeamSearchParams.beam_width must be in \[1, 10\], got 11"),
+        ({"beam_width": 2, "n": 3}, r"BeamSearchParams.n must be in \[1, beam_width=2\], got 3"),
+        ({"max_tokens": 0}, "BeamSearchParams.max_tokens must be >= 1, got 0"),
+        ({"length_penalty": float("nan")}, r"BeamSearchParams.length_penalty must be in \[-10, 10\], got nan"),
+        ({"early_stopping": "never"}, "BeamSearchParams.early_stopping must be True or False, got 'never'"),
+        ({"stop_token_ids": range(17)}, "BeamSearchParams.stop_token_ids must be at most 16 ids"),
     ],
 )
 def test_bad_options_fail_at_birth(options, message):
     with pytest.raises(ValueError, match=message):
-        BeamParams(**options)
+        BeamSearchParams(**options)
 
 
 @pytest.mark.parametrize(
@@ -180,11 +184,15 @@ def test_bad_options_fail_at_birth(options, message):
             {"max_tokens": 5},
             "Prompt 1: The prompt has 60 tokens; max_tokens=5 more do not fit the context of 64",
         ),
-        ([1], {"width": 10, "stop_ids": range(11)}, "Prompt 0: BeamParams.width=10 and 11 stop ids, the model's incl"),
+        (
+            [1],
+            {"beam_width": 10, "stop_token_ids": range(11)},
+            "Prompt 0: BeamSearchParams.beam_width=10 and 11 stop tokens",
+        ),
         ([1], {"adapter": "none"}, "Prompt 0: SamplingParams.adapter is 'none', but the engine has no room"),
     ],
 )
 def test_bad_searches_fail_at_the_call(golden_llm, prompt, options, message):
     with pytest.raises(ValueError, match=message):
-        golden_llm.beam_search([[1, 2], prompt], BeamParams(**({"max_tokens": 4} | options)))
+        golden_llm.beam_search([[1, 2], prompt], BeamSearchParams(**({"max_tokens": 4} | options)))
     assert not golden_llm.engine.scheduler.waiting

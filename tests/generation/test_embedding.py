@@ -9,11 +9,12 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxinfer.generation import LLM, Embedder, SamplingParams
-from jaxinfer.generation.config import EngineConfig
-from jaxinfer.generation.encoders import EncoderScheduler
+from jaxinfer.generation import LLM, Embedder, PoolingParams, SamplingParams
+from jaxinfer.generation.engine.buckets import EncoderBuckets
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
+from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import MAX_PRIORITY
-from jaxinfer.generation.request import Sequence
 from jaxinfer.models.conversion import convert
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "roberta_plain"
@@ -23,6 +24,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 def unit(x):
     return x / np.linalg.norm(x)
+
+
+def vector_of(engine, prompt, **params):
+    """The sequence of a request for a prompt's vector, not yet queued."""
+    return engine.prepare(prompt, PoolingParams(**params)).sequences()[0]
 
 
 def run_all(engine, sequences):
@@ -62,11 +68,13 @@ def test_an_encoder_gives_the_vectors_of_transformers_in_the_order_asked(encoder
 
 def test_an_encoder_compiles_ahead_what_a_call_needs(encoder, golden):
     prompts, _ = golden
-    encoder.engine.runner.compile_ahead([encoder.engine.prepare_embedding(p) for p in prompts * 3])
-    with encoder.engine.runner.programs.forbid_compile():
+    encoder.engine.executor.compile_ahead(
+        [encoder.engine.prepare(p, PoolingParams()).sequences()[0] for p in prompts * 3]
+    )
+    with encoder.engine.executor.programs.forbid_compile():
         encoder.embed(prompts * 3)
     assert encoder.engine.compile_ahead() > 0
-    with encoder.engine.runner.programs.forbid_compile():
+    with encoder.engine.executor.programs.forbid_compile():
         encoder.embed(prompts[:1] * 2)
 
 
@@ -74,7 +82,7 @@ def test_requests_to_an_encoder_come_and_go(encoder, golden):
     """One is given up while it waits and one while it runs."""
     prompts, expected = golden
     engine = encoder.engine
-    sequences = [engine.prepare_embedding(prompts[0]) for _ in range(6)]
+    sequences = [vector_of(engine, prompts[0]) for _ in range(6)]
     engine.add(sequences)
     engine.step()  # the first four are on their way
     engine.abort(sequences[1].request_id)
@@ -82,39 +90,40 @@ def test_requests_to_an_encoder_come_and_go(encoder, golden):
     run_all(engine, sequences)
     assert [s.finish_reason for s in sequences] == ["stop", "abort", "stop", "stop", "stop", "abort"]
     for sequence in (s for s in sequences if s.finish_reason == "stop"):
-        np.testing.assert_allclose(sequence.vector, expected[0], atol=1e-5)
-    assert sequences[1].vector is None
+        np.testing.assert_allclose(sequence.embedding, expected[0], atol=1e-5)
+    assert sequences[1].embedding is None
 
 
 def test_a_step_of_an_encoder_that_fails_ends_its_requests_alone(encoder, golden, monkeypatch):
     prompts, expected = golden
     engine = encoder.engine
-    failing, sound = engine.prepare_embedding(prompts[0]), engine.prepare_embedding(prompts[2])
+    failing, sound = vector_of(engine, prompts[0]), vector_of(engine, prompts[2])
     engine.add([failing, sound])
-    collect = engine.runner.collect
+    collect = engine.executor.collect
 
     def lose_the_device(flight):
-        monkeypatch.setattr(engine.runner, "collect", collect)
+        monkeypatch.setattr(engine.executor, "collect", collect)
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(engine.runner, "collect", lose_the_device)
+    monkeypatch.setattr(engine.executor, "collect", lose_the_device)
     run_all(engine, [failing, sound])
     assert failing.error == "RuntimeError: device lost"
-    np.testing.assert_allclose(sound.vector, expected[2], atol=1e-5)
-    monkeypatch.setattr(engine.runner, "collect", lose_the_device)
+    np.testing.assert_allclose(sound.embedding, expected[2], atol=1e-5)
+    monkeypatch.setattr(engine.executor, "collect", lose_the_device)
     with pytest.raises(RuntimeError, match="Text 0: RuntimeError: device lost"):
         encoder.embed(prompts[:1])
 
 
 def test_batches_of_an_encoder():
     """In order, by priority, of one padded length, within the token budget."""
-    scheduler = EncoderScheduler(EngineConfig(slots=4, context=64, token_budget=128))
+    config = EngineConfig(max_batch=4, context=64, token_budget=128)
+    scheduler = EncoderScheduler(config, EncoderBuckets.of(config))
 
     def add(length, priority=0):
-        params = SamplingParams(priority=priority)
-        sequence = Sequence(
-            "r", 0, [1] * length, params, prompt=None, seed=0, limit=length + 1, stop_ids=(), stream=None
-        )
+        params = PoolingParams(priority=priority)
+        ids = [1] * length
+        request = Request(request_id="r", prompt=None, prompt_token_ids=ids, params=params, max_length=length)
+        (sequence,) = request.sequences()
         scheduler.add(sequence)
         return sequence
 
@@ -145,7 +154,7 @@ def test_what_an_encoder_refuses(encoder):
     path = encoder.model.folder
     with pytest.raises(ValueError, match=r"holds an encoder; use jaxinfer\.Embedder"):
         LLM(path)
-    with pytest.raises(ValueError, match=r"EngineConfig.max_adapters=2 is for decoders; an encoder takes slots"):
+    with pytest.raises(ValueError, match=r"EngineConfig.max_adapters=2 is for decoders; an encoder takes max_batch"):
         Embedder(path, max_adapters=2)
     with pytest.raises(ValueError, match=r"Embedder.context must be in \[2, 24\] for this model, got 25"):
         Embedder(path, context=25)
@@ -159,7 +168,7 @@ def test_what_an_encoder_refuses(encoder):
 @pytest.fixture(scope="module")
 def decoder(model_dir):
     """An engine whose prompts go in pieces of 16 tokens, two in a step."""
-    return Embedder(model_dir, max_batch=4, token_budget=32, piece_tokens=16)
+    return Embedder(model_dir, max_batch=4, token_budget=32, chunk_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -189,16 +198,16 @@ def test_a_decoder_gives_the_mean_of_its_hidden_vectors(decoder, mean_of):
 
 def test_a_cached_beginning_changes_no_vector(decoder, mean_of):
     engine = decoder.engine
-    (generated,) = engine.prepare(LONG, GREEDY)
+    (generated,) = engine.prepare(LONG, GREEDY).sequences()
     engine.add([generated])
     run_all(engine, [generated])
     for prompt in (LONG, [*LONG, 1, 2], LONG[:32]):
         np.testing.assert_allclose(decoder.embed([prompt])[0], mean_of(prompt), atol=1e-5)
-    (again,) = engine.prepare(LONG, GREEDY)
+    (again,) = engine.prepare(LONG, GREEDY).sequences()
     engine.add([again])
     run_all(engine, [again])
-    assert again.cached == len(LONG) - 1
-    assert again.ids == generated.ids
+    assert again.num_cached_tokens == len(LONG) - 1
+    assert again.token_ids == generated.token_ids
 
 
 def test_embedding_beside_generation(decoder, mean_of):
@@ -206,27 +215,27 @@ def test_embedding_beside_generation(decoder, mean_of):
     prompts = [LONG[5:], LONG[:20], [9, 8, 7]]
     alone = []
     for prompt in prompts:
-        (sequence,) = engine.prepare(prompt, GREEDY)
+        (sequence,) = engine.prepare(prompt, GREEDY).sequences()
         engine.add([sequence])
         run_all(engine, [sequence])
-        alone.append(sequence.ids)
+        alone.append(sequence.token_ids)
     engine.scheduler.pages.clear()
-    generating = [engine.prepare(prompt, GREEDY)[0] for prompt in prompts]
-    embedding = [engine.prepare_embedding(p) for p in (LONG[::-1], [3], LONG[3:])]
+    generating = [engine.prepare(prompt, GREEDY).sequences()[0] for prompt in prompts]
+    embedding = [vector_of(engine, p) for p in (LONG[::-1], [3], LONG[3:])]
     for pair in zip(generating, embedding, strict=True):
         engine.add(list(pair))
         engine.step(1)
     run_all(engine, [*generating, *embedding])
-    assert [s.ids for s in generating] == alone
+    assert [s.token_ids for s in generating] == alone
     for sequence in embedding:
-        assert len(sequence.ids) == sequence.prompt_length
-        np.testing.assert_allclose(sequence.vector, mean_of(sequence.ids), atol=1e-5)
+        assert len(sequence.token_ids) == sequence.num_prompt_tokens
+        np.testing.assert_allclose(sequence.embedding, mean_of(sequence.token_ids), atol=1e-5)
 
 
 def test_embeddings_of_a_decoder_are_aborted_and_prioritised(decoder, mean_of):
     engine = decoder.engine
-    late, early = engine.prepare_embedding(LONG, priority=2), engine.prepare_embedding(LONG[::-1])
-    running = engine.prepare_embedding(list(range(100)))
+    late, early = vector_of(engine, LONG, priority=2), vector_of(engine, LONG[::-1])
+    running = vector_of(engine, list(range(100)))
     engine.add([running, late, early])
     engine.step()
     engine.abort(running.request_id)
@@ -236,14 +245,14 @@ def test_embeddings_of_a_decoder_are_aborted_and_prioritised(decoder, mean_of):
         ended += [s for s in engine.step() if s.finished]
     assert ended.index(early) < ended.index(late)
     assert running.finish_reason == "abort"
-    np.testing.assert_allclose(late.vector, mean_of(LONG), atol=1e-5)
+    np.testing.assert_allclose(late.embedding, mean_of(LONG), atol=1e-5)
 
 
 def test_one_model_generates_and_embeds(llm, mean_of):
-    before = llm.generate(LONG, GREEDY)[0].completions[0].token_ids
+    before = llm.generate(LONG, GREEDY)[0].outputs[0].token_ids
     found = llm.embed([LONG, [7]])
     np.testing.assert_allclose(found, [mean_of(LONG), mean_of([7])], atol=1e-5)
     assert llm.embed("x").shape == (1, 32)
-    assert llm.generate(LONG, GREEDY)[0].completions[0].token_ids == before
+    assert llm.generate(LONG, GREEDY)[0].outputs[0].token_ids == before
     with pytest.raises(ValueError, match="Text 0: The prompt has 129 tokens; the context of 128 is shorter"):
         llm.embed([[1] * 129])

@@ -16,15 +16,14 @@ from hypothesis.stateful import (
 )
 
 from jaxinfer.compiled import enable_persistent_cache
-from jaxinfer.generation.engine import Engine
-from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.request import FinishReason
-from jaxinfer.generation.structured import Structure
+from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.outputs import FinishReason
+from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.loading import load_model
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 
 
 class Alone:
@@ -37,7 +36,7 @@ class Alone:
         """The sequences of a request."""
         key = repr((prompt, params))
         if key not in self._known:
-            self._known[key] = self.engine.prepare(prompt, params)
+            self._known[key] = self.engine.prepare(prompt, params).sequences()
             for sequence in self._known[key]:
                 self._run(sequence)
         return self._known[key]
@@ -50,13 +49,12 @@ class Alone:
         self.engine.drain()
 
 
-def reset(engine, *, overlap):
+def reset(engine):
     """Make it idle, with an empty cache."""
-    for sequence in [*engine.scheduler.running, *engine.scheduler.waiting]:
-        engine.abort(sequence.request_id)
+    for allocation in [*engine.scheduler.running, *engine.scheduler.waiting]:
+        engine.abort(allocation.sequence.request_id)
     engine.drain()
     engine.scheduler.pages.clear()
-    engine.config = dataclasses.replace(engine.config, overlap=overlap)
 
 
 BASES = [np.random.default_rng(seed).integers(97, 105, 40).tolist() for seed in range(2)]
@@ -73,11 +71,11 @@ choices = st.sampled_from(
         {"temperature": 0.8, "top_p": 0.9, "logprobs": 1},
         {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.2, "presence_penalty": 0.3},
         {"temperature": 0.0, "frequency_penalty": 0.5, "min_tokens": 1},
-        {"temperature": 0.7, "logit_bias": dict.fromkeys(range(97, 103), 6.0), "stop_ids": (100,)},
+        {"temperature": 0.7, "logit_bias": dict.fromkeys(range(97, 103), 6.0), "stop_token_ids": (100,)},
         {"temperature": 0.7, "logit_bias": dict.fromkeys(range(97, 103), 6.0), "stop": ("ab", "c")},
-        {"temperature": 0.0, "logit_bias": dict.fromkeys((97, 98), 30.0)},  # repeats itself: drafts are right
+        {"temperature": 0.0, "logit_bias": dict.fromkeys((97, 98), 30.0)},  # repeats itself: speculation is right
         {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
-        {"temperature": 1.0, "structure": Structure(regex="[ab]{2,30}c")},
+        {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(regex="[ab]{2,30}c")},
     ]
 )
 requests = st.builds(
@@ -93,22 +91,24 @@ requests = st.builds(
 
 
 class Machine(RuleBasedStateMachine):
-    def __init__(self, engine, alone):
+    def __init__(self, engines, alone):
         super().__init__()
-        self.engine, self.alone = engine, alone
+        self.engines, self.alone = engines, alone
+        self.engine = engines[True]
         self.requests = []
         self.ended = {}  # sequence -> its tokens when it was first seen to have ended
 
     @initialize(overlap=st.booleans())
     def begin(self, overlap):
         """With two requests that do not fit beside each other to their ends: one must give way."""
-        reset(self.engine, overlap=overlap)
+        self.engine = self.engines[overlap]
+        reset(self.engine)
         for base in BASES:
             self.add((base[:30], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)))
 
     @rule(request=requests)
     def add(self, request):
-        sequences = self.engine.prepare(*request)
+        sequences = self.engine.prepare(*request).sequences()
         self.engine.add(sequences)
         self.requests.append((*request, sequences))
 
@@ -117,7 +117,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(count):
             for sequence in self.engine.step():
                 if sequence.finished:
-                    self.ended.setdefault(sequence, (sequence.finish_reason, list(sequence.ids)))
+                    self.ended.setdefault(sequence, (sequence.finish_reason, list(sequence.token_ids)))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -126,7 +126,7 @@ class Machine(RuleBasedStateMachine):
         running = [s for s in sequences if not s.finished]
         self.engine.abort(sequences[0].request_id)
         assert all(s.finish_reason is FinishReason.ABORT for s in running)
-        self.ended.update({s: (s.finish_reason, list(s.ids)) for s in running})
+        self.ended.update({s: (s.finish_reason, list(s.token_ids)) for s in running})
 
     @invariant()
     def all_fits_together(self):
@@ -134,24 +134,24 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self):
         scheduler = self.engine.scheduler
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if not (scheduler.running or scheduler.waiting):
                 break
             self.step(1)
             self.all_fits_together()
         self.engine.drain()
         assert scheduler.pages.free == scheduler.pages.count
-        assert len(scheduler._slots) == self.engine.config.slots
+        assert scheduler._allocator.free_slots == self.engine.config.max_batch
         for prompt, params, sequences in self.requests:
             for sequence, expected in zip(sequences, self.alone.expected(prompt, params), strict=True):
-                assert self.ended[sequence] == (sequence.finish_reason, sequence.ids)
-                assert (sequence.least, sequence.most) == (0, 0)
+                assert self.ended[sequence] == (sequence.finish_reason, sequence.token_ids)
+                assert scheduler.allocation(sequence) is None
                 check_same(sequence, expected)
 
 
 def check_same(sequence, expected):
-    count = len(sequence.ids)
-    assert sequence.ids == expected.ids[:count]
+    count = len(sequence.token_ids)
+    assert sequence.token_ids == expected.token_ids[:count]
     if sequence.finish_reason is FinishReason.ABORT:
         return
     assert (sequence.finish_reason, sequence.text) == (expected.finish_reason, expected.text)
@@ -168,26 +168,31 @@ def check_same(sequence, expected):
 
 @pytest.fixture(scope="module")
 def engines(model_dir):
-    """Engines without and with drafts."""
+    """Engines without and with speculation, each by whether steps overlap; both of a pair share their programs."""
     enable_persistent_cache()
     model, tokenizer = load_model(model_dir), Tokenizer.of(model_dir)
-    drafting = dataclasses.replace(SMALL_CONFIG, draft_tokens=3, token_budget=8)
-    return {
-        "plain": Engine(model, tokenizer, SMALL_CONFIG, num_pages=SMALL_PAGES),
-        "drafting": Engine(model, tokenizer, drafting, num_pages=SMALL_PAGES),
-    }
+    speculative = dataclasses.replace(SMALL_CONFIG, num_speculative_tokens=3, token_budget=8)
+
+    def pair(config):
+        made = {
+            overlap: build_engine(model, tokenizer, dataclasses.replace(config, overlap=overlap), num_pages=SMALL_PAGES)
+            for overlap in (True, False)
+        }
+        made[False].executor.programs = made[True].executor.programs
+        return made
+
+    return {"plain": pair(SMALL_CONFIG), "speculative": pair(speculative)}
 
 
 @pytest.fixture(scope="module")
-def alone(engines):
-    """Another engine without drafts, which need not compile its programs again."""
-    plain = engines["plain"]
-    engine = Engine(plain.model, plain.tokenizer, SMALL_CONFIG, num_pages=SMALL_PAGES)
-    engine.runner.programs = plain.runner.programs
+def alone(engines, model_dir):
+    """Another engine without speculation, which need not compile its programs again."""
+    engine = build_engine(load_model(model_dir), Tokenizer.of(model_dir), SMALL_CONFIG, num_pages=SMALL_PAGES)
+    engine.executor.programs = engines["plain"][True].executor.programs
     return Alone(engine)
 
 
-def run(engine, alone, *, examples, steps, derandomize):
+def run(engines, alone, *, examples, steps, derandomize):
     options = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -196,17 +201,21 @@ def run(engine, alone, *, examples, steps, derandomize):
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    before = engine.scheduler.preemptions
-    run_state_machine_as_test(lambda: Machine(engine, alone), settings=options)
-    assert engine.scheduler.preemptions > before
+
+    def preemptions():
+        return [engine.scheduler.preemptions for engine in engines.values()]
+
+    before = preemptions()
+    run_state_machine_as_test(lambda: Machine(engines, alone), settings=options)
+    assert all(after > earlier for after, earlier in zip(preemptions(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["plain", "drafting"])
+@pytest.mark.parametrize("name", ["plain", "speculative"])
 def test_random_requests(engines, alone, name):
     run(engines[name], alone, examples=8, steps=25, derandomize=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "drafting"])
+@pytest.mark.parametrize("name", ["plain", "speculative"])
 def test_many_random_requests(engines, alone, name):
     run(engines[name], alone, examples=60, steps=50, derandomize=False)

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from jaxinfer.compiled import enable_persistent_cache
-from jaxinfer.generation.engine import Engine
-from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.request import FinishReason
-from jaxinfer.generation.structured import Structure
+from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.outputs import FinishReason
+from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.loading import load_model
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
@@ -33,8 +32,19 @@ def tokenizer(model_dir):
 
 
 @pytest.fixture(scope="module")
-def engine(model, tokenizer):
-    return Engine(model, tokenizer, SMALL_CONFIG, num_pages=SMALL_PAGES)
+def engines(model, tokenizer):
+    """Engines by whether steps overlap, which share their programs."""
+    made = {}
+    for overlap in (True, False):
+        config = dataclasses.replace(SMALL_CONFIG, overlap=overlap)
+        made[overlap] = build_engine(model, tokenizer, config, num_pages=SMALL_PAGES)
+    made[False].executor.programs = made[True].executor.programs
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(engines):
+    return engines[True]
 
 
 def run(engine, requests):
@@ -50,7 +60,7 @@ def run(engine, requests):
 
 
 def add(engine, prompt, params=PARAMS):
-    sequences = engine.prepare(prompt, params)
+    sequences = engine.prepare(prompt, params).sequences()
     engine.add(sequences)
     return sequences
 
@@ -63,7 +73,7 @@ def alone(engine):
         engine.scheduler.pages.clear()
         (sequence,) = add(engine, prompt)
         run(engine, [[sequence]])
-        texts.append(sequence.ids)
+        texts.append(sequence.token_ids)
     return texts
 
 
@@ -93,13 +103,13 @@ def when_results_are_fetched(program, args):
 
 
 class Faulty:
-    """Makes the runner's next step fail; `failed` is its batch."""
+    """Makes the executor's next step fail; `failed` is its batch."""
 
-    def __init__(self, fault, runner, monkeypatch):
+    def __init__(self, fault, executor, monkeypatch):
         self.fault, self.failed = fault, None
-        self._launch, self._get = runner.launch, runner.programs.get
-        monkeypatch.setattr(runner, "launch", self.launch)
-        monkeypatch.setattr(runner.programs, "get", self.get)
+        self._launch, self._get = executor.launch, executor.programs.get
+        monkeypatch.setattr(executor, "launch", self.launch)
+        monkeypatch.setattr(executor.programs, "get", self.get)
 
     def launch(self, batch):
         self.batch = batch
@@ -107,9 +117,9 @@ class Faulty:
 
     def get(self, name, **sizes):
         self.program = self._get(name, **sizes)
-        if self.failed is not None or name not in ("step", "decode"):
+        if self.failed is not None or name not in ("prefill", "decode"):
             return self.program
-        self.cost = self.program.cost
+        self.cost, self.bucket = self.program.cost, self.program.bucket
         return self
 
     def __call__(self, *args):
@@ -120,20 +130,21 @@ class Faulty:
 @pytest.mark.parametrize("steps", [1, 4, 9])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("fault", [before_it_runs, after_the_state_is_consumed, when_results_are_fetched])
-def test_a_failing_step_ends_its_own_requests(engine, alone, monkeypatch, fault, overlap, steps):
+def test_a_failing_step_ends_its_own_requests(engines, alone, monkeypatch, fault, overlap, steps):
+    engine = engines[overlap]
+    assert engine.executor.depth == int(overlap)
     engine.scheduler.pages.clear()
-    engine.config = dataclasses.replace(SMALL_CONFIG, overlap=overlap)
     requests = [add(engine, prompt) for prompt in PROMPTS]
     for _ in range(steps):
         engine.step()
-    faulty = Faulty(fault, engine.runner, monkeypatch)
+    faulty = Faulty(fault, engine.executor, monkeypatch)
     run(engine, requests)
     failed = [s for (s,) in requests if s.finish_reason is FinishReason.ERROR]
     assert failed
     assert set(failed) <= set(faulty.failed.sequences)
     assert {s.error for s in failed} == {"RuntimeError: injected"}
     for (sequence,), ids in zip(requests, alone, strict=True):
-        assert sequence.ids == (ids if sequence not in failed else ids[: len(sequence.ids)])
+        assert sequence.token_ids == (ids if sequence not in failed else ids[: len(sequence.token_ids)])
     assert len(failed) < len(requests)
 
 
@@ -143,33 +154,34 @@ def test_a_failure_while_others_wait_after_a_preemption(engine, alone, monkeypat
     requests = [add(engine, prompt) for prompt in PROMPTS]
     while engine.scheduler.preemptions == before:
         engine.step()
-    preempted = [s for s in engine.scheduler.waiting if len(s.ids) > s.prompt_length]
+    waiting = [allocation.sequence for allocation in engine.scheduler.waiting]
+    preempted = [sequence for sequence in waiting if sequence.num_output_tokens]
     assert preempted
-    faulty = Faulty(after_the_state_is_consumed, engine.runner, monkeypatch)
+    faulty = Faulty(after_the_state_is_consumed, engine.executor, monkeypatch)
     run(engine, requests)
     assert any(s.finish_reason is FinishReason.ERROR for s in faulty.failed.sequences)
     for sequence in preempted:
-        assert sequence.ids == alone[requests.index([sequence])]
+        assert sequence.token_ids == alone[requests.index([sequence])]
 
 
-def test_a_structure_that_cannot_go_on_ends_its_own_request(engine, alone):
+def test_a_grammar_that_cannot_go_on_ends_its_own_request(engine, alone):
     engine.scheduler.pages.clear()
-    params = SamplingParams(temperature=0, structure=Structure(regex="a{20}"), max_tokens=25)
+    params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="a{20}"), max_tokens=25)
     structured = add(engine, PROMPTS[0], params)
     other = add(engine, PROMPTS[1])
-    while len(structured[0].ids) < len(PROMPTS[0]) + 3:
+    while len(structured[0].token_ids) < len(PROMPTS[0]) + 3:
         engine.step()
     matcher = structured[0].matcher
     matcher._vocabulary = dataclasses.replace(matcher._vocabulary, text=np.zeros_like(matcher._vocabulary.text))
     run(engine, [structured, other])
     assert structured[0].finish_reason is FinishReason.ERROR
     assert "No token of the model may follow" in structured[0].error
-    assert other[0].ids == alone[1]
+    assert other[0].token_ids == alone[1]
 
 
 @pytest.mark.parametrize("damage", ["corrupt", "gone"])
 def test_an_adapter_that_cannot_be_read_ends_its_own_request(model, tmp_path, damage, alone):
-    engine = Engine(model, None, dataclasses.replace(SMALL_CONFIG, max_adapters=1), num_pages=SMALL_PAGES)
+    engine = build_engine(model, None, dataclasses.replace(SMALL_CONFIG, max_adapters=1), num_pages=SMALL_PAGES)
     pair = random_pair(32, 32, 2, np.random.default_rng(0))
     folder = save_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": pair})
     engine.adapters.register("damaged", folder)
@@ -182,7 +194,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_own_request(model, tmp_path, da
     run(engine, [damaged, other])
     assert damaged[0].finish_reason is FinishReason.ERROR
     assert str(folder) in damaged[0].error
-    assert other[0].ids == alone[1]
+    assert other[0].token_ids == alone[1]
 
 
 @pytest.mark.parametrize(
@@ -191,10 +203,22 @@ def test_an_adapter_that_cannot_be_read_ends_its_own_request(model, tmp_path, da
         ([], {}, "The prompt is empty"),
         ([1] * 64, {}, "The prompt has 64 tokens; the context of 64 leaves no room"),
         ([1], {"adapter": "any"}, "SamplingParams.adapter is 'any', but the engine has no room for adapters"),
-        ([1], {"processors": ("any",)}, r"SamplingParams.processors holds \['any'\], unknown to this engine"),
-        ([1], {"structure": Structure(json_schema={"type": "nonsense"})}, "Structure.json_schema does not compile"),
-        ([1], {"structure": Structure(regex="(")}, "Structure.regex does not compile"),
-        ([1], {"stop_ids": (257,)}, r"SamplingParams.stop_ids holds \[257\]"),
+        (
+            [1],
+            {"logits_processors": ("any",)},
+            r"logits_processors holds \['any'\], unknown to this engine",
+        ),
+        (
+            [1],
+            {"structured_outputs": StructuredOutputsParams(json={"type": "nonsense"})},
+            "StructuredOutputsParams.json does not compile",
+        ),
+        (
+            [1],
+            {"structured_outputs": StructuredOutputsParams(regex="(")},
+            "regex does not compile",
+        ),
+        ([1], {"stop_token_ids": (257,)}, r"SamplingParams.stop_token_ids holds \[257\]"),
         ([257], {}, r"Token ids \[257\] of the prompt are outside the vocabulary"),
     ],
 )
@@ -205,18 +229,18 @@ def test_bad_requests_are_refused_at_once(engine, prompt, params, message):
 
 
 def test_what_an_engine_lacks_is_said(model):
-    small = Engine(model, None, SMALL_CONFIG, num_pages=2)
+    small = build_engine(model, None, SMALL_CONFIG, num_pages=2)
     with pytest.raises(ValueError, match="30 tokens with max_tokens need 4 pages of 8 tokens; the cache has 2"):
         small.prepare([1] * 20, SamplingParams(max_tokens=10))
-    with pytest.raises(ValueError, match=r"SamplingParams.structure needs a tokenizer"):
-        small.prepare([1], SamplingParams(structure=Structure(regex="a")))
+    with pytest.raises(ValueError, match=r"SamplingParams.structured_outputs needs a tokenizer"):
+        small.prepare([1], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
     with pytest.raises(ValueError, match=r"SamplingParams.stop needs a tokenizer"):
         small.prepare([1], SamplingParams(stop="a"))
-    adapting = Engine(model, None, dataclasses.replace(SMALL_CONFIG, max_adapters=1), num_pages=2)
+    adapting = build_engine(model, None, dataclasses.replace(SMALL_CONFIG, max_adapters=1), num_pages=2)
     with pytest.raises(ValueError, match="unknown adapter 'any'; known: none"):
         adapting.prepare([1], SamplingParams(adapter="any"))
 
 
-def test_a_structure_decides_itself_when_it_ends():
-    with pytest.raises(ValueError, match=r"SamplingParams.structure must be None when min_tokens is given"):
-        SamplingParams(structure=Structure(regex="a"), min_tokens=1)
+def test_a_grammar_decides_itself_when_it_ends():
+    with pytest.raises(ValueError, match=r"SamplingParams.structured_outputs must be None when min_tokens is given"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), min_tokens=1)

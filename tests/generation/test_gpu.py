@@ -17,5 +17,5 @@ def test_a_gpu_generates_what_the_cpu_does(model_dir, options):
     cpu = MeshConfig().build(jax.devices("cpu")[:1])
     with jax.default_matmul_precision("float32"):  # not TF32
         here, there = (LLM(model_dir, mesh=mesh, max_batch=2, **options) for mesh in (None, cpu))
-        outputs = [[o.completions[0].token_ids for o in llm.generate(PROMPTS, params)] for llm in (here, there)]
+        outputs = [[o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)] for llm in (here, there)]
     assert outputs[0] == outputs[1]

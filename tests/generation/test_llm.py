@@ -7,7 +7,7 @@ from flax import nnx
 from scipy.special import log_softmax
 
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
-from jaxinfer.generation.engine import Engine
+from jaxinfer.generation.api.build import build_engine
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -44,30 +44,30 @@ def prompts_of(*lengths):
 
 
 def completions(outputs):
-    return [c.token_ids for output in outputs for c in output.completions]
+    return [c.token_ids for output in outputs for c in output.outputs]
 
 
 def test_prompts_of_different_lengths_continue_as_without_a_cache(llm, logits_of):
     prompts = prompts_of(3, 21, 1, 40)
     outputs = llm.generate(prompts, GREEDY)
     assert completions(outputs) == [continue_greedily(logits_of, p, 12) for p in prompts]
-    assert [o.prompt_ids for o in outputs] == prompts
-    assert all(o.completions[0].finish_reason is FinishReason.LENGTH for o in outputs)
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert all(o.outputs[0].finish_reason is FinishReason.LENGTH for o in outputs)
 
 
 def test_long_prompts_run_in_chunks(llm, logits_of):
-    engine = Engine(llm.model, None, SMALL_CONFIG, num_pages=SMALL_PAGES)
+    engine = build_engine(llm.model, None, SMALL_CONFIG, num_pages=SMALL_PAGES)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=1)
     prompts = prompts_of(40, 33)
-    requests = [engine.prepare(p, params) for p in prompts]
+    requests = [engine.prepare(p, params).sequences() for p in prompts]
     for request in requests:
         engine.add(request)
     while not all(s.finished for request in requests for s in request):
         engine.step()
     for prompt, (sequence,) in zip(prompts, requests, strict=True):
-        assert sequence.ids[len(prompt) :] == continue_greedily(logits_of, prompt, 12)
-        expected = log_softmax(logits_of(sequence.ids), axis=-1)
-        chosen = expected[np.arange(len(sequence.ids) - 1), sequence.ids[1:]]
+        assert sequence.token_ids[len(prompt) :] == continue_greedily(logits_of, prompt, 12)
+        expected = log_softmax(logits_of(sequence.token_ids), axis=-1)
+        chosen = expected[np.arange(len(sequence.token_ids) - 1), sequence.token_ids[1:]]
         found = [p.logprob for p in (*sequence.prompt_logprobs[1:], *sequence.logprobs)]
         assert sequence.prompt_logprobs[0] is None
         np.testing.assert_allclose(found, chosen, atol=1e-4)
@@ -97,8 +97,8 @@ def test_n_completions_differ_and_repeat(llm):
 def test_stop_ids_end_the_text(llm):
     (free,) = completions(llm.generate([[7, 7]], GREEDY))
     stop = free[5]
-    out = llm.generate([[7, 7]], SamplingParams(temperature=0, max_tokens=12, stop_ids=(stop,), ignore_eos=True))
-    completion = out[0].completions[0]
+    out = llm.generate([[7, 7]], SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(stop,), ignore_eos=True))
+    completion = out[0].outputs[0]
     assert completion.token_ids == free[: free.index(stop) + 1]
     assert completion.finish_reason is FinishReason.STOP
 
@@ -106,25 +106,25 @@ def test_stop_ids_end_the_text(llm):
 def test_the_end_of_text_token_stops_unless_ignored(llm):
     wants_end = {256: 1000.0}
     out = llm.generate([[7, 7]], SamplingParams(temperature=0, max_tokens=9, min_tokens=3, logit_bias=wants_end))
-    completion = out[0].completions[0]
+    completion = out[0].outputs[0]
     assert completion.token_ids[-1] == 256
     assert 256 not in completion.token_ids[:-1]
     assert len(completion.token_ids) == 4
     out = llm.generate([[7]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logit_bias=wants_end))
-    assert out[0].completions[0].token_ids == [256] * 9
+    assert out[0].outputs[0].token_ids == [256] * 9
 
 
 def test_stop_strings_are_cut_off_even_across_tokens(llm):
     everything = SamplingParams(temperature=1.0, seed=4, max_tokens=40, logit_bias=dict.fromkeys([256], -np.inf))
-    text = llm.generate("hello", everything)[0].completions[0].text
+    text = llm.generate("hello", everything)[0].outputs[0].text
     stop = text[6:9]
     params = SamplingParams(
         temperature=1.0, seed=4, max_tokens=40, stop=(stop,), logit_bias=dict.fromkeys([256], -np.inf)
     )
-    out = llm.generate("hello", params)[0].completions[0]
+    out = llm.generate("hello", params)[0].outputs[0]
     assert out.text == text[: text.index(stop)]
     assert out.finish_reason is FinishReason.STOP
-    streamed = [o.completions[0].text for o in llm.stream("hello", params, max_steps=1)]
+    streamed = [o.outputs[0].text for o in llm.stream("hello", params, max_passes=1)]
     assert streamed[-1] == out.text
     assert all(out.text.startswith(piece) for piece in streamed)
 
@@ -133,19 +133,19 @@ def test_streaming_grows_to_what_generate_returns(llm):
     prompts = ["one", "another"]
     params = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
     seen: dict[str, list] = {}
-    for output in llm.stream(prompts, params, max_steps=2):
+    for output in llm.stream(prompts, params, max_passes=2):
         seen.setdefault(output.request_id, []).append(output)
     whole = llm.generate(prompts, params)
     for outputs, expected in zip(seen.values(), whole, strict=True):
-        lengths = [len(o.completions[0].token_ids) for o in outputs]
+        lengths = [len(o.outputs[0].token_ids) for o in outputs]
         assert lengths == sorted(set(lengths))
         assert lengths[0] == 1
-        assert outputs[-1].completions[0].token_ids == expected.completions[0].token_ids
-        assert outputs[-1].completions[0].text == expected.completions[0].text
+        assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+        assert outputs[-1].outputs[0].text == expected.outputs[0].text
 
 
 def test_closing_a_stream_frees_its_pages(llm):
-    stream = llm.stream(["a", "b"], GREEDY, max_steps=1)
+    stream = llm.stream(["a", "b"], GREEDY, max_passes=1)
     next(stream)
     assert llm.engine.scheduler.pages.free < llm.engine.scheduler.pages.count
     stream.close()
@@ -157,10 +157,10 @@ def test_options_do_not_recompile(llm):
     llm.generate([[1, 2, 3]], GREEDY)
     every_option = SamplingParams(
         max_tokens=12, min_tokens=2, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
-        presence_penalty=0.1, frequency_penalty=0.1, logit_bias={4: 1.0}, seed=5, stop=("zz",), stop_ids=(9,),
+        presence_penalty=0.1, frequency_penalty=0.1, logit_bias={4: 1.0}, seed=5, stop=("zz",), stop_token_ids=(9,),
         logprobs=5, prompt_logprobs=2,
     )  # fmt: skip
-    with llm.engine.runner.programs.forbid_compile():
+    with llm.engine.executor.programs.forbid_compile():
         llm.generate([[3, 2, 1]], every_option)
 
 
@@ -176,29 +176,31 @@ def test_without_kernels_no_operation_asks_for_one(model_dir, monkeypatch):
 def test_generation_ahead_compiles_all_it_needs(model_dir):
     llm = LLM(model_dir)
     llm.generate(prompts_of(3, 20, 9), SamplingParams(temperature=0, max_tokens=30))
-    assert llm.engine.runner.programs.misses == 0
+    assert llm.engine.executor.programs.misses == 0
 
 
 def test_caches_are_written_in_place_and_costs_recorded(llm):
     llm.generate([[1, 2, 3]], GREEDY)
-    runner = llm.engine.runner
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._state))
-    for name in ("step", "decode"):
-        program = next(p for p in runner.programs if p.name == name)
+    executor = llm.engine.executor
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(executor._state))
+    for name in ("prefill", "decode"):
+        program = next(p for p in executor.programs if p.name == name)
         assert program.cost.alias_bytes == state_bytes
         assert "input_output_alias" in program.executable.as_text()
-    recorded = runner._records.read()
+    recorded = executor._records.read()
     (decoded,) = [
-        cost for key, cost in recorded.items() if key == f"{runner._records.model}/decode/batch=1, drafts=0, pages=8"
+        cost
+        for key, cost in recorded.items()
+        if key == f"{executor._records.model}/decode/batch=1, speculative=0, pages=8"
     ]
     assert decoded["calls"] >= 1
-    assert decoded["steps"] >= decoded["calls"]
+    assert decoded["passes"] >= decoded["calls"]
     assert decoded["total_seconds"] > 0
 
 
 def test_max_tokens_none_fills_the_context(llm):
     out = llm.generate([[1] * 100], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
-    assert len(out[0].completions[0].token_ids) == 28
+    assert len(out[0].outputs[0].token_ids) == 28
 
 
 def test_a_cache_smaller_than_the_batch_queues(tight_llm, logits_of):
@@ -208,7 +210,7 @@ def test_a_cache_smaller_than_the_batch_queues(tight_llm, logits_of):
 
 def test_chat_uses_the_template(llm):
     out = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(temperature=0, max_tokens=3))
-    assert llm.tokenizer.decode(out.prompt_ids) == "user:hi;assistant:"
+    assert llm.tokenizer.decode(out.prompt_token_ids) == "user:hi;assistant:"
 
 
 def test_int8_and_bfloat16_stay_close(llm, model_dir, logits_of):
@@ -230,7 +232,7 @@ def test_int8_and_bfloat16_stay_close(llm, model_dir, logits_of):
         ("", {}, "Prompt 1: The prompt is empty"),
         ([300], {}, r"Prompt 1: Token ids \[300\] of the prompt are outside the vocabulary \[0, 257\)"),
         ([1] * 128, {}, "Prompt 1: The prompt has 128 tokens; the context of 128 leaves no room"),
-        ([1], {"stop_ids": (300,)}, r"SamplingParams.stop_ids holds \[300\]"),
+        ([1], {"stop_token_ids": (300,)}, r"SamplingParams.stop_token_ids holds \[300\]"),
         ([1], {"logit_bias": {-1: 1.0}}, r"SamplingParams.logit_bias holds \[-1\]"),
     ],
 )

@@ -56,7 +56,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapted(model_dir, folders):
     """Room for three of the five adapters; prompts go in pieces of 16 tokens."""
-    return LLM(model_dir, max_batch=4, token_budget=16, piece_tokens=16, adapters=folders, max_adapters=3)
+    return LLM(model_dir, max_batch=4, token_budget=16, chunk_size=16, adapters=folders, max_adapters=3)
 
 
 def merged(model: LoadedModel, folder) -> nnx.State:
@@ -86,10 +86,10 @@ def reference(model_dir, folders):
     states = {name: merged(model, folder) for name, folder in {None: None, **folders}.items()}
 
     def rows(output, adapter):
-        ids = output.prompt_ids + output.completions[0].token_ids
+        ids = output.prompt_token_ids + output.outputs[0].token_ids
         padded = np.pad(ids, (0, LENGTH - len(ids)))
         found = np.asarray(log_probabilities(model.graphdef, states[adapter], padded))
-        return found[len(output.prompt_ids) - 1 : len(ids) - 1]
+        return found[len(output.prompt_token_ids) - 1 : len(ids) - 1]
 
     return rows
 
@@ -99,7 +99,7 @@ def check(reference):
     """Asserts that an output is the greedy text of the model with an adapter merged into it, or with none."""
 
     def check(output, adapter):
-        rows, completion = reference(output, adapter), output.completions[0]
+        rows, completion = reference(output, adapter), output.outputs[0]
         np.testing.assert_array_equal(rows.argmax(axis=1), completion.token_ids)
         np.testing.assert_allclose(logprobs(output), rows.max(axis=1), atol=1e-4)
 
@@ -107,7 +107,7 @@ def check(reference):
 
 
 def logprobs(output):
-    return [entry.logprob for entry in output.completions[0].logprobs]
+    return [entry.logprob for entry in output.outputs[0].logprobs]
 
 
 def greedy(adapter, max_tokens=8):
@@ -127,16 +127,16 @@ def test_adapters_share_a_batch_with_each_other_and_with_none(adapted, check):
     outputs = generate(adapted, names)
     for output, name in zip(outputs, names, strict=True):
         check(output, name)
-    assert len({tuple(o.completions[0].token_ids) for o in outputs}) == 4
+    assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 4
 
 
 def test_more_adapters_than_slots(adapted, check):
-    slots = adapted.engine.adapters
+    cache = adapted.engine.adapters
     names = [*ADAPTERS, None, *reversed(ADAPTERS), *ADAPTERS]
     for output, name in zip(generate(adapted, names), names, strict=True):
         check(output, name)
-    assert not slots.uploads
-    assert slots.slots < len(ADAPTERS)  # so that some were evicted, and loaded again
+    assert not cache.take_uploads()
+    assert cache.size < len(ADAPTERS)  # so that some were evicted, and loaded again
 
 
 def test_equal_prompts_with_different_adapters_share_no_pages(adapted, check):
@@ -145,7 +145,7 @@ def test_equal_prompts_with_different_adapters_share_no_pages(adapted, check):
     for name in ("all", "thin", None, "all", "thin", None):
         (output,) = generate(adapted, [name], [prompt])
         check(output, name)
-        cached.append(output.cached_tokens)
+        cached.append(output.num_cached_tokens)
     assert cached == [0] * 3 + [len(prompt) - 1] * 3
 
 
@@ -155,18 +155,16 @@ def test_an_adapter_whose_file_is_damaged_ends_its_requests_alone(adapted, folde
     adapted.engine.adapters.register("damaged", folder)
     damaged, sound = generate(adapted, ["damaged", "all"])
     check(sound, "all")
-    assert damaged.completions[0].finish_reason == "error"
-    assert "damaged/adapter_model.safetensors: truncated or corrupt" in str(damaged.completions[0].error)
+    assert damaged.outputs[0].finish_reason == "error"
+    assert "damaged/adapter_model.safetensors: truncated or corrupt" in str(damaged.outputs[0].error)
 
 
 def test_an_adapter_over_int8_weights(model_dir, folders, reference):
     """Log probabilities stay near those of the float model with the adapter, far from those of the one without."""
-    llm = LLM(
-        model_dir, max_batch=4, token_budget=16, piece_tokens=16, quantize="int8", adapters={"all": folders["all"]}
-    )
+    llm = LLM(model_dir, max_batch=4, token_budget=16, chunk_size=16, quantize="int8", adapters={"all": folders["all"]})
 
     def error(output, name):
-        tokens = output.completions[0].token_ids
+        tokens = output.outputs[0].token_ids
         return np.abs(reference(output, name)[np.arange(len(tokens)), tokens] - logprobs(output)).mean()
 
     adapted, plain = generate(llm, ["all", None])
@@ -180,7 +178,7 @@ def test_a_mesh_and_rules_of_its_own_change_no_token(model_dir, folders, check):
         model_dir,
         max_batch=4,
         token_budget=16,
-        piece_tokens=16,
+        chunk_size=16,
         mesh=MeshConfig(tensor=2),
         rules=ShardingRules(vocab=None),
         adapters=folders,
@@ -189,8 +187,8 @@ def test_a_mesh_and_rules_of_its_own_change_no_token(model_dir, folders, check):
     names = ["all", None, "thin", "mlp"]
     for output, name in zip(generate(llm, names), names, strict=True):
         check(output, name)
-    assert llm.engine.runner._adapters is not None
-    stack = llm.engine.runner._adapters[0]
+    assert llm.engine.executor._adapters is not None
+    stack = llm.engine.executor._adapters[0]
     assert stack.qkv.b.addressable_shards[0].data.shape[0] == stack.qkv.b.shape[0] // 2
 
 

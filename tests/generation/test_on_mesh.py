@@ -29,12 +29,12 @@ def test_tensor_parallel_equals_one_device(even_model_dir):
     alone = LLM(even_model_dir, max_batch=1).generate(prompts, params)
     llm = LLM(even_model_dir, mesh=MeshConfig(tensor=2), max_batch=1)
     split = llm.generate(prompts, params)
-    assert [o.completions[0].token_ids for o in split] == [o.completions[0].token_ids for o in alone]
+    assert [o.outputs[0].token_ids for o in split] == [o.outputs[0].token_ids for o in alone]
     kernel = llm.model.state["layers"][0]["attention"]["qkv"]["kernel"][...]
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
-    caches = jax.tree.leaves(llm.engine.runner._state.caches)
+    caches = jax.tree.leaves(llm.engine.executor._state.caches)
     assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of two KV heads
-    program = llm.engine.runner.programs.get("decode", batch=1, drafts=0, pages=8)
+    program = llm.engine.executor.programs.get("decode", batch=1, speculative=0, pages=8)
     assert program.executable.as_text().count(" all-reduce(") >= 2 * CONFIG.layers
 
 

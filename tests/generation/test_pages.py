@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxinfer.generation.pages import PagePool
+from jaxinfer.generation.engine.page_pool import PagePool
 
 SIZE = 3
 COUNT = 10
@@ -42,7 +42,7 @@ class Pool(RuleBasedStateMachine):
     def start(self, root, tokens):
         request = Request(root, tokens)
         match = self.pool.match(root, tokens[:-1])
-        held = match.pages + ([match.copy_from] if match.copied else [])
+        held = match.pages + ([match.copy_from] if match.num_copied_tokens else [])
         self.holders.update(held)
         self.remembered = [page for page in self.remembered if page not in held]
         known = self.check_match(root, tokens[:-1], match)
@@ -51,7 +51,7 @@ class Pool(RuleBasedStateMachine):
             self.release(held)
             return
         request.pages = match.pages + self.allocate(needed)
-        if match.copied:
+        if match.num_copied_tokens:
             self.contents[request.pages[len(match.pages)]] = (
                 root, tuple(tokens[: len(match.pages) * SIZE]), tuple(tokens[len(match.pages) * SIZE : known])
             )  # fmt: skip
@@ -64,12 +64,12 @@ class Pool(RuleBasedStateMachine):
         full = len(match.pages) * SIZE
         for index, page in enumerate(match.pages):
             assert self.contents[page] == (root, tuple(tokens[: index * SIZE]), tuple(tokens[index * SIZE :][:SIZE]))
-        assert bool(match.copied) == (match.copy_from >= 0)
-        if match.copied:
+        assert bool(match.num_copied_tokens) == (match.copy_from >= 0)
+        if match.num_copied_tokens:
             of, before, inside = self.contents[match.copy_from]
             assert (of, before) == (root, tuple(tokens[:full]))
-            assert inside[: match.copied] == tuple(tokens[full : full + match.copied])
-        known = full + match.copied
+            assert inside[: match.num_copied_tokens] == tuple(tokens[full : full + match.num_copied_tokens])
+        known = full + match.num_copied_tokens
         assert known <= len(tokens)
         if not self.evicted:
             common = [_common(text, tokens) for of, text in self.findable if of == root]
@@ -104,14 +104,14 @@ class Pool(RuleBasedStateMachine):
             inside = tuple(tokens[index * SIZE : request.written][:SIZE])
             self.contents[request.pages[index]] = (request.root, tuple(tokens[: index * SIZE]), inside)
         for index in range(request.findable, request.written // SIZE):
-            request.node = self.register(request, index, tokens[index * SIZE :][:SIZE])
+            request.node = self.insert(request, index, tokens[index * SIZE :][:SIZE])
             request.findable = index + 1
         if rest := tokens[request.findable * SIZE : request.written]:
-            self.register(request, request.findable, rest)
+            self.insert(request, request.findable, rest)
         self.findable.add((request.root, tuple(tokens[: request.written])))
 
-    def register(self, request, index, tokens):
-        node = self.pool.register(request.node, tokens, request.pages[index])
+    def insert(self, request, index, tokens):
+        node = self.pool.insert(request.node, tokens, request.pages[index])
         assert self.contents[node.page][0] == request.root
         assert node.tokens == tuple(tokens)
         if node.page == request.pages[index]:
@@ -163,11 +163,11 @@ def fill(pool, root, tokens):
     """The pages of a request for these tokens, all registered."""
     match = pool.match(root, tokens)
     pages = match.pages + pool.allocate(pool.pages_for(len(tokens)) - len(match.pages))
-    if match.copied:
+    if match.num_copied_tokens:
         pool.release([match.copy_from])
     parent = match.parent
     for index in range(len(match.pages), len(pages)):
-        parent = pool.register(parent, tokens[index * pool.page_size :][: pool.page_size], pages[index])
+        parent = pool.insert(parent, tokens[index * pool.page_size :][: pool.page_size], pages[index])
     return pages
 
 
@@ -189,9 +189,9 @@ def test_a_page_that_grew_is_found_by_all_it_holds():
     pool = PagePool(4, 4)
     (page,) = fill(pool, "root", [1, 2])
     assert pool.match("root", [1, 2, 3, 4])[2:] == (page, 2)
-    pool.register("root", [1, 2, 3], page)
+    pool.insert("root", [1, 2, 3], page)
     assert pool.match("root", [1, 2, 3, 4])[2:] == (page, 3)
-    pool.register("root", [1, 2, 3, 4], page)
+    pool.insert("root", [1, 2, 3, 4], page)
     assert pool.match("root", [1, 2, 3, 4]).pages == [page]
     assert pool.match("root", [1, 2, 9, 9])[2:] == (page, 2)  # of a full page, too, what is common can be copied
 
@@ -200,14 +200,14 @@ def test_roots_share_nothing():
     pool = PagePool(4, 2)
     fill(pool, "one", [1, 2, 3])
     assert pool.match("other", [1, 2, 3])[:1] == ([],)
-    assert pool.match("other", [1, 2, 3]).copied == 0
+    assert pool.match("other", [1, 2, 3]).num_copied_tokens == 0
 
 
 def test_the_same_tokens_are_registered_once():
     pool = PagePool(4, 2)
     first, second = pool.allocate(2)
-    node = pool.register("root", [1, 2], first)
-    assert pool.register("root", [1, 2], second) is node
+    node = pool.insert("root", [1, 2], first)
+    assert pool.insert("root", [1, 2], second) is node
     pool.release([second])
     pool.release([first])
     pool.check_integrity([])

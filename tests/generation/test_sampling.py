@@ -8,15 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.sampling import (
-    RowOptions,
-    SamplingArrays,
-    logprobs_of,
-    penalize,
-    sample,
-    sampling_arrays,
-    truncate,
-)
+from jaxinfer.generation.sampling.arrays import RowOptions, SamplingArrays, sampling_arrays
+from jaxinfer.generation.sampling.logprobs import logprobs_of
+from jaxinfer.generation.sampling.sampler import penalize, sample, truncate
 
 VOCAB, CONTEXT = 50, 12
 _truncate, _penalize = map(jax.jit, (truncate, penalize))
@@ -25,13 +19,13 @@ _truncate, _penalize = map(jax.jit, (truncate, penalize))
 @jax.jit
 def _sample(logits, history, length, options):
     """Row i in slot i, all tokens allowed."""
-    mask = jnp.full((len(logits), -(-logits.shape[-1] // 32)), 0xFFFFFFFF, jnp.uint32)
-    return sample(logits, history, jnp.arange(len(logits)), length, options, mask)
+    bitmask = jnp.full((len(logits), -(-logits.shape[-1] // 32)), 0xFFFFFFFF, jnp.uint32)
+    return sample(logits, history, jnp.arange(len(logits)), length, options, bitmask)
 
 
-def options(*params: SamplingParams, prompt_length: int = 4, stop_ids=(), seeds=None) -> SamplingArrays:
+def options(*params: SamplingParams, prompt_length: int = 4, stop_token_ids=(), seeds=None) -> SamplingArrays:
     seeds = seeds or range(len(params))
-    rows = [RowOptions(p, seed, prompt_length, stop_ids) for p, seed in zip(params, seeds, strict=True)]
+    rows = [RowOptions(p, seed, prompt_length, stop_token_ids) for p, seed in zip(params, seeds, strict=True)]
     return sampling_arrays(rows)
 
 
@@ -87,9 +81,9 @@ def test_greedy_takes_the_best_and_bias_bans():
     assert tokens.tolist() == [7, 8]
 
 
-def test_min_tokens_keeps_stop_ids_away():
+def test_min_tokens_keeps_stop_tokens_away():
     logits = jnp.zeros((1, VOCAB)).at[:, 7].set(5.0).at[:, 8].set(4.0)
-    arrays = options(SamplingParams(temperature=0, min_tokens=2), stop_ids=(7,))
+    arrays = options(SamplingParams(temperature=0, min_tokens=2), stop_token_ids=(7,))
     history = np.zeros((1, CONTEXT), np.int32)
     assert [_sample(logits, history, np.array([n]), arrays)[0].item() for n in (4, 5, 6)] == [8, 8, 7]
 
@@ -149,7 +143,7 @@ def test_logprobs_of_a_vocabulary_smaller_than_the_array():
         ("seed", 2**32),
         ("n", 0),
         ("stop", ("",)),
-        ("stop_ids", tuple(range(17))),
+        ("stop_token_ids", tuple(range(17))),
         ("logit_bias", dict.fromkeys(range(301), 0.0)),
         ("logit_bias", {1: float("nan")}),
         ("logprobs", 21),

@@ -9,16 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.generation.adapters import AdapterSlots
-from jaxinfer.generation.config import EngineConfig
-from jaxinfer.generation.pages import PagePool
+from jaxinfer.generation.engine.batch import SequenceOutput, StepOutput
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.output import OutputProcessor
+from jaxinfer.generation.engine.page_pool import PagePool
+from jaxinfer.generation.engine.request import Request, Sequence
+from jaxinfer.generation.engine.scheduler import PRIORITY_WEIGHT, DecoderScheduler
+from jaxinfer.generation.lora.cache import AdapterCache
+from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.request import FinishReason, Sequence
-from jaxinfer.generation.scheduler import PRIORITY_WEIGHT, Scheduler
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
 
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 STOP = 3  # ids are 0 to 3
 PAGE = 4
 CONTEXT = 32
@@ -29,17 +33,17 @@ def following(text, seed):
     return hash((tuple(text), seed)) % 7 % 4
 
 
-def alone(sequence, prompt):
+def alone(sequence):
     """The whole text of a request that nothing disturbs."""
-    ids = list(prompt)
+    ids = list(sequence.request.prompt_token_ids)
     while True:
         ids.append(following(ids, sequence.seed))
-        if ids[-1] in sequence.stop_ids or len(ids) == sequence.limit:
+        if ids[-1] in sequence.request.stop_token_ids or len(ids) == sequence.max_length:
             return ids
 
 
 class Device:
-    """What `programs` do, on texts: a place of the cache holds its adapter and the text up to it.
+    """What the programs do, on texts: a place of the cache holds its adapter and the text up to it.
 
     Writing outside a sequence's pages is an IndexError; what is read must be what was written.
     """
@@ -51,167 +55,183 @@ class Device:
         self.active: dict[int, bool] = {}
 
     def run(self, batch):
-        """Returns the new tokens of every sequence, in the order of `batch.growth`."""
+        """Returns the new tokens of `batch.parts`, as a StepOutput."""
         read = [[(target, at, self.cache.get((source, at))) for at in range(PAGE)] for source, target in batch.copies]
         for target, at, text in itertools.chain(*read):
             self.cache[target, at] = text
-        for s in batch.admitted:
-            self.texts[s.slot] = list(s.ids)
-            self.active[s.slot] = not s.prefilling and s.computed < len(s.ids)
-        if batch.pieces:
-            return self._step(batch)
-        return self._decode(batch)
+        for admission in batch.admissions:
+            self.texts[admission.slot] = list(admission.token_ids)
+            self.active[admission.slot] = admission.decodes
+        tokens = self._prefill(batch) if batch.chunks else self._decode(batch)
+        return StepOutput(outputs=[SequenceOutput(token_ids=ids) for ids in tokens], seconds=1e-9)
 
-    def _step(self, batch):
-        active = [self.active[s.slot] for s in batch.rows]
-        for piece in batch.pieces:
-            self._write(piece.sequence, piece.start, piece.start + piece.count)
-        for s in itertools.compress(batch.rows, active):
-            self._write(s, len(self.texts[s.slot]) - 1, len(self.texts[s.slot]))
-        for piece in batch.pieces:
-            self._read(piece.sequence, piece.start + piece.count)
-        tokens = [self._token(p.sequence) for p in batch.pieces if p.last]
-        for s, going in zip(batch.rows, active, strict=True):
+    def _prefill(self, batch):
+        active = [self.active[row.slot] for row in batch.rows]
+        for chunk in batch.chunks:
+            self._write(chunk, chunk.start, chunk.start + chunk.count)
+        for row in itertools.compress(batch.rows, active):
+            self._write(row, len(self.texts[row.slot]) - 1, len(self.texts[row.slot]))
+        for chunk in batch.chunks:
+            self._read(chunk, chunk.start + chunk.count)
+        tokens = [self._token(chunk) if chunk.last else [] for chunk in batch.chunks]
+        for row, going in zip(batch.rows, active, strict=True):
             if going:
-                self._read(s, len(self.texts[s.slot]))
-            tokens.append(self._token(s) if going else [])
+                self._read(row, len(self.texts[row.slot]))
+            tokens.append(self._token(row) if going else [])
         return tokens
 
     def _decode(self, batch):
         tokens = [[] for _ in batch.rows]
-        for _, (s, made) in itertools.product(range(batch.steps), zip(batch.rows, tokens, strict=True)):
-            if not self.active[s.slot]:
+        for _, (row, made) in itertools.product(range(batch.passes), zip(batch.rows, tokens, strict=True)):
+            if not self.active[row.slot]:
                 continue
-            text = self.texts[s.slot]
-            drafts = min(self.random.randint(0, batch.drafts), s.limit - len(text) - 1)
-            self._write(s, len(text) - 1, len(text))
-            self._read(s, len(text))
-            for at in range(len(text), len(text) + drafts):  # wrong drafts leave rubbish, which is written over
-                self._place(s, at, "rubbish")
-            accepted = self.random.randint(0, drafts)
+            text = self.texts[row.slot]
+            limit = min(row.num_speculative_tokens, row.sequence.max_length - len(text) - 1)
+            speculative = self.random.randint(0, limit)
+            self._write(row, len(text) - 1, len(text))
+            self._read(row, len(text))
+            for at in range(len(text), len(text) + speculative):  # wrong tokens leave rubbish, which is written over
+                self._place(row, at, "rubbish")
+            accepted = self.random.randint(0, speculative)
             for _ in range(1 + accepted):
-                if self.active[s.slot]:
-                    made += self._token(s)
-                    self._write(s, len(text) - 2, len(text) - 1)
+                if self.active[row.slot]:
+                    made += self._token(row)
+                    self._write(row, len(text) - 2, len(text) - 1)
         return tokens
 
-    def _place(self, s, at, what):
-        self.cache[s.pages[at // PAGE], at % PAGE] = what
+    def _place(self, part, at, what):
+        self.cache[part.pages[at // PAGE], at % PAGE] = what
 
-    def _write(self, s, start, stop):
+    def _write(self, part, start, stop):
         for at in range(start, stop):
-            self._place(s, at, (s.params.adapter, tuple(self.texts[s.slot][: at + 1])))
+            self._place(part, at, (part.sequence.params.adapter, tuple(self.texts[part.slot][: at + 1])))
 
-    def _read(self, s, count):
+    def _read(self, part, count):
         for at in range(count):
-            found = self.cache[s.pages[at // PAGE], at % PAGE]
-            assert found == (s.params.adapter, tuple(self.texts[s.slot][: at + 1]))
+            found = self.cache[part.pages[at // PAGE], at % PAGE]
+            assert found == (part.sequence.params.adapter, tuple(self.texts[part.slot][: at + 1]))
 
-    def _token(self, s):
-        text = self.texts[s.slot]
-        text.append(following(text, s.seed))
-        self.active[s.slot] = text[-1] not in s.stop_ids and len(text) < s.limit
+    def _token(self, part):
+        text, request = self.texts[part.slot], part.sequence.request
+        text.append(following(text, part.sequence.seed))
+        self.active[part.slot] = text[-1] not in request.stop_token_ids and len(text) < request.max_length
         return [text[-1]]
 
 
 class Simulation:
     """The engine's loop around a scheduler; checks every batch that it makes."""
 
-    def __init__(self, random, *, slots=3, pages=12, steps=4, drafts=0, in_flight=1, adapters=None, **config):
-        self.config = EngineConfig(slots=slots, context=CONTEXT, page_size=PAGE, **{"piece_tokens": 8} | config)
-        self.scheduler = Scheduler(self.config, PagePool(pages, PAGE), adapters)
+    def __init__(self, random, *, slots=3, pages=12, passes=4, speculative=0, in_flight=1, adapters=None, **config):
+        options = {"chunk_size": 8, "max_decode_passes": passes, "num_speculative_tokens": speculative} | config
+        self.config = EngineConfig(max_batch=slots, context=CONTEXT, page_size=PAGE, **options)
+        self.scheduler = DecoderScheduler(self.config, Buckets.of(self.config), PagePool(pages, PAGE), adapters)
+        self.outputs = OutputProcessor(itertools.count().__next__)
         self.device = Device(random)
-        self.steps, self.drafts, self.in_flight = steps, drafts, in_flight
-        self.flights = deque()
-        self.sequences: list[tuple[Sequence, list[int]]] = []
+        self.in_flight = in_flight
+        self.steps = deque()
+        self.sequences: list[Sequence] = []
         self.admitted: list[Sequence] = []
-        self.computed: dict[Sequence, int] = {}  # of those that run: where the next piece begins
+        self.failed: list[Sequence] = []
+        self.computed: dict[Sequence, int] = {}  # of those that run: where the next chunk begins
 
-    def add(self, prompt, *, max_tokens=4, n=1, seed=0, stop_ids=(STOP,), **params):
-        options = SamplingParams(max_tokens=max_tokens, seed=0, n=n, **params)
-        name, limit = str(len(self.sequences)), min(CONTEXT, len(prompt) + max_tokens)
-        made = [
-            Sequence(name, i, prompt, options, prompt=None, seed=seed + i, limit=limit, stop_ids=stop_ids, stream=None)
-            for i in range(n)
-        ]
+    def add(self, prompt, *, max_tokens=4, n=1, seed=0, stop_token_ids=(STOP,), **params):
+        request = Request(
+            request_id=str(len(self.sequences)),
+            prompt=None,
+            prompt_token_ids=prompt,
+            params=SamplingParams(max_tokens=max_tokens, n=n, **params),
+            max_length=min(CONTEXT, len(prompt) + max_tokens),
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+        )
+        self.scheduler.check(request)
+        made = request.sequences()
         for sequence in made:
-            self.scheduler.check(sequence)
             self.scheduler.add(sequence)
-            self.sequences.append((sequence, prompt))
+            self.sequences.append(sequence)
         return made[0]
+
+    def running(self, sequence):
+        allocation = self.scheduler.allocation(sequence)
+        return allocation is not None and allocation.running
 
     def step(self):
         """One step; False if there is nothing left to do."""
-        before = sorted(self.scheduler.running, key=lambda s: s.order)
-        batch = self.scheduler.schedule(self.steps, self.drafts)
-        self.check_preempted(before)
-        if batch is None:
-            assert self.flights or not (self.scheduler.running or self.scheduler.waiting)
-        else:
+        before = sorted(self.scheduler.running, key=lambda a: a.order)
+        batch = self.scheduler.schedule()
+        for failure in batch.failures:
+            self.outputs.fail(failure.sequence, failure.message)
+            self.failed.append(failure.sequence)
+        self.check_preempted([a.sequence for a in before])
+        if batch:
             self.check_batch(batch, before)
-            self.flights.append((batch, self.device.run(batch)))
-        busy = bool(self.flights)
-        self.collect(self.in_flight if batch is not None else 0)
+            self.steps.append((batch, self.device.run(batch)))
+        else:
+            assert self.steps or not (self.scheduler.running or self.scheduler.waiting)
+        busy = bool(self.steps)
+        self.collect(self.in_flight if batch else 0)
         return busy
 
     def collect(self, keep):
-        while len(self.flights) > keep:
-            batch, results = self.flights.popleft()
-            for (sequence, _, most), tokens in zip(batch.growth(), results, strict=True):
-                assert len(tokens) <= most
-                for token in tokens:
-                    if not sequence.finished:
-                        sequence.append(token, None)
-            self.scheduler.commit(batch)
+        while len(self.steps) > keep:
+            batch, output = self.steps.popleft()
+            made = {part.sequence: found.token_ids for part, found in zip(batch.parts, output.outputs, strict=True)}
+            for sequence, _, most in batch.growth():
+                assert len(made[sequence]) <= most
+            self.outputs.process(batch, output)
+            self.scheduler.commit(batch, output)
             self.scheduler.check_integrity()
 
     def check_preempted(self, before):
         """Those that lost their place are the last in order."""
-        gone = [s for s in before if s.slot < 0]
+        gone = [s for s in before if not self.running(s)]
         assert gone == before[len(before) - len(gone) :]
         for sequence in gone:
             del self.computed[sequence]
 
     def check_batch(self, batch, before):
         config = self.config
-        self.admitted += batch.admitted
-        for sequence in batch.admitted:
-            first = next((p.start for p in batch.pieces if p.sequence is sequence), None)
-            self.computed[sequence] = sequence.computed if first is None else first
-        for piece in batch.pieces:
-            assert piece.start == self.computed[piece.sequence]
-            assert 1 <= piece.count <= config.piece_tokens
-            self.computed[piece.sequence] += piece.count
-            assert piece.last == (self.computed[piece.sequence] == len(piece.sequence.ids))
-        if batch.pieces:
-            assert len(batch.pieces) * config.piece_tokens <= config.token_budget
-            assert sum(p.count for p in batch.pieces) <= config.token_budget
-            assert (batch.steps, batch.drafts) == (1, 0)
-        assert 1 <= batch.steps <= self.steps
-        assert batch.drafts in (0, self.drafts)
-        assert len(set(batch.rows)) == len(batch.rows) <= config.slots
-        assert not any(s.prefilling or s.slot < 0 for s in batch.rows)
-        if before and len(before[0].ids) + before[0].least < before[0].limit + batch.steps:
-            ends = len(before[0].ids) + before[0].least >= before[0].limit
-            assert before[0] in batch.sequences or ends  # the first in order always runs
+        for admission in batch.admissions:
+            self.admitted.append(admission.sequence)
+            self.computed[admission.sequence] = admission.num_cached_tokens
+        for chunk in batch.chunks:
+            assert chunk.start == self.computed[chunk.sequence]
+            assert 1 <= chunk.count <= config.chunk_size
+            self.computed[chunk.sequence] += chunk.count
+            assert chunk.last == (self.computed[chunk.sequence] == len(chunk.sequence.token_ids))
+        if batch.chunks:
+            assert len(batch.chunks) * config.chunk_size <= config.token_budget
+            assert sum(chunk.count for chunk in batch.chunks) <= config.token_budget
+            assert (batch.passes, batch.num_speculative_tokens) == (1, 0)
+        assert 1 <= batch.passes <= config.max_decode_passes
+        assert batch.num_speculative_tokens in (0, config.num_speculative_tokens)
+        rows = [self.scheduler.allocation(row.sequence) for row in batch.rows]
+        assert len(set(rows)) == len(rows) <= config.max_batch
+        assert not any(a.prefilling or not a.running for a in rows)
+        if before:  # the first in order always runs, unless the steps in flight end it
+            first = before[0]
+            assert first.sequence in batch.sequences or first.max_remaining <= 0
 
     def abort(self, sequence):
-        self.scheduler.abort(sequence.request_id)
+        for gone in self.scheduler.remove(sequence.request_id):
+            self.outputs.abort(gone)
         self.scheduler.check_integrity()
-        for gone in [s for s in self.computed if s.slot < 0]:
+        self.forget_gone()
+
+    def forget_gone(self):
+        for gone in [s for s in self.computed if not self.running(s)]:
             del self.computed[gone]
 
     def finish(self):
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if not self.step():
                 break
-            for sequence in [s for s in self.computed if s.slot < 0]:
-                del self.computed[sequence]
-        for sequence, prompt in self.sequences:
+            self.forget_gone()
+        for sequence in self.sequences:
             assert sequence.finished
-            if sequence.finish_reason is not FinishReason.ABORT:
-                assert sequence.ids == alone(sequence, prompt)
-            assert (sequence.least, sequence.most) == (0, 0)
+            if sequence.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
+                assert sequence.token_ids == alone(sequence)
+            assert self.scheduler.allocation(sequence) is None
         assert self.scheduler.pages.free == self.scheduler.pages.count
         assert not self.scheduler.waiting
 
@@ -232,8 +252,8 @@ def test_every_request_ends_with_the_text_it_has_alone(seed):
         random,
         slots=random.randint(1, 4),
         pages=random.randint(8, 14),
-        steps=random.randint(1, 5),
-        drafts=random.choice([0, 0, 3]),
+        passes=random.randint(1, 5),
+        speculative=random.choice([0, 0, 3]),
         in_flight=random.randint(0, 2),
         token_budget=random.choice([8, 16, 64]),
         prefix_caching=random.random() < 0.7,
@@ -251,7 +271,7 @@ def test_every_request_ends_with_the_text_it_has_alone(seed):
         )
         for _ in range(random.randint(0, 3)):
             simulation.step()
-        victim, _ = random.choice(simulation.sequences)
+        victim = random.choice(simulation.sequences)
         if random.random() < 0.15 and not victim.finished:
             simulation.abort(victim)
     simulation.finish()
@@ -266,7 +286,7 @@ def test_admission_is_by_priority_and_then_by_arrival():
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32))
-def test_only_so_many_later_requests_overtake_one(seed):
+def test_a_bounded_number_of_later_requests_overtakes_one(seed):
     random = Random(seed)
     simulation = Simulation(random, slots=2, pages=16)
     priority = {}
@@ -286,11 +306,11 @@ def test_only_so_many_later_requests_overtake_one(seed):
 
 
 def test_the_last_in_order_gives_way_and_comes_back():
-    simulation = Simulation(Random(0), slots=2, pages=8, steps=1, in_flight=0)
-    later, earlier = (simulation.add([0] * 10, max_tokens=20, stop_ids=(), priority=p) for p in (1, 0))
+    simulation = Simulation(Random(0), slots=2, pages=8, passes=1, in_flight=0)
+    later, earlier = (simulation.add([0] * 10, max_tokens=20, stop_token_ids=(), priority=p) for p in (1, 0))
     while not simulation.scheduler.preemptions:
         assert simulation.step()
-    assert [s.slot >= 0 for s in (later, earlier)] == [False, True]
+    assert [simulation.running(s) for s in (later, earlier)] == [False, True]
     simulation.finish()
     assert simulation.admitted.count(later) >= 2
     assert simulation.admitted.count(earlier) == 1
@@ -301,8 +321,8 @@ def test_completions_of_one_prompt_share_its_pages():
     simulation.add([0, 1, 2, 0, 1, 2, 0, 1, 2], n=3)  # two full pages, and one that each completes
     simulation.step()
     running = simulation.scheduler.running
-    shared = {tuple(s.pages[:2]) for s in running}
-    assert (len(running), len(shared), len({s.pages[2] for s in running})) == (3, 1, 3)
+    shared = {tuple(a.pages[:2]) for a in running}
+    assert (len(running), len(shared), len({a.pages[2] for a in running})) == (3, 1, 3)
     simulation.finish()
 
 
@@ -317,7 +337,7 @@ def test_a_request_that_could_never_run_is_refused():
 @pytest.fixture
 def adapters(tmp_path):
     """One slot for two adapters, and a third that cannot be read."""
-    slots = AdapterSlots(1, 4, 1 << 20, "tiny", CONFIG)
+    slots = AdapterCache(1, 4, 1 << 20, "tiny", CONFIG)
     for name in ("one", "other", "broken"):
         pair = random_pair(32, 32, 2, np.random.default_rng(0))
         slots.register(name, save_adapter(tmp_path / name, {"model.layers.0.self_attn.q_proj": pair}))
@@ -330,18 +350,20 @@ def test_requests_wait_for_a_slot_of_their_adapter(adapters):
     for name in ("one", "other", None, "one"):
         simulation.add([0, 1, 2] * 3, adapter=name)
     simulation.step()
-    assert [s.params.adapter for s in simulation.scheduler.running] == ["one"]
+    assert [a.sequence.params.adapter for a in simulation.scheduler.running] == ["one"]
     simulation.finish()
     assert [s.params.adapter for s in simulation.admitted] == ["one", "other", None, "one"]
-    assert all(s.cached == 0 or s.params.adapter == "one" for s in simulation.admitted)  # none shares another's pages
+    assert all(
+        s.num_cached_tokens == 0 or s.params.adapter == "one" for s in simulation.admitted
+    )  # none shares another's pages
 
 
 def test_adapters_that_cannot_be_read_end_their_own_requests(adapters):
     simulation = Simulation(Random(0), adapters=adapters)
     broken = [simulation.add([0, 1], adapter="broken") for _ in range(2000)]
     fine = simulation.add([0, 1], adapter="one")
-    simulation.sequences = [(fine, [0, 1])]
     simulation.finish()
-    assert simulation.scheduler.dropped == broken
+    assert simulation.failed == broken
+    assert fine.error is None
     assert all(s.finish_reason is FinishReason.ERROR and "adapter_model.safetensors" in s.error for s in broken)
     adapters.check_integrity()

@@ -5,12 +5,16 @@ import dataclasses
 import jax
 import pytest
 
-from jaxinfer.generation import LLM, SamplingParams, sizing
-from jaxinfer.generation.config import EngineConfig
+from jaxinfer.generation import LLM, SamplingParams
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution import memory
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.platforms import buckets_of
 from jaxinfer.models.loading import load_model
 from tests.generation.conftest import PAGE_BYTES
 
-CONFIG = EngineConfig(slots=4, context=128)
+CONFIG = EngineConfig(max_batch=4, context=128)
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +23,7 @@ def model(model_dir):
 
 
 def test_a_cpu_with_ample_memory_holds_full_sequences(model):
-    plan = sizing.plan_memory(model, CONFIG)
+    plan = memory.plan_memory(model, CONFIG)
     assert plan.workspace is None
     assert (plan.page_bytes, plan.num_pages, plan.cache) == (PAGE_BYTES, 4 * 8, 4 * 8 * PAGE_BYTES)
     assert plan.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(model.state))
@@ -27,36 +31,36 @@ def test_a_cpu_with_ample_memory_holds_full_sequences(model):
 
 
 def test_an_int8_cache_takes_a_quarter(model):
-    plan = sizing.plan_memory(model, dataclasses.replace(CONFIG, kv_dtype="int8"))
+    plan = memory.plan_memory(model, dataclasses.replace(CONFIG, kv_dtype="int8"))
     scales = 2 * 2 * 2 * 4  # keys and values, layers, heads
     assert plan.page_bytes == PAGE_BYTES // 4 + scales
 
 
 def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
-    needed = sizing._workspace(sizing.ProgramBuilder(model, CONFIG, num_pages=4, processors={}))
+    needed = memory.workspace_bytes(DeviceLayout.of(model, CONFIG, num_pages=4), buckets_of(CONFIG, "cpu"))
     assert needed > 0
-    monkeypatch.setattr(sizing, "AMPLE", 100)
-    monkeypatch.setattr(sizing, "available_bytes", lambda mesh: int((needed + 10.5 * PAGE_BYTES) / sizing.FRACTION) + 1)
-    plan = sizing.plan_memory(model, CONFIG)
+    monkeypatch.setattr(memory, "AMPLE", 100)
+    monkeypatch.setattr(memory, "available_bytes", lambda mesh: int((needed + 10.5 * PAGE_BYTES) / memory.FRACTION) + 1)
+    plan = memory.plan_memory(model, CONFIG)
     assert plan.workspace == needed
     assert plan.num_pages == 10
     with pytest.raises(MemoryError, match=f"cache_bytes={20 * PAGE_BYTES} does not fit"):
-        sizing.plan_memory(model, CONFIG, cache_bytes=20 * PAGE_BYTES)
-    monkeypatch.setattr(sizing, "available_bytes", lambda mesh: needed)
+        memory.plan_memory(model, CONFIG, cache_bytes=20 * PAGE_BYTES)
+    monkeypatch.setattr(memory, "available_bytes", lambda mesh: needed)
     with pytest.raises(ValueError, match=f"one page of 16 tokens takes {PAGE_BYTES}: raise cache_bytes"):
-        sizing.plan_memory(model, CONFIG)
+        memory.plan_memory(model, CONFIG)
 
 
 def test_the_cache_is_as_large_as_planned_and_programs_need_no_more_than_said(tight_llm):
     tight_llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0))
-    caches = tight_llm.engine.runner._state.caches
+    caches = tight_llm.engine.executor._state.caches
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == tight_llm.memory.cache == 6 * PAGE_BYTES
-    assert 0 < tight_llm.engine.runner.workspace_bytes <= tight_llm.memory.workspace
+    assert 0 < tight_llm.engine.executor.workspace_bytes <= tight_llm.memory.workspace
 
 
 def test_programs_without_room_to_run_are_refused(model_dir, monkeypatch):
     llm = LLM(model_dir)
-    monkeypatch.setattr("jaxinfer.generation.runner.available_bytes", lambda mesh: 1)
+    monkeypatch.setattr("jaxinfer.generation.execution.decoder.available_bytes", lambda mesh: 1)
     with pytest.raises(MemoryError, match="lower cache_bytes, max_batch or token_budget"):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
 
@@ -64,32 +68,32 @@ def test_programs_without_room_to_run_are_refused(model_dir, monkeypatch):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("slots", 0),
+        ("max_batch", 0),
         ("context", 1),
         ("page_size", 0),
-        ("piece_tokens", 0),
-        ("padding", 0.5),
-        ("max_decode_steps", 0),
-        ("draft_tokens", -1),
+        ("chunk_size", 0),
+        ("max_decode_passes", 0),
+        ("num_speculative_tokens", -1),
         ("kv_dtype", "fp8"),
         ("max_adapters", -1),
     ],
 )
 def test_bad_sizes_are_named(field, value):
     with pytest.raises(ValueError, match=rf"EngineConfig\.{field} must be"):
-        EngineConfig(**{"slots": 4, "context": 128, field: value})
+        EngineConfig(**{"max_batch": 4, "context": 128, field: value})
 
 
 def test_steps_are_well_filled():
-    config = EngineConfig(slots=4, context=128, token_budget=512, piece_tokens=32)
-    assert config.piece_counts == (1, 4, 16)
-    assert [config.well_filled(n) for n in (0, 1, 3, 4, 5, 13, 16, 40)] == [0, 1, 1, 4, 4, 13, 16, 16]
-    padded = dataclasses.replace(config, padding=4.0)
-    assert [padded.well_filled(n) for n in (1, 2, 5, 13)] == [1, 2, 5, 13]
+    config = EngineConfig(max_batch=4, context=128, token_budget=512, chunk_size=32)
+    buckets = Buckets.of(config)
+    assert buckets.chunks == (1, 4, 16)
+    assert [buckets.full_chunks(n) for n in (0, 1, 3, 4, 5, 13, 16, 40)] == [0, 1, 1, 4, 4, 13, 16, 16]
+    padded = dataclasses.replace(buckets, max_padding=4.0)
+    assert [padded.full_chunks(n) for n in (1, 2, 5, 13)] == [1, 2, 5, 13]
 
 
-def test_pieces_that_the_decode_kernel_would_take_are_refused_on_a_gpu():
-    config = EngineConfig(slots=1, context=64, piece_tokens=8)
-    config.check_for("cpu")
-    with pytest.raises(ValueError, match="piece_tokens must be > 8 on a GPU, got 8"):
-        config.check_for("gpu")
+def test_chunks_that_the_decode_kernel_would_take_are_refused_on_a_gpu():
+    config = EngineConfig(max_batch=1, context=64, chunk_size=8)
+    buckets_of(config, "cpu")
+    with pytest.raises(ValueError, match="chunk_size must be > 8 on a GPU, got 8"):
+        buckets_of(config, "gpu")

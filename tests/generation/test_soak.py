@@ -11,43 +11,43 @@ import psutil
 import pytest
 
 from jaxinfer.compiled import enable_persistent_cache
-from jaxinfer.generation.config import EngineConfig
-from jaxinfer.generation.engine import Engine
-from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.request import FinishReason
-from jaxinfer.generation.structured import Structure
+from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.output import request_output
+from jaxinfer.generation.outputs import FinishReason
+from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.loading import load_model
 from tests.peft import random_pair, save_adapter
 
 CONFIG = EngineConfig(
-    slots=4,
+    max_batch=4,
     context=64,
     page_size=8,
     token_budget=32,
-    piece_tokens=8,
-    max_decode_steps=4,
-    draft_tokens=3,
+    chunk_size=8,
+    max_decode_passes=4,
+    num_speculative_tokens=3,
     max_adapters=2,
     max_lora_rank=4,
 )
 PAGES = 16
-MOST_LIVE = 24
+MAX_LIVE = 24
 CHECK_EVERY = 20
 LETTERS = dict.fromkeys((97, 98, 99), 8.0)
-STRUCTURES = (
-    Structure(regex="[ab]{2,20}c"),
-    Structure(choice=("yes", "no", "perhaps")),
-    Structure(json_schema={"type": "array", "items": {"type": "boolean"}, "maxItems": 4}),
+GRAMMARS = (
+    StructuredOutputsParams(regex="[ab]{2,20}c"),
+    StructuredOutputsParams(choice=("yes", "no", "perhaps")),
+    StructuredOutputsParams(json={"type": "array", "items": {"type": "boolean"}, "maxItems": 4}),
 )
 BAD = (
     ([], {}),
     ([1] * 64, {}),
     ([300], {}),
     ([1], {"adapter": "unknown"}),
-    ([1], {"processors": ("unknown",)}),
-    ([1], {"structure": Structure(regex="(")}),
-    ([1], {"stop_ids": (999,)}),
+    ([1], {"logits_processors": ("unknown",)}),
+    ([1], {"structured_outputs": StructuredOutputsParams(regex="(")}),
+    ([1], {"stop_token_ids": (999,)}),
 )
 
 
@@ -59,8 +59,8 @@ def without_d(scores, history, length):
 @pytest.fixture
 def engine(model_dir, tmp_path):
     enable_persistent_cache()
-    engine = Engine(
-        load_model(model_dir), Tokenizer.of(model_dir), CONFIG, num_pages=PAGES, processors={"no d": without_d}
+    engine = build_engine(
+        load_model(model_dir), Tokenizer.of(model_dir), CONFIG, num_pages=PAGES, logits_processors={"no d": without_d}
     )
     rng = np.random.default_rng(0)
     for name in ("one", "two", "three", "broken"):
@@ -88,7 +88,7 @@ class Load:
         prompt = random.choice(self.bases)[: random.randint(0, 40)] + random.choices(
             range(97, 100), k=random.randint(1, 9)
         )
-        sequences = self.engine.prepare(prompt, self.params())
+        sequences = self.engine.prepare(prompt, self.params()).sequences()
         self.engine.add(sequences)
         self.added += len(sequences)
         self.live[sequences[0].request_id] = sequences
@@ -97,10 +97,10 @@ class Load:
 
     def params(self):
         random, choice = self.random, self.random.choice
-        structure = choice(STRUCTURES) if random.random() < 0.15 else None
+        grammar = choice(GRAMMARS) if random.random() < 0.15 else None
         return SamplingParams(
             max_tokens=choice([1, 5, 15, 55, None]),
-            min_tokens=choice([0, 0, 1]) if structure is None else 0,
+            min_tokens=choice([0, 0, 1]) if grammar is None else 0,
             temperature=choice([0.0, 0.7, 1.0]),
             top_k=choice([0, 0, 30]),
             top_p=choice([1.0, 0.9]),
@@ -112,12 +112,12 @@ class Load:
             seed=choice([None, random.randrange(2**32)]),
             n=choice([1, 1, 1, 2, 5]),
             stop=choice([(), (), ("ab", "ccc")]),
-            stop_ids=choice([(), (101,)]),
+            stop_token_ids=choice([(), (101,)]),
             ignore_eos=random.random() < 0.5,
             logprobs=choice([None, None, 3]),
             prompt_logprobs=choice([None, None, None, 1]),
-            structure=structure,
-            processors=choice([(), (), ("no d",)]),
+            structured_outputs=grammar,
+            logits_processors=choice([(), (), ("no d",)]),
             adapter=choice([None, None, None, "one", "two", "three", "broken"]),
             priority=random.randint(-2, 2),
         )
@@ -142,7 +142,7 @@ class Load:
             if siblings is None or sequence not in siblings:
                 continue  # it was in flight when it ended
             if sequence in self.texts:
-                text = self.engine.output([sequence]).completions[0].text
+                text = request_output([sequence]).outputs[0].text
                 assert text.startswith(self.texts[sequence])
                 self.texts[sequence] = text
             if sequence.finished:
@@ -153,7 +153,7 @@ class Load:
             broken = sequence.params.adapter == "broken"
             assert (sequence.finish_reason is FinishReason.ERROR) == broken, sequence.error
         self.ended[sequence.finish_reason] += 1
-        self.recent.append((sequence, list(sequence.ids)))
+        self.recent.append((sequence, list(sequence.token_ids)))
         self.texts.pop(sequence, None)
         siblings.remove(sequence)
         if not siblings:
@@ -161,7 +161,7 @@ class Load:
 
     def check(self):
         self.engine.scheduler.check_integrity()
-        assert all(sequence.finished and sequence.ids == ids for sequence, ids in self.recent)
+        assert all(sequence.finished and sequence.token_ids == ids for sequence, ids in self.recent)
 
     def run(self, seconds):
         """Returns (seconds since the start, resident bytes) now and then."""
@@ -170,7 +170,7 @@ class Load:
             passed = time.monotonic() - start
             if passed > seconds:
                 return memory
-            if len(self.live) < MOST_LIVE and self.random.random() < 0.5:
+            if len(self.live) < MAX_LIVE and self.random.random() < 0.5:
                 self.add()
             if self.live and self.random.random() < 0.03:
                 self.abort()
@@ -199,7 +199,7 @@ def test_a_mixed_load_leaves_nothing_behind(engine):
         np.mean([used for at, used in memory if first * seconds <= at <= last * seconds])
         for first, last in ((0.15, 0.2), (0.95, 1.0))
     )
-    preemptions, misses = engine.scheduler.preemptions, engine.runner.programs.misses
+    preemptions, misses = engine.scheduler.preemptions, engine.executor.programs.misses
     print(f"{load.added} sequences, {dict(load.ended)}, {preemptions} preemptions, memory {late / early:.3f}")
     assert load.ended.total() == load.added
     assert min(load.ended[reason] for reason in FinishReason) > 0

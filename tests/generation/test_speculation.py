@@ -1,4 +1,4 @@
-"""Prompt lookup: what is proposed, that it changes no text and no distribution, and when it stops."""
+"""The n-gram proposer: what it proposes, that it changes no text and no distribution, and when it stops."""
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.generation import LLM, SamplingParams
-from jaxinfer.generation.drafting import RETRY, DraftControl, PassCosts
-from jaxinfer.generation.programs import LONGEST_NGRAM, SHORTEST_NGRAM, look_up
+from jaxinfer.generation.engine.speculation import RETRY, PassCosts, SpeculationControl
+from jaxinfer.generation.execution.programs.ngram import MAX_NGRAM, MIN_NGRAM, propose
 
-CONTEXT, MOST = 24, 5
-_look_up = jax.jit(look_up, static_argnums=2)
+CONTEXT, COUNT = 24, 5
+_propose = jax.jit(propose, static_argnums=2)
 
 
 def proposed(tokens):
-    """What `look_up` proposes, by its docstring."""
+    """What `propose` proposes, by its docstring."""
     ends = {}
     for end in range(len(tokens) - 1):
-        for size in range(min(LONGEST_NGRAM, end + 1), SHORTEST_NGRAM - 1, -1):
+        for size in range(min(MAX_NGRAM, end + 1), MIN_NGRAM - 1, -1):
             if tokens[end + 1 - size : end + 1] == tokens[-size:]:
                 ends[end] = size
                 break
@@ -27,7 +27,7 @@ def proposed(tokens):
         return []
     best = max(ends, key=lambda end: (ends[end], end))
     repeated = tokens[best + 1 :]
-    return [repeated[i % len(repeated)] for i in range(MOST)]
+    return [repeated[i % len(repeated)] for i in range(COUNT)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -36,16 +36,16 @@ def test_the_longest_then_latest_occurrence_is_continued(rows):
     history = np.full((3, CONTEXT), 1, np.int32)  # what is not known yet must not count
     for row, tokens in zip(history, rows, strict=True):
         row[: len(tokens)] = tokens
-    drafts, count = _look_up(history, np.array([len(tokens) for tokens in rows]), MOST)
-    found = [row[:n].tolist() for row, n in zip(np.asarray(drafts), count, strict=True)]
+    found, count = _propose(history, np.array([len(tokens) for tokens in rows]), COUNT)
+    found = [row[:n].tolist() for row, n in zip(np.asarray(found), count, strict=True)]
     assert found == [proposed(tokens) for tokens in rows]
 
 
 @pytest.fixture(scope="module")
-def drafting(model_dir):
-    # One pass a dispatch: from a request's second dispatch on it has drafts.
-    llm = LLM(model_dir, max_batch=1, draft_tokens=4, max_decode_steps=1)
-    llm.engine.runner._costs.ratio = lambda rows: 1.0  # drafts pay, however busy the machine is
+def speculating(model_dir):
+    # One pass a dispatch: from a request's second dispatch on it has speculative tokens.
+    llm = LLM(model_dir, max_batch=1, num_speculative_tokens=4, max_decode_passes=1)
+    llm.engine.scheduler._costs.ratio = lambda rows: 1.0  # speculation pays, however busy the machine is
     return llm
 
 
@@ -59,26 +59,26 @@ PROMPTS = [[5, 6, 7, 8, 9] * 4, [7] * 12]
         {"temperature": 0.7, "top_p": 0.9},
         {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
         {"temperature": 0.0, "logprobs": 2},
-        {"temperature": 0.5, "stop_ids": tuple(range(0, 256, 17))},
+        {"temperature": 0.5, "stop_token_ids": tuple(range(0, 256, 17))},
     ],
     ids=["greedy", "sampled", "penalties", "logprobs", "stops"],
 )
-def test_the_text_is_that_without_drafts(llm, drafting, options):
-    # A bias makes the model repeat itself, so that drafts are accepted.
+def test_the_text_is_that_without_speculation(llm, speculating, options):
+    # A bias makes the model repeat itself, so that speculative tokens are accepted.
     bias = dict.fromkeys((5, 6, 7, 8, 9), 6.0)
     params = [SamplingParams(seed=s, max_tokens=60, ignore_eos=True, logit_bias=bias, **options) for s in range(2)]
-    plain = [output.completions[0] for output in llm.generate(PROMPTS, params)]
-    drafted = [output.completions[0] for output in drafting.generate(PROMPTS, params)]
+    plain = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    drafted = [output.outputs[0] for output in speculating.generate(PROMPTS, params)]
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
     assert [c.finish_reason for c in drafted] == [c.finish_reason for c in plain]
     if "logprobs" in options:
         expected = [p.logprob for c in plain for p in c.logprobs]
         np.testing.assert_allclose([p.logprob for c in drafted for p in c.logprobs], expected, atol=1e-4)
     if options == {"temperature": 0.0}:
-        assert sum(c.accepted for c in drafted) > 10
+        assert sum(c.num_accepted_tokens for c in drafted) > 10
 
 
-def test_the_distribution_is_that_of_the_model(llm, drafting):
+def test_the_distribution_is_that_of_the_model(llm, speculating):
     """The second new token, which is proposed in each run, is drawn as often as the model says."""
     few = dict.fromkeys((5, 6, 7), 30.0)  # all the probability on three tokens
     # Every three of them stand in the prompt, so that there is always something to propose.
@@ -89,16 +89,16 @@ def test_the_distribution_is_that_of_the_model(llm, drafting):
 
     runs = 600
     # One after the other: steps that take in new prompts propose nothing.
-    outputs = [drafting.generate([prompt], params(seed, 4))[0] for seed in range(runs)]
-    pairs = [tuple(output.completions[0].token_ids[:2]) for output in outputs]
-    assert sum(output.completions[0].drafted for output in outputs) > runs / 2
+    outputs = [speculating.generate([prompt], params(seed, 4))[0] for seed in range(runs)]
+    pairs = [tuple(output.outputs[0].token_ids[:2]) for output in outputs]
+    assert sum(output.outputs[0].num_draft_tokens for output in outputs) > runs / 2
     # The scores of the first and, after each first token, of the second token, by the engine's own log probabilities.
-    shares = {}
+    likely = {}
     for first, p in following(llm, prompt).items():
         for second, q in following(llm, [*prompt, first]).items():
-            shares[first, second] = p * q
-    expected = np.array([shares[pair] for pair in sorted(shares)]) * runs
-    observed = np.array([pairs.count(pair) for pair in sorted(shares)])
+            likely[first, second] = p * q
+    expected = np.array([likely[pair] for pair in sorted(likely)]) * runs
+    observed = np.array([pairs.count(pair) for pair in sorted(likely)])
     kept = expected > 3
     chi2 = ((observed - expected) ** 2 / expected)[kept].sum()
     assert chi2 < kept.sum() + 4 * np.sqrt(2 * kept.sum()), (observed, expected)
@@ -111,22 +111,22 @@ def following(llm, prompt):
         only = {i: -np.inf for i in range(257) if i != token}
         bias = dict(list(only.items())[:299])
         out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=0, logit_bias=bias))
-        assert out[0].completions[0].token_ids == [token]
-        scores[token] = out[0].completions[0].logprobs[0].logprob
+        assert out[0].outputs[0].token_ids == [token]
+        scores[token] = out[0].outputs[0].logprobs[0].logprob
     total = jax.nn.logsumexp(jnp.array(list(scores.values())))
     return {token: float(np.exp(score - total)) for token, score in scores.items()}
 
 
-def test_drafts_that_do_not_pay_end_and_are_tried_again():
-    control = DraftControl(7)
+def test_speculation_that_does_not_pay_ends_and_is_tried_again():
+    control = SpeculationControl(7)
     assert control.limit(0) == 7
-    control.record(passes=2, accepted=1, produced=3, cost=2.0)  # half a token a pass, for twice the time
+    control.record(passes=2, accepted=1, num_output_tokens=3, cost=2.0)  # half a token a pass, for twice the time
     assert control.limit(3) == control.limit(3 + RETRY - 1) == 0
     assert control.limit(3 + RETRY) == 7
-    control.record(passes=1, accepted=0, produced=80, cost=2.0)
+    control.record(passes=1, accepted=0, num_output_tokens=80, cost=2.0)
     assert control.limit(80 + 2 * RETRY - 1) == 0  # the wait doubles
     assert control.limit(80 + 2 * RETRY) == 7
-    control.record(passes=1, accepted=5, produced=300, cost=2.0)
+    control.record(passes=1, accepted=5, num_output_tokens=300, cost=2.0)
     assert control.limit(300) == 7
 
 
@@ -135,7 +135,7 @@ def test_costs_of_passes_are_told_apart():
     assert costs.plain(4) is None
     assert costs.ratio(4) == 2.0
     for _ in range(30):
-        costs.record(4, seconds=0.010, plain=10, drafted=0)
-        costs.record(4, seconds=0.010 + 5 * 0.003, plain=10, drafted=5)
+        costs.record(4, seconds=0.010, plain=10, speculative=0)
+        costs.record(4, seconds=0.010 + 5 * 0.003, plain=10, speculative=5)
     assert costs.plain(4) == pytest.approx(0.001)
     assert costs.ratio(4) == pytest.approx(3.0)

@@ -16,7 +16,6 @@ from jaxinfer.cli.bench.options import (
     check_context,
     check_length,
     check_spread,
-    load_llm,
     parse_batch_sizes,
     read_config,
 )
@@ -27,6 +26,7 @@ from jaxinfer.cli.common import (
     MeshOption,
     QuantizeOption,
     SpeculationOption,
+    load_llm,
 )
 
 PROMPT_TOKENS, REQUESTS = 128, 64  # without --prompts-file
@@ -144,7 +144,7 @@ def throughput(
         prompts = encode_prompts(prompts_file, requests, model, config.vocab)
     workload = list(map(Request, prompts, spread_lengths(rng, output_tokens, spread, len(prompts))))
     for number, request in enumerate(workload, 1):
-        check_length(len(request.prompt_ids), request.output_tokens, limit, f"Request {number}: ")
+        check_length(len(request.prompt_token_ids), request.output_tokens, limit, f"Request {number}: ")
 
     llm = load_llm(ctx, max_batch=max_batch)
     with progress.progress_bar("warm-up", sum(r.output_tokens for r in workload)) as (bar, task):

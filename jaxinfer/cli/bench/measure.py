@@ -13,9 +13,7 @@ import numpy as np
 from jaxinfer.cli.bench.results import Latency, Throughput, WarmUp
 from jaxinfer.cli.bench.workload import Request, random_prompts
 from jaxinfer.compiled.program import bucket_text
-from jaxinfer.generation.llm import LLM
-from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.request import Completion
+from jaxinfer.generation import LLM, CompletionOutput, SamplingParams
 
 
 def measure_latency(
@@ -49,7 +47,7 @@ def measure_latency(
     for batch in batches:
         run(batch, warmup)
     warm_up = _warm_up(llm, start)
-    with llm.engine.runner.programs.forbid_compile():
+    with llm.engine.executor.programs.forbid_compile():
         return [run(batch, rounds) for batch in batches], warm_up
 
 
@@ -64,20 +62,20 @@ def measure_throughput(
     """Queue all requests at once and time until the last is finished, after `warmup` >= 1 unmeasured runs.
 
     The warm-up runs random prompts of the same lengths. Times and progress come from `LLM.stream` without a limit on
-    its steps: it dispatches the same programs as `generate`, and yields an output per request and dispatch. `progress`
+    its passes: it dispatches the same programs as `generate`, and yields an output per request and dispatch. `progress`
     is called for each output, with the number of finished requests and the output tokens so far.
     """
     rng, start = np.random.default_rng(seed), time.perf_counter()
     for _ in range(warmup):
-        others = _random(llm, rng, [len(r.prompt_ids) for r in requests])
+        others = _random(llm, rng, [len(r.prompt_token_ids) for r in requests])
         _run_throughput(llm, [Request(p, r.output_tokens) for p, r in zip(others, requests, strict=True)])
     warm_up = _warm_up(llm, start)
-    with llm.engine.runner.programs.forbid_compile():
+    with llm.engine.executor.programs.forbid_compile():
         return _run_throughput(llm, requests, progress), warm_up
 
 
 def _check_fits_at_once(llm: LLM, batch: int, tokens: int) -> None:
-    page_size, pages = llm.engine.config.page_size, llm.engine.scheduler.pages.count
+    page_size, pages = llm.engine.config.page_size, llm.memory.num_pages
     if batch * -(-tokens // page_size) > pages:
         raise ValueError(
             f"A batch of {batch} requests of {tokens} tokens does not fit in the cache of {pages} pages of {page_size} "
@@ -99,16 +97,16 @@ def _run_latency_round(llm: LLM, result: Latency, prompts: list[list[int]], stre
     outputs = llm.generate(prompts, params)
     result.end_to_end_s.append(time.perf_counter() - start)
     for output in outputs:
-        _add_times(output.completions[0], result.first_token_s, result.per_output_token_s)
-        result.total_output_tokens += len(output.completions[0].token_ids)
+        _add_times(output.outputs[0], result.first_token_s, result.per_output_token_s)
+        result.total_output_tokens += len(output.outputs[0].token_ids)
     result.inter_token_s += _inter_token_gaps(llm, streamed, params)
 
 
 def _inter_token_gaps(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[float]:
-    """Seconds between the outputs of each request, streamed one token per step."""
+    """Seconds between the outputs of each request, streamed one pass per step."""
     gaps, last = [], {}
-    for output in llm.stream(prompts, params, max_steps=1):
-        if not output.completions[0].token_ids:
+    for output in llm.stream(prompts, params, max_passes=1):
+        if not output.outputs[0].token_ids:
             continue  # a chunk of a long prompt
         now = time.perf_counter()
         if output.request_id in last:
@@ -120,16 +118,16 @@ def _inter_token_gaps(llm: LLM, prompts: list[list[int]], params: SamplingParams
 def _run_throughput(
     llm: LLM, requests: Sequence[Request], progress: Callable[[int, int], None] = lambda finished, tokens: None
 ) -> Throughput:
-    done: list[Completion] = []
+    done: list[CompletionOutput] = []
     timeline, counts, tokens = [], dict[str, int](), 0
     start = time.perf_counter()
     outputs = llm.stream(
-        [r.prompt_ids for r in requests],
+        [r.prompt_token_ids for r in requests],
         [_params(r.output_tokens) for r in requests],
-        max_steps=max(r.output_tokens for r in requests),
+        max_passes=max(r.output_tokens for r in requests),
     )
     for output in outputs:
-        completion, count = output.completions[0], len(output.completions[0].token_ids)
+        completion, count = output.outputs[0], len(output.outputs[0].token_ids)
         tokens += count - counts.get(output.request_id, 0)
         counts[output.request_id] = count
         timeline.append((time.perf_counter() - start, tokens))
@@ -142,7 +140,7 @@ def _run_throughput(
         _add_times(completion, first_token_s, per_output_token_s)
     return Throughput(
         seconds=seconds,
-        prompt_tokens=sum(len(r.prompt_ids) for r in requests),
+        prompt_tokens=sum(len(r.prompt_token_ids) for r in requests),
         output_tokens=tokens,
         end_to_end_s=[completion.timings.total_s for completion in done],
         first_token_s=first_token_s,
@@ -151,7 +149,7 @@ def _run_throughput(
     )
 
 
-def _add_times(completion: Completion, first_token_s: list[float], per_output_token_s: list[float]) -> None:
+def _add_times(completion: CompletionOutput, first_token_s: list[float], per_output_token_s: list[float]) -> None:
     timings, rest = completion.timings, len(completion.token_ids) - 1
     assert timings.first_token_s is not None, "the completion is finished"
     first_token_s.append(timings.first_token_s)
@@ -160,6 +158,6 @@ def _add_times(completion: Completion, first_token_s: list[float], per_output_to
 
 
 def _warm_up(llm: LLM, start: float) -> WarmUp:
-    programs = llm.engine.runner.programs
+    programs = llm.engine.executor.programs
     seconds = {f"{p.name}: {bucket_text(p.bucket)}": p.cost.compile_seconds for p in programs}
     return WarmUp(seconds=time.perf_counter() - start, compile_s=sum(seconds.values()), programs=seconds)

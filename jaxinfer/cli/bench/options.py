@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer.cli.common import parse_mesh
-
 if TYPE_CHECKING:
-    from jaxinfer.generation import LLM
     from jaxinfer.models import DecoderConfig
 
 ModelArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)]
@@ -61,17 +58,3 @@ def check_length(prompt_tokens: int, output_tokens: int, context: int, which: st
             f"{which}{prompt_tokens} prompt and {output_tokens} output tokens are more than the context of {context}; "
             "lower one of them or raise --context."
         )
-
-
-def load_llm(ctx: typer.Context, *, max_batch: int) -> "LLM":
-    """The model, loaded with the options that both commands share."""
-    from jaxinfer.generation import LLM
-
-    names = ("dtype", "quantize", "context", "kv_dtype", "kernels")
-    return LLM(
-        ctx.params["model"],
-        mesh=parse_mesh(ctx.params["mesh"]),
-        max_batch=max_batch,
-        draft_tokens=ctx.params["num_speculative_tokens"],
-        **{name: ctx.params[name] for name in names},
-    )

@@ -68,7 +68,7 @@ def write_report(
             **{name: importlib.metadata.version(name) for name in PACKAGES},
         },
         "machine": machine(),
-        "settings": options | settings | {"context": llm.engine.context},
+        "settings": options | settings | {"context": llm.engine.config.context},
         "warm_up": dataclasses.asdict(warm_up),
         "metrics": metrics,
     }

@@ -67,7 +67,7 @@ class Latency:
       first_token_s: from queueing until the first token is on the host; one per request.
       per_output_token_s: the rest of the request's time, divided by its tokens after the first; one per request. One
         dispatch decodes several tokens, so this is a mean, not the time between two tokens that a caller sees.
-      inter_token_s: between two outputs of a request under `LLM.stream(max_steps=1)`, which yields every token as it
+      inter_token_s: between two outputs of a request under `LLM.stream(max_passes=1)`, which yields every token as it
         is generated, at the cost of a dispatch each; measured in rounds of its own, because it slows the others down.
       total_output_tokens: of the rounds in `end_to_end_s`.
     """

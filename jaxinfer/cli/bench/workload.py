@@ -14,7 +14,7 @@ from jaxinfer.generation.text import Tokenizer, encode_prompt
 class Request:
     """A prompt, and how many tokens to generate."""
 
-    prompt_ids: list[int]
+    prompt_token_ids: list[int]
     output_tokens: int
 
 

@@ -1,0 +1,86 @@
+"""`Embedder`: sentence vectors from an encoder, or from a decoder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxinfer.compiled import enable_persistent_cache
+from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.api.embedding import embed
+from jaxinfer.generation.api.llm import LLM
+from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
+from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.text import Prompt, Tokenizer
+from jaxinfer.models.loading import Description, LoadedModel, load_model
+from sharding import MeshConfig, ShardingRules
+
+ENCODER_TOKENS = 4096
+"""The token budget of an encoder's batch, padding included, unless told otherwise."""
+
+
+class Embedder:
+    """A model, ready to embed texts: an encoder with its pooling, or a decoder by the mean of its hidden vectors.
+
+    Args:
+      path: a model directory.
+      mesh: how to split the model over devices, as in `LLM`.
+      dtype: as in `LLM`.
+      quantize: as in `LLM`.
+      rules: as in `LLM`.
+      max_batch: how many texts can run at once.
+      context: how many tokens a text can have; None: the model's own.
+      options: those of `LLM` for a decoder; for an encoder token_budget, overlap and kernels.
+
+    Attributes:
+      engine: where requests can be queued one by one (`prepare` with PoolingParams, `add`, `step`, `abort`).
+
+    Raises as `LLM` does.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        mesh: Mesh | MeshConfig | str | Path | None = None,
+        dtype: str | None = None,
+        quantize: str | None = None,
+        rules: ShardingRules | None = None,
+        max_batch: int = 32,
+        context: int | None = None,
+        **options: Unpack[EngineOptions],
+    ):
+        if max_batch < 1:
+            raise ValueError(f"Embedder.max_batch must be >= 1, got {max_batch}.")
+        description = Description.read(path)
+        self.model: LoadedModel
+        self.engine: Engine
+        self.tokenizer: Tokenizer | None
+        if description.kind == "decoder":
+            llm = LLM(
+                path,
+                mesh=mesh,
+                dtype=dtype,
+                quantize=quantize,
+                rules=rules,
+                max_batch=max_batch,
+                context=context,
+                **options,
+            )
+            self.model, self.engine, self.tokenizer = llm.model, llm.engine, llm.tokenizer
+            return
+        longest = description.config.context
+        if context is not None and not 1 < context <= longest:
+            raise ValueError(f"Embedder.context must be in [2, {longest}] for this model, got {context}.")
+        options.setdefault("token_budget", ENCODER_TOKENS)
+        config = EngineConfig(max_batch=max_batch, context=context or longest, **options)
+        enable_persistent_cache()
+        self.model = load_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
+        self.tokenizer = Tokenizer.of(self.model.folder)
+        self.engine = build_engine(self.model, self.tokenizer, config)
+
+    def embed(self, texts: Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
+        """Vectors of length 1, float32 [len(texts), D]. Raises ValueError for an empty or too long text, naming it."""
+        return embed(self.engine, texts, size=self.model.config.embed, adapter=adapter)

@@ -1,0 +1,28 @@
+"""Vectors of texts, through any engine."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.params import PoolingParams
+from jaxinfer.generation.text import Prompt
+
+
+def embed(engine: Engine, texts: Iterable[Prompt], *, size: int, adapter: str | None = None) -> np.ndarray:
+    """The vectors of texts or token ids, of length 1: float32 [texts, size].
+
+    Raises ValueError for an invalid text, naming it, before anything runs; RuntimeError if a step fails.
+    """
+    groups = []
+    for index, text in enumerate(texts):
+        try:
+            groups.append(engine.prepare(text, PoolingParams(adapter=adapter)).sequences())
+        except ValueError as error:
+            raise ValueError(f"Text {index}: {error}") from error
+    for _ in engine.run(groups):
+        pass
+    for index, (sequence,) in enumerate(groups):
+        if sequence.error is not None:
+            raise RuntimeError(f"Text {index}: {sequence.error}")
+    return np.array([sequence.embedding for (sequence,) in groups], np.float32).reshape(-1, size)

@@ -1,0 +1,193 @@
+"""`LLM`: load a model directory and generate, in three lines."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxinfer.compiled import enable_persistent_cache
+from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.api.embedding import embed
+from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
+from jaxinfer.generation.engine.output import request_output
+from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.execution.memory import plan_memory
+from jaxinfer.generation.outputs import RequestOutput
+from jaxinfer.generation.params import SamplingParams
+from jaxinfer.generation.renamed import renamed
+from jaxinfer.generation.sampling.sampler import LogitsProcessor
+from jaxinfer.generation.text import Prompt, Tokenizer
+from jaxinfer.models import DecoderConfig
+from jaxinfer.models.adapters import AdapterInfo
+from jaxinfer.models.loading import load_model
+from sharding import MeshConfig, ShardingRules
+
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+@renamed(
+    draft_tokens="num_speculative_tokens",
+    processors="logits_processors",
+    piece_tokens="chunk_size",
+    max_decode_steps="max_decode_passes",
+)
+class LLM:
+    """A decoder-only model, ready to generate.
+
+    Args:
+      path: a model directory (`jaxinfer convert` makes one from Hugging Face files).
+      mesh: how to split the model over devices: a MeshConfig, the path of a TOML file with a [mesh] table, a
+        `jax.sharding.Mesh` with MeshConfig's axes, or None for the first device.
+      dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
+      quantize: "int8" multiplies in int8 (weights per channel, activations per row); "int4" (per 128 inputs) and "fp8"
+        (per channel) hold the weights alone so; None: as stored.
+      rules: which dimension of weights and caches is split over which mesh axis; None: heads, MLP and vocabulary.
+      max_batch: how many sequences can run at once.
+      context: how many tokens a sequence can have, prompt and output; None: the model's own.
+      cache_bytes: memory for keys and values; None: as `memory.plan_memory` finds.
+      adapters: LoRA adapters (PEFT folders) by the name that `SamplingParams.adapter` gives.
+      logits_processors: `sampler.LogitsProcessor`s by the name that `SamplingParams.logits_processors` gives.
+      options: `EngineOptions`: page_size, token_budget, chunk_size, max_decode_passes, num_speculative_tokens,
+        prefix_caching, kv_dtype, max_adapters, max_lora_rank, adapter_bytes, overlap, kernels.
+
+    Raises ValueError naming what is wrong and how to fix it, and MemoryError if the weights do not fit, both before
+    any weight is read.
+
+    >>> llm = LLM("examples/demo_model")  # doctest: +SKIP
+    >>> llm.generate("import os\\n", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        mesh: Mesh | MeshConfig | str | Path | None = None,
+        dtype: str | None = None,
+        quantize: str | None = None,
+        rules: ShardingRules | None = None,
+        max_batch: int = 8,
+        context: int | None = None,
+        cache_bytes: int | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
+        **options: Unpack[EngineOptions],
+    ):
+        if max_batch < 1:
+            raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
+        known = EngineOptions.__annotations__
+        if unknown := options.keys() - known.keys():
+            raise TypeError(f"LLM has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
+        enable_persistent_cache()
+        self.model = load_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
+        model = self.model.config
+        if not isinstance(model, DecoderConfig):
+            raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
+        if context is not None and not 1 < context <= model.context:
+            raise ValueError(f"LLM.context must be in [2, {model.context}] for this model, got {context}.")
+        if adapters:
+            options.setdefault("max_adapters", min(len(adapters), 8))
+            options.setdefault("max_lora_rank", max(AdapterInfo.read(folder).rank for folder in adapters.values()))
+            if options.get("max_adapters") == 0:
+                raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
+        config = EngineConfig(max_batch=max_batch, context=context or model.context, **options)
+        self.tokenizer = Tokenizer.of(self.model.folder)
+        self.memory = plan_memory(self.model, config, cache_bytes=cache_bytes)
+        self.engine = build_engine(
+            self.model,
+            self.tokenizer,
+            config,
+            num_pages=self.memory.num_pages,
+            logits_processors=logits_processors,
+        )
+        for name, folder in (adapters or {}).items():
+            assert self.engine.adapters is not None
+            self.engine.adapters.register(name, folder)
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """A request that `generate` and `stream` take in place of a prompt: tokenised and checked once.
+
+        Raises the ValueError that `generate` would raise for this prompt.
+        """
+        return self.engine.prepare(prompt, params or SamplingParams())
+
+    def generate(
+        self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None = None
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results in the order of the prompts.
+
+        Args:
+          prompts: one or several prompts, each a text, a list of token ids, or a request from `prepare`.
+          params: one SamplingParams for all, or one each; None for requests, which have theirs.
+        Raises ValueError for an invalid prompt, naming it, before anything runs.
+        """
+        groups = [request.sequences() for request in self._prepare(prompts, params)]
+        for _ in self.engine.run(groups):
+            pass
+        return [request_output(sequences) for sequences in groups]
+
+    @renamed(max_steps="max_passes")
+    def stream(
+        self,
+        prompts: Prompt | Request | Sequence[Prompt | Request],
+        params: Params | None = None,
+        *,
+        max_passes: int = 4,
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields a request's output, as far as it has come, each time it grows.
+
+        `max_passes` bounds the passes through the model, and so the tokens, between two yields. Closing the iterator
+        gives the requests up.
+        """
+        groups = {r.request_id: r.sequences() for r in self._prepare(prompts, params)}
+        for advanced in self.engine.run(list(groups.values()), max_passes):
+            for request_id in dict.fromkeys(s.request_id for s in advanced):
+                yield request_output(groups[request_id])
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of every prompt that beam search finds; results in the order of the prompts.
+
+        Raises ValueError for an invalid prompt, naming it, before anything runs.
+        """
+        return beam_search(self.engine, _as_list(prompts), params or BeamSearchParams())
+
+    def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
+        """The mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
+
+        Raises ValueError for an invalid text, naming it, before anything runs.
+        """
+        return embed(self.engine, _as_list(texts), size=self.model.config.embed, adapter=adapter)
+
+    def chat(self, messages: list[dict], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation ({"role", "content"} messages) through the model's chat template."""
+        if self.tokenizer is None:
+            raise ValueError("The model directory has no tokenizer, so it cannot chat.")
+        return self.generate([self.tokenizer.chat(messages)], params)[0]
+
+    def _prepare(self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None) -> list[Request]:
+        batch = _as_list(prompts)
+        if params is not None and any(isinstance(prompt, Request) for prompt in batch):
+            raise ValueError("A prepared request has its SamplingParams: give none beside it.")
+        given = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
+        if len(given) != len(batch):
+            raise ValueError(f"{len(batch)} prompts but {len(given)} SamplingParams: give one for all, or one each.")
+        requests = []
+        for index, (prompt, options) in enumerate(zip(batch, given, strict=True)):
+            try:
+                requests.append(prompt if isinstance(prompt, Request) else self.engine.prepare(prompt, options))
+            except ValueError as error:
+                raise ValueError(f"Prompt {index}: {error}") from error
+        if len({request.request_id for request in requests}) < len(requests):
+            raise ValueError("A prepared request is given twice: prepare the prompt once for each time it is to run.")
+        return requests
+
+
+def _as_list[T](prompts: T | Sequence[T]) -> list[T]:
+    """One prompt (a text, a list of ids, a request) or several, as a list."""
+    items = cast(Any, prompts)
+    alone = isinstance(items, str | Request) or (items and all(isinstance(item, int) for item in items))
+    return cast(list[T], [items] if alone else list(items))

@@ -1,0 +1,225 @@
+"""What the scheduler gives a sequence while it runs: a slot, pages of the KV cache, an adapter on the device."""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from jaxinfer.generation.engine.batch import Admission
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.page_pool import PagePool
+from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.engine.speculation import SpeculationControl
+from jaxinfer.generation.lora.cache import AdapterCache
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Allocation:
+    """The scheduler's view of a sequence. Only the scheduler and its `Allocator` write to it.
+
+    Attributes:
+      sequence: whose it is.
+      order: its place in the queue; the smallest is served first and gives way last.
+      speculation: whether speculation pays for it; None where the engine has none.
+      slot: its place on the device while it runs; -1 while it waits.
+      adapter_index: its adapter's place on the device, from 1; 0 is none.
+      pages: its pages, in the order of its tokens.
+      prefilling: whether more than its last token has to go through the model before it can decode.
+      num_prefilled_tokens: leading tokens whose keys and values the cache had or that went into chunks.
+      num_inserted_pages: leading pages that are in the tree of cached prefixes.
+      node: the last of them in the tree.
+      min_in_flight: the least number of tokens that the steps in flight will add.
+      max_in_flight: the greatest.
+    """
+
+    sequence: Sequence
+    order: int
+    speculation: SpeculationControl | None = None
+    slot: int = -1
+    adapter_index: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    prefilling: bool = True
+    num_prefilled_tokens: int = 0
+    num_inserted_pages: int = 0
+    node: Hashable = None
+    min_in_flight: int = 0
+    max_in_flight: int = 0
+
+    @property
+    def running(self) -> bool:
+        return self.slot >= 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose keys and values are in the cache, as far as the host has seen, or on their way."""
+        return self.num_prefilled_tokens if self.prefilling else len(self.sequence.token_ids) - 1
+
+    @property
+    def max_remaining(self) -> int:
+        """The most tokens that it can still get after the steps in flight, unless something ends it."""
+        return self.sequence.max_length - len(self.sequence.token_ids) - self.min_in_flight
+
+
+class _Pages(NamedTuple):
+    """The pages that a sequence begins with.
+
+    Attributes:
+      pages: all of them.
+      num_shared: how many are shared with others, from the first on.
+      node: the last of those in the tree of cached prefixes.
+      num_cached_tokens: leading tokens whose keys and values they have, after the copy.
+      copy: the (source, target) page to copy, or None.
+    """
+
+    pages: list[int]
+    num_shared: int
+    node: Hashable
+    num_cached_tokens: int
+    copy: tuple[int, int] | None
+
+
+class Allocator:
+    """Gives slots, pages and adapters to sequences, and takes them back."""
+
+    def __init__(self, config: EngineConfig, pages: PagePool, adapters: AdapterCache | None):
+        self.config, self.pages, self.adapters = config, pages, adapters
+        self._free_slots = list(reversed(range(config.max_batch)))
+        self._written: set[int] = set()  # pages that the step being made writes
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def begin_step(self) -> None:
+        """Forget which pages the step before writes: what the next one reads comes after it."""
+        self._written.clear()
+
+    def admit(self, allocation: Allocation, *, spare: int) -> Admission | None:
+        """Give a waiting sequence all that it needs to run; None if it has to wait.
+
+        Args:
+          spare: pages to leave free for others.
+        Raises ValueError or OSError if its adapter cannot be read.
+        """
+        sequence = allocation.sequence
+        adapter_index = self._acquire_adapter(sequence)
+        if adapter_index is None:
+            return None
+        taken = self._take_pages(sequence, spare)
+        if taken is None:
+            self._release_adapter(sequence)
+            return None
+        allocation.slot, allocation.adapter_index = self._free_slots.pop(), adapter_index
+        allocation.pages = taken.pages
+        allocation.node, allocation.num_inserted_pages = taken.node, taken.num_shared
+        allocation.num_prefilled_tokens = taken.num_cached_tokens
+        whole = _needs_every_token(sequence)
+        allocation.prefilling = whole or taken.num_cached_tokens < len(sequence.token_ids) - 1
+        return Admission(
+            sequence=sequence,
+            slot=allocation.slot,
+            adapter_index=adapter_index,
+            token_ids=list(sequence.token_ids),
+            num_cached_tokens=taken.num_cached_tokens,
+            decodes=not allocation.prefilling,
+            copy=taken.copy,
+        )
+
+    def _take_pages(self, sequence: Sequence, spare: int) -> _Pages | None:
+        """Pages for all known tokens, shared or copied as far as they are cached; None if they have to wait."""
+        pages, size = self.pages, self.pages.page_size
+        reuse = self.config.prefix_caching and not _needs_every_token(sequence)
+        match = pages.match(("root", sequence.params.adapter), sequence.token_ids[:-1] if reuse else [])
+        if match.num_copied_tokens and match.copy_from in self._written:  # a copy has to wait for what is written
+            pages.release([*match.pages, match.copy_from])
+            return None
+        needed = pages.pages_for(len(sequence.token_ids)) - len(match.pages)
+        if match.num_copied_tokens and needed + spare > pages.free:
+            pages.release([match.copy_from])
+            match = match._replace(copy_from=-1, num_copied_tokens=0)
+        if needed + spare > pages.free:
+            pages.release(match.pages)
+            return None
+        new, copy = pages.allocate(needed), None
+        if match.num_copied_tokens:
+            copy = match.copy_from, new[0]
+            pages.release([match.copy_from])  # what takes it writes later than the copy reads
+        return _Pages(
+            pages=match.pages + new,
+            num_shared=len(match.pages),
+            node=match.parent,
+            num_cached_tokens=len(match.pages) * size + match.num_copied_tokens,
+            copy=copy,
+        )
+
+    def missing_pages(self, allocation: Allocation, length: int) -> int:
+        """Pages that the sequence lacks to have this many tokens, or as many as it can have."""
+        tokens = min(length, allocation.sequence.request.max_cached_tokens)
+        return max(0, self.pages.pages_for(tokens) - len(allocation.pages))
+
+    def extend(self, allocation: Allocation, length: int) -> bool:
+        """Give the sequence pages for this many tokens; False, and nothing changes, if too few are free."""
+        missing = self.missing_pages(allocation, length)
+        if missing > self.pages.free:
+            return False
+        allocation.pages += self.pages.allocate(missing)
+        return True
+
+    def prefill(self, allocation: Allocation, count: int) -> None:
+        """Note that the step being made computes the next `count` tokens of a prompt."""
+        start, stop = allocation.num_prefilled_tokens, allocation.num_prefilled_tokens + count
+        size = self.pages.page_size
+        self._written.update(allocation.pages[start // size : (stop - 1) // size + 1])
+        allocation.num_prefilled_tokens = stop
+        allocation.prefilling = stop < len(allocation.sequence.token_ids)
+        self.insert_prefix(allocation, stop, partial=not allocation.prefilling)
+
+    def insert_prefix(self, allocation: Allocation, count: int, *, partial: bool) -> None:
+        """Let others share the full pages of the first `count` tokens, and with `partial` copy the one after them."""
+        if not self.config.prefix_caching:
+            return
+        size, token_ids = self.pages.page_size, allocation.sequence.token_ids
+        for index in range(allocation.num_inserted_pages, count // size):
+            tokens = token_ids[index * size : (index + 1) * size]
+            allocation.node = self.pages.insert(allocation.node, tokens, allocation.pages[index])
+            allocation.num_inserted_pages = index + 1
+        last = allocation.num_inserted_pages
+        if partial and (rest := token_ids[last * size : count]):
+            self.pages.insert(allocation.node, rest, allocation.pages[last])
+
+    def release(self, allocation: Allocation) -> None:
+        """Take everything back; what the pages hold stays in the tree of cached prefixes."""
+        self.insert_prefix(allocation, allocation.num_computed_tokens, partial=True)
+        self.pages.release(allocation.pages)
+        self._free_slots.append(allocation.slot)
+        if allocation.adapter_index:
+            self._release_adapter(allocation.sequence)
+        allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, []
+        allocation.prefilling, allocation.num_prefilled_tokens = True, 0
+
+    def _acquire_adapter(self, sequence: Sequence) -> int | None:
+        """Where its adapter is on the device, 0 without one; None while others use all places."""
+        name = sequence.params.adapter
+        return 0 if name is None or self.adapters is None else self.adapters.acquire(name)
+
+    def _release_adapter(self, sequence: Sequence) -> None:
+        if sequence.params.adapter is not None and self.adapters is not None:
+            self.adapters.release(sequence.params.adapter)
+
+    def clear(self) -> None:
+        """Forget what the device holds, after it has lost it; nothing is allocated any more."""
+        self.pages.clear()
+        if self.adapters is not None:
+            self.adapters.clear()
+
+    def check_integrity(self, running: list[Allocation]) -> None:
+        """Raise AssertionError unless slots, pages and adapters fit together."""
+        self.pages.check_integrity([a.pages for a in running])
+        slots = [a.slot for a in running] + self._free_slots
+        assert sorted(slots) == list(range(self.config.max_batch)), f"slots lost or doubled: {sorted(slots)}"
+        if self.adapters is not None:
+            self.adapters.check_integrity()
+
+
+def _needs_every_token(sequence: Sequence) -> bool:
+    """Whether every token of its prompt must go through the model, cached or not."""
+    return sequence.request.pooling or sequence.request.sampling.prompt_logprobs is not None

@@ -1,0 +1,176 @@
+"""What goes to the device and what comes back: `Batch`, all that a step is about, and `StepOutput`, plain values."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.outputs import TokenLogprob
+from jaxinfer.models.adapters import Adapter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Admission:
+    """A sequence that has just got its slot.
+
+    Attributes:
+      sequence: which one.
+      slot: its place on the device while it runs.
+      adapter_index: its LoRA adapter on the device, from 1; 0 is none.
+      token_ids: its tokens so far.
+      num_cached_tokens: leading tokens whose keys and values the cache has.
+      decodes: whether only its last token has yet to go through the model, so that it decodes at once.
+      copy: the (source, target) page to copy before anything is written, or None.
+    """
+
+    sequence: Sequence
+    slot: int
+    adapter_index: int
+    token_ids: list[int]
+    num_cached_tokens: int
+    decodes: bool
+    copy: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A part of a prompt: `count` known tokens of a sequence from `start` on.
+
+    Attributes:
+      sequence: which one.
+      slot: its place on the device.
+      start: the position of the first token.
+      count: how many tokens.
+      last: whether no known token comes after them.
+      pages: the sequence's pages, in order.
+      bitmask: uint32 [ceil(V / 32)], the tokens that may be chosen after the last chunk; None: all.
+      error: why the sequence cannot go on; its other results do not count then.
+    """
+
+    sequence: Sequence
+    slot: int
+    start: int
+    count: int
+    last: bool
+    pages: tuple[int, ...]
+    bitmask: np.ndarray | None = None
+    error: str | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a token is chosen after the chunk."""
+        return self.last and not self.sequence.request.pooling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeRow:
+    """A sequence that decodes: one token, and perhaps speculative ones, in every pass.
+
+    Attributes:
+      sequence, slot, pages, bitmask, error: as in `Chunk`.
+      num_speculative_tokens: how many tokens the proposer may add in a pass.
+    """
+
+    sequence: Sequence
+    slot: int
+    pages: tuple[int, ...]
+    bitmask: np.ndarray | None = None
+    error: str | None = None
+    num_speculative_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A sequence that ends before it could run, and why."""
+
+    sequence: Sequence
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step of the engine.
+
+    Attributes:
+      admissions: sequences that have just got their slot.
+      adapter_uploads: (adapter index, adapter) to place on the device before anything runs.
+      chunks: of prompts.
+      rows: sequences that decode.
+      passes: through the model; 1 if there are chunks.
+      num_speculative_tokens: how many speculative tokens a row may have in a pass.
+      failures: sequences that the step leaves out because they cannot run.
+    """
+
+    admissions: tuple[Admission, ...] = ()
+    adapter_uploads: tuple[tuple[int, Adapter], ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    rows: tuple[DecodeRow, ...] = ()
+    passes: int = 1
+    num_speculative_tokens: int = 0
+    failures: tuple[Failure, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to run."""
+        return bool(self.chunks or self.rows)
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """(source, target) pages to copy before anything is written."""
+        return [admission.copy for admission in self.admissions if admission.copy is not None]
+
+    @property
+    def parts(self) -> tuple[Chunk | DecodeRow, ...]:
+        """Chunks, then rows: the order of `StepOutput.outputs`."""
+        return self.chunks + self.rows
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that the step runs, each once."""
+        return list(dict.fromkeys(part.sequence for part in self.parts))
+
+    def growth(self) -> Iterator[tuple[Sequence, int, int]]:
+        """The least and the greatest number of tokens that each sequence gets, unless something ends it."""
+        for chunk in self.chunks:
+            if chunk.last:
+                yield chunk.sequence, 1, 1
+        for row in self.rows:
+            yield row.sequence, self.passes, self.passes * (1 + self.num_speculative_tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceOutput:
+    """What a step found for one chunk or row.
+
+    Attributes:
+      token_ids: new tokens, in order.
+      logprobs: one entry per new token, if asked for.
+      prompt_logprobs: (position, entry) of the prompt tokens after those of a chunk, if asked for.
+      embedding: float32 [D], the sum of a chunk's hidden vectors, of a pooling request.
+      num_draft_tokens: tokens proposed by speculation.
+      num_accepted_tokens: those of them that were right.
+    """
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[tuple[int, TokenLogprob]] | None = None
+    embedding: np.ndarray | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What a step found, as plain values.
+
+    Attributes:
+      outputs: one for each of `Batch.parts`.
+      seconds: from launch, or from the results of the step before if those came later, to results on the host.
+      plain_passes: passes through the model with one token a row.
+      speculative_passes: passes with speculative tokens.
+    """
+
+    outputs: list[SequenceOutput]
+    seconds: float
+    plain_passes: int = 1
+    speculative_passes: int = 0

@@ -1,0 +1,165 @@
+"""The sizes that programs are compiled for: a step is padded to the next of them."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Sizes
+
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.request import Sequence
+
+SMALLEST_PAGE_TABLE = 8
+SMALLEST_LENGTH = 16
+ENCODER_OPTIONS = ("max_batch", "context", "token_budget", "overlap", "kernels")
+"""The fields of `EngineConfig` that mean something to an encoder."""
+
+
+def round_up(size: int, sizes: Sizes[int]) -> int:
+    """The smallest of the ascending `sizes` that holds `size`. Raises ValueError if none does."""
+    for candidate in sizes:
+        if candidate >= size:
+            return candidate
+    raise ValueError(f"{size} is larger than the largest bucket, {sizes[-1]}.")
+
+
+def powers(factor: int, first: int, last: int) -> tuple[int, ...]:
+    """first, factor * first, factor^2 * first, ... and `last` itself, ascending.
+
+    >>> powers(4, 16, 512)
+    (16, 64, 256, 512)
+    """
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return (*sizes, last)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """The sizes of a decoder's programs, ascending.
+
+    Attributes:
+      admissions: requests admitted, or pages copied, at once.
+      chunks: chunks of prompts in a prefill step.
+      prefill_rows: decoding rows beside chunks; few sizes, since a row costs little there.
+      decode_rows: rows of a decode step.
+      page_tables: pages of a row's page table.
+      max_padding: the chunks of a step, rounded up, are at most this many times the real ones.
+    """
+
+    admissions: tuple[int, ...]
+    chunks: tuple[int, ...]
+    prefill_rows: tuple[int, ...]
+    decode_rows: tuple[int, ...]
+    page_tables: tuple[int, ...]
+    max_padding: float = 1.25
+
+    @classmethod
+    def of(cls, config: EngineConfig, *, max_padding: float = 1.25, short_page_tables: bool = False) -> "Buckets":
+        """The buckets of an engine; `short_page_tables` compiles for shorter page tables than the context's too."""
+        slots, pages = config.max_batch, -(-config.context // config.page_size)
+        return cls(
+            admissions=powers(8, 1, slots),
+            chunks=powers(4, 1, max(1, config.token_budget // config.chunk_size)),
+            prefill_rows=(0, *powers(4, min(8, slots), slots)),
+            decode_rows=tuple(sorted({*powers(2, 1, slots), *powers(2, 24, slots)})),
+            page_tables=powers(2, min(SMALLEST_PAGE_TABLE, pages), pages) if short_page_tables else (pages,),
+            max_padding=max_padding,
+        )
+
+    def full_chunks(self, count: int) -> int:
+        """How many of `count` chunks to take, so that a step is not mostly padding."""
+        if count == 0 or count >= self.chunks[-1]:
+            return min(count, self.chunks[-1])
+        if round_up(count, self.chunks) <= self.max_padding * count:
+            return count
+        return max(size for size in self.chunks if size <= count)
+
+    @property
+    def largest(self) -> "Buckets":
+        """The last bucket of each kind."""
+        sizes = {f.name: getattr(self, f.name)[-1:] for f in dataclasses.fields(self) if f.name != "max_padding"}
+        return dataclasses.replace(self, **sizes)
+
+    def reachable(self, sequences: Sizes[Sequence], config: EngineConfig, *, num_pages: int) -> "Buckets":
+        """The buckets that can be needed while these sequences come and go, on a cache of `num_pages`."""
+
+        def pages(tokens: int) -> int:
+            return -(-tokens // config.page_size)
+
+        count = min(config.max_batch, len(sequences))
+        longest = max(s.request.max_cached_tokens for s in sequences)
+        first, last = (
+            round_up(pages(n), self.page_tables) for n in (min(s.num_prompt_tokens for s in sequences), longest)
+        )
+        # A prompt's last chunk gives the first token.
+        decodes = any(s.max_length > s.num_prompt_tokens + 1 for s in sequences)
+        if count * pages(longest) <= num_pages:  # none is preempted and computed again
+            longest = max(s.num_prompt_tokens for s in sequences)
+        return dataclasses.replace(
+            self,
+            admissions=_up_to(count, self.admissions),
+            chunks=_up_to(count * -(-longest // config.chunk_size), self.chunks),
+            prefill_rows=_up_to(count - 1, self.prefill_rows) if decodes else (0,),
+            decode_rows=_up_to(count, self.decode_rows) if decodes else (),
+            page_tables=tuple(size for size in self.page_tables if first <= size <= last),
+        )
+
+
+def _up_to(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The ascending sizes up to the one that holds `size`; all if none does."""
+    return sizes[: next((i for i, candidate in enumerate(sizes) if candidate >= size), len(sizes)) + 1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderBuckets:
+    """The sizes of an encoder's programs: rows of one padded length.
+
+    Attributes:
+      lengths: tokens of a row, ascending.
+      rows: rows of a batch, ascending.
+      token_budget: how many tokens a batch may have, padding included.
+    """
+
+    lengths: tuple[int, ...]
+    rows: tuple[int, ...]
+    token_budget: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "EncoderBuckets":
+        """The buckets of an engine. Raises ValueError for options that only decoders have."""
+        for field in dataclasses.fields(config):
+            if field.name not in ENCODER_OPTIONS and (value := getattr(config, field.name)) != field.default:
+                known = ", ".join(ENCODER_OPTIONS)
+                raise ValueError(f"EngineConfig.{field.name}={value!r} is for decoders; an encoder takes {known}.")
+        return cls(
+            lengths=powers(4, min(SMALLEST_LENGTH, config.context), config.context),
+            rows=powers(2, 1, config.max_batch),
+            token_budget=config.token_budget,
+        )
+
+    def length(self, sequence: Sequence) -> int:
+        """Tokens of the row that a prompt is padded to."""
+        return round_up(sequence.num_prompt_tokens, self.lengths)
+
+    def max_rows(self, length: int) -> int:
+        """How many rows of this length a batch has at most."""
+        return min(self.rows[-1], max(1, self.token_budget // length))
+
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """Every (rows, length) that a batch can be padded to."""
+        return {
+            (round_up(count, self.rows), length)
+            for length in self.lengths
+            for count in range(1, self.max_rows(length) + 1)
+        }
+
+    def reachable(self, sequences: Iterable[Sequence]) -> set[tuple[int, int]]:
+        """Those of these sequences, queued together: whole batches of each length, and what remains."""
+        shapes = set()
+        for length, count in Counter(map(self.length, sequences)).items():
+            full = self.max_rows(length)
+            shapes |= {(round_up(rows, self.rows), length) for rows in {min(count, full), count % full} - {0}}
+        return shapes

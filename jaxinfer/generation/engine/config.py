@@ -1,0 +1,84 @@
+"""The sizes of an engine."""
+
+import dataclasses
+from typing import TypedDict
+
+from jaxinfer.generation.renamed import renamed
+
+KV_DTYPES = ("int8",)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `EngineConfig` that `LLM` and `Embedder` take as options."""
+
+    page_size: int
+    """Tokens in a page of the KV cache."""
+    token_budget: int
+    """How many prompt tokens go into one step, beside a token of each sequence that decodes."""
+    chunk_size: int
+    """Prompts go through the model in chunks of this many tokens (chunked prefill)."""
+    max_decode_passes: int
+    """How many passes through the model a decode step can make."""
+    num_speculative_tokens: int
+    """How many tokens the n-gram proposer suggests per pass; 0: no speculation."""
+    prefix_caching: bool
+    """Whether requests share the pages of equal beginnings."""
+    kv_dtype: str | None
+    """`int8` holds keys and values in a byte each; None: the model's own dtype."""
+    max_adapters: int
+    """How many LoRA adapters can run together; 0: none."""
+    max_lora_rank: int
+    """The highest rank of an adapter."""
+    adapter_bytes: int
+    """Host memory for adapters that are not on the device."""
+    overlap: bool
+    """Whether the host schedules the next step while the device runs one."""
+    kernels: bool
+    """Whether operations run as the kernels of `pallas_kernels` where a GPU takes them; else as plain XLA."""
+
+
+@renamed(
+    slots="max_batch",
+    piece_tokens="chunk_size",
+    draft_tokens="num_speculative_tokens",
+    max_decode_steps="max_decode_passes",
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How many requests an engine holds, and in what portions it runs them.
+
+    Attributes:
+      max_batch: how many sequences can run at once.
+      context: how many tokens a sequence can have, prompt and output together.
+      others: see `EngineOptions`.
+    """
+
+    max_batch: int
+    context: int
+    page_size: int = 16
+    token_budget: int = 512
+    chunk_size: int = 32
+    max_decode_passes: int = 16
+    num_speculative_tokens: int = 0
+    prefix_caching: bool = True
+    kv_dtype: str | None = None
+    max_adapters: int = 0
+    max_lora_rank: int = 16
+    adapter_bytes: int = 1 << 30
+    overlap: bool = True
+    kernels: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "page_size", "token_budget", "chunk_size", "max_decode_passes", "max_lora_rank"):
+            self.check(name, getattr(self, name) >= 1, ">= 1")
+        self.check("token_budget", self.token_budget >= self.chunk_size, f">= chunk_size={self.chunk_size}")
+        self.check("context", self.context >= 2, ">= 2")
+        speculative = 0 <= self.num_speculative_tokens < self.context
+        self.check("num_speculative_tokens", speculative, f"in [0, {self.context})")
+        self.check("max_adapters", self.max_adapters >= 0, ">= 0")
+        self.check("kv_dtype", self.kv_dtype in (None, *KV_DTYPES), f"None or one of {KV_DTYPES}")
+
+    def check(self, name: str, ok: bool, wanted: str) -> None:
+        """Raise ValueError that names the field, unless `ok`."""
+        if not ok:
+            raise ValueError(f"EngineConfig.{name} must be {wanted}, got {getattr(self, name)!r}.")

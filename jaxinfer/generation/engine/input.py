@@ -1,0 +1,116 @@
+"""From what a caller gives to a checked `Request`: tokens, options, a compiled grammar."""
+
+import itertools
+import secrets
+from collections.abc import Collection
+
+from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.lora.cache import AdapterCache
+from jaxinfer.generation.params import MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
+from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler, GrammarMatcher
+from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
+
+
+class InputProcessor:
+    """Makes requests for one engine.
+
+    Args:
+      vocab: how many tokens the model has.
+      eos_ids: those that end its texts.
+      context: how many tokens a sequence can have.
+      tokenizer: the model's, or None for token ids only.
+      generates: whether the model can generate, or only embed.
+      logits_processors: the names that requests can give.
+      adapters: the adapters that requests can name, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        eos_ids: tuple[int, ...],
+        context: int,
+        tokenizer: Tokenizer | None,
+        generates: bool,
+        logits_processors: Collection[str] = (),
+        adapters: AdapterCache | None = None,
+    ):
+        self.tokenizer, self.adapters = tokenizer, adapters
+        self._vocab, self._eos_ids, self._context, self._generates = vocab, eos_ids, context, generates
+        self._logits_processors = logits_processors
+        self._grammars: GrammarCompiler | None = None
+        self._ids = itertools.count()
+
+    def process(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
+        """A request for one prompt.
+
+        Raises ValueError for an empty prompt, unknown token ids, text without a tokenizer, a grammar that does not
+        compile, an unknown adapter or logits processor, or a request for text of an encoder.
+        """
+        token_ids = encode_prompt(self.tokenizer, prompt, self._vocab)
+        if not token_ids:
+            raise ValueError("The prompt is empty: give at least one token.")
+        self._check_adapter(params)
+        common = {
+            "request_id": str(next(self._ids)),
+            "prompt": prompt if isinstance(prompt, str) else None,
+            "prompt_token_ids": token_ids,
+        }
+        if isinstance(params, PoolingParams):
+            return Request(**common, params=params, max_length=len(token_ids))
+        if not self._generates:
+            raise ValueError("This model is an encoder, which cannot generate: use Embedder.")
+        self._check_sampling(params)
+        length = self._context if params.max_tokens is None else len(token_ids) + params.max_tokens
+        return Request(
+            **common,
+            params=params,
+            max_length=min(self._context, length),
+            stop_token_ids=self._stop_token_ids(params),
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            matcher=self._matcher(params),
+            tokenizer=self.tokenizer,
+        )
+
+    def _check_sampling(self, params: SamplingParams) -> None:
+        for name in ("stop_token_ids", "logit_bias"):
+            if unknown := [i for i in getattr(params, name) if not 0 <= i < self._vocab]:
+                raise ValueError(
+                    f"SamplingParams.{name} holds {unknown[:5]}, outside the vocabulary [0, {self._vocab})."
+                )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                "SamplingParams.stop needs a tokenizer, and the model directory has none: use stop_token_ids."
+            )
+        if unknown := [name for name in params.logits_processors if name not in self._logits_processors]:
+            known = ", ".join(self._logits_processors) or "none"
+            raise ValueError(
+                f"SamplingParams.logits_processors holds {unknown}, unknown to this engine; known: {known}."
+            )
+
+    def _check_adapter(self, params: SamplingParams | PoolingParams) -> None:
+        if params.adapter is None:
+            return
+        if self.adapters is None:
+            raise ValueError(
+                f"{type(params).__name__}.adapter is {params.adapter!r}, but the engine has no room for adapters: give "
+                "LLM its adapters, or EngineConfig.max_adapters."
+            )
+        self.adapters.check(params.adapter)
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        ids = tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids))))
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids and the model's end-of-text ids are {len(ids)}, at most {MAX_STOP_TOKEN_IDS}."
+            )
+        return ids
+
+    def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
+        if params.structured_outputs is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("SamplingParams.structured_outputs needs a tokenizer, and the model directory has none.")
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer.to_json(), vocab=self._vocab, eos_ids=self._eos_ids)
+        return self._grammars.matcher(params.structured_outputs)

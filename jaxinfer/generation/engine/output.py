@@ -1,0 +1,152 @@
+"""The one place where sequences change: a step's results become tokens, text and the reason to end."""
+
+import numpy as np
+
+from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.protocols import Clock
+from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.outputs import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob
+from jaxinfer.generation.text import held_back
+
+
+class OutputProcessor:
+    """Writes to sequences what has come of them; `clock` is the engine's."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Start the clock of `Timings`."""
+        sequence.arrival_time = sequence.last_token_time = self._clock()
+
+    def process(self, batch: Batch, output: StepOutput) -> None:
+        """Give a step's results to its sequences; those that have ended meanwhile take nothing."""
+        now = self._clock()
+        for admission in batch.admissions:
+            sequence = admission.sequence
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = min(admission.num_cached_tokens, sequence.num_prompt_tokens)
+        for part, found in zip(batch.parts, output.outputs, strict=True):
+            if part.error is not None and not part.sequence.finished:
+                self.fail(part.sequence, part.error)
+            elif not part.sequence.finished:
+                _extend(part, found, now)
+
+    def fail(self, sequence: Sequence, message: str) -> None:
+        """End with an error."""
+        sequence.last_token_time = self._clock()
+        sequence.finish_reason, sequence.error = FinishReason.ERROR, message
+
+    def abort(self, sequence: Sequence) -> None:
+        """End because the caller gave it up."""
+        sequence.finish_reason = FinishReason.ABORT
+
+
+def _extend(part: Chunk | DecodeRow, found: SequenceOutput, now: float) -> None:
+    sequence = part.sequence
+    sequence.num_draft_tokens += found.num_draft_tokens
+    sequence.num_accepted_tokens += found.num_accepted_tokens
+    for position, entry in found.prompt_logprobs or ():
+        if position == len(sequence.prompt_logprobs):  # a chunk that is computed again brings nothing new
+            sequence.prompt_logprobs.append(entry)
+    if found.embedding is not None and isinstance(part, Chunk):
+        _pool(sequence, found.embedding, part, now)
+    for index, token in enumerate(found.token_ids):
+        if sequence.finished:  # a stop string may end it before the device knew
+            break
+        _append(sequence, token, None if found.logprobs is None else found.logprobs[index], now)
+
+
+def _append(sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
+    """Take the next token, and end if it, a stop string, the grammar or the length says so."""
+    sequence.last_token_time = now
+    if sequence.first_token_time is None:
+        sequence.first_token_time = now
+    sequence.token_ids.append(token)
+    if logprob is not None:
+        sequence.logprobs.append(logprob)
+    if token in sequence.request.stop_token_ids:
+        sequence.finish_reason = FinishReason.STOP
+        return
+    if sequence.matcher is not None:
+        _match(sequence, token)
+    _detokenize(sequence, token)
+    if sequence.finish_reason is None and len(sequence.token_ids) >= sequence.max_length:
+        sequence.finish_reason = FinishReason.LENGTH
+
+
+def _match(sequence: Sequence, token: int) -> None:
+    assert sequence.matcher is not None
+    try:
+        sequence.matcher.accept_token(token)
+    except ValueError as error:
+        sequence.finish_reason, sequence.error = FinishReason.ERROR, str(error)
+    else:
+        if sequence.matcher.finished:
+            sequence.finish_reason = FinishReason.STOP
+
+
+def _detokenize(sequence: Sequence, token: int) -> None:
+    if sequence.detokenizer is None:
+        return
+    stops, before = sequence.request.sampling.stop, len(sequence.text)
+    sequence.text += sequence.detokenizer.push(token)
+    # A stop string may have begun before this token.
+    start = max(0, before - max(map(len, stops), default=0))
+    found = [at for stop in stops if (at := sequence.text.find(stop, start)) >= 0]
+    if found:
+        sequence.text = sequence.text[: min(found)]
+        sequence.finish_reason = FinishReason.STOP
+
+
+def _pool(sequence: Sequence, total: np.ndarray, chunk: Chunk, now: float) -> None:
+    """Add the sum of a chunk's hidden vectors; after the last, end with their mean, of length 1."""
+    if chunk.start and sequence.embedding is not None:
+        total = sequence.embedding + total
+    sequence.embedding = total
+    if chunk.last:
+        mean = total / sequence.num_prompt_tokens
+        sequence.embedding = mean / max(float(np.linalg.norm(mean)), 1e-12)
+        sequence.last_token_time, sequence.finish_reason = now, FinishReason.STOP
+
+
+# What the caller sees
+
+
+def request_output(sequences: list[Sequence]) -> RequestOutput:
+    """One request's completions, as far as they have come."""
+    request, first = sequences[0].request, sequences[0]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=list(request.prompt_token_ids),
+        prompt_logprobs=None if request.sampling.prompt_logprobs is None else list(first.prompt_logprobs),
+        outputs=[_completion(s) for s in sequences],
+        num_cached_tokens=min(s.num_cached_tokens or 0 for s in sequences),
+    )
+
+
+def _completion(sequence: Sequence) -> CompletionOutput:
+    first, last, count = sequence.first_token_time, sequence.last_token_time, sequence.num_output_tokens
+    return CompletionOutput(
+        index=sequence.index,
+        text=_safe_text(sequence),
+        token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+        finish_reason=sequence.finish_reason,
+        logprobs=None if sequence.request.sampling.logprobs is None else list(sequence.logprobs),
+        timings=Timings(
+            first_token_s=None if first is None else first - sequence.arrival_time,
+            total_s=last - sequence.arrival_time,
+            tokens_per_s=(count - 1) / (last - first) if first is not None and count > 1 and last > first else None,
+        ),
+        num_draft_tokens=sequence.num_draft_tokens,
+        num_accepted_tokens=sequence.num_accepted_tokens,
+        error=sequence.error,
+    )
+
+
+def _safe_text(sequence: Sequence) -> str:
+    """The text without an end that may turn out to be a stop string's beginning."""
+    if sequence.finished:
+        return sequence.text
+    return sequence.text[: len(sequence.text) - held_back(sequence.text, sequence.request.sampling.stop)]

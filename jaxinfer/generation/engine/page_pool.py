@@ -1,0 +1,170 @@
+"""Which request has which page of the KV cache, and the tree of cached prefixes.
+
+A page whose keys and values are known is a `Node` of a tree: the tokens in it, after the tokens of its parent. A new
+request walks the tree along its own tokens and shares every page it finds (prefix caching: Kwon et al. 2023,
+arXiv:2309.06180, section 4.3). Pages with no references stay in the tree until they are needed for something else,
+least recently used first.
+"""
+
+import itertools
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+MAX_COMPARED = 32
+"""How many children are compared token by token when none fits as a whole; the newest come first."""
+
+
+class Node:
+    """A page in the tree: its number, its tokens, and the node or root before it."""
+
+    __slots__ = ("page", "parent", "tokens")
+
+    def __init__(self, page: int, parent: Hashable, tokens: tuple[int, ...]):
+        self.page, self.parent, self.tokens = page, parent, tokens
+
+
+class Match(NamedTuple):
+    """The cached prefix of a request. Its pages, `copy_from` included, are referenced until released.
+
+    Attributes:
+      pages: full pages, to be shared.
+      parent: the last of their nodes, or the root.
+      copy_from: a page whose first tokens continue the prefix, to be copied before it is written; -1 if none.
+      num_copied_tokens: how many tokens of that page.
+    """
+
+    pages: list[int]
+    parent: Hashable
+    copy_from: int = -1
+    num_copied_tokens: int = 0
+
+
+class PagePool:
+    """Hands out page numbers in [0, count), counts references to them, and finds them by their tokens.
+
+    Has no memory itself. Keys and values depend on more than tokens where requests have adapters: `root` names
+    what requests must have in common to share pages.
+    """
+
+    def __init__(self, count: int, page_size: int):
+        self.count, self.page_size = count, page_size
+        self._empty = list(reversed(range(count)))
+        self._ref_counts: dict[int, int] = {}
+        self._unreferenced: OrderedDict[int, None] = OrderedDict()  # in the tree; the oldest first
+        self._node_of: dict[int, Node] = {}
+        self._children: defaultdict[Hashable, dict[tuple[int, ...], Node]] = defaultdict(dict)
+
+    @property
+    def free(self) -> int:
+        """Pages without references, whether or not they are in the tree."""
+        return len(self._empty) + len(self._unreferenced)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages, each with one reference. Raises ValueError if there are fewer; ask `free` first."""
+        if count > self.free:
+            raise ValueError(f"{count} pages asked for, {self.free} of {self.count} free.")
+        pages = []
+        for _ in range(count):
+            if self._empty:
+                page = self._empty.pop()
+            else:
+                page, _ = self._unreferenced.popitem(last=False)
+                self._remove(page)
+            self._ref_counts[page] = 1
+            pages.append(page)
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop a reference to each of a request's pages, in their order; the last are the first to be used again."""
+        for page in reversed(pages):
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page]:
+                continue
+            del self._ref_counts[page]
+            if page in self._node_of:
+                self._unreferenced[page] = None
+            else:
+                self._empty.append(page)
+
+    def match(self, root: Hashable, tokens: Sequence[int]) -> Match:
+        """The longest cached prefix of `tokens`."""
+        size, parent, pages = self.page_size, root, []
+        while node := self._children[parent].get(tuple(tokens[len(pages) * size : (len(pages) + 1) * size])):
+            if len(node.tokens) < size:
+                break
+            pages.append(node.page)
+            parent = node
+        rest = tuple(tokens[len(pages) * size :][:size])
+        newest = itertools.islice(reversed(self._children[parent].values()), MAX_COMPARED)
+        closest = max(newest, key=lambda node: _common(node.tokens, rest), default=None)
+        copied = _common(closest.tokens, rest) if closest else 0
+        found = Match(pages, parent, closest.page, copied) if closest and copied else Match(pages, parent)
+        self._reference([*pages, found.copy_from] if copied else pages)
+        if not self._children[parent]:
+            del self._children[parent]
+        return found
+
+    def insert(self, parent: Hashable, tokens: Sequence[int], page: int) -> Hashable:
+        """Insert a referenced page into the tree: it has the keys and values of `tokens`, which follow the parent's.
+
+        Returns the node to give as `parent` of the next page: an older one, if the same tokens are in the tree already.
+        """
+        key = tuple(tokens)
+        if (known := self._children[parent].get(key)) is not None:
+            return known
+        if page in self._node_of:  # it has grown since
+            self._remove(page)
+        node = Node(page, parent, key)
+        self._children[parent][key] = self._node_of[page] = node
+        return node
+
+    def clear(self) -> None:
+        """Empty the tree; references stay as they are."""
+        self._empty += self._unreferenced
+        self._unreferenced.clear()
+        self._node_of.clear()
+        self._children.clear()
+
+    def _reference(self, pages: list[int]) -> None:
+        for page in pages:
+            self._unreferenced.pop(page, None)
+            self._ref_counts[page] = self._ref_counts.get(page, 0) + 1
+
+    def _remove(self, page: int) -> None:
+        node = self._node_of.pop(page)
+        siblings = self._children[node.parent]
+        del siblings[node.tokens]
+        if not siblings:
+            del self._children[node.parent]
+
+    def check_integrity(self, page_lists: Sequence[Sequence[int]]) -> None:
+        """Raise AssertionError unless every page is empty, unreferenced or referenced as often as it is listed.
+
+        Args:
+          page_lists: the pages of every request that has any.
+        """
+        expected: defaultdict[int, int] = defaultdict(int)
+        for pages in page_lists:
+            assert len(set(pages)) == len(pages), f"a request has a page twice: {pages}"
+            for page in pages:
+                expected[page] += 1
+        assert expected == self._ref_counts, f"listed {dict(expected)}, counted {self._ref_counts}"
+        places = [*self._empty, *self._unreferenced, *self._ref_counts]
+        assert sorted(places) == list(range(self.count)), f"pages lost or doubled: {sorted(places)}"
+        for page, node in self._node_of.items():
+            assert node.page == page
+            assert self._children[node.parent][node.tokens] is node
+            assert 0 < len(node.tokens) <= self.page_size
+        assert all(page in self._node_of for page in self._unreferenced)
+        assert sum(map(len, self._children.values())) == len(self._node_of)
+
+
+def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Length of the common beginning."""
+    equal = (a == b for a, b in zip(first, second, strict=False))
+    return sum(itertools.takewhile(bool, equal))

@@ -1,0 +1,108 @@
+"""What the engine asks of its parts: a `Scheduler` decides what runs, an `Executor` runs it on the device."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from jaxinfer.compiled import Program, ProgramCache
+from jaxinfer.generation.engine.batch import Batch, StepOutput
+from jaxinfer.generation.engine.request import Request, Sequence
+
+Clock = Callable[[], float]
+"""Seconds since some moment: `time.perf_counter`, or the time of a simulation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlightStep:
+    """A step on the device.
+
+    Attributes:
+      batch: what it is about.
+      program: what runs it.
+      output: its results to come, as the executor takes them.
+      launched: when it was sent.
+    """
+
+    batch: Batch
+    program: Program
+    output: Any
+    launched: float
+
+
+class Scheduler(Protocol):
+    """Decides what every step runs."""
+
+    @property
+    def needs_host_sync(self) -> bool:
+        """Whether a sequence's tokens must be on the host before its next step can be scheduled."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the request could never run."""
+        ...
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose request passed `check`."""
+        ...
+
+    def schedule(self, max_passes: int | None = None) -> Batch:
+        """The next step; without anything to run if all waits for the steps in flight, or nothing is left."""
+        ...
+
+    def commit(self, batch: Batch, output: StepOutput) -> None:
+        """After a step's results are in its sequences: release what has finished."""
+        ...
+
+    def remove(self, request_id: str) -> list[Sequence]:
+        """Forget a request; returns those of its sequences that had not left yet."""
+        ...
+
+    def restart(self) -> None:
+        """After the device has lost its state: all that has not finished waits again."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the scheduler's records fit together."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs batches on the device."""
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight while the next one is scheduled; 0: none."""
+        ...
+
+    @property
+    def programs(self) -> ProgramCache[Any]:
+        """All executables."""
+        ...
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the largest program compiled so far needs while it runs, on each device."""
+        ...
+
+    def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
+        """Compile every program that these sequences, or any (None), can need; returns how many were missing.
+
+        Raises MemoryError if the largest leaves no room to run it.
+        """
+        ...
+
+    def launch(self, batch: Batch) -> InFlightStep:
+        """Send a batch to the device, without waiting for it."""
+        ...
+
+    def collect(self, step: InFlightStep) -> StepOutput:
+        """Wait for a step."""
+        ...
+
+    def restart(self) -> None:
+        """Begin anew, after a step that failed may have destroyed what is on the device."""
+        ...
+
+    def save_costs(self) -> None:
+        """Add what the programs cost to the records of this kind of device."""
+        ...

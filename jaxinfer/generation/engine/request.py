@@ -1,0 +1,126 @@
+"""`Request`: what was asked. `Sequence`: one completion of it, its tokens and its text."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxinfer.generation.outputs import FinishReason, TokenLogprob
+from jaxinfer.generation.params import PoolingParams, SamplingParams
+from jaxinfer.generation.sampling.structured_outputs import GrammarMatcher
+from jaxinfer.generation.text import TextStream, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """What a caller has asked for one prompt, checked; made by `InputProcessor`.
+
+    Attributes:
+      request_id: the engine's name for it.
+      prompt: the prompt as text, if it was given so.
+      prompt_token_ids: the prompt as tokens.
+      params: how to continue it, or that its vector is wanted.
+      max_length: the number of tokens, prompt included, at which a completion ends.
+      stop_token_ids: tokens that end a completion, the model's end-of-text included.
+      seed: of the first completion.
+      matcher: the structured output asked for, at its beginning; or None.
+      tokenizer: turns tokens into text; None without.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams | PoolingParams
+    max_length: int
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    matcher: GrammarMatcher | None = None
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def pooling(self) -> bool:
+        """Whether the prompt's vector is wanted rather than tokens."""
+        return isinstance(self.params, PoolingParams)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The params of a request for tokens."""
+        assert isinstance(self.params, SamplingParams)
+        return self.params
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many tokens can need a place in the KV cache: an output's last token is never fed back."""
+        return self.max_length if self.pooling else self.max_length - 1
+
+    def sequences(self) -> "list[Sequence]":
+        """New sequences, one for each completion asked for."""
+        count = 1 if isinstance(self.params, PoolingParams) else self.params.n
+        return [Sequence(self, index) for index in range(count)]
+
+
+class Sequence:
+    """One completion while it runs: its tokens and its text. Only `OutputProcessor` writes to it.
+
+    Attributes:
+      request: what it completes.
+      index: which of the request's completions it is.
+      seed: of its random draws.
+      token_ids: prompt and output so far, as far as the host has seen them.
+      text: the output as text.
+      finish_reason: why it ended; None while it runs.
+      error: what went wrong, if it ended so.
+      logprobs: of the output tokens, if asked for.
+      prompt_logprobs: of the prompt tokens that have been computed, if asked for.
+      embedding: float32 [D], the prompt's vector of a pooling request; while it runs, the sum so far.
+      num_cached_tokens: prompt tokens found in the cache when it was first admitted; None before.
+      num_draft_tokens: tokens proposed by speculation.
+      num_accepted_tokens: those of them that were right.
+      matcher: its place in the structured output, or None.
+      detokenizer: makes text of its tokens, or None.
+      arrival_time: when it was queued.
+      first_token_time: when its first token came; None before.
+      last_token_time: when its last token came, or when it ended.
+    """
+
+    def __init__(self, request: Request, index: int = 0):
+        self.request, self.index = request, index
+        # Completions of one seed differ by a fixed odd step, so that n of them are reproducible too.
+        self.seed = (request.seed + 0x9E3779B9 * index) % 2**32
+        self.token_ids = list(request.prompt_token_ids)
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]
+        self.embedding: np.ndarray | None = None
+        self.num_cached_tokens: int | None = None
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.matcher = request.matcher and request.matcher.copy()
+        self.detokenizer: TextStream | None = request.tokenizer and request.tokenizer.stream()
+        self.arrival_time = 0.0
+        self.first_token_time: float | None = None
+        self.last_token_time = 0.0
+
+    @property
+    def params(self) -> SamplingParams | PoolingParams:
+        return self.request.params
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_length(self) -> int:
+        return self.request.max_length
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

@@ -1,0 +1,350 @@
+"""What runs next: admits waiting sequences, gives them pages, and chooses each step's batch."""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sized
+
+import numpy as np
+
+from jaxinfer.generation.engine.allocation import Allocation, Allocator
+from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow, Failure, StepOutput
+from jaxinfer.generation.engine.buckets import Buckets, round_up
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.page_pool import PagePool
+from jaxinfer.generation.engine.request import Request, Sequence
+from jaxinfer.generation.engine.speculation import PassCosts, SpeculationControl
+from jaxinfer.generation.lora.cache import AdapterCache
+from jaxinfer.models.adapters import Adapter
+
+PRIORITY_WEIGHT = 64
+"""A request of priority p is served as though p times this many others had come before it."""
+STEP_SECONDS = 0.01
+"""How long a decode step of several passes may take, so that a new request need not wait long."""
+
+
+def queue_order(arrivals: Iterator[int], sequence: Sequence) -> int:
+    """The place in the queue of a sequence that has just arrived."""
+    return next(arrivals) + PRIORITY_WEIGHT * sequence.params.priority
+
+
+def check_context(request: Request, context: int) -> None:
+    """Raise ValueError for a prompt that the context does not hold, or holds without room for a token."""
+    count = len(request.prompt_token_ids)
+    if count + (not request.pooling) > context:
+        why = "is shorter" if request.pooling else "leaves no room to generate"
+        raise ValueError(
+            f"The prompt has {count} tokens; the context of {context} {why}. Shorten the prompt or raise the context."
+        )
+
+
+class DecoderScheduler:
+    """Queues, slots and pages; no arrays.
+
+    Sequences are admitted in their order, when a slot and the pages of their known tokens are free. A step takes a
+    token of every decoding sequence and fills up with chunks of prompts (chunked prefill: Agrawal et al. 2023,
+    arXiv:2308.16369). A sequence that finds no page for its next token takes those of the one last in order, which
+    waits and is computed again (recomputation: Kwon et al. 2023, arXiv:2309.06180, section 4.5).
+
+    The first in order always runs, since any sequence fits into the cache alone; and only a bounded number of later
+    requests comes before one of a higher number of priority. So none waits for ever.
+    """
+
+    def __init__(self, config: EngineConfig, buckets: Buckets, pages: PagePool, adapters: AdapterCache | None = None):
+        self.config, self.pages = config, pages
+        self.waiting: list[Allocation] = []
+        self.running: list[Allocation] = []
+        self.preemptions = 0
+        self._buckets, self._adapters = buckets, adapters
+        self._allocator = Allocator(config, pages, adapters)
+        self._allocations: dict[Sequence, Allocation] = {}  # of all that have not finished
+        self._arrivals = itertools.count()
+        self._costs = PassCosts()
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the request could never run."""
+        check_context(request, self.config.context)
+        needed = self.pages.pages_for(request.max_cached_tokens)
+        if needed > self.pages.count:
+            raise ValueError(
+                f"{request.max_length} tokens with max_tokens need {needed} pages of {self.pages.page_size} tokens; "
+                f"the cache has {self.pages.count}. Lower max_tokens, or give the cache more memory."
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose request passed `check`."""
+        speculative = self.config.num_speculative_tokens
+        allocation = Allocation(
+            sequence=sequence,
+            order=queue_order(self._arrivals, sequence),
+            speculation=SpeculationControl(speculative) if speculative else None,
+        )
+        self._allocations[sequence] = allocation
+        self._wait(allocation)
+
+    def allocation(self, sequence: Sequence) -> Allocation | None:
+        """What a sequence has; None once it has left."""
+        return self._allocations.get(sequence)
+
+    @property
+    def needs_host_sync(self) -> bool:
+        """A token bitmask depends on the token before it."""
+        return any(a.sequence.matcher is not None for a in self.running)
+
+    # A step
+
+    def schedule(self, max_passes: int | None = None) -> Batch:
+        """The next step.
+
+        Decoding sequences come first, which may preempt others; then chunks of prompts: of those that run, and of
+        those that can be admitted as long as the step has room for chunks.
+
+        Args:
+          max_passes: how many passes a decode step can make; fewer where a bitmask or a lack of pages says so. None: as
+            many as the config allows.
+        """
+        self._allocator.begin_step()
+        preempted = self.preemptions
+        decoding, chunks = self._decoding(), []
+        admissions: list[Admission] = []
+        failures: list[Failure] = []
+        room = self._chunk_room()
+        for allocation in self._prefilling():
+            chunks += self._chunks(allocation, room - len(chunks))
+        while self.preemptions == preempted and len(chunks) < room:
+            match self._admit_next():
+                case None:
+                    break
+                case Failure() as failure:
+                    failures.append(failure)
+                case Admission() as admission:
+                    admissions.append(admission)
+                    allocation = self._allocations[admission.sequence]
+                    if admission.decodes:
+                        decoding.append(allocation)
+                    chunks += self._chunks(allocation, room - len(chunks))
+        passes, speculative = (1, 0) if chunks or self.needs_host_sync else self._passes(decoding, max_passes)
+        batch = Batch(
+            admissions=tuple(admissions),
+            adapter_uploads=self._uploads() if chunks or decoding else (),
+            chunks=tuple(chunks),
+            rows=tuple(self._row(allocation, speculative) for allocation in decoding),
+            passes=passes,
+            num_speculative_tokens=speculative,
+            failures=tuple(failures),
+        )
+        self._count_in_flight(batch, 1)
+        return batch
+
+    def _uploads(self) -> tuple[tuple[int, Adapter], ...]:
+        return () if self._adapters is None else self._adapters.take_uploads()
+
+    def _decoding(self) -> list[Allocation]:
+        """All that decode, with a page for their next token; takes pages from the last in order if it must."""
+        decoding = []
+        for allocation in sorted(self.running, key=_order):
+            if not allocation.running or allocation.prefilling or allocation.max_remaining <= 0:
+                continue  # preempted for another's sake; not there yet; or ended by the steps in flight
+            while not self._allocator.extend(allocation, _length(allocation)):
+                victim = max(reversed(self.running), key=_order)  # of equals the later one, as in the order above
+                self._preempt(victim)
+                if victim is allocation:
+                    break
+            else:
+                decoding.append(allocation)
+        return decoding
+
+    def _prefilling(self) -> list[Allocation]:
+        return sorted((a for a in self.running if a.prefilling), key=_order)
+
+    def _chunk_room(self) -> int:
+        """How many chunks the step takes, so that the program for them is well filled."""
+        rests = [len(a.sequence.token_ids) - a.num_prefilled_tokens for a in self._prefilling()]
+        rests += [len(a.sequence.token_ids) for a in self.waiting[: self._allocator.free_slots]]
+        return self._buckets.full_chunks(sum(-(-rest // self.config.chunk_size) for rest in rests))
+
+    def _chunks(self, allocation: Allocation, room: int) -> list[Chunk]:
+        """The next chunks of a prompt, at most `room`."""
+        chunks, sequence = [], allocation.sequence
+        while allocation.prefilling and len(chunks) < room:
+            start = allocation.num_prefilled_tokens
+            count = min(self.config.chunk_size, len(sequence.token_ids) - start)
+            self._allocator.prefill(allocation, count)
+            last = not allocation.prefilling
+            bitmask, error = _token_bitmask(sequence) if last else (None, None)
+            chunks.append(
+                Chunk(
+                    sequence=sequence,
+                    slot=allocation.slot,
+                    start=start,
+                    count=count,
+                    last=last,
+                    pages=tuple(allocation.pages),
+                    bitmask=bitmask,
+                    error=error,
+                )
+            )
+        return chunks
+
+    def _admit_next(self) -> Admission | Failure | None:
+        """Let the first waiting sequence run; None if it has to wait, or none waits."""
+        if not self.waiting or not self._allocator.free_slots or self.waiting[0].max_in_flight:
+            return None
+        allocation = self.waiting[0]
+        try:
+            # A page for each that runs, so that none is preempted at once.
+            admission = self._allocator.admit(allocation, spare=len(self.running))
+        except (ValueError, OSError) as error:  # its adapter cannot be read: only this request fails
+            del self.waiting[0], self._allocations[allocation.sequence]
+            return Failure(allocation.sequence, str(error))
+        if admission is not None:
+            del self.waiting[0]
+            self.running.append(allocation)
+        return admission
+
+    def _passes(self, decoding: list[Allocation], max_passes: int | None) -> tuple[int, int]:
+        """Passes of a decode step and speculative tokens in each; gives all rows the pages for them."""
+        if not decoding:
+            return 1, 0
+        speculative = max(_speculative_tokens(allocation) for allocation in decoding)
+        speculative = self.config.num_speculative_tokens if speculative else 0
+        seconds = self._costs.plain(self._bucket(decoding))  # None: one pass, to learn what it costs
+        affordable = 1 if seconds is None else max(1, int(STEP_SECONDS / seconds))
+        remaining = max(allocation.max_remaining for allocation in decoding)
+        passes = min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
+
+        def length(allocation: Allocation) -> int:
+            return _length(allocation) + passes * (1 + speculative) - 1
+
+        while sum(self._allocator.missing_pages(a, length(a)) for a in decoding) > self.pages.free:
+            assert (passes, speculative) != (1, 0), "one plain pass has its pages already"
+            passes, speculative = (passes // 2, speculative) if passes > 1 else (1, 0)
+        for allocation in decoding:
+            self._allocator.extend(allocation, length(allocation))
+        return passes, speculative
+
+    def _row(self, allocation: Allocation, speculative: int) -> DecodeRow:
+        bitmask, error = _token_bitmask(allocation.sequence)
+        return DecodeRow(
+            sequence=allocation.sequence,
+            slot=allocation.slot,
+            pages=tuple(allocation.pages),
+            bitmask=bitmask,
+            error=error,
+            num_speculative_tokens=min(speculative, _speculative_tokens(allocation)),
+        )
+
+    def _bucket(self, rows: Sized) -> int:
+        """The number of rows that a decode step pads these to."""
+        return round_up(len(rows), self._buckets.decode_rows)
+
+    def _count_in_flight(self, batch: Batch, sign: int) -> None:
+        """Count the tokens of a step that is sent (1) or has come back (-1)."""
+        for sequence, least, most in batch.growth():
+            if allocation := self._allocations.get(sequence):
+                allocation.min_in_flight += sign * least
+                allocation.max_in_flight += sign * most
+
+    # After a step
+
+    def commit(self, batch: Batch, output: StepOutput) -> None:
+        """After a step's results are in its sequences: release what has finished."""
+        self._count_in_flight(batch, -1)
+        if not batch.chunks:
+            self._learn(batch, output)
+        for sequence in batch.sequences:
+            allocation = self._allocations.get(sequence)
+            if allocation is None:  # given up since
+                continue
+            if sequence.finished:
+                self._remove(allocation)
+            elif allocation.running and not allocation.prefilling:
+                self._allocator.insert_prefix(allocation, allocation.num_computed_tokens, partial=False)
+
+    def _learn(self, batch: Batch, output: StepOutput) -> None:
+        """From the time of a decode step, and what speculation gained in it."""
+        rows = self._bucket(batch.rows)
+        plain, speculative = output.plain_passes, output.speculative_passes
+        self._costs.record(rows, output.seconds, plain=plain, speculative=speculative)
+        for row, found in zip(batch.rows, output.outputs, strict=True):
+            allocation = self._allocations.get(row.sequence)
+            if allocation is not None and allocation.speculation is not None and found.num_draft_tokens:
+                allocation.speculation.record(
+                    passes=-(-found.num_draft_tokens // batch.num_speculative_tokens),
+                    accepted=found.num_accepted_tokens,
+                    num_output_tokens=row.sequence.num_output_tokens,
+                    cost=self._costs.ratio(rows),
+                )
+
+    def remove(self, request_id: str) -> list[Sequence]:
+        """Forget a request; its slots and pages are free at once. Returns its sequences that had not left yet."""
+        leaving = [a for a in (*self.waiting, *self.running) if a.sequence.request_id == request_id]
+        for allocation in leaving:
+            self._remove(allocation)
+        return [allocation.sequence for allocation in leaving]
+
+    def restart(self) -> None:
+        """After the device has lost its state: all that has not finished waits again, and no page is cached."""
+        for allocation in list(self._allocations.values()):
+            if allocation.sequence.finished:
+                self._remove(allocation)
+            elif allocation.running:
+                self._stop(allocation)
+                self._wait(allocation)
+            allocation.min_in_flight = allocation.max_in_flight = 0
+        self._allocator.clear()
+
+    def _preempt(self, allocation: Allocation) -> None:
+        self.preemptions += 1
+        self._stop(allocation)
+        self._wait(allocation)
+
+    def _wait(self, allocation: Allocation) -> None:
+        bisect.insort(self.waiting, allocation, key=_order)
+
+    def _stop(self, allocation: Allocation) -> None:
+        self.running.remove(allocation)
+        self._allocator.release(allocation)
+
+    def _remove(self, allocation: Allocation) -> None:
+        if allocation.running:
+            self._stop(allocation)
+        else:
+            self.waiting.remove(allocation)
+        del self._allocations[allocation.sequence]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless slots, pages and queues fit together."""
+        self._allocator.check_integrity(self.running)
+        queued = [*self.waiting, *self.running]
+        assert self.waiting == sorted(self.waiting, key=_order)
+        assert not any(a.pages or a.running for a in self.waiting)
+        assert all(a.running for a in self.running)
+        assert not any(a.sequence.finished for a in queued)
+        assert {a.sequence: a for a in queued} == self._allocations
+        assert len(queued) == len(self._allocations)
+
+
+def _order(allocation: Allocation) -> int:
+    return allocation.order
+
+
+def _length(allocation: Allocation) -> int:
+    """The most tokens that may be known when the next step begins."""
+    return len(allocation.sequence.token_ids) + allocation.max_in_flight
+
+
+def _speculative_tokens(allocation: Allocation) -> int:
+    """How many speculative tokens a pass may have for this sequence."""
+    if allocation.speculation is None:
+        return 0
+    return min(allocation.speculation.limit(allocation.sequence.num_output_tokens), allocation.max_remaining - 1)
+
+
+def _token_bitmask(sequence: Sequence) -> tuple[np.ndarray | None, str | None]:
+    """The tokens that may come next, or None for all; and why none may, or None."""
+    if sequence.matcher is None or sequence.matcher.finished:
+        return None, None
+    try:
+        return sequence.matcher.token_bitmask(), None
+    except ValueError as error:  # no token of this model can go on: only this request fails
+        return None, str(error)

@@ -1,0 +1,60 @@
+"""What all executors have in common: programs, what they cost, and how long a step took."""
+
+from collections.abc import Iterable
+
+from jaxinfer.compiled import CostRecords, ProgramCache, ProgramSpec
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.protocols import Clock, InFlightStep
+from jaxinfer.generation.execution.platforms import can_overlap
+from jaxinfer.models.loading import LoadedModel
+
+
+class BaseExecutor[Buckets]:
+    """Programs and times of a model on its devices.
+
+    Args:
+      model: weights and config.
+      config: the engine's sizes.
+      specs: the programs there are.
+      clock: the engine's.
+      num_pages: the size of the cache, where there is one.
+
+    Attributes:
+      programs: all executables.
+      depth: as in `Executor`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        specs: Iterable[ProgramSpec[Buckets]],
+        clock: Clock,
+        num_pages: int = 0,
+    ):
+        self.config, self.depth = config, int(config.overlap and can_overlap(model))
+        self.programs = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels)
+        self._clock, self._records = (
+            clock,
+            CostRecords(f"{model.config} {model.weights} {model.mesh} {config} {num_pages}"),
+        )
+        self._collected = 0.0  # when the last step had come back
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the largest program compiled so far needs while it runs, on each device."""
+        return max((program.cost.workspace_bytes for program in self.programs), default=0)
+
+    def _seconds(self, step: InFlightStep) -> float:
+        """How long a step took that has just come back."""
+        now = self._clock()
+        seconds, self._collected = now - max(step.launched, self._collected), now
+        return seconds
+
+    def restart(self) -> None:
+        """Forget the steps in flight."""
+        self._collected = 0.0
+
+    def save_costs(self) -> None:
+        """Add what the programs cost to the records of this kind of device."""
+        self._records.save(self.programs)

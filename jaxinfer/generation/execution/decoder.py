@@ -1,0 +1,154 @@
+"""Runs a decoder's batches: owns its KV cache and everything else that stays on the device."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.compiled import Program
+from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, StepOutput
+from jaxinfer.generation.engine.buckets import Buckets, round_up
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.protocols import Clock, InFlightStep
+from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.execution.base import BaseExecutor
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.packing import ALL_TOKENS, Packer
+from jaxinfer.generation.execution.programs import decoder_programs
+from jaxinfer.generation.execution.programs.decode import DecodeOutput
+from jaxinfer.generation.execution.programs.prefill import PrefillOutput
+from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
+from jaxinfer.generation.execution.state import DeviceState
+from jaxinfer.generation.sampling.sampler import LogitsProcessor
+from jaxinfer.models import LayerAdapters
+from jaxinfer.models.loading import LoadedModel, available_bytes
+
+
+class DecoderExecutor(BaseExecutor[Buckets]):
+    """The device side of an engine on a decoder; the whole model in every program.
+
+    Args:
+      model: weights and config.
+      config: the engine's sizes.
+      buckets: the sizes that programs are compiled for.
+      num_pages: the size of the cache.
+      logits_processors: by name.
+      clock: the engine's.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        buckets: Buckets,
+        *,
+        num_pages: int,
+        logits_processors: Mapping[str, LogitsProcessor],
+        clock: Clock,
+    ):
+        self._layout = DeviceLayout.of(model, config, num_pages=num_pages, processors=tuple(logits_processors.values()))
+        super().__init__(model, config, decoder_programs(self._layout), clock, num_pages)
+        self._packer = Packer(self._layout, buckets, logits_processors)
+        self._state: DeviceState = _zeros(self._layout.state)
+        self._adapters: list[LayerAdapters] | None = _zeros(self._layout.adapters)
+        self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
+
+    def restart(self) -> None:
+        """Begin with an empty state, after a step that failed may have destroyed it."""
+        super().restart()
+        for array in jax.tree.leaves(self._state):
+            array.delete()  # there is no room for two
+        self._state = _zeros(self._layout.state)
+
+    def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
+        """Compile every program that these sequences, or any (None), can need; returns how many were missing.
+
+        Raises MemoryError if the largest leaves no room to run it.
+        """
+        buckets = self._packer.buckets
+        if sequences is not None:
+            buckets = buckets.reachable(list(sequences), self.config, num_pages=self._layout.num_pages)
+        missing = self.programs.compile_ahead(buckets)
+        if missing and (workspace := self.workspace_bytes) > (free := available_bytes(self._layout.mesh)):
+            raise MemoryError(
+                f"The programs need {workspace} bytes to run in, and {free} are free beside weights and cache: "
+                "lower cache_bytes, max_batch or token_budget."
+            )
+        return missing
+
+    def launch(self, batch: Batch) -> InFlightStep:
+        """Send a batch to the device, without waiting for it."""
+        launched = self._clock()
+        for index, adapter in batch.adapter_uploads:  # steps in flight keep the arrays they were given
+            place, layers = self.programs.get("place_adapter"), self._layout.adapter_layers(adapter)
+            self._adapters = place(self._adapters, np.int32(index - 1), layers)
+        if batch.copies:
+            self._update("copy_pages", *self._packer.copies(batch.copies))
+        if batch.admissions:
+            self._update("admit", *self._packer.admissions(batch.admissions))
+        program, output = self._prefill(batch) if batch.chunks else self._decode(batch)
+        output = only_asked(batch, output)
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+        return InFlightStep(batch, program, output, launched)
+
+    def _update(self, name: str, first: np.ndarray, second: Any) -> None:
+        """Change the state by a program of this name, for as many items as the arrays have."""
+        self._state = self.programs.get(name, count=len(first))(self._state, first, second)
+
+    def _prefill(self, batch: Batch) -> tuple[Program, PrefillOutput]:
+        width = self._packer.page_table_width(batch)
+        chunks = self._packer.chunks(batch.chunks, width)
+        padded, size = len(chunks.slot), round_up(len(batch.rows), self._packer.buckets.prefill_rows)
+        rows = self._packer.rows(batch.rows, size, width)
+        parts = [*batch.chunks, *[None] * (padded - len(batch.chunks)), *batch.rows]
+        program = self.programs.get("prefill", chunks=padded, batch=size, pages=width)
+        return program, self._run(program, chunks, rows, self._bitmask(parts, padded + size))
+
+    def _decode(self, batch: Batch) -> tuple[Program, DecodeOutput]:
+        width, speculative = self._packer.page_table_width(batch), batch.num_speculative_tokens
+        size = round_up(len(batch.rows), self._packer.buckets.decode_rows)
+        rows, limits = self._packer.rows(batch.rows, size, width), self._packer.speculation_limits(batch.rows, size)
+        program = self.programs.get("decode", batch=size, speculative=speculative, pages=width)
+        bitmask = self._bitmask(list(batch.rows), size)
+        return program, self._run(program, rows, bitmask, np.int32(batch.passes), limits)
+
+    def _run(self, program: Program, *inputs: Any) -> Any:
+        """A program that runs the model: it changes the state and returns results."""
+        self._state, output = program(self._layout.leaves, self._adapters, self._state, *inputs)
+        return output
+
+    def _bitmask(self, parts: list[Chunk | DecodeRow | None], count: int) -> Any:
+        """What each row may choose; kept on the device while all may choose anything."""
+        bitmask = self._packer.bitmask(parts, count)
+        if bitmask is None:
+            if count not in self._all_tokens:
+                shape = self._layout.place(self._layout.bitmask(count))
+                self._all_tokens[count] = jnp.full(shape.shape, ALL_TOKENS, shape.dtype, device=shape.sharding)
+            return self._all_tokens[count]
+        return bitmask
+
+    def collect(self, step: InFlightStep) -> StepOutput:
+        """Wait for a step."""
+        batch, program = step.batch, step.program
+        output = jax.device_get(step.output)
+        seconds = self._seconds(step)
+        if isinstance(output, PrefillOutput):
+            program.cost.record(seconds)
+            found = read_prefill(batch, output, padded_chunks=dict(program.bucket)["chunks"])
+            return StepOutput(outputs=found, seconds=seconds)
+        plain, speculative = map(int, output.passes)
+        program.cost.record(seconds, passes=max(1, plain + speculative))
+        return StepOutput(
+            outputs=read_decode(batch, output),
+            seconds=seconds,
+            plain_passes=plain,
+            speculative_passes=speculative,
+        )
+
+
+def _zeros(shapes: Any) -> Any:
+    """Arrays of these shapes, where they say."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)

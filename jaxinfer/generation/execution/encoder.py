@@ -1,0 +1,49 @@
+"""Runs an encoder's batches: one program for each number of rows and of tokens, and no state."""
+
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.buckets import EncoderBuckets, round_up
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.protocols import Clock, InFlightStep
+from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.execution.base import BaseExecutor
+from jaxinfer.generation.execution.programs import embed
+from jaxinfer.models.loading import LoadedModel
+
+
+class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
+    """The device side of an engine on an encoder; arguments as of `DecoderExecutor`."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock):
+        super().__init__(model, config, [embed.spec(model)], clock)
+        self._leaves, self._buckets = jax.tree.leaves(model.state), buckets
+
+    def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
+        """Compile what these sequences need together, or any (None); returns how many programs were missing."""
+        return self.programs.compile_ahead(
+            self._buckets.shapes if sequences is None else self._buckets.reachable(sequences)
+        )
+
+    def launch(self, batch: Batch) -> InFlightStep:
+        """Send a batch to the device, without waiting for it."""
+        launched, sequences = self._clock(), batch.sequences
+        rows, width = round_up(len(sequences), self._buckets.rows), self._buckets.length(sequences[0])
+        tokens, positions = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
+        for row, sequence in enumerate(sequences):
+            length = sequence.num_prompt_tokens
+            tokens[row, :length], positions[row, :length] = sequence.token_ids, np.arange(length)
+        program = self.programs.get("embed", batch=rows, tokens=width)
+        vectors = program(self._leaves, tokens, positions)
+        vectors.copy_to_host_async()
+        return InFlightStep(batch, program, vectors, launched)
+
+    def collect(self, step: InFlightStep) -> StepOutput:
+        """Wait for a batch; its vectors are pooled already, so that only their directions count."""
+        vectors = np.asarray(step.output)[: len(step.batch.chunks)]  # the last rows are padding
+        seconds = self._seconds(step)
+        step.program.cost.record(seconds)
+        return StepOutput(outputs=[SequenceOutput(embedding=vector) for vector in vectors], seconds=seconds)

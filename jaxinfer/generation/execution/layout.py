@@ -1,0 +1,196 @@
+"""The shapes of everything on the device and where each array lives; has no array but the weights."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfer.compiled import compiler_options
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
+from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
+from jaxinfer.generation.sampling.sampler import LogitsProcessor
+from jaxinfer.generation.sampling.structured_outputs import bitmask_words
+from jaxinfer.models import Decoder, DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
+from jaxinfer.models.adapters import Adapter, adapter_shapes
+from jaxinfer.models.loading import LoadedModel, abstract_model
+
+LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "up": "mlp.up", "down": "mlp.down"}
+"""The fields of `LayerAdapters` -> their linears in a layer."""
+ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "up": ("mlp", None), "down": (None, "mlp")}
+"""The logical axes of outputs and inputs of the linears in `LayerAdapters`."""
+
+
+def integers(*shape: int) -> Any:
+    """The shape of an int32 array; typed as one, since it stands for it in named tuples."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def flags(*shape: int) -> Any:
+    """The same of a bool array."""
+    return jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+
+class DeviceLayout:
+    """The device side of one decoder, in shapes.
+
+    Args:
+      config: the model's. weights: the format of its leaves.
+      engine: the engine's sizes.
+      num_pages: the size of the KV cache.
+      processors: logits processors, compiled into the programs that choose tokens.
+      model: the loaded model; None: shapes alone, on no device in particular.
+      platform: what it runs on.
+      family: the model's, for adapters.
+
+    Attributes:
+      leaves: the weights, or their shapes.
+      state: the shapes of `DeviceState`.
+      adapters: the shapes of the adapters on the device, or None.
+      mesh: the devices, or None for one.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: WeightFormat,
+        engine: EngineConfig,
+        *,
+        num_pages: int,
+        processors: Sequence[LogitsProcessor] = (),
+        model: LoadedModel | None = None,
+        platform: str,
+        family: str = "",
+    ):
+        self.config, self.weights, self.engine, self.num_pages = config, weights, engine, num_pages
+        self.processors, self.platform, self._model = tuple(processors), platform, model
+        self.mesh = None if model is None else model.mesh
+        if model is None:
+            self._graphdef, values = nnx.split(abstract_model(config, weights))
+        else:
+            self._graphdef, values = model.graphdef, model.state
+        self.leaves, self._treedef = jax.tree.flatten(values)
+        self.state = self._state()
+        self.adapters = self._adapters(family) if engine.max_adapters else None
+
+    @classmethod
+    def of(
+        cls, model: LoadedModel, engine: EngineConfig, *, num_pages: int, processors: Sequence[LogitsProcessor] = ()
+    ) -> "DeviceLayout":
+        """The layout of a loaded model."""
+        assert isinstance(model.config, DecoderConfig)
+        return cls(
+            model.config,
+            model.weights,
+            engine,
+            num_pages=num_pages,
+            processors=processors,
+            model=model,
+            platform=model.platform,
+            family=model.description.family,
+        )
+
+    # Shapes
+
+    def place(self, x: Any, *axes: str | None) -> Any:
+        """The shape with where an array whose dimensions carry these names lives; no names: whole on every device."""
+        if self._model is None:
+            return x
+        sharding = self._model.sharding(*(axes or [None] * len(x.shape)), shape=x.shape)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def inputs(self, *shapes: Any) -> tuple[Any, ...]:
+        """Arguments from the host, which on a mesh go to all devices."""
+        return jax.tree.map(self.place, shapes) if self.mesh is not None else shapes
+
+    def slots(self, count: int) -> Slots:
+        """`Slots` of `count` rows."""
+        options = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype),
+            sampling_arrays([idle_options(len(self.processors))]),
+        )
+        vector = integers(count)
+        return Slots(integers(count, self.engine.context), vector, flags(count), vector, vector, options)
+
+    def rows(self, batch: int, pages: int) -> Rows:
+        """`Rows` of a batch whose page tables have `pages` entries."""
+        return Rows(integers(batch), integers(batch, pages))
+
+    def bitmask(self, rows: int) -> jax.ShapeDtypeStruct:
+        """The tokens that may be chosen in some rows."""
+        return jax.ShapeDtypeStruct((rows, bitmask_words(self.config.vocab)), np.uint32)
+
+    def _state(self) -> DeviceState:
+        attention, int8 = self.config.attention, self.engine.kv_dtype == "int8"
+        sizes = self.num_pages, self.engine.page_size, attention.kv_heads, attention.head_dim
+        layer = KVPages.shapes(*sizes, self.weights.dtype, int8=int8)
+
+        def page(x: Any) -> Any:
+            names = ("pages", "page", "kv_heads", "head_dim") if len(x.shape) == 4 else ("pages", "kv_heads")
+            return self.place(x, *names)
+
+        caches = jax.tree.map(page, [layer] * self.config.layers)
+        return DeviceState(caches, jax.tree.map(self.place, self.slots(self.engine.max_batch + 1)))
+
+    def _adapters(self, family: str) -> list[LayerAdapters]:
+        shapes = adapter_shapes(family, self.config, self.engine.max_lora_rank)
+
+        def stack(layer: int, field: str, name: str) -> LowRankStack:
+            (rank, inputs), (outputs, _) = shapes[f"layers.{layer}.{name}"]
+            out_axis, in_axis = ADAPTER_AXES[field]
+            count, dtype = self.engine.max_adapters, self.weights.dtype
+            a = self.place(jax.ShapeDtypeStruct((count, rank, inputs), dtype), None, None, in_axis)
+            b = self.place(jax.ShapeDtypeStruct((outputs, count, rank), dtype), out_axis, None, None)
+            return LowRankStack(a, b)
+
+        return [
+            LayerAdapters(**{field: stack(i, field, name) for field, name in LINEARS.items()})
+            for i in range(self.config.layers)
+        ]
+
+    def adapter_layers(self, adapter: Adapter | None) -> list[LayerAdapters]:
+        """One adapter's matrices, as numpy arrays; zeros where it leaves a linear alone."""
+        assert self.adapters is not None
+
+        def pair(layer: int, field: str, stack: LowRankStack) -> LowRankStack:
+            found = adapter and adapter.layers.get(f"layers.{layer}.{LINEARS[field]}")
+            if found:
+                return LowRankStack(found.a, found.b)  # type: ignore[arg-type]  # numpy until it is sent
+            (_, rank, inputs), (outputs, _, _) = stack.a.shape, stack.b.shape
+            zeros = np.zeros((rank, inputs), np.float32), np.zeros((outputs, rank), np.float32)
+            return LowRankStack(*zeros)  # type: ignore[arg-type]
+
+        return [
+            LayerAdapters(**{field: pair(i, field, stack) for field, stack in layer._asdict().items()})
+            for i, layer in enumerate(self.adapters)
+        ]
+
+    # What programs have in common
+
+    def with_model(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of (weights, *rest) from one of (model, *rest)."""
+        graphdef, treedef = self._graphdef, self._treedef
+
+        def function(leaves: list[jax.Array], *rest: Any) -> Any:
+            model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+            assert isinstance(model, Decoder)
+            return body(model, *rest)
+
+        return function
+
+    @property
+    def state_shardings(self) -> Any:
+        """Where a program's state comes back: on a mesh where it was, else the compiler knows."""
+        return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, self.state)
+
+    def compiler_options(self, *, tokens: int) -> dict[str, str | bool | int]:
+        """XLA's options for a pass over this many tokens."""
+        return compiler_options(
+            self.platform,
+            rows=tokens,
+            dtype=self.weights.matrix_dtype,
+            weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves),
+        )

@@ -1,0 +1,104 @@
+"""How many pages the cache has, and what else lives in the device's memory."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from rich.filesize import decimal
+
+from jaxinfer.compiled import ProgramCache
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
+from jaxinfer.generation.execution.programs import decode, prefill
+from jaxinfer.models.loading import LoadedModel, available_bytes
+
+FRACTION = 0.9
+"""Of the memory that is free beside the weights, what cache and workspace may take."""
+AMPLE = 8
+"""Where this many times the cache are free, the compiler is not asked how much the programs need beside it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of one device, as planned before anything runs.
+
+    Attributes:
+      weights: what the loaded model takes, adapters included.
+      available: what was free beside the model.
+      workspace: what the largest program needs while it runs; None where there was enough not to ask.
+      page_bytes: one page of keys and values, all layers.
+      num_pages: pages of the cache.
+    """
+
+    weights: int
+    available: int
+    workspace: int | None
+    page_bytes: int
+    num_pages: int
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the cache."""
+        return self.num_pages * self.page_bytes
+
+    def __str__(self) -> str:
+        pages = f"{self.num_pages} pages of {decimal(self.page_bytes)}"
+        workspace = "" if self.workspace is None else f", workspace {decimal(self.workspace)}"
+        free = decimal(self.available)
+        return f"weights {decimal(self.weights)}, cache {decimal(self.cache)} ({pages}){workspace}, of {free} free"
+
+
+def plan_memory(model: LoadedModel, config: EngineConfig, *, cache_bytes: int | None = None) -> MemoryPlan:
+    """Divide the memory beside the weights between the cache and the programs' workspace.
+
+    A CPU, which shares its memory with others, gets the pages of `config.max_batch` full sequences, a GPU all that fit.
+    Where that is not little of what is free, the largest programs are compiled to learn their workspace.
+
+    Args:
+      cache_bytes: bytes of the cache; None: as many as there is room for.
+    Raises ValueError if not even one page fits, MemoryError if `cache_bytes` and the workspace do not fit together.
+    """
+    available, shared = available_bytes(model.mesh), shares_memory(model.platform)
+    buckets = buckets_of(config, model.platform)
+    layout = DeviceLayout.of(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
+    adapters, size = _device_bytes(layout.adapters), _device_bytes(layout.state.caches) // layout.num_pages
+    full = config.max_batch * -(-config.context // config.page_size)
+    ample = AMPLE * (full * size + adapters) <= available
+    workspace = None if shared and cache_bytes is None and ample else workspace_bytes(layout, buckets)
+    room = int(available * FRACTION) - adapters - (workspace or 0)
+    budget = room if cache_bytes is None else cache_bytes
+    if budget < size:
+        raise ValueError(
+            f"The KV cache may take {max(budget, 0)} bytes, but one page of {config.page_size} tokens takes {size}: "
+            "raise cache_bytes, lower page_size, or free memory."
+        )
+    if budget > room:
+        raise MemoryError(
+            f"cache_bytes={cache_bytes} does not fit: of {available} bytes that are free beside the weights, programs "
+            f"need {workspace} and adapters {adapters}; the cache may have {max(room, 0)}."
+        )
+    pages = budget // size
+    return MemoryPlan(
+        weights=_device_bytes(model.state) + adapters,
+        available=available,
+        workspace=workspace,
+        page_bytes=size,
+        num_pages=min(pages, full) if shared else pages,
+    )
+
+
+def workspace_bytes(layout: DeviceLayout, buckets: Buckets) -> int:
+    """What the largest programs need while they run, on each device; compiles them."""
+    programs = ProgramCache(
+        [prefill.spec(layout), decode.spec(layout)], mesh=layout.mesh, kernels=layout.engine.kernels
+    )
+    programs.compile_ahead(buckets.largest)
+    return max(program.cost.workspace_bytes for program in programs)
+
+
+def _device_bytes(tree: Any) -> int:
+    """Bytes of each device's part of arrays or shapes."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

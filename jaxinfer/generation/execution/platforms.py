@@ -1,0 +1,38 @@
+"""Every choice that generation makes by platform or mesh."""
+
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.models.loading import LoadedModel
+from pallas_kernels.decode_attention import MAX_DECODE_TOKENS
+
+
+def buckets_of(config: EngineConfig, platform: str) -> Buckets:
+    """The buckets of a decoder on a platform ("cpu", "gpu"). Raises ValueError for what it cannot run."""
+    if platform == "gpu":
+        # Chunks of one prompt attend to one another; the kernel for few tokens takes rows of different requests.
+        enough = config.chunk_size > MAX_DECODE_TOKENS
+        config.check("chunk_size", enough, f"> {MAX_DECODE_TOKENS} on a GPU")
+    if platform == "cpu":  # attention reads as many pages as there are, elsewhere as many as the table has
+        return Buckets.of(config)
+    # Every step takes as long as reading the weights, so that padding costs little.
+    return Buckets.of(config, max_padding=4.0, short_page_tables=True)
+
+
+def can_overlap(model: LoadedModel) -> bool:
+    """Whether a step may be sent while another one runs."""
+    several = model.mesh is not None and model.mesh.size > 1
+    # Virtual devices on a CPU deadlock when the collectives of two programs are in flight.
+    return not (several and model.platform == "cpu")
+
+
+def shares_memory(platform: str) -> bool:
+    """Whether the device's memory is also that of other processes, so that a cache should not take all of it."""
+    return platform == "cpu"
+
+
+def check_mesh(model: LoadedModel) -> None:
+    """Raise ValueError for a mesh that generation does not implement."""
+    if model.mesh is not None and (data := model.mesh.shape.get("data", 1)) > 1:
+        raise ValueError(
+            f"MeshConfig.data={data} is not implemented for generation; split by tensor, or run a process per copy."
+        )

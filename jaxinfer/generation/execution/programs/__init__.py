@@ -1,0 +1,19 @@
+"""The programs of the device, one a file: a pure function, and its `ProgramSpec` for an engine.
+
+A decoder's programs take and return the whole device state (donated, so it is updated in place). What a request asks
+for is in the state from its admission on, so that a step is told only which slots and pages it is about. The host may
+therefore send the next step before it has seen the tokens of the last.
+
+Dimensions: B rows of the batch, M chunks of prompts, T tokens a chunk, P pages a row, C tokens of context, S slots.
+"""
+
+from jaxinfer.compiled import ProgramSpec
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.programs import admit, copy_pages, decode, place_adapter, prefill
+
+
+def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+    """All programs of a decoder."""
+    files = (admit, copy_pages, place_adapter, prefill, decode)
+    return [file.spec(layout) for file in files]

@@ -1,0 +1,29 @@
+"""`admit`: requests get their slots."""
+
+import jax
+
+from jaxinfer.compiled import ProgramSpec
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.execution.layout import DeviceLayout, integers
+from jaxinfer.generation.execution.state import DeviceState, Slots
+
+
+def admit(state: DeviceState, slot: jax.Array, requests: Slots) -> DeviceState:
+    """Put requests into slots. slot: int32 [R], out of range in padding rows; requests: Slots of R rows."""
+    slots = jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), state.slots, requests)
+    return DeviceState(state.caches, slots)
+
+
+def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
+    """Sizes: `count` requests."""
+    return ProgramSpec(
+        name="admit",
+        function=lambda sizes: admit,
+        arguments=lambda sizes: (
+            layout.state,
+            *layout.inputs(integers(sizes["count"]), layout.slots(sizes["count"])),
+        ),
+        reachable=lambda buckets: ({"count": count} for count in buckets.admissions),
+        donate=(0,),
+        out_shardings=layout.state_shardings,
+    )

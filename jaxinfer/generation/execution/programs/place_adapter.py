@@ -1,0 +1,29 @@
+"""`place_adapter`: a LoRA adapter comes to the device."""
+
+import jax
+
+from jaxinfer.compiled import ProgramSpec
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.execution.layout import DeviceLayout, integers
+from jaxinfer.models import LayerAdapters, LowRankStack
+
+
+def place_adapter(adapters: list[LayerAdapters], index: jax.Array, one: list[LayerAdapters]) -> list[LayerAdapters]:
+    """Set one of the adapters. index: int32 [], from 0; one: a: [R, K], b: [N, R] of every linear."""
+
+    def fill(stack: LowRankStack, new: LowRankStack) -> LowRankStack:
+        a, b = new.a.astype(stack.a.dtype), new.b.astype(stack.b.dtype)
+        return LowRankStack(stack.a.at[index].set(a), stack.b.at[:, index].set(b))
+
+    return jax.tree.map(fill, adapters, one, is_leaf=lambda x: isinstance(x, LowRankStack))
+
+
+def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
+    """No sizes. Nothing is donated: a step that fails here leaves the adapters that are there."""
+    return ProgramSpec(
+        name="place_adapter",
+        function=lambda sizes: place_adapter,
+        arguments=lambda sizes: (layout.adapters, integers(), layout.adapter_layers(None)),
+        reachable=lambda buckets: () if layout.adapters is None else ({},),
+        out_shardings=None if layout.mesh is None else jax.tree.map(lambda x: x.sharding, layout.adapters),
+    )

@@ -1,0 +1,81 @@
+"""Host values out: what programs return, as the plain values of a `StepOutput`."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.generation.engine.batch import Batch, Chunk, SequenceOutput
+from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.execution.programs.decode import DecodeOutput
+from jaxinfer.generation.execution.programs.prefill import PrefillOutput
+from jaxinfer.generation.outputs import TokenLogprob
+from jaxinfer.generation.params import SamplingParams
+from jaxinfer.generation.sampling.logprobs import Logprobs
+
+
+def only_asked[T: PrefillOutput | DecodeOutput](batch: Batch, output: T) -> T:
+    """The results without those that no sequence of the batch has asked for: they stay on the device."""
+    params = [sequence.params for sequence in batch.sequences]
+    sampling = [p for p in params if isinstance(p, SamplingParams)]
+    asked = {
+        "logprobs": any(p.logprobs is not None for p in sampling),
+        "prompt_logprobs": any(p.prompt_logprobs is not None for p in sampling),
+        "pooled": len(sampling) < len(params),
+    }
+    unasked: dict[str, Any] = {name: None for name in output._fields if not asked.get(name, True)}
+    return output._replace(**unasked)
+
+
+def read_prefill(batch: Batch, output: PrefillOutput, *, padded_chunks: int) -> list[SequenceOutput]:
+    """What `prefill` found for each of `Batch.parts`; rows come after `padded_chunks` chunks."""
+    found = [_read_chunk(chunk, output, index) for index, chunk in enumerate(batch.chunks)]
+    for index, row in enumerate(batch.rows, padded_chunks):
+        places = [(index,)] if output.produced[index] else []
+        found.append(SequenceOutput(**_new_tokens(row.sequence, output, places)))
+    return found
+
+
+def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int) -> SequenceOutput:
+    request = chunk.sequence.request
+    if request.pooling:
+        return SequenceOutput(embedding=np.asarray(output.pooled[index]))
+    top = request.sampling.prompt_logprobs
+    return SequenceOutput(
+        **_new_tokens(chunk.sequence, output, [(index,)] if chunk.chooses else []),
+        prompt_logprobs=None if top is None else _prompt_logprobs(chunk, output.prompt_logprobs, index, top),
+    )
+
+
+def _prompt_logprobs(chunk: Chunk, found: Logprobs, index: int, top: int) -> list[tuple[int, TokenLogprob]]:
+    """(position, log probability) of the prompt token after each one of a chunk."""
+    ids = chunk.sequence.request.prompt_token_ids
+    positions = range(chunk.start + 1, min(chunk.start + chunk.count + 1, len(ids)))
+    return [(at, _token_logprob(found, (index, at - chunk.start - 1), ids[at], top)) for at in positions]
+
+
+def read_decode(batch: Batch, output: DecodeOutput) -> list[SequenceOutput]:
+    """What `decode` found for each row."""
+    return [
+        SequenceOutput(
+            **_new_tokens(row.sequence, output, [(index, at) for at in range(output.produced[index])]),
+            num_draft_tokens=int(output.proposed[index]),
+            num_accepted_tokens=int(output.accepted[index]),
+        )
+        for index, row in enumerate(batch.rows)
+    ]
+
+
+def _new_tokens(
+    sequence: Sequence, output: PrefillOutput | DecodeOutput, places: list[tuple[int, ...]]
+) -> dict[str, Any]:
+    """The fields of `SequenceOutput` about new tokens, which are at these places of the results."""
+    tokens, top = [int(output.tokens[at]) for at in places], sequence.request.sampling.logprobs
+    if top is None:
+        return {"token_ids": tokens}
+    logprobs = (_token_logprob(output.logprobs, at, token, top) for at, token in zip(places, tokens, strict=True))
+    return {"token_ids": tokens, "logprobs": list(logprobs)}
+
+
+def _token_logprob(logprobs: Logprobs, at: tuple[int, ...], token: int, count: int) -> TokenLogprob:
+    top = zip(logprobs.top_ids[at][:count], logprobs.top[at][:count], strict=True)
+    return TokenLogprob(token, float(logprobs.chosen[at]), {int(i): float(p) for i, p in top if i >= 0})

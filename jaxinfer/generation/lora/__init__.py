@@ -1,0 +1,1 @@
+"""LoRA adapters: which are on the device and in host memory."""

@@ -1,0 +1,79 @@
+"""What comes back of a request."""
+
+import dataclasses
+import enum
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # end-of-text, a stop token, a stop string, or structured output that is complete
+    LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # the caller gave it up
+    ERROR = "error"  # it could not go on, or a step that it was part of failed; `CompletionOutput.error` says how
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """A token's log probability, and the likeliest tokens in its place (token id -> log probability, best first)."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Seconds since the request was added, and the rate after its first token."""
+
+    first_token_s: float | None
+    total_s: float
+    tokens_per_s: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One continuation of a prompt, whole or (while streaming) as far as it has come.
+
+    Attributes:
+      index: which of the request's `n` completions this is.
+      text: the output as text, without a stop string.
+      token_ids: the output tokens.
+      finish_reason: why it ended; None while it runs.
+      logprobs: one entry per output token, if asked for.
+      timings: how long it took.
+      num_draft_tokens: tokens that the n-gram proposer suggested.
+      num_accepted_tokens: those of them that were right.
+      error: what went wrong, if `finish_reason` is ERROR.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    logprobs: list[TokenLogprob] | None
+    timings: Timings
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """All completions of one prompt.
+
+    Attributes:
+      request_id: the engine's name for the request.
+      prompt: the prompt as text, if it was given so.
+      prompt_token_ids: the prompt as tokens.
+      prompt_logprobs: one entry per prompt token, if asked for; None for the first, which has no probability.
+      outputs: the completions, `SamplingParams.n` of them.
+      num_cached_tokens: how many of the prompt's tokens were found in the cache, by the completion that found fewest.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0

@@ -1,0 +1,197 @@
+"""Structured outputs: text that must follow a grammar, and after each token the tokens that may come next.
+
+`StructuredOutputsParams` is what a caller asks for, `GrammarCompiler` turns it into a grammar over one model's tokens,
+and a `GrammarMatcher` follows one text through that grammar. Grammars, lexing and token bitmasks are llguidance's
+(https://github.com/guidance-ai/llguidance); this file adds what it must know of a model: how many scores the model has,
+and which tokens end its text.
+"""
+
+import dataclasses
+import functools
+import json
+
+import llguidance
+import numpy as np
+import tokenizers
+
+from jaxinfer.generation.params import StructuredOutputsParams
+
+_KEPT_GRAMMARS = 128  # compiled grammars that stay in memory
+# Blanks between two tokens of JSON; JSON itself sets no limit, and a model that likes blanks would never get past them.
+_JSON_SPACE = r"[ \t\r\n]{1,32}"
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False)  # messages without the parser's internal state
+
+
+def bitmask_words(vocab: int) -> int:
+    """How many 32-bit words hold one bit for each token."""
+    return -(-vocab // 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Vocabulary:
+    """The tokens of one model, as bitmasks: uint32 [bitmask_words(vocab)], bit i % 32 of word i // 32 is token i."""
+
+    size: int
+    text: np.ndarray  # tokens that the tokenizer has, the model scores, and that do not end the text
+    ends: np.ndarray  # tokens that end the text
+    end: int  # llguidance's own end of text, which is no token of the model
+
+    def is_text(self, token: int) -> bool:
+        return 0 <= token < self.size and _has(self.text, token)
+
+    def is_end(self, token: int) -> bool:
+        return 0 <= token < self.size and _has(self.ends, token)
+
+
+def _has(bits: np.ndarray, token: int) -> bool:
+    return bool(bits[token // 32] >> (token % 32) & 1)
+
+
+def _bits(tokens: set[int], vocab: int) -> np.ndarray:
+    flags = np.zeros(32 * bitmask_words(vocab), bool)
+    flags[list(tokens)] = True
+    return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
+
+
+class GrammarMatcher:
+    """One text on its way through a grammar. Made by `GrammarCompiler.matcher`; grows by `accept_token`."""
+
+    def __init__(self, state: llguidance.LLMatcher, vocabulary: _Vocabulary):
+        self._state = state
+        self._vocabulary = vocabulary
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the text is complete as it stands, even if it could go on."""
+        return self._state.is_accepting()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and nothing but an end-of-text token may follow.
+
+        Models without such a token must stop here.
+        """
+        return self._state.is_stopped() and not self._state.is_error()
+
+    def token_bitmask(self) -> np.ndarray:
+        """The tokens that may follow: uint32 [bitmask_words(vocab)], bit i % 32 of word i // 32 is token i.
+
+        End-of-text tokens may follow exactly where `accepting`.
+
+        At least one bit is set.
+
+        Raises: ValueError if no token may follow (the text is `finished` and the model has no end-of-text token, or
+          its vocabulary cannot write what must come next), or if the grammar is too complex to follow.
+        """
+        allowed = np.frombuffer(self._state.compute_bitmask(), np.uint32)
+        self._check()
+        bitmask = np.bitwise_and(allowed[: len(self._vocabulary.text)], self._vocabulary.text)
+        if self.accepting:
+            bitmask |= self._vocabulary.ends
+        if not bitmask.any():
+            raise ValueError("No token of the model may follow: its vocabulary cannot continue this text, nor end it.")
+        return bitmask
+
+    def accept_token(self, token: int) -> None:
+        """Append a token.
+
+        Raises: ValueError, and nothing changes, if the token is not in `token_bitmask()`; or if the grammar is too
+          complex to follow, and then every later call raises too.
+        """
+        accepted = self._end() if self._vocabulary.is_end(token) else self._extend(token)
+        self._check()
+        if not accepted:
+            raise ValueError(f"Token {token} may not follow here: the grammar does not allow it.")
+
+    def copy(self) -> "GrammarMatcher":
+        """The same text, from here on independent of this one."""
+        return GrammarMatcher(self._state.deep_copy(), self._vocabulary)
+
+    def _end(self) -> bool:
+        return self.accepting and (self.finished or self._state.consume_token(self._vocabulary.end))
+
+    def _extend(self, token: int) -> bool:
+        return self._vocabulary.is_text(token) and self._state.try_consume_tokens([token]) == 1
+
+    def _check(self) -> None:
+        if self._state.is_error():
+            raise ValueError(f"The grammar cannot be followed from here: {_message(self._state)}.")
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model.
+
+    Args:
+      tokenizer: the text of the model's `tokenizer.json`.
+      vocab: how many scores the model has, more or fewer than the tokenizer has tokens: only ids that are a token and
+        have a score are allowed.
+      eos_ids: tokens that end a text, all allowed where a text may end; () for a model that has none.
+    Raises: ValueError for ids outside [0, vocab), and for tokenizers that llguidance cannot read.
+    """
+
+    def __init__(self, tokenizer: str, *, vocab: int, eos_ids: tuple[int, ...]):
+        if outside := [i for i in eos_ids if not 0 <= i < vocab]:
+            raise ValueError(f"End-of-text ids {outside} are outside the vocabulary [0, {vocab}).")
+        extended = tokenizers.Tokenizer.from_str(tokenizer)
+        ids = set(extended.get_vocab(with_added_tokens=True).values())
+        # llguidance takes token 0 as the end of text if it is told of none, and allows the end after an error too.
+        # With an end of its own, outside the model's tokens, what ends a text is decided in `GrammarMatcher` alone.
+        end = _add_token(extended)
+        try:
+            self._tokenizer = llguidance.LLTokenizer(extended.to_str(), n_vocab=max(vocab, end + 1), eos_token=end)
+        except ValueError as error:
+            raise ValueError(f"This tokenizer cannot be used for structured output: {error}") from error
+        self._vocabulary = _Vocabulary(
+            size=vocab,
+            text=_bits({i for i in ids if i < vocab} - set(eos_ids), vocab),
+            ends=_bits(set(eos_ids), vocab),
+            end=end,
+        )
+        self._compiled = functools.lru_cache(maxsize=_KEPT_GRAMMARS)(self._compile)
+
+    def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
+        """A matcher at the beginning of a text.
+
+        Raises: ValueError if llguidance does not compile it (with its message), or if no text but the
+          empty one has it.
+        """
+        return self._compiled(params).copy()
+
+    def _compile(self, params: StructuredOutputsParams) -> GrammarMatcher:
+        try:
+            state = llguidance.LLMatcher(self._tokenizer, _grammar(params), log_level=0, limits=_LIMITS)
+            if state.is_error():
+                raise ValueError(_message(state))
+            matcher = GrammarMatcher(state, self._vocabulary)
+            if not (matcher.token_bitmask() & self._vocabulary.text).any():
+                raise ValueError("it allows no text but the empty one")
+        except ValueError as error:
+            raise ValueError(f"StructuredOutputsParams.{params.kind} does not compile: {error}") from error
+        return matcher
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's own notation."""
+    if params.json is not None:
+        return llguidance.LLMatcher.grammar_from_json_schema(params.json, defaults={"whitespace_pattern": _JSON_SPACE})
+    if params.regex is not None:
+        return llguidance.LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:  # one terminal, which is one automaton; as rules, 2000 texts are too many
+        terminal = " | ".join(json.dumps(text) for text in params.choice)
+        return llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {terminal}")
+    assert params.grammar is not None
+    return llguidance.LLMatcher.grammar_from_lark(params.grammar)
+
+
+def _message(state: llguidance.LLMatcher) -> str:
+    message = state.get_error().removesuffix("\n<non-verbose/>")
+    return "no text fits" if message == "NoExtensionBias" else message
+
+
+def _add_token(tokenizer: tokenizers.Tokenizer) -> int:
+    """Add a special token that the tokenizer does not have yet; its id."""
+    name = "<|end of grammar|>"
+    while tokenizer.token_to_id(name) is not None:
+        name += "|"
+    tokenizer.add_special_tokens([name])
+    return tokenizer.get_vocab(with_added_tokens=True)[name]

@@ -1,0 +1,196 @@
+"""Which adapter is where on the device: against a plain model of pins and evictions, and where files are missing."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.generation.lora.cache import AdapterCache
+from jaxinfer.models.adapters import adapter_shapes, read_adapter
+from tests.peft import random_pair, save_adapter
+from tests.tiny import CONFIG
+
+NAMES = ("a", "b", "c", "d", "e")
+RANK = 4
+UP = "model.layers.0.mlp.up_proj"
+ONE_ADAPTER = 4 * sum(rows * columns for rows, columns in adapter_shapes("tiny", CONFIG, RANK)["layers.0.mlp.up"])
+
+
+def save(folder, rank=2):
+    return save_adapter(folder, {UP: random_pair(CONFIG.mlp.hidden, CONFIG.embed, rank, np.random.default_rng(0))})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """An adapter of one linear for each name; nobody changes them."""
+    return {name: save(tmp_path_factory.mktemp("adapters") / name) for name in NAMES}
+
+
+@pytest.fixture
+def own(tmp_path):
+    """The same, for a test that deletes their files."""
+    return {name: save(tmp_path / name) for name in NAMES}
+
+
+def cache_of(folders, *, size=2, held=5):
+    """A cache that knows all adapters; host memory has room for `held` of them."""
+    made = AdapterCache(size, RANK, held * ONE_ADAPTER, "tiny", CONFIG)
+    for name, folder in folders.items():
+        made.register(name, folder)
+    return made
+
+
+def delete_weights(folder):
+    (folder / "adapter_model.safetensors").unlink()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 3),
+    held=st.integers(0, 3),
+    steps=st.lists(st.tuples(st.sampled_from(["acquire", "release"]), st.sampled_from(NAMES)), max_size=40),
+)
+def test_pins_and_evictions_are_those_of_a_plain_model(folders, size, held, steps):
+    under_test = cache_of(folders, size=size, held=held)
+    pins, unused = (
+        {},
+        [],
+    )  # name -> index of every request that has it; names that nobody has, released longest ago first
+    device = {}
+    for action, name in steps:
+        if action == "release":
+            if name in pins:
+                under_test.release(name)
+                pins[name].pop()
+                if not pins[name]:
+                    del pins[name]
+                    unused.append(name)
+            else:
+                with pytest.raises(ValueError, match=f"'{name}' was released more often"):
+                    under_test.release(name)
+        else:
+            index = under_test.acquire(name)
+            uploads = under_test.take_uploads()
+            resident = name in pins or name in unused
+            assert (index is None) == (not resident and len(pins) == size)
+            assert bool(uploads) == (index is not None and not resident)
+            if index is not None:
+                if not resident and len(pins) + len(unused) == size:
+                    assert device[index].info.folder == folders[unused.pop(0)]
+                elif not resident:
+                    assert index not in device
+                device.update(uploads)
+
+                assert 1 <= index <= size
+                assert device[index].info.folder == folders[name]
+                assert set(pins.get(name, [index])) == {index}
+                pins.setdefault(name, []).append(index)
+                if name in unused:
+                    unused.remove(name)
+        under_test.check_integrity()
+
+
+def test_an_upload_is_the_padded_adapter(folders):
+    cache = cache_of(folders)
+    index = cache.acquire("c")
+    [(place, adapter)] = cache.take_uploads()
+    assert (place, adapter.max_rank) == (index, RANK)
+    expected = read_adapter(folders["c"], "tiny", CONFIG, max_rank=RANK)
+    assert adapter.layers.keys() == expected.layers.keys() == {"layers.0.mlp.up"}
+    for actual, wanted in zip(adapter.layers["layers.0.mlp.up"], expected.layers["layers.0.mlp.up"], strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def test_who_waits_for_a_slot_reads_nothing(own):
+    cache = cache_of(own, size=1)
+    cache.acquire("a")
+    delete_weights(own["b"])
+    assert cache.acquire("b") is None
+    assert cache.acquire("a") == 1
+
+
+def test_the_adapter_released_longest_ago_leaves(folders):
+    cache = cache_of(folders, size=3)
+    place = {name: cache.acquire(name) for name in "abc"}
+    for name in "bca":
+        cache.release(name)
+    cache.acquire("c"), cache.release("c")  # used again: now a is older
+    cache.take_uploads()
+    assert cache.acquire("d") == place["b"]
+    assert cache.acquire("e") == place["a"]
+    assert cache.acquire("c") == place["c"]
+    assert [index for index, _ in cache.take_uploads()] == [place["b"], place["a"]]
+
+
+def test_host_memory_spares_the_disk(own):
+    cache = cache_of(own, size=1, held=2)
+
+    def place(name):
+        cache.take_uploads()
+        assert cache.acquire(name) == 1
+        cache.release(name)
+        assert [adapter.info.folder for _, adapter in cache.take_uploads()] == [own[name]]
+
+    for name in "abc":  # a leaves host memory
+        place(name)
+        delete_weights(own[name])
+    place("b")
+    place("d")  # c was placed longest ago
+    place("b")
+    for name in "ac":
+        with pytest.raises(ValueError, match=rf"{name}/adapter_model\.safetensors: no such file"):
+            cache.acquire(name)
+
+
+def test_a_file_that_fails_changes_nothing(own):
+    cache = cache_of(own)
+    cache.acquire("a"), cache.acquire("b"), cache.release("a")
+    cache.take_uploads()
+    file = own["c"] / "adapter_model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-10])
+    with pytest.raises(ValueError, match=r"c/adapter_model\.safetensors: truncated or corrupt"):
+        cache.acquire("c")
+    assert not cache.take_uploads()
+    cache.check_integrity()
+    assert cache.acquire("a") is not None  # not evicted
+    assert not cache.take_uploads()
+    cache.release("a")
+    file.write_bytes(content)
+    assert cache.acquire("c") is not None
+
+
+def test_a_rank_that_grew_since_registration(own):
+    cache = cache_of(own)
+    save(own["a"], rank=RANK + 1)
+    with pytest.raises(ValueError, match="rank 5 is more than the 4 that are reserved"):
+        cache.acquire("a")
+
+
+def test_registration(tmp_path):
+    cache = cache_of({}, size=1)
+    with pytest.raises(ValueError, match="unknown adapter 'a'; known: none"):
+        cache.check("a")
+    folder = save(tmp_path / "a")
+    delete_weights(folder)  # not read yet
+    cache.register("a", folder)
+    cache.check("a")
+    for ask in (cache.check, cache.acquire):
+        with pytest.raises(ValueError, match="unknown adapter 'b'; known: a"):
+            ask("b")
+    with pytest.raises(ValueError, match=r"adapter 'a' is .*/a already; choose another name"):
+        cache.register("a", save(tmp_path / "other"))
+    with pytest.raises(ValueError, match="rank 32 is more than the 4 that are reserved; raise max_lora_rank to 32"):
+        cache.register("large", save(tmp_path / "large", rank=32))
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+    with pytest.raises(ValueError, match=r"adapter_config\.json: use_dora=True is not implemented"):
+        cache.register("dora", folder)
+
+
+@pytest.mark.parametrize("sizes", [{"size": 0}, {"max_rank": 0}])
+def test_sizes(sizes):
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))}=0: adapters need at least 1"):
+        AdapterCache(**{"size": 1, "max_rank": 1, "host_bytes": 0, "family": "tiny", "config": CONFIG} | sizes)
