@@ -19,7 +19,7 @@ from jaxinfer.models.adapters import Adapter, adapter_shapes
 from jaxinfer.models.loading import LoadedModel
 
 SMALLEST_TABLE = 8
-ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "up": ("mlp", None), "down": (None, "mlp")}
+ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "gate_up": ("mlp", None), "down": (None, "mlp")}
 """The logical axes of outputs and inputs of the linears in `LayerAdapters`."""
 
 Wanted = tuple[str, dict[str, int]]

@@ -166,7 +166,7 @@ def step(
     groups = [TokenRows(ids, positions, pieces.page_table, slots.adapter[pieces.slot])]
     if rows.slot.size:
         groups.append(_last_tokens(slots, rows))
-    hidden, caches = model.run(tuple(groups), state.caches, adapters)
+    hidden, caches = model.forward(tuple(groups), state.caches, adapters)
     assert caches is not None
     last = jnp.take_along_axis(hidden[0], jnp.maximum(pieces.tokens - 1, 0)[:, None, None], axis=1)
     ends = jnp.concatenate([last[:, 0], *(group[:, 0] for group in hidden[1:])])  # [M + B, D]
@@ -285,7 +285,7 @@ def decode(
                 ids=jnp.concatenate([last.ids, drafts], axis=1),
                 positions=jnp.where(used, last.positions + index, -1),
             )
-            (hidden,), caches = model.run((groups,), state.caches, adapters)
+            (hidden,), caches = model.forward((groups,), state.caches, adapters)
             assert caches is not None
             tokens, logprobs = _choose(model, hidden, slots, rows.slot, drafts, options, mask, processors)
             right = jnp.cumprod((tokens[:, :-1] == drafts) & (index[:-1] < count[:, None]), axis=1)

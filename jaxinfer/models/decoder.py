@@ -5,22 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxinfer.models.attention import Attention
 from jaxinfer.models.config import BlockKind, DecoderConfig, PositionKind
-from jaxinfer.models.layers import (
-    Attention,
-    Embedding,
-    KVPages,
-    LayerAdapters,
-    Linear,
-    Mlp,
-    Norm,
-    Step,
-    TokenRows,
-    WeightFormat,
-    flat,
-    rotary_table,
-    unflat,
-)
+from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
+from jaxinfer.models.linear import Embedding, Linear, WeightFormat
+from jaxinfer.models.low_rank import LayerAdapters
+from jaxinfer.models.mlp import Mlp
+from jaxinfer.models.norm import Norm
+from jaxinfer.models.rotary import rotary_table
+from pallas_kernels import KVPages
 
 
 class DecoderLayer(nnx.Module):
@@ -39,17 +32,17 @@ class DecoderLayer(nnx.Module):
         self.mlp_post_norm = Norm(cfg.embed, cfg.norm) if sandwich else None
 
     def __call__(
-        self, x: jax.Array, step: Step, cache: KVPages | None, adapters: LayerAdapters | None
+        self, x: jax.Array, forward_context: ForwardContext, cache: KVPages | None, adapters: LayerAdapters | None
     ) -> tuple[jax.Array, KVPages | None]:
         into, between = self.attention_norm, self.mlp_norm
         if self.attention_post_norm is not None and self.mlp_post_norm is not None:
-            attended, cache = self.attention(x, step, cache, adapters, norm=into)
+            attended, cache = self.attention(x, forward_context, cache, adapters, norm=into)
             x += self.attention_post_norm(attended)
-            return x + self.mlp_post_norm(self.mlp(x, step, adapters, norm=between)), cache
-        y, cache = self.attention(x, step, cache, adapters, norm=into, residual=x)
+            return x + self.mlp_post_norm(self.mlp(x, forward_context, adapters, norm=between)), cache
+        y, cache = self.attention(x, forward_context, cache, adapters, norm=into, residual=x)
         if self.block is BlockKind.SEQUENTIAL:
             x = y
-        return self.mlp(x, step, adapters, norm=between or into, residual=y), cache
+        return self.mlp(x, forward_context, adapters, norm=between or into, residual=y), cache
 
 
 class Decoder(nnx.Module):
@@ -80,17 +73,17 @@ class Decoder(nnx.Module):
         caches: list[KVPages] | None = None,
         page_table: jax.Array | None = None,
     ) -> tuple[jax.Array, list[KVPages] | None]:
-        """`run` for a single group of rows: hidden vectors [B, T, D], and the new caches."""
-        (hidden,), caches = self.run((TokenRows(tokens, positions, page_table),), caches)
+        """`forward` for a single group of rows: hidden vectors [B, T, D], and the new caches."""
+        (hidden,), caches = self.forward((TokenRows(tokens, positions, page_table),), caches)
         return hidden, caches
 
-    def run(
+    def forward(
         self,
         groups: tuple[TokenRows, ...],
         caches: list[KVPages] | None = None,
         adapters: list[LayerAdapters] | None = None,
     ) -> tuple[list[jax.Array], list[KVPages] | None]:
-        """Hidden vectors after the last norm, and the caches with this step's keys and values in them.
+        """Hidden vectors after the last norm, and the caches with this pass's keys and values in them.
 
         All groups go through the matrices together; attention runs group by group.
 
@@ -99,12 +92,12 @@ class Decoder(nnx.Module):
           adapters: one LayerAdapters per layer, or None.
         Returns: [B, T, D] of each group, and the new caches (None without caches).
         """
-        cfg, step = self.cfg, self._step(groups, adapters)
-        x = self.embed(flat(group.ids for group in groups))
+        cfg, forward_context = self.cfg, self._forward_context(groups, adapters)
+        x = self.embed(pack(group.ids for group in groups))
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
         if self.positions is not None:
-            places = flat(group.positions for group in groups)
+            places = pack(group.positions for group in groups)
             x += self.positions(jnp.maximum(places, 0) + cfg.positions.offset)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
@@ -113,20 +106,20 @@ class Decoder(nnx.Module):
             with jax.named_scope(f"layers.{index}"):
                 x, cache = layer(
                     x,
-                    step,
+                    forward_context,
                     None if caches is None else caches[index],
                     None if adapters is None else adapters[index],
                 )
             new_caches.append(cache)
-        return unflat(self.final_norm(x), groups), None if caches is None else new_caches
+        return unpack(self.final_norm(x), groups), None if caches is None else new_caches
 
-    def _step(self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None) -> Step:
-        turned = self.cfg.positions.kind is PositionKind.ROTARY
-        rotary = tuple(rotary_table(self.cfg.positions, group.positions) if turned else None for group in groups)
+    def _forward_context(self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None) -> ForwardContext:
+        rotated = self.cfg.positions.kind is PositionKind.ROTARY
+        rotary = tuple(rotary_table(self.cfg.positions, group.positions) if rotated else None for group in groups)
         if adapters is None:
-            return Step(groups, rotary)
+            return ForwardContext(groups, rotary)
         slots = len(adapters[0].qkv.a)
-        return Step(groups, rotary, flat(_one_hot(group, slots) for group in groups))
+        return ForwardContext(groups, rotary, pack(_one_hot(group, slots) for group in groups))
 
     @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxinfer.models.attention import Attention
 from jaxinfer.models.config import EncoderConfig, Pooling
-from jaxinfer.models.layers import Attention, Embedding, Mlp, Norm, Step, TokenRows, WeightFormat
+from jaxinfer.models.forward_context import ForwardContext, TokenRows
+from jaxinfer.models.linear import Embedding, WeightFormat
+from jaxinfer.models.mlp import Mlp
+from jaxinfer.models.norm import Norm
 
 
 class EncoderLayer(nnx.Module):
@@ -17,10 +21,10 @@ class EncoderLayer(nnx.Module):
         self.mlp = Mlp(cfg.embed, cfg.mlp, weights, rngs=rngs)
         self.mlp_norm = Norm(cfg.embed, cfg.norm)
 
-    def __call__(self, x: jax.Array, step: Step) -> jax.Array:
-        attended, _ = self.attention(x, step, None, residual=x)
+    def __call__(self, x: jax.Array, forward_context: ForwardContext) -> jax.Array:
+        attended, _ = self.attention(x, forward_context, None, residual=x)
         x = self.attention_norm(attended)
-        return self.mlp_norm(self.mlp(x, step, residual=x))
+        return self.mlp_norm(self.mlp(x, forward_context, residual=x))
 
 
 class Encoder(nnx.Module):
@@ -45,10 +49,10 @@ class Encoder(nnx.Module):
         x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
-        step = Step((TokenRows(tokens, positions),), (None,))
+        forward_context = ForwardContext((TokenRows(tokens, positions),), (None,))
         x = self.embed_norm(x)
         for layer in self.layers:
-            x = layer(x, step)
+            x = layer(x, forward_context)
         return x
 
     def pool(self, hidden: jax.Array, positions: jax.Array) -> jax.Array:

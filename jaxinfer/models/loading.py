@@ -24,7 +24,7 @@ from checkpoints.reading import GROUP_BYTES
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
-from jaxinfer.models.layers import WeightFormat
+from jaxinfer.models.linear import WeightFormat
 from pallas_kernels.weights import STORED_AS, QuantizedFormat
 from pallas_kernels.weights import quantize as quantize_matrix
 from sharding import MeshConfig, ShardingRules
@@ -140,7 +140,7 @@ def abstract_model(config: ModelConfig, weights: WeightFormat) -> Decoder | Enco
 
 
 def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:
-    """Shape, dtype and logical axes of every leaf, by dotted path."""
+    """Shape, dtype and logical axes of every leaf, by its name on disk."""
     return {
         name: Leaf(variable.shape, variable.dtype.name, variable.get_metadata("axes"))
         for name, variable in _variables(model).items()
@@ -154,11 +154,16 @@ def canonical_leaves(config: ModelConfig, weights: WeightFormat) -> dict[str, Le
 
 def _variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
     state = model if isinstance(model, nnx.State) else nnx.state(model, nnx.Param)
-    return {_dotted(path): variable for path, variable in nnx.to_flat_state(state)}
+    return {leaf_name(path): variable for path, variable in nnx.to_flat_state(state)}
 
 
-def _dotted(path: tuple[object, ...]) -> str:
-    return ".".join(map(str, path))
+# Where a module's attribute and the name on disk differ. No attribute may be called by a name on the right.
+_NAMES_ON_DISK = {"weight": "kernel", "gate_up": "up"}
+
+
+def leaf_name(path: tuple[object, ...]) -> str:
+    """The leaf that holds a parameter: `layers.0.mlp.up.kernel` for `layers[0].mlp.gate_up.weight`."""
+    return ".".join(_NAMES_ON_DISK.get(str(part), str(part)) for part in path)
 
 
 # Models with weights.
@@ -235,7 +240,7 @@ def load_model(
             arrays[part] = jax.device_put(value, _sharding(mesh, rules, leaf.axes, leaf.shape))
             arrays[part].block_until_ready()  # else reading runs ahead and the originals pile up
     graphdef, state = nnx.split(model)
-    filled = {path: variable.replace(arrays[_dotted(path)]) for path, variable in nnx.to_flat_state(state)}
+    filled = {path: variable.replace(arrays[leaf_name(path)]) for path, variable in nnx.to_flat_state(state)}
     return LoadedModel(
         folder=folder,
         description=description,

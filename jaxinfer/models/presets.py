@@ -24,7 +24,7 @@ from jaxinfer.models.config import (
 )
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
-from jaxinfer.models.layers import WeightFormat
+from jaxinfer.models.linear import WeightFormat
 
 _LAYER_NORM = NormConfig(kind=NormKind.LAYER, eps=1e-5)
 

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, KVPages, ModelConfig, WeightFormat
 from jaxinfer.models.families import family_of, plan
+from jaxinfer.models.loading import leaf_name
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
 NAMES = sorted(path.parent.name for path in DIRECTORY.glob("*/config.json"))
@@ -64,8 +65,8 @@ def abstract(config: ModelConfig, weights: WeightFormat) -> Decoder | Encoder:
 
 
 def leaf_shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
-    """Dotted leaf name -> shape."""
-    return {".".join(map(str, path)): leaf.get_value().shape for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    """Leaf name -> shape."""
+    return {leaf_name(path): leaf.get_value().shape for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
 def build(golden: Golden, *, int8: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
@@ -76,7 +77,7 @@ def build(golden: Golden, *, int8: bool = False) -> tuple[nnx.GraphDef, nnx.Stat
     if int8:
         leaves = quantized(leaves, leaf_shapes(nnx.merge(graph, state)))
     flat = [
-        (path, leaf.replace(jnp.asarray(leaves[".".join(map(str, path))], leaf.get_value().dtype)))
+        (path, leaf.replace(jnp.asarray(leaves[leaf_name(path)], leaf.get_value().dtype)))
         for path, leaf in nnx.to_flat_state(state)
     ]
     return graph, nnx.from_flat_state(flat)

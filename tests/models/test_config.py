@@ -16,8 +16,8 @@ from jaxinfer.models.config import (
     alibi_slopes,
     kv_bytes_per_token,
 )
-from jaxinfer.models.layers import rotary_frequencies, rotary_table
 from jaxinfer.models.presets import preset
+from jaxinfer.models.rotary import rotary_frequencies, rotary_table
 
 LLAMA = preset("llama-213m")
 

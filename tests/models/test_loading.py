@@ -24,7 +24,7 @@ from jaxinfer.models.config import (
     PositionsConfig,
 )
 from jaxinfer.models.conversion import HuggingFaceModel, convert
-from jaxinfer.models.loading import Description, load_model, save_model
+from jaxinfer.models.loading import Description, leaf_name, load_model, save_model
 from sharding import MeshConfig
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -65,7 +65,7 @@ def copy(saved, tmp_path):
 
 
 def _leaves(state) -> dict[str, jax.Array]:
-    return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    return {leaf_name(path): leaf[...] for path, leaf in nnx.to_flat_state(state)}
 
 
 def _hidden(model) -> np.ndarray:
