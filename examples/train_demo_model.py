@@ -266,7 +266,6 @@ def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
     x = model.embed(tokens).astype(dtype)
     for layer in model.layers:
         x += attend(layer.attention, layer.attention_norm(x), rotary)
-        assert layer.mlp_norm is not None  # the blocks are sequential
         x += feed_forward(layer.mlp, layer.mlp_norm(x))
     return linear(model.final_norm(x), model.embed.table[...]).astype(jnp.float32)
 

@@ -7,6 +7,7 @@ Axes used everywhere: batch (B), tokens (T), keys (S), embed (D), vocab (V), mlp
 import dataclasses
 import enum
 import math
+from typing import ClassVar
 
 
 class NormKind(enum.StrEnum):
@@ -197,6 +198,7 @@ class DecoderConfig(_TransformerConfig):
 class EncoderConfig(_TransformerConfig):
     """One bidirectional encoder in BERT's arrangement (post-norm, learned positions)."""
 
+    block: ClassVar[BlockKind] = BlockKind.POST_NORM  # the only one an encoder has
     token_types: int = 0  # rows of the segment table; 0: none (DistilBERT)
     pooling: Pooling = Pooling.MEAN
 

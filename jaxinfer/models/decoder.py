@@ -5,44 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.models.attention import Attention
-from jaxinfer.models.config import BlockKind, DecoderConfig, PositionKind
+from jaxinfer.models.config import DecoderConfig, PositionKind
 from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
+from jaxinfer.models.layer import TransformerLayer
 from jaxinfer.models.linear import Embedding, Linear, WeightFormat
 from jaxinfer.models.low_rank import LayerAdapters
-from jaxinfer.models.mlp import Mlp
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.rotary import rotary_table
 from pallas_kernels import KVPages
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and MLP around the residual stream; see `BlockKind` for the arrangements."""
-
-    def __init__(self, cfg: DecoderConfig, index: int, weights: WeightFormat, *, rngs: nnx.Rngs):
-        self.block = cfg.block
-        self.attention_norm = Norm(cfg.embed, cfg.norm)
-        self.attention = Attention(
-            cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, window=cfg.window(index), rngs=rngs
-        )
-        self.mlp_norm = None if cfg.block is BlockKind.PARALLEL else Norm(cfg.embed, cfg.norm)
-        self.mlp = Mlp(cfg.embed, cfg.mlp, weights, rngs=rngs)
-        sandwich = cfg.block is BlockKind.SANDWICH
-        self.attention_post_norm = Norm(cfg.embed, cfg.norm) if sandwich else None
-        self.mlp_post_norm = Norm(cfg.embed, cfg.norm) if sandwich else None
-
-    def __call__(
-        self, x: jax.Array, forward_context: ForwardContext, cache: KVPages | None, adapters: LayerAdapters | None
-    ) -> tuple[jax.Array, KVPages | None]:
-        into, between = self.attention_norm, self.mlp_norm
-        if self.attention_post_norm is not None and self.mlp_post_norm is not None:
-            attended, cache = self.attention(x, forward_context, cache, adapters, norm=into)
-            x += self.attention_post_norm(attended)
-            return x + self.mlp_post_norm(self.mlp(x, forward_context, adapters, norm=between)), cache
-        y, cache = self.attention(x, forward_context, cache, adapters, norm=into, residual=x)
-        if self.block is BlockKind.SEQUENTIAL:
-            x = y
-        return self.mlp(x, forward_context, adapters, norm=between or into, residual=y), cache
 
 
 class Decoder(nnx.Module):
@@ -58,7 +28,9 @@ class Decoder(nnx.Module):
             else None
         )
         self.embed_norm = Norm(cfg.embed, cfg.norm) if cfg.embed_norm else None
-        self.layers = nnx.List([DecoderLayer(cfg, i, weights, rngs=rngs) for i in range(cfg.layers)])
+        self.layers = nnx.List(
+            [TransformerLayer(cfg, weights, window=cfg.window(i), rngs=rngs) for i in range(cfg.layers)]
+        )
         self.final_norm = Norm(cfg.embed, cfg.norm)
         self.head = (
             None

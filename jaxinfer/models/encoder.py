@@ -4,27 +4,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfer.models.attention import Attention
 from jaxinfer.models.config import EncoderConfig, Pooling
 from jaxinfer.models.forward_context import ForwardContext, TokenRows
+from jaxinfer.models.layer import TransformerLayer
 from jaxinfer.models.linear import Embedding, WeightFormat
-from jaxinfer.models.mlp import Mlp
 from jaxinfer.models.norm import Norm
-
-
-class EncoderLayer(nnx.Module):
-    """x = norm(x + attention(x)); x = norm(x + mlp(x))."""
-
-    def __init__(self, cfg: EncoderConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
-        self.attention = Attention(cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, causal=False, rngs=rngs)
-        self.attention_norm = Norm(cfg.embed, cfg.norm)
-        self.mlp = Mlp(cfg.embed, cfg.mlp, weights, rngs=rngs)
-        self.mlp_norm = Norm(cfg.embed, cfg.norm)
-
-    def __call__(self, x: jax.Array, forward_context: ForwardContext) -> jax.Array:
-        attended, _ = self.attention(x, forward_context, None, residual=x)
-        x = self.attention_norm(attended)
-        return self.mlp_norm(self.mlp(x, forward_context, residual=x))
 
 
 class Encoder(nnx.Module):
@@ -42,7 +26,7 @@ class Encoder(nnx.Module):
             else None
         )
         self.embed_norm = Norm(cfg.embed, cfg.norm)
-        self.layers = nnx.List([EncoderLayer(cfg, weights, rngs=rngs) for _ in range(cfg.layers)])
+        self.layers = nnx.List([TransformerLayer(cfg, weights, causal=False, rngs=rngs) for _ in range(cfg.layers)])
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
         """int32 [B, T], positions negative for padding; token_types: int32 [B, T] (default 0). Returns [B, T, D]."""
@@ -52,7 +36,7 @@ class Encoder(nnx.Module):
         forward_context = ForwardContext((TokenRows(tokens, positions),), (None,))
         x = self.embed_norm(x)
         for layer in self.layers:
-            x = layer(x, forward_context)
+            x, _ = layer(x, forward_context)
         return x
 
     def pool(self, hidden: jax.Array, positions: jax.Array) -> jax.Array:
