@@ -20,7 +20,8 @@ from jaxinfer.generation.request import Sequence, TokenLogprob
 from jaxinfer.generation.sampling import LogitsProcessor, Logprobs, RowOptions, idle_options, sampling_arrays
 from jaxinfer.generation.scheduler import Batch
 from jaxinfer.models import LayerAdapters
-from jaxinfer.models.loading import LoadedModel, available_bytes
+from jaxinfer.models.devices import available_bytes
+from jaxinfer.models.loading import LoadedModel
 
 DISPATCH_SECONDS = 0.01
 """What a dispatch of several decode steps may take, so that a new request need not wait long."""

@@ -10,7 +10,8 @@ from rich.filesize import decimal
 from jaxinfer.compiled import ProgramCache
 from jaxinfer.generation.builder import ProgramBuilder
 from jaxinfer.generation.config import EngineConfig
-from jaxinfer.models.loading import LoadedModel, available_bytes
+from jaxinfer.models.devices import available_bytes
+from jaxinfer.models.loading import LoadedModel
 
 FRACTION = 0.9
 """Of the memory that is free beside the weights, what cache and workspace may take."""

@@ -15,17 +15,10 @@ import numpy as np
 from checkpoints import CheckpointError, Leaf, Writer
 from checkpoints.huggingface import SafetensorsFolder, read_json
 from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling
+from jaxinfer.models.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
+from jaxinfer.models.devices import host_device
 from jaxinfer.models.families import Source, family_of, plan
-from jaxinfer.models.loading import (
-    CONFIG,
-    DTYPES,
-    Description,
-    canonical_leaves,
-    quantization,
-    quantized_format,
-    require_choice,
-    scale_name,
-)
+from jaxinfer.models.loading import canonical_leaves, quantized_format, scale_name
 from jaxinfer.models.tokenizer_files import tokenizer_files
 from pallas_kernels.weights import QuantizedFormat
 from pallas_kernels.weights import quantize as quantize_matrix
@@ -99,7 +92,7 @@ def convert(
       progress: called with the bytes written so far and the bytes in all.
     """
     require_choice("dtype", dtype, (None, *DTYPES))
-    wanted = quantization(quantize)
+    wanted = parse_quantization(quantize)
     writer = Writer(out_dir)  # refuses an occupied directory
     source = HuggingFaceModel(hf_dir)
     description = Description(
@@ -148,7 +141,7 @@ def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:
 def _quantize(matrix: np.ndarray, wanted: QuantizedFormat) -> tuple[np.ndarray, np.ndarray]:
     """The kernel and its scales, a block of rows at a time on the CPU."""
     rows = max(1, BLOCK_BYTES // (matrix.shape[1] * 4))
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(host_device()):
         blocks = [quantize_matrix(matrix[first : first + rows], wanted) for first in range(0, len(matrix), rows)]
         kernels, scales = ([np.asarray(part) for part in parts] for parts in zip(*blocks, strict=True))
     return np.concatenate(kernels), np.concatenate(scales, axis=-1)  # outputs come last in all scales

@@ -15,7 +15,8 @@ import checkpoints
 from checkpoints import CheckpointError
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.conversion import HuggingFaceModel
-from jaxinfer.models.loading import Description, load_model, quantized_format, scale_name
+from jaxinfer.models.description import Description
+from jaxinfer.models.loading import load_model, quantized_format, scale_name
 from pallas_kernels.weights import GROUP, Weights, dequantize
 
 

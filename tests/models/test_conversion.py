@@ -21,7 +21,8 @@ from checkpoints import CheckpointError
 from jaxinfer.models import EncoderConfig, WeightFormat, conversion
 from jaxinfer.models.config import Pooling
 from jaxinfer.models.conversion import HuggingFaceModel, convert
-from jaxinfer.models.loading import Description, load_model
+from jaxinfer.models.description import Description
+from jaxinfer.models.loading import load_model
 from jaxinfer.models.verification import compare_tensors
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
