@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxinfer.models.config import BlockKind, DecoderConfig
 from jaxinfer.models.families import llama
-from jaxinfer.models.families.mapping import Fields, Source, norm
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Source, norm
 
 _DEFAULTS = {  # where null means something else
     "head_dim": 256,

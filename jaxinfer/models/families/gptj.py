@@ -14,9 +14,9 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
     Family,
-    Fields,
     Source,
     by_kv_head,
     linear,

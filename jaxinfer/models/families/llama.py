@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxinfer.models.config import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, NormKind
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
     Family,
-    Fields,
     Source,
     alternate,
     by_kv_head,
