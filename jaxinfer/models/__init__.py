@@ -1,7 +1,7 @@
 """The models: configs, layers, one decoder, one encoder, and the families mapped onto them.
 
-No scheduling. Start at `config.py` (what a model is), then `decoder.py` (what it computes), then `loading.py` (how it
-gets onto its devices); files are opened there, in `conversion.py` and what it names.
+No scheduling. Start at `config.py` (what a model is), `decoder.py` and `layer.py` (what it computes), then `loading.py`
+(how it gets onto its devices). Only loading, conversion, verification and adapters open files.
 """
 
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig

@@ -15,7 +15,7 @@ from checkpoints.huggingface import read_json
 
 CONFIG = "adapter_config.json"
 
-# What the adapter is, and how it was trained: fields that change nothing in what it computes.
+# What the adapter is and how it was trained: fields that do not change what it computes.
 _WITHOUT_EFFECT = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = frozenset(
         *("ensure_weight_tying", "megatron_core", "qalora_group_size"),
     }
 )
-# Initial values that leave the model's own weights alone; the others (pissa, olora, corda, loftq, ...) change them.
+# Initial values that leave the model's weights unchanged; others (pissa, olora, corda, loftq, ...) change them.
 _KEEPS_THE_MODEL = (True, False, None, "gaussian", "eva", "orthogonal")
 
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
@@ -46,14 +46,16 @@ class _ConfigFile(msgspec.Struct, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterInfo:
-    """What an adapter's `adapter_config.json` says.
+    """The content of an adapter's `adapter_config.json`.
 
     Attributes:
+      folder: the adapter.
       rank: the largest of `base_rank` and the ranks in `rank_pattern`.
-      base_rank, alpha: of every module that no pattern names.
-      rank_pattern, alpha_pattern: regular expression of a module's last names -> its rank or alpha; the first match
-        counts.
-      rank_stabilized: deltas are scaled by alpha / sqrt(rank) (arXiv:2312.03732), else by alpha / rank.
+      base_rank: the rank of every module that no pattern matches.
+      alpha: the alpha of every module that no pattern matches.
+      rank_pattern: regular expression of the end of a module's name -> its rank; the first match counts.
+      alpha_pattern: the same for alpha.
+      rank_stabilized: deltas are scaled by alpha / sqrt(rank) (arXiv:2312.03732), otherwise by alpha / rank.
       fan_in_fan_out: the adapted model stores its weights [inputs, outputs] (GPT-2).
     """
 
@@ -67,7 +69,7 @@ class AdapterInfo:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> "AdapterInfo":
-        """Read `adapter_config.json` alone. Raises CheckpointError for anything but plain LoRA."""
+        """Read only `adapter_config.json`. Raises CheckpointError for anything but plain LoRA."""
         file = pathlib.Path(folder) / CONFIG
         if not file.is_file():
             raise CheckpointError(f"{file}: no such file; name a folder that PEFT's save_pretrained wrote.")
@@ -98,12 +100,12 @@ class AdapterInfo:
         return _first_match(self.rank_pattern, module, self.base_rank)
 
     def scale_of(self, module: str) -> float:
-        """What one module's delta is multiplied by."""
+        """The factor of one module's delta."""
         alpha, rank = _first_match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def require_rank(self, max_rank: int) -> None:
-        """Raise CheckpointError if the adapter does not fit into the rank that is reserved for it."""
+        """Raise CheckpointError if the adapter has a higher rank than is reserved."""
         if self.rank > max_rank:
             raise CheckpointError(
                 f"{self.folder / CONFIG}: rank {self.rank} is more than the {max_rank} that are reserved; "
@@ -112,7 +114,7 @@ class AdapterInfo:
 
 
 def _require_plain_lora(file: pathlib.Path, found: _ConfigFile, fields: Mapping[str, object]) -> None:
-    """Refuse every field that asks for more than x A^T B^T, those of later PEFT versions too."""
+    """Refuse every field that asks for more than x A^T B^T, including fields of later PEFT versions."""
     choices = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _KEEPS_THE_MODEL}
     for name, supported in choices.items():
         if (value := getattr(found, name)) not in supported:
@@ -127,7 +129,7 @@ def _require_plain_lora(file: pathlib.Path, found: _ConfigFile, fields: Mapping[
 
 
 def _first_match[T](patterns: Mapping[str, T], module: str, default: T) -> T:
-    """The value of the first pattern that matches a module's whole name, or its end from a dot on."""
+    """The value of the first pattern that matches a module's name, or the end of it after a dot."""
     for pattern, value in patterns.items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value

@@ -1,11 +1,11 @@
-"""LoRA adapters in PEFT's layout, brought onto our fused linears.
+"""LoRA adapters in PEFT's layout, converted to our fused linears.
 
 A LoRA adapter (arXiv:2106.09685) adds a product of two thin matrices to a linear: y = x W^T + (x A^T) B^T. PEFT
-writes one pair for each of the model's own projections; here several of those share one kernel, in an order of ours.
-A linear made of P projections gets their A below one another and their B in a block of columns each, rows in our
-order, so that it computes all of their deltas at once.
+writes one pair for each projection of the original model; here several projections are one linear, with its outputs
+in another order. The adapter of a linear made of P projections stacks their A, and gives the B of each its own block
+of columns, with the rows in our order. One pair then computes the deltas of all P projections.
 
-Start at `read_adapter`. Linears are named as in a checkpoint, without `.kernel`: `layers.0.attention.qkv`.
+Start at `read_adapter`. Linears are named as on disk, without `.kernel`: `layers.0.attention.qkv`.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to one linear [N, K]: x -> (x a^T) b^T; its scale is part of b.
+    """What an adapter adds to one linear [N, K]: x -> (x a^T) b^T.
 
     Attributes:
       a: float32 [R, K].
-      b: float32 [N, R].
+      b: float32 [N, R], with the adapter's scale multiplied in.
     """
 
     a: np.ndarray
@@ -46,8 +46,9 @@ class Adapter:
     """An adapter for one model, on the host.
 
     Attributes:
-      max_rank: the columns that each projection has in a linear: R = max_rank * projections, unused ones zero.
-      layers: what is added to each linear, by its name; linears that are not named stay as they are.
+      info: its config.
+      max_rank: the rank reserved for each projection of a linear: R = max_rank * projections, unused columns zero.
+      layers: what is added to each linear, by its name; other linears stay as they are.
     """
 
     info: AdapterInfo
@@ -63,7 +64,7 @@ class Adapter:
 def adapter_shapes(
     family: str, config: DecoderConfig, max_rank: int
 ) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """The shapes of `LowRank.a` and `LowRank.b` for every linear that adapters of this model can name.
+    """The shapes of `LowRank.a` and `LowRank.b` for every linear that an adapter can change.
 
     Embeddings and the output head are not among them. Arguments and errors are those of `read_adapter`.
     """
@@ -80,11 +81,13 @@ def read_adapter(
     """Read `adapter_config.json` and `adapter_model.safetensors`, as PEFT's `save_pretrained` writes them.
 
     Args:
-      family: Hugging Face's `model_type` of the model, which says what its projections are called. A family of the
-        author's takes Llama's names (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj).
-      max_rank: the columns of each projection; None: as many as the adapter's largest rank.
+      folder: the adapter.
+      family: Hugging Face's `model_type` of the model; it decides the names of the projections. Any other family has
+        Llama's names (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj).
+      config: of the model.
+      max_rank: the rank reserved for each projection; None: the adapter's largest rank.
     Raises CheckpointError if the adapter asks for more than plain LoRA, does not fit the model or `max_rank`, or is
-    damaged; ValueError if Llama's names do not fit a family of the author's.
+    damaged; ValueError if Llama's names do not fit a model of another family.
     """
     info = AdapterInfo.read(folder)
     max_rank = info.rank if max_rank is None else max_rank
@@ -99,7 +102,7 @@ def read_adapter(
     return Adapter(info=info, max_rank=max_rank, layers=layers)
 
 
-# The model's side: which projections make a linear.
+# The model's side: the projections of each linear.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,10 +110,11 @@ class _Linear:
     """One linear and the projections it is made of.
 
     Attributes:
-      tensors: the projections' weights, named as the family's sources name them.
-      outputs: how many each of them has.
-      order: int [N], which of all their outputs, one projection after another, is each of ours.
-      inputs_first: their weights are stored [inputs, outputs].
+      tensors: the weights of the projections, by the names in the family's sources.
+      outputs: the number of outputs of each projection.
+      inputs: the number of inputs, the same for all.
+      order: int [N], for each of our outputs its index in the outputs of all projections, one after another.
+      inputs_first: whether the weights are stored [inputs, outputs].
     """
 
     tensors: tuple[str, ...]
@@ -149,7 +153,7 @@ def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
                 tensors=source.names,
                 outputs=outputs,
                 inputs=inputs,
-                order=source.combine(*numbers),  # which reorders the rows of vectors as it does those of kernels
+                order=source.combine(*numbers),  # it reorders vectors as it reorders the rows of kernels
                 inputs_first=any(shape[1] != inputs for shape in source.shapes),
             )
     return linears
@@ -159,7 +163,7 @@ def _require_same_storage(info: AdapterInfo, inputs_first: bool) -> None:
     if info.fan_in_fan_out != inputs_first:
         raise CheckpointError(
             f"{info.folder / CONFIG}: fan_in_fan_out={info.fan_in_fan_out}, but this model's weights are stored "
-            f"{'[inputs, outputs]' if inputs_first else '[outputs, inputs]'}; take an adapter made for this model."
+            f"{'[inputs, outputs]' if inputs_first else '[outputs, inputs]'}; use an adapter made for this model."
         )
 
 
@@ -167,7 +171,7 @@ def _require_same_storage(info: AdapterInfo, inputs_first: bool) -> None:
 
 
 class _Pair(NamedTuple):
-    """One projection's a [r, K] and b [N, r], float32, as PEFT has them, but b scaled."""
+    """The matrices of one projection, float32: a [r, K] and b [N, r] as PEFT stores them, b scaled."""
 
     a: np.ndarray
     b: np.ndarray
@@ -177,7 +181,7 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.
 
 
 def _read_pairs(info: AdapterInfo, family: Family, layers: int, linears: Mapping[str, _Linear]) -> dict[str, _Pair]:
-    """Each adapted projection's matrices, by its weight's name as the family's sources have it."""
+    """The matrices of each adapted projection, by the name of its weight in the family's sources."""
     file = info.folder / WEIGHTS
     sizes = {
         tensor: (outputs, linear.inputs)
@@ -190,11 +194,11 @@ def _read_pairs(info: AdapterInfo, family: Family, layers: int, linears: Mapping
         if tensor not in sizes:
             adaptable = sorted({re.sub(r"^.*?\.\d+\.|\.weight$", "", known) for known in sizes})
             raise CheckpointError(
-                f"{file}: {module} is no linear in this model's {layers} layers, where adapters may name "
-                f"{', '.join(adaptable)}; take an adapter made for this model, without embeddings and output head."
+                f"{file}: {module} is not a linear of this model's {layers} layers; adapters may name "
+                f"{', '.join(adaptable)}: use an adapter made for this model, without embeddings and output head."
             )
         if tensor in pairs:
-            raise CheckpointError(f"{file}: {module} is there twice; save the adapter again.")
+            raise CheckpointError(f"{file}: {module} appears twice; save the adapter again.")
         pairs[tensor] = _checked_pair(file, info, module, sides, *sizes[tensor])
     return pairs
 
@@ -211,15 +215,15 @@ def _read_modules(file: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
     for name, tensor in tensors.items():
         if (match := _TENSOR.fullmatch(name)) is None:
             raise CheckpointError(
-                f"{file}: {name} is not one of the matrices lora_A and lora_B of a linear layer, which alone are "
-                "implemented; train the adapter without it."
+                f"{file}: {name} is not implemented, only the matrices lora_A and lora_B of linear layers; "
+                "train the adapter without it."
             )
         sides = modules.setdefault(match["module"], {})
         if match["side"] in sides:
-            raise CheckpointError(f"{file}: {name} is there twice, with and without `.default`; save it again.")
+            raise CheckpointError(f"{file}: {name} appears twice, with and without `.default`; save it again.")
         sides[match["side"]] = tensor
     if not modules:
-        raise CheckpointError(f"{file}: holds no tensors; save the adapter again.")
+        raise CheckpointError(f"{file}: contains no tensors; save the adapter again.")
     return modules
 
 
@@ -233,7 +237,7 @@ def _checked_pair(
         if (tensor := sides[side]).shape != shape:
             raise CheckpointError(
                 f"{file}: {module}.lora_{side} is {list(tensor.shape)}, but this model and rank {rank} need "
-                f"{list(shape)}; take an adapter made for this model, with its own {CONFIG}."
+                f"{list(shape)}; use an adapter made for this model, with its own {CONFIG}."
             )
         if not jnp.issubdtype(tensor.dtype, jnp.floating):
             raise CheckpointError(
@@ -243,7 +247,7 @@ def _checked_pair(
 
 
 def _fuse(linear: _Linear, pairs: Mapping[str, _Pair], max_rank: int) -> LowRank:
-    """The pairs of a linear's projections as one; projections that are not adapted stay zero."""
+    """One pair for all projections of a linear; zero for projections that are not adapted."""
     rank = max_rank * len(linear.tensors)
     a = np.zeros((rank, linear.inputs), np.float32)
     b = np.zeros((sum(linear.outputs), rank), np.float32)

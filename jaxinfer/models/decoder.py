@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
     def forward_context(
         self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None = None
     ) -> ForwardContext:
-        """What all layers of a pass over these groups share; `adapters` of any of the layers tell the slots."""
+        """What all layers of a pass over these groups share; `adapters`, of any layers, give the number of slots."""
         cfg = self.cfg.positions
         rotary = tuple(
             rotary_table(cfg, group.positions) if cfg.kind is PositionKind.ROTARY else None for group in groups

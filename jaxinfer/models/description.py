@@ -35,10 +35,11 @@ class Description:
     """What a model directory holds, from its `config.json`.
 
     Attributes:
-      family: Hugging Face's `model_type`, or a name of the author's.
-      dtype: of the matrices as stored; of a quantised model, what its activations are computed in.
-      quantization: "int8", "int4" or "fp8" where the matrices are stored so.
-      bos_id, eos_ids: the token that begins a text, and those that end one.
+      family: Hugging Face's `model_type`, or any other name for a model that does not come from there.
+      dtype: of the stored matrices; a quantised model computes in it.
+      quantization: "int8", "int4" or "fp8" if the matrices are stored quantised.
+      bos_id: the token that begins a text.
+      eos_ids: the tokens that end one.
     """
 
     family: str
@@ -68,7 +69,7 @@ class Description:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> "Description":
-        """Read `config.json`; what it says and this version does not know is refused."""
+        """Read `config.json`. Raises CheckpointError for anything that this version does not know."""
         file = pathlib.Path(folder) / CONFIG
         if not file.is_file():
             raise CheckpointError(
@@ -81,7 +82,7 @@ class Description:
                 raise ValueError(f"unknown fields {', '.join(unknown)}")
         except ValueError as error:
             raise CheckpointError(
-                f"{file}: {error}; convert the model again, or take the version of jaxinfer that wrote it."
+                f"{file}: {error}; convert the model again, or use the version of jaxinfer that wrote it."
             ) from error
         return cls(
             family=found.family,
@@ -102,20 +103,20 @@ def _unknown_fields(given: dict[str, Any], known: dict[str, Any], where: str) ->
 
 
 def require_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
-    """Refuse a value that is none of the choices."""
+    """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
         known = ", ".join(choice for choice in choices if choice is not None)
         raise ValueError(f"{name}={value!r} is not implemented; known: {known}.")
 
 
 def parse_quantization(name: str | None) -> QuantizedFormat | None:
-    """The format of matrices that goes by this name. Raises ValueError with the names there are."""
+    """The format of matrices with this name. Raises ValueError, which lists the known names."""
     require_choice("quantize", name, (None, *STORED_AS))
     return cast(QuantizedFormat | None, name)
 
 
 def weight_format(description: Description, *, dtype: str | None = None, quantize: str | None = None) -> WeightFormat:
-    """The format asked for; None: as stored."""
+    """The format of a model loaded with these options; None: as stored."""
     require_choice("dtype", dtype, (None, *DTYPES))
     wanted, stored = parse_quantization(quantize), description.quantization
     if stored is not None and wanted not in (None, stored):

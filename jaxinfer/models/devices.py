@@ -35,7 +35,7 @@ def host_device() -> Any:
 
 
 def sharding_on(mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | None], shape: Sequence[int]) -> Sharding:
-    """Where an array whose dimensions carry these logical names lives."""
+    """Where an array with these logical axes lives."""
     if mesh is None:
         return SingleDeviceSharding(devices_of(mesh)[0])
     return rules.sharding(mesh, axes, shape)

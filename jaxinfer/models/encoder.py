@@ -12,7 +12,7 @@ from jaxinfer.models.norm import Norm
 
 
 class Encoder(nnx.Module):
-    """Token ids to one vector a token, all tokens seeing each other."""
+    """Token ids to one vector per token; every token attends to all tokens of its row."""
 
     def __init__(self, cfg: EncoderConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -29,7 +29,13 @@ class Encoder(nnx.Module):
         self.layers = nnx.List([TransformerLayer(cfg, weights, causal=False, rngs=rngs) for _ in range(cfg.layers)])
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """int32 [B, T], positions negative for padding; token_types: int32 [B, T] (default 0). Returns [B, T, D]."""
+        """Hidden vectors [B, T, D].
+
+        Args:
+          tokens: int32 [B, T].
+          positions: int32 [B, T], negative for padding.
+          token_types: int32 [B, T]; None: all 0.
+        """
         x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
@@ -40,7 +46,7 @@ class Encoder(nnx.Module):
         return x
 
     def pool(self, hidden: jax.Array, positions: jax.Array) -> jax.Array:
-        """One float32 vector a row, of length 1: [B, T, D] -> [B, D]."""
+        """One float32 vector per row, of length 1: [B, T, D] -> [B, D]."""
         hidden = hidden.astype(jnp.float32)
         match self.cfg.pooling:
             case Pooling.CLS:

@@ -16,12 +16,13 @@ from pallas_kernels import KVPages
 
 
 class TransformerLayer(nnx.Module):
-    """One layer of a decoder or an encoder; a norm that its block does not need is not there.
+    """One layer of a decoder or an encoder.
 
     Attributes:
-      attention_norm, mlp_norm: before attention and MLP; in a post-norm block after them. A parallel block has only
-        the first.
-      attention_post_norm, mlp_post_norm: after attention and MLP in a sandwich block.
+      attention_norm: before attention; in a post-norm block after it.
+      mlp_norm: before the MLP; in a post-norm block after it. A parallel block does not have it.
+      attention_post_norm: after attention; only a sandwich block has it.
+      mlp_post_norm: after the MLP; only a sandwich block has it.
     """
 
     def __init__(

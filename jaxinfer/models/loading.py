@@ -1,7 +1,7 @@
 """From a model directory to a model on its devices, and back.
 
-`config.json` says what the model is (`Description`); the Orbax checkpoint holds its leaves.
-Loading places each leaf where it will be used and, if asked, quantises it, one at a time.
+`config.json` says what the model is (`Description`); the Orbax checkpoint has its leaves.
+Loading takes one leaf at a time: it places the leaf where it will be used and quantises it if asked to.
 """
 
 import dataclasses
@@ -47,12 +47,12 @@ def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:
 
 
 def canonical_leaves(config: ModelConfig, weights: WeightFormat) -> dict[str, Leaf]:
-    """The leaves of a checkpoint that holds a model in this dtype and quantisation."""
+    """The leaves of a checkpoint of this model in this format."""
     return describe_leaves(abstract_model(config, weights))
 
 
 def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context: int) -> dict[str, Leaf]:
-    """Keys and values of `batch` requests of `context` tokens, as leaves; an encoder keeps none."""
+    """Keys and values of `batch` requests of `context` tokens, as leaves; an encoder has none."""
     if not isinstance(config, DecoderConfig):
         return {}
     shape = (batch, context, config.attention.kv_heads, config.attention.head_dim)
@@ -65,12 +65,12 @@ def _variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
     return {leaf_name(path): variable for path, variable in nnx.to_flat_state(state)}
 
 
-# Where a module's attribute and the name on disk differ. No attribute may be called by a name on the right.
+# The parts of a path that are spelled differently on disk. No attribute may have a name from the right side.
 _NAMES_ON_DISK = {"weight": "kernel", "gate_up": "up"}
 
 
 def leaf_name(path: tuple[object, ...]) -> str:
-    """The leaf that holds a parameter: `layers.0.mlp.up.kernel` for `layers[0].mlp.gate_up.weight`."""
+    """A parameter's name on disk, from its path: `layers.0.mlp.up.kernel` for `layers[0].mlp.gate_up.weight`."""
     return ".".join(_NAMES_ON_DISK.get(str(part), str(part)) for part in path)
 
 
@@ -108,7 +108,7 @@ class LoadedModel:
         return self.description.eos_ids
 
     def sharding(self, *axes: str | None, shape: tuple[int, ...]) -> Sharding:
-        """Where an array whose dimensions carry these logical names lives beside the weights."""
+        """Where an array with these logical axes lives, next to the weights."""
         return devices.sharding_on(self.mesh, self.rules, axes, shape)
 
 
@@ -147,7 +147,7 @@ def load_model(
         for part, value in _adapt(name, array, targets[name]).items():
             leaf = targets[part]
             arrays[part] = jax.device_put(value, devices.sharding_on(mesh, rules, leaf.axes, leaf.shape))
-            arrays[part].block_until_ready()  # else reading runs ahead and the originals pile up
+            arrays[part].block_until_ready()  # otherwise reading runs ahead and the originals pile up
     graphdef, state = nnx.split(model)
     filled = {path: variable.replace(arrays[leaf_name(path)]) for path, variable in nnx.to_flat_state(state)}
     return LoadedModel(
@@ -171,12 +171,14 @@ def save_model(
     bos_id: int | None = None,
     eos_ids: tuple[int, ...] = (),
 ) -> None:
-    """Write a float model as a model directory, which must not exist or be empty.
+    """Write a float model as a model directory. The directory must be empty or not exist.
 
     Args:
       family: a name for `jaxinfer info`.
-      dtype: what the matrices are stored in.
-      tokenizer: files beside the weights by name, such as {"tokenizer.json": b"..."}.
+      dtype: of the stored matrices.
+      tokenizer: further files of the directory by name, such as {"tokenizer.json": b"..."}.
+      bos_id: the token that begins a text.
+      eos_ids: the tokens that end one.
     """
     variables = _variables(model)
     if any(quantized_format(variable.dtype) for variable in variables.values()):
@@ -195,7 +197,7 @@ def save_model(
 
 
 def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Description) -> None:
-    """The checkpoint holds exactly the leaves that its config needs; everything that differs is listed."""
+    """Raise CheckpointError unless the leaves are exactly those of the config; the error lists every difference."""
     wanted, found = canonical_leaves(description.config, description.stored), manifest.leaves
     differing = [
         f"{name} is {found[name]}, not {leaf}" for name, leaf in wanted.items() if name in found and found[name] != leaf
@@ -216,20 +218,20 @@ def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Descrip
 
 
 def _adapt(name: str, array: jax.Array, target: Leaf) -> dict[str, jax.Array]:
-    """A stored leaf as the model holds it: if that is quantised, a matrix and its scales."""
+    """The leaves of the model for one stored leaf: itself, or its quantised matrix and scales."""
     wanted = quantized_format(target.dtype)
     if wanted is None or quantized_format(array.dtype) == wanted:
         return {name: array}
-    kernel, scale = quantize_matrix(array, wanted)
+    matrix, scale = quantize_matrix(array, wanted)
     assert scale is not None
-    return {name: kernel, scale_name(name): scale}
+    return {name: matrix, scale_name(name): scale}
 
 
 def scale_name(name: str) -> str:
-    """The leaf that holds the scales of a quantised matrix: `a.kernel` -> `a.scale`."""
+    """The leaf with the scales of a quantised matrix: `a.kernel` -> `a.scale`."""
     return name.rpartition(".")[0] + ".scale"
 
 
 def quantized_format(dtype: jax.typing.DTypeLike) -> QuantizedFormat | None:
-    """The format whose kernels have this dtype; None for a float."""
+    """The format whose matrices have this dtype; None for a float."""
     return next((name for name, stored in STORED_AS.items() if stored == jnp.dtype(dtype)), None)

@@ -116,7 +116,7 @@ def encode(graph, state, tokens, positions, token_types):
 
 
 def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KVPages], np.ndarray]:
-    """Caches filled with noise, and a page table whose pages lie in no order."""
+    """Caches filled with noise, and a page table with its pages in random order."""
     pages_per_row = -(-tokens // PAGE_SIZE)
     count = batch * pages_per_row + 1
     rng = np.random.default_rng(0)
@@ -130,9 +130,9 @@ def through_cache(golden: Golden, model: tuple[nnx.GraphDef, nnx.State], chunk: 
     """Logits of every real token, with the prompt fed in chunks through the paged cache."""
     batch, tokens = golden.tokens.shape
     caches, page_table = empty_cache(golden.config, batch, tokens)
-    pieces = []
+    chunks = []
     for start in range(0, tokens, chunk):
-        piece = np.s_[:, start : start + chunk]
-        logits, caches = forward(*model, golden.tokens[piece], golden.positions[piece], caches, page_table)
-        pieces.append(np.asarray(logits))
-    return np.concatenate(pieces, axis=1)[golden.positions >= 0]
+        columns = np.s_[:, start : start + chunk]
+        logits, caches = forward(*model, golden.tokens[columns], golden.positions[columns], caches, page_table)
+        chunks.append(np.asarray(logits))
+    return np.concatenate(chunks, axis=1)[golden.positions >= 0]

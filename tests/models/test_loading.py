@@ -143,6 +143,7 @@ def test_encoders_too(tmp_path):
     model = load_model(tmp_path / "model")
     assert isinstance(nnx.merge(model.graphdef, model.state), Encoder)
     assert model.description.kind == "encoder"
+    assert "block" not in json.loads((tmp_path / "model/config.json").read_text())["config"]  # always post-norm
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDENS.glob("*/config.json")))

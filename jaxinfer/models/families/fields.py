@@ -21,7 +21,7 @@ _ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """A `config.json` being read. Getters take a field's spellings; null means absent; errors name the field."""
+    """The fields of a `config.json`. Getters take all spellings of a field; null counts as absent."""
 
     values: Mapping[str, object]
 
@@ -31,7 +31,7 @@ class Fields:
         self.expect("add_cross_attention", False)
 
     def expect(self, name: str, supported: object, remedy: str = "choose another checkpoint") -> None:
-        """Refuse every value of a field but the one that is implemented."""
+        """Refuse every value of a field except the implemented one; `remedy` ends the error."""
         value = self.values.get(name)
         if value is not None and value != supported:
             raise ValueError(f"config.json: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
@@ -52,19 +52,19 @@ class Fields:
     def _get(self, kind: type, names: tuple[str, ...], default: object) -> Any:
         value = self.optional(kind, *names)
         if value is None and default is None:
-            raise ValueError(f"config.json: {names[0]} is missing; take the checkpoint's original config.json.")
+            raise ValueError(f"config.json: {names[0]} is missing; use the checkpoint's original config.json.")
         return default if value is None else value
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """A whole number; without default it must be there."""
+        """A whole number; required if there is no default."""
         return self._get(int, names, default)
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """A number; without default it must be there."""
+        """A number; required if there is no default."""
         return self._get(float, names, default)
 
     def flag(self, *names: str, default: bool) -> bool:
-        """true or false."""
+        """A boolean."""
         return self._get(bool, names, default)
 
     def activation(self, *names: str, default: str) -> Activation:
@@ -77,7 +77,7 @@ class Fields:
         return _ACTIVATIONS[value]
 
     def head_dim(self, embed: int, heads: int) -> int:
-        """The width of one head where the family derives it from the model's."""
+        """The width of one head, in families that derive it from the model's."""
         if embed % heads:
             raise ValueError(
                 f"config.json: the hidden size {embed} is not a multiple of the {heads} heads; correct it."
@@ -85,11 +85,13 @@ class Fields:
         return embed // heads
 
     def windows(self, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
-        """Each layer's attention window, from `layer_types` or the family's kind for each layer."""
+        """The attention window of each layer, from `layer_types` or, without it, the family's default kinds."""
         kinds = self.optional(list, "layer_types") or default
         known = {"full_attention": None, "sliding_attention": window}
         if unknown := sorted({str(kind) for kind in kinds} - known.keys()):
-            raise ValueError(f"config.json: layer_types holds {unknown}, not implemented; known: {', '.join(known)}.")
+            raise ValueError(
+                f"config.json: layer_types contains {unknown}, not implemented; known: {', '.join(known)}."
+            )
         if len(kinds) != len(default):
             raise ValueError(
                 f"config.json: layer_types has {len(kinds)} entries for {len(default)} layers; correct it."
@@ -126,7 +128,7 @@ class Fields:
             )
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS[kind]}
         if unknown := sorted(rope.values.keys() - known):
-            raise ValueError(f"config.json: {name} holds {unknown}, which {kind} does not know; remove them.")
+            raise ValueError(f"config.json: {name} contains {unknown}, which {kind} does not have; remove them.")
         if kind == "default":
             return None
         factor = rope.number("factor")
@@ -166,7 +168,7 @@ _ROPE_FIELDS = {
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """What multiplies cos and sin (arXiv:2309.00071, eq. 22): given, or 0.1 ln(factor) + 1."""
+    """The factor of cos and sin (arXiv:2309.00071, eq. 22): given, or 0.1 ln(factor) + 1."""
     given = rope.optional(float, "attention_factor")
     if given is not None:
         return given

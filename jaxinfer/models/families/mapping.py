@@ -18,7 +18,13 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """How one leaf is made: the tensors it needs, their shapes, and the function that joins them, in that order."""
+    """How one leaf is made.
+
+    Attributes:
+      names: the tensors it needs.
+      shapes: their shapes.
+      combine: makes the leaf from the tensors, in the order of `names`.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -31,11 +37,11 @@ class Family:
 
     Attributes:
       model_types: the values of `model_type` in `config.json`.
-      config: from `config.json` to ours; a ValueError names what is not implemented.
-      sources: our dotted leaf name -> its Source, with their names written without prefix.
-      prefixes: what a checkpoint may put before those names; the first that fits is removed.
-      ignored: a pattern of names (without prefix) that a checkpoint may hold and we do not need.
-      renamed: other spellings, replaced wherever they occur in a name.
+      config: makes our config from a `config.json`; a ValueError names what is not implemented.
+      sources: makes, from our config, leaf name -> Source, with tensor names written without prefix.
+      prefixes: what a checkpoint may put before tensor names; the first that fits is removed.
+      ignored: a pattern of tensor names (without prefix) that a checkpoint may contain and we do not need.
+      renamed: other spellings and what replaces them, anywhere in a name.
     """
 
     model_types: tuple[str, ...]
@@ -57,11 +63,13 @@ class Family:
 
 
 def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) -> dict[str, Source]:
-    """Each leaf's Source with the checkpoint's own names in it.
+    """The Source of each leaf, with tensor names as in the checkpoint.
 
     Args:
+      family: of the checkpoint.
+      config: of the model.
       available: name -> shape of every tensor in the checkpoint.
-    Raises: one ValueError that lists all missing, unexpected and mis-shaped tensors.
+    Raises ValueError, which lists all missing, unexpected and mis-shaped tensors.
     """
     wanted = family.sources(config)
     needed = {name: shape for s in wanted.values() for name, shape in zip(s.names, s.shapes, strict=True)}
@@ -87,7 +95,7 @@ def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) ->
     if problems:
         raise ValueError(
             f"The tensors do not fit a {family.model_types[0]} with this config.json ({'; '.join(problems)}). "
-            "Take config.json and the weights from the same checkpoint."
+            "Use config.json and the weights of the same checkpoint."
         )
     return {
         leaf: dataclasses.replace(source, names=tuple(actual[name] for name in source.names))
@@ -126,11 +134,15 @@ def linear(
     combine: Callable[..., np.ndarray] = only,
     conv1d: bool = False,
 ) -> dict[str, Source]:
-    """One projection of ours from one or several of theirs.
+    """One linear of ours from one or several projections of theirs.
 
     Args:
-      names: their layers; outputs: how many outputs each has.
-      combine: reorders or joins their output rows; the same for kernels and biases.
+      leaf: our linear.
+      names: their projections.
+      outputs: the number of outputs of each.
+      inputs: the number of inputs, the same for all.
+      bias: whether they have biases.
+      combine: joins or reorders their output rows; the same for kernels and biases.
       conv1d: they store [inputs, outputs] (GPT-2).
     """
     shapes: tuple[Shape, ...] = tuple((rows, inputs) for rows in outputs)
@@ -148,17 +160,17 @@ def linear(
     return found
 
 
-# Rows: the order of a projection's outputs. All of these take kernels [rows, inputs] and biases [rows].
+# Rows: the order of a linear's outputs. All of these take kernels [rows, inputs] and biases [rows].
 
 
 def qkv_rows(attention: AttentionConfig) -> tuple[int, int, int]:
-    """How many outputs the projections of queries, keys and values have."""
+    """The number of outputs of the projections of queries, keys and values."""
     kv = attention.kv_heads * attention.head_dim
     return attention.q_heads * attention.head_dim, kv, kv
 
 
 def by_kv_head(attention: AttentionConfig) -> Callable[..., np.ndarray]:
-    """Joins q, k and v by KV head: its group's queries, its key, its value."""
+    """Joins q, k and v by KV head: the queries of its group, its key, its value."""
 
     def combine(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         heads = [part.reshape(attention.kv_heads, -1, *part.shape[1:]) for part in (q, k, v)]
@@ -178,17 +190,17 @@ def by_kv_head_from_fused(attention: AttentionConfig) -> Callable[..., np.ndarra
 
 
 def alternate(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Gate and up rows in turn: gate 0, up 0, gate 1, ..."""
+    """Alternating gate and up rows: gate 0, up 0, gate 1, ..."""
     return np.stack((gate, up), axis=1).reshape(-1, *gate.shape[1:])
 
 
 def alternate_from_fused(fused: np.ndarray) -> np.ndarray:
-    """The same from one projection whose rows are all of gate, then all of up."""
+    """The same from one projection whose rows are all gates, then all ups."""
     return alternate(*np.split(fused, 2))
 
 
 def pairs_to_halves(rows: np.ndarray, head_dim: int, rotary_dim: int) -> np.ndarray:
-    """Reorders each head's rotated rows, neighbours (2i, 2i + 1) to our pairs (i, i + rotary_dim / 2)."""
+    """Reorders the rotated rows of each head, from pairs (2i, 2i + 1) to our pairs (i, i + rotary_dim / 2)."""
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     order = np.r_[0:rotary_dim:2, 1:rotary_dim:2, rotary_dim:head_dim]
     return heads[:, order].reshape(rows.shape)

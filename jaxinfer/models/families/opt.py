@@ -82,5 +82,5 @@ FAMILY = Family(
     config=_config,
     sources=_sources,
     prefixes=("model.decoder.", "decoder."),
-    ignored=r"lm_head\.weight|version",  # a tied head; fairseq's mark
+    ignored=r"lm_head\.weight|version",  # a tied head; a version number from fairseq
 )

@@ -9,7 +9,7 @@ from jaxinfer.models.families.fields import Fields
 
 
 def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Each layer's window in Qwen2 and Qwen3: off by default, else from `max_window_layers` on."""
+    """The window of each layer in Qwen2 and Qwen3: off by default, otherwise in layers from `max_window_layers` on."""
     window = None
     if fields.flag("use_sliding_window", default=False):
         window = fields.integer("sliding_window", default=4096)
