@@ -1,6 +1,6 @@
 """Model files: Orbax model directories in and out, Hugging Face safetensors in.
 
-Knows leaves, dtypes and files, not models: what a leaf means is `jaxinfer.models`' business. Start at `manifest.py`
+Knows leaves, dtypes and files, not models: `jaxinfer.models` knows what a leaf means. Start at `manifest.py`
 (what a model directory holds), then `writing.py`, `reading.py`, and `huggingface.py` (the other format).
 """
 

@@ -1,5 +1,5 @@
-"""What went wrong with a file, said in one line that names it and the remedy."""
+"""The error for unusable files. Its message is one line that names the file and the remedy."""
 
 
 class CheckpointError(ValueError):
-    """A model directory or a Hugging Face directory is missing, damaged, or not what was asked for."""
+    """A model directory or a Hugging Face directory is missing, damaged, or not of the expected kind."""

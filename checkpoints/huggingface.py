@@ -1,7 +1,7 @@
 """Reading a Hugging Face directory: JSON files, and tensors one at a time out of safetensors files.
 
-A tensor's memory is the caller's alone: no file stays mapped between two reads, so what has been read and dropped
-does not count against the process.
+Only the caller owns a tensor's memory: no file stays mapped between two reads, so tensors that have been dropped do
+not count against the process.
 """
 
 import dataclasses
@@ -22,7 +22,13 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is and what it looks like; `dtype` is numpy's name, or safetensors' own if we cannot read it."""
+    """One tensor of a file.
+
+    Attributes:
+      file: where it is.
+      shape: its shape.
+      dtype: numpy's name, or that of safetensors if we cannot read it.
+    """
 
     file: pathlib.Path
     shape: tuple[int, ...]
@@ -32,7 +38,7 @@ class TensorInfo:
 class SafetensorsFolder:
     """The tensors of a directory, in one file or in shards with an index.
 
-    Opening reads the headers alone and checks each file against its own.
+    Opening reads only the headers, and checks that each file has the length that its header says.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -41,7 +47,7 @@ class SafetensorsFolder:
         for file, expected in _shards(self.path).items():
             found = _read_header(file)
             if missing := sorted(expected - found.keys()):
-                raise CheckpointError(f"{file}: lacks {', '.join(missing)}, which {INDEX} promises; fetch it again.")
+                raise CheckpointError(f"{file}: lacks {', '.join(missing)}, which {INDEX} lists; fetch it again.")
             self.tensors |= found
 
     @property
@@ -62,7 +68,7 @@ class SafetensorsFolder:
 
 
 def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; an optional file that is not there reads as empty."""
+    """The object in a JSON file; empty if an optional file does not exist."""
     if not path.is_file():
         if required:
             raise CheckpointError(f"{path}: no such file; a Hugging Face directory needs it.")
@@ -74,7 +80,7 @@ def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
 
 
 def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
-    """Each safetensors file with the names that the index expects in it."""
+    """Each safetensors file, and the names that the index expects in it."""
     if (path / SINGLE).is_file():
         return {path / SINGLE: set()}
     if (path / INDEX).is_file():

@@ -1,9 +1,9 @@
-"""What a model directory holds: every weight with its shape, every file with its size and sha256.
+"""The content of a model directory: every weight with its shape, every file with its size and sha256.
 
 DIR/config.json       what the model is (written and read by jaxinfer.models, opaque here)
 DIR/tokenizer*.json   the tokenizer, if there is one
 DIR/state/            the weights, one Orbax leaf each; DIR itself is the Orbax checkpoint
-DIR/manifest.json     this file's subject, written last
+DIR/manifest.json     described here, written last
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Manifest:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a model directory, after checking that every file is there with its size."""
+    """The manifest of a model directory, after checking that every file exists with its size."""
     path = pathlib.Path(path)
     if not (file := path / MANIFEST).is_file():
         raise CheckpointError(
@@ -87,7 +87,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def write_manifest(path: pathlib.Path, leaves: dict[str, Leaf]) -> None:
-    """Describe the directory as it stands; the last file to be written."""
+    """Describe the directory as it is now; must be the last file written."""
     files = {}
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
         files[file.relative_to(path).as_posix()] = File(size=file.stat().st_size, sha256=_sha256(file))
@@ -96,7 +96,7 @@ def write_manifest(path: pathlib.Path, leaves: dict[str, Leaf]) -> None:
 
 
 def verify_files(path: str | os.PathLike[str], progress: Callable[[int], None] = lambda done: None) -> Manifest:
-    """Check the sha256 of every file; all that differ are named. `progress` receives the bytes just read."""
+    """Check the sha256 of every file; the error names all that differ. `progress` receives the bytes just read."""
     path = pathlib.Path(path)
     manifest = read_manifest(path)
     wrong = [name for name, file in manifest.files.items() if _sha256(path / name, progress) != file.sha256]

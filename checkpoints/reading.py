@@ -1,4 +1,4 @@
-"""Reading weights straight into the sharding and dtype in which they will be used."""
+"""Reading weights directly into the sharding and dtype in which they will be used."""
 
 import os
 import pathlib
@@ -35,14 +35,15 @@ def stream(
     dtype: jax.typing.DTypeLike | None = None,
     only: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Weights one after the other, for a caller that changes each and lets the original go.
+    """Weights one after the other, for a caller that converts each and drops the original.
 
     Args:
       path: a model directory.
       mesh: the devices; None means the first device.
       rules: which dimension is split over which mesh axis.
-      dtype: what floating-point matrices are cast to (None: as stored); vectors, scales and bytes stay as stored.
-      only: chooses leaves by dotted path; nothing else is read. None chooses all.
+      dtype: what floating-point matrices are cast to (None: as stored). Vectors, scales and
+        quantised matrices stay as stored.
+      only: selects leaves by dotted path; nothing else is read. None: all.
     """
     path = pathlib.Path(path).resolve()
     leaves = read_manifest(path).leaves
@@ -56,7 +57,7 @@ def stream(
     for group in _groups(targets, leaves):
         arrays = _read(path, group)
         while arrays:
-            yield arrays.popitem()  # the caller alone holds it
+            yield arrays.popitem()  # only the caller references it
 
 
 def _read(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

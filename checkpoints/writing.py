@@ -1,4 +1,4 @@
-"""Writing a model directory weight by weight: bounded memory, and nothing visible until it is whole."""
+"""Writing a model directory weight by weight: bounded memory, and nothing visible until it is complete."""
 
 import contextlib
 import fcntl
@@ -14,15 +14,15 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.manifest import Leaf, write_manifest
 
-GROUP_BYTES = 256 << 20  # leaves held until this much is worth a write
-CHUNK_BYTES = 64 << 20  # largest piece of a leaf on disk: what a device that holds a shard has to read
+GROUP_BYTES = 256 << 20  # leaves are collected up to this size, then written
+CHUNK_BYTES = 64 << 20  # largest chunk of a leaf on disk; a device reads whole chunks to get its shard
 
 
 class Writer:
     """A context in which leaves and files are added; leaving it without an exception makes the directory appear.
 
-    Until then everything lies in `.NAME.partial` beside the target. An exception removes it; what a killed process
-    left, the next writer of the same target removes. Peak memory: `GROUP_BYTES` and one leaf.
+    Until then everything is in `.NAME.partial` next to the target. An exception removes it. If the process is killed,
+    the next writer of the same target removes it. Peak memory: `GROUP_BYTES` and one leaf.
 
     >>> with Writer("model") as writer:  # doctest: +SKIP
     ...     writer.add("head.kernel", np.zeros((10, 4), np.float32), ("vocab", "embed"))
@@ -47,7 +47,7 @@ class Writer:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        with self._exit:  # removes the temporary directory whatever happens
+        with self._exit:  # removes the temporary directory in any case
             if kind is None:
                 self._commit()
 
@@ -71,7 +71,7 @@ class Writer:
 
         context = ocp.Context()
         saving = context.array.saving
-        saving.use_compression = False  # trained weights do not shrink; reading stays a plain copy
+        saving.use_compression = False  # trained weights do not compress, and reading stays a plain copy
         saving.storage_options.chunk_byte_size = CHUNK_BYTES
         saving.enable_write_sharding_file = False  # the reader chooses the sharding
         saving.array_metadata_store = None
@@ -87,7 +87,7 @@ class Writer:
         if self._group:
             self._flush()
         ocp.partial.finalize(str(self._state))
-        (self._state / "commit_success.txt").unlink(missing_ok=True)  # holds the path of this machine
+        (self._state / "commit_success.txt").unlink(missing_ok=True)  # contains a path of this machine
         for name, content in self._files.items():
             if isinstance(content, bytes):
                 (self._state / name).write_bytes(content)
@@ -118,7 +118,7 @@ def _sole_owner(directory: pathlib.Path) -> Iterator[None]:
     handle = os.open(directory, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a killed process holds no lock
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a killed process has no lock
         except BlockingIOError:
             raise CheckpointError(f"{directory}: another process is writing here; wait for it to end.") from None
         for left_behind in directory.iterdir():

@@ -29,6 +29,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from orbax.checkpoint import v1 as ocp
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jaxinfer.models.attention import Attention
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
@@ -40,8 +41,10 @@ from jaxinfer.models.config import (
     PositionsConfig,
 )
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.layers import Attention, Mlp, WeightFormat, rotary_table
+from jaxinfer.models.linear import WeightFormat
 from jaxinfer.models.loading import save_model
+from jaxinfer.models.mlp import Mlp
+from jaxinfer.models.rotary import rotary_table
 from pallas_kernels.rotary import rotate
 
 END_OF_TEXT = "<|endoftext|>"
@@ -242,20 +245,20 @@ causal_attention.defvjp(_attention_forward, _attention_backward)
 def attend(module: Attention, x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
     """The attention block, [B, T, D] -> [B, T, D]."""
     cfg, (batch, tokens) = module.cfg, x.shape[:2]
-    heads = linear(x, module.qkv.kernel[...]).reshape(batch, tokens, -1, cfg.head_dim)
+    heads = linear(x, module.qkv.weight[...]).reshape(batch, tokens, -1, cfg.head_dim)
     rotated, plain = (
         jnp.einsum("bthgk->bhgtk", y.reshape(batch, tokens, cfg.kv_heads, cfg.group + 2, cfg.head_dim))
         for y in (rotate(heads, rotary), heads)
     )
     mixed = causal_attention(rotated[:, :, :-2], rotated[:, :, -2], plain[:, :, -1], cfg.score_scale)
-    return linear(jnp.einsum("bhgtk->bthgk", mixed).reshape(batch, tokens, -1), module.out.kernel[...])
+    return linear(jnp.einsum("bhgtk->bthgk", mixed).reshape(batch, tokens, -1), module.out.weight[...])
 
 
 def feed_forward(module: Mlp, x: jax.Array) -> jax.Array:
     """down(silu(gate(x)) * up(x)); gate and up are separate products: splitting weights is cheaper than activations."""
-    kernel = module.up.kernel[...]
-    gate, up = linear(x, kernel[0::2]).astype(jnp.float32), linear(x, kernel[1::2]).astype(jnp.float32)
-    return linear((jax.nn.silu(gate) * up).astype(x.dtype), module.down.kernel[...])
+    weight = module.gate_up.weight[...]
+    gate, up = linear(x, weight[0::2]).astype(jnp.float32), linear(x, weight[1::2]).astype(jnp.float32)
+    return linear((jax.nn.silu(gate) * up).astype(x.dtype), module.down.weight[...])
 
 
 def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
@@ -265,7 +268,6 @@ def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
     x = model.embed(tokens).astype(dtype)
     for layer in model.layers:
         x += attend(layer.attention, layer.attention_norm(x), rotary)
-        assert layer.mlp_norm is not None  # the blocks are sequential
         x += feed_forward(layer.mlp, layer.mlp_norm(x))
     return linear(model.final_norm(x), model.embed.table[...]).astype(jnp.float32)
 
@@ -305,7 +307,7 @@ def make_optimizer() -> optax.GradientTransformation:
 
     def orthogonalised(params: optax.Params) -> Any:
         dimensions = optax.contrib.MuonDimensionNumbers()
-        return {name: dimensions if name.endswith("kernel") else None for name in cast(dict, params)}
+        return {name: dimensions if name.endswith("weight") else None for name in cast(dict, params)}
 
     muon = optax.contrib.muon(
         1.0,
@@ -347,7 +349,7 @@ class Trainer:
 
         nats, gradients = jax.value_and_grad(loss)(state.params)
         # Muon multiplies matrices in the gradients' dtype, and these were computed in bfloat16.
-        gradients = {n: g.astype(jnp.bfloat16) if n.endswith("kernel") else g for n, g in gradients.items()}
+        gradients = {n: g.astype(jnp.bfloat16) if n.endswith("weight") else g for n, g in gradients.items()}
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         rate = learning_rate(state.step, spent, self.peak)
         params = jax.tree.map(lambda weight, update: weight + rate * update, state.params, updates)

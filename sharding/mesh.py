@@ -1,4 +1,4 @@
-"""The device mesh is a config too: how many ways each kind of parallelism splits the devices."""
+"""The device mesh: how many ways each kind of parallelism splits the devices."""
 
 import dataclasses
 import math
@@ -17,10 +17,10 @@ class MeshConfig:
     """How many ways each kind of parallelism splits the devices.
 
     Attributes:
-      data: copies of the model, each serving its share of the requests.
+      data: copies of the model, each serving a part of the requests.
       pipeline: consecutive groups of layers; only 1 is implemented.
       expert: groups of experts of a mixture; only 1 is implemented.
-      tensor: shares of every layer (heads, MLP hidden, vocabulary).
+      tensor: parts of every layer (heads, MLP hidden, vocabulary).
     """
 
     data: int = 1
@@ -44,7 +44,7 @@ class MeshConfig:
 
     @property
     def size(self) -> int:
-        """Devices that the mesh takes."""
+        """The number of devices in the mesh."""
         return math.prod(getattr(self, axis) for axis in self.AXES)
 
     def build(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -77,7 +77,7 @@ class MeshConfig:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """A command line's form, such as "tensor=2,data=1".
+        """Read the form of the command line, such as "tensor=2,data=1".
 
         >>> MeshConfig.parse("tensor=2")
         MeshConfig(data=1, pipeline=1, expert=1, tensor=2)

@@ -8,9 +8,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Logical axis -> mesh axis; None means that every device holds the whole dimension.
+    """Logical axis -> mesh axis; None: every device has the whole dimension.
 
-    The names are those of the models' parameters and caches: each parameter says which names its dimensions carry.
+    Parameters and caches of the models name their dimensions by these logical axes.
     """
 
     batch: str | None = "data"
@@ -26,7 +26,7 @@ class ShardingRules:
     head_dim: str | None = None
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """The PartitionSpec of an array whose dimensions carry these names, in order (None: unnamed, whole)."""
+        """The PartitionSpec of an array with these logical axes (None: a dimension that is not split)."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if unknown := {axis for axis in axes if axis is not None} - table.keys():
             raise ValueError(f"Unknown axes {sorted(unknown)}; known: {sorted(table)}.")
@@ -37,7 +37,7 @@ class ShardingRules:
         return PartitionSpec(*mapped)
 
     def sharding(self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Where an array of this shape lives; a dimension that does not divide is an error, never a silent copy."""
+        """Where an array of this shape lives. A dimension that does not divide is an error, never a silent copy."""
         if len(axes) != len(shape):
             raise ValueError(f"axes {tuple(axes)} do not fit shape {tuple(shape)}: one name per dimension.")
         spec = self.spec(*axes)

@@ -24,7 +24,9 @@ def info(
 
     from checkpoints import read_manifest
     from jaxinfer.models import WeightFormat
-    from jaxinfer.models.loading import Description, bytes_per_device, cache_leaves, canonical_leaves, weight_format
+    from jaxinfer.models.description import Description, weight_format
+    from jaxinfer.models.devices import bytes_per_device
+    from jaxinfer.models.loading import cache_leaves, canonical_leaves
     from sharding import MeshConfig, ShardingRules
 
     manifest, description = read_manifest(directory), Description.read(directory)

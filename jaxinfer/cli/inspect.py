@@ -39,7 +39,7 @@ def inspect(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
     from jaxinfer.compiled.target import Target, compile_for
     from jaxinfer.models import DecoderConfig
-    from jaxinfer.models.loading import Description, weight_format
+    from jaxinfer.models.description import Description, weight_format
 
     gpu, description = Target.load(target), Description.read(directory)
     weights, config = weight_format(description, dtype=dtype, quantize=quantize), description.config
@@ -107,9 +107,9 @@ def _print(report: "TargetReport", title: str, registers: bool) -> None:
         kernels.add_row(*cells)
 
     temporaries = Table("largest temporaries", "from", "bytes", "how many")
-    alike = collections.Counter((buffer.shape, buffer.bytes) for buffer in report.temporaries)
+    same = collections.Counter((buffer.shape, buffer.bytes) for buffer in report.temporaries)
     scopes = {kernel.instruction: kernel.scope for kernel in report.kernels}
-    for (shape, size), count in list(alike.items())[:TEMPORARIES]:
+    for (shape, size), count in list(same.items())[:TEMPORARIES]:
         first = next(buffer.name for buffer in report.temporaries if buffer.shape == shape)
         temporaries.add_row(shape, scopes.get(first.split("{")[0], ""), f"{size:,}", str(count))
     console = Console()

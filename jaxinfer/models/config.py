@@ -1,12 +1,13 @@
 """What a model is, in numbers: frozen configs that check themselves when they are made.
 
 A family (`families/`) maps a Hugging Face `config.json` onto these; a model directory stores them as JSON.
-Axes used everywhere: batch (B), tokens (T), keys (S), embed (D), vocab (V), mlp hidden (F), heads (H), head_dim (K).
+Dimensions everywhere: batch (B), tokens (T), keys (S), embed (D), vocab (V), mlp hidden (F), heads (H), head_dim (K).
 """
 
 import dataclasses
 import enum
 import math
+from typing import ClassVar
 
 
 class NormKind(enum.StrEnum):
@@ -17,7 +18,7 @@ class NormKind(enum.StrEnum):
 
 
 class PositionKind(enum.StrEnum):
-    """How a token learns where it stands."""
+    """How the model learns the position of a token."""
 
     LEARNED = "learned"  # a table added to the embeddings
     ROTARY = "rotary"  # queries and keys rotated by their position (RoPE, arXiv:2104.09864)
@@ -66,15 +67,11 @@ class NormConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Frequency scaling that stretches rotary positions beyond the trained context.
+    """Frequency scaling that stretches rotary positions beyond the trained context."""
 
-    `kind` is "linear" (divide every frequency), "llama3" (divide the low ones, blend between) or "yarn"
-    (arXiv:2309.00071). `original_context` is the context the model was trained with.
-    """
-
-    kind: str
+    kind: str  # linear: divide every frequency; llama3: divide the low ones, blend in between; yarn: arXiv:2309.00071
     factor: float
-    original_context: int = 0
+    original_context: int = 0  # llama3 and yarn: tokens of context in training
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -90,10 +87,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositionsConfig:
-    """Position information. `offset` counts unused rows at the head of a learned table (OPT and RoBERTa: 2)."""
+    """Position information."""
 
     kind: PositionKind
-    offset: int = 0  # learned
+    offset: int = 0  # learned: unused rows at the start of the table (OPT and RoBERTa: 2)
     theta: float = 10_000.0  # rotary: base wavelength
     rotary_dim: int = 0  # rotary: leading features of each head that are rotated, i paired with i + rotary_dim / 2
     scaling: RopeScaling | None = None
@@ -114,7 +111,7 @@ class AttentionConfig:
     out_bias: bool = False
     scale: float | None = None  # multiplies the scores; None means head_dim ** -0.5
     softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
-    windows: tuple[int | None, ...] = (None,)  # cycled over layers; None sees all earlier tokens, w the last w
+    windows: tuple[int | None, ...] = (None,)  # cycled over layers; None: all earlier tokens, w: the last w
     qk_norm: bool = False  # normalise each query and key head before rotation (Qwen3)
 
     def __post_init__(self) -> None:
@@ -139,11 +136,11 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlpConfig:
-    """The feed-forward block; `gated` multiplies the activation by a second projection (SwiGLU, GeGLU)."""
+    """The feed-forward block."""
 
     hidden: int
     activation: Activation
-    gated: bool = False
+    gated: bool = False  # multiply the activation by a second projection (SwiGLU, GeGLU)
     bias: bool = False
 
     def __post_init__(self) -> None:
@@ -155,7 +152,7 @@ class _TransformerConfig:
     vocab: int
     embed: int
     layers: int
-    context: int  # most tokens a request may hold, prompt and output together
+    context: int  # maximal tokens of a request, prompt and output together
     attention: AttentionConfig
     positions: PositionsConfig
     mlp: MlpConfig
@@ -197,6 +194,7 @@ class DecoderConfig(_TransformerConfig):
 class EncoderConfig(_TransformerConfig):
     """One bidirectional encoder in BERT's arrangement (post-norm, learned positions)."""
 
+    block: ClassVar[BlockKind] = BlockKind.POST_NORM  # the only one an encoder has
     token_types: int = 0  # rows of the segment table; 0: none (DistilBERT)
     pooling: Pooling = Pooling.MEAN
 
@@ -210,15 +208,15 @@ ModelConfig = DecoderConfig | EncoderConfig
 
 
 def kv_bytes_per_token(config: DecoderConfig, itemsize: int) -> int:
-    """Bytes of keys and values that one token leaves in all layers' caches."""
+    """Bytes of one token's keys and values in the caches of all layers."""
     return 2 * config.layers * config.attention.kv_heads * config.attention.head_dim * itemsize
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """ALiBi's slope of each head (arXiv:2108.12409, section 3): a geometric sequence from 2^(-8/n).
 
-    Where `heads` is no power of two, the nearest lower power's slopes come first, then every other one of the
-    next power's.
+    If `heads` is not a power of two, the slopes of the next lower power come first, then every second slope of the
+    next higher power.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]

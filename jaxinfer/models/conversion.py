@@ -15,31 +15,26 @@ import numpy as np
 from checkpoints import CheckpointError, Leaf, Writer
 from checkpoints.huggingface import SafetensorsFolder, read_json
 from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling
+from jaxinfer.models.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
+from jaxinfer.models.devices import host_device
 from jaxinfer.models.families import Source, family_of, plan
-from jaxinfer.models.loading import (
-    CONFIG,
-    DTYPES,
-    Description,
-    canonical_leaves,
-    quantization,
-    quantized_format,
-    require_choice,
-    scale_name,
-)
+from jaxinfer.models.loading import canonical_leaves, quantized_format, scale_name
 from jaxinfer.models.tokenizer_files import tokenizer_files
 from pallas_kernels.weights import QuantizedFormat
 from pallas_kernels.weights import quantize as quantize_matrix
 
-BLOCK_BYTES = 64 << 20  # of a matrix quantised at once
+BLOCK_BYTES = 64 << 20  # of float32, quantised at once
 
 
 class HuggingFaceModel:
     """A Hugging Face directory, checked in full before any tensor is read.
 
     Attributes:
-      model_type: its family. config: what it is.
-      dtype: what most of its matrices are stored in.
-      fields: `generation_config.json` over `config.json`.
+      path: the directory.
+      model_type: its family.
+      config: the model.
+      dtype: of most of its stored matrices.
+      fields: of `config.json`, overridden by those of `generation_config.json`.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -60,11 +55,11 @@ class HuggingFaceModel:
 
     @property
     def leaf_names(self) -> tuple[str, ...]:
-        """Our names of the weights."""
+        """The leaves that its tensors make."""
         return tuple(self._plan)
 
     def read(self, name: str) -> np.ndarray:
-        """One leaf as ours, in the checkpoint's dtype."""
+        """One leaf in our layout, in the checkpoint's dtype."""
         source = self._plan[name]
         return source.combine(*(self._tensors.read(tensor) for tensor in source.names))
 
@@ -74,7 +69,7 @@ class HuggingFaceModel:
         ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
         if wrong := [i for i in ids if type(i) is not int or not 0 <= i < self.config.vocab]:
             raise CheckpointError(
-                f"{self.path}: {role}={wrong[0]!r} is no token of a vocabulary of {self.config.vocab}; correct it."
+                f"{self.path}: {role}={wrong[0]!r} is not in the vocabulary of {self.config.vocab} tokens; correct it."
             )
         return ids
 
@@ -87,19 +82,21 @@ def convert(
     quantize: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Description:
-    """Write the model in `hf_dir` as a model directory, which must not exist or be empty.
+    """Write the model in `hf_dir` as a model directory.
 
-    Everything is checked before the first tensor is read; nothing appears at `out_dir` until all is written. Host
-    memory: a few leaves at a time, whatever the model's size.
+    Everything is checked before the first tensor is read, and nothing appears at `out_dir` until all is written. A
+    model of any size needs host memory for only a few leaves at a time.
 
     Args:
+      hf_dir: a Hugging Face directory.
+      out_dir: the model directory, empty or not existing.
       dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are.
-      quantize: "int8" or "fp8" stores the matrices so, with one scale per output channel; "int4", with one per 128
-        inputs of each channel (and in int8 the embeddings, and matrices whose inputs are no multiple of 128).
-      progress: called with the bytes written so far and the bytes in all.
+      quantize: "int8" or "fp8" with one scale per output channel; "int4" with one scale per 128 inputs of each
+        channel. In int4, embeddings and matrices whose inputs are not a multiple of 128 are stored in int8.
+      progress: called with the bytes written so far and the total.
     """
     require_choice("dtype", dtype, (None, *DTYPES))
-    wanted = quantization(quantize)
+    wanted = parse_quantization(quantize)
     writer = Writer(out_dir)  # refuses an occupied directory
     source = HuggingFaceModel(hf_dir)
     description = Description(
@@ -127,7 +124,7 @@ def convert(
 
 
 def _stored_leaves(source: HuggingFaceModel, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, np.ndarray]]:
-    """Each leaf as the model directory holds it; a quantised matrix is followed by its scales."""
+    """Each leaf of the model directory; the scales of a quantised matrix follow it."""
     for name in source.leaf_names:
         if (wanted := quantized_format(leaves[name].dtype)) is None:
             yield name, _cast(source, name, leaves[name].dtype)
@@ -140,22 +137,22 @@ def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:
         array = np.ascontiguousarray(source.read(name).astype(jnp.dtype(dtype), copy=False))
     if dtype == "float16" and not np.isfinite(array).all():
         raise CheckpointError(
-            f"{source.path}: {name} holds values beyond float16; convert with --dtype bfloat16 or float32."
+            f"{source.path}: {name} contains values beyond float16; convert with --dtype bfloat16 or float32."
         )
     return array
 
 
 def _quantize(matrix: np.ndarray, wanted: QuantizedFormat) -> tuple[np.ndarray, np.ndarray]:
-    """The kernel and its scales, a block of rows at a time on the CPU."""
+    """The quantised matrix and its scales, computed on the CPU one block of rows at a time."""
     rows = max(1, BLOCK_BYTES // (matrix.shape[1] * 4))
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(host_device()):
         blocks = [quantize_matrix(matrix[first : first + rows], wanted) for first in range(0, len(matrix), rows)]
-        kernels, scales = ([np.asarray(part) for part in parts] for parts in zip(*blocks, strict=True))
-    return np.concatenate(kernels), np.concatenate(scales, axis=-1)  # outputs come last in all scales
+        matrices, scales = ([np.asarray(part) for part in parts] for parts in zip(*blocks, strict=True))
+    return np.concatenate(matrices), np.concatenate(scales, axis=-1)  # outputs come last in all scales
 
 
 def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
-    """An encoder pools as sentence-transformers' file says, where there is one."""
+    """The config with the pooling of an encoder from sentence-transformers' file, if there is one."""
     fields = read_json(path / "1_Pooling" / CONFIG)
     modes = {name for name, on in fields.items() if name.startswith("pooling_mode_") and on is True}
     if not isinstance(config, EncoderConfig) or not modes:

@@ -5,51 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.models.config import BlockKind, DecoderConfig, PositionKind
-from jaxinfer.models.layers import (
-    Attention,
-    Embedding,
-    KVPages,
-    LayerAdapters,
-    Linear,
-    Mlp,
-    Norm,
-    Step,
-    TokenRows,
-    WeightFormat,
-    flat,
-    rotary_table,
-    unflat,
-)
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and MLP around the residual stream; see `BlockKind` for the arrangements."""
-
-    def __init__(self, cfg: DecoderConfig, index: int, weights: WeightFormat, *, rngs: nnx.Rngs):
-        self.block = cfg.block
-        self.attention_norm = Norm(cfg.embed, cfg.norm)
-        self.attention = Attention(
-            cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, window=cfg.window(index), rngs=rngs
-        )
-        self.mlp_norm = None if cfg.block is BlockKind.PARALLEL else Norm(cfg.embed, cfg.norm)
-        self.mlp = Mlp(cfg.embed, cfg.mlp, weights, rngs=rngs)
-        sandwich = cfg.block is BlockKind.SANDWICH
-        self.attention_post_norm = Norm(cfg.embed, cfg.norm) if sandwich else None
-        self.mlp_post_norm = Norm(cfg.embed, cfg.norm) if sandwich else None
-
-    def __call__(
-        self, x: jax.Array, step: Step, cache: KVPages | None, adapters: LayerAdapters | None
-    ) -> tuple[jax.Array, KVPages | None]:
-        into, between = self.attention_norm, self.mlp_norm
-        if self.attention_post_norm is not None and self.mlp_post_norm is not None:
-            attended, cache = self.attention(x, step, cache, adapters, norm=into)
-            x += self.attention_post_norm(attended)
-            return x + self.mlp_post_norm(self.mlp(x, step, adapters, norm=between)), cache
-        y, cache = self.attention(x, step, cache, adapters, norm=into, residual=x)
-        if self.block is BlockKind.SEQUENTIAL:
-            x = y
-        return self.mlp(x, step, adapters, norm=between or into, residual=y), cache
+from jaxinfer.models.config import DecoderConfig, PositionKind
+from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
+from jaxinfer.models.layer import TransformerLayer
+from jaxinfer.models.linear import Embedding, Linear, WeightFormat
+from jaxinfer.models.low_rank import LayerAdapters
+from jaxinfer.models.norm import Norm
+from jaxinfer.models.rotary import rotary_table
+from pallas_kernels import KVPages
 
 
 class Decoder(nnx.Module):
@@ -65,7 +28,9 @@ class Decoder(nnx.Module):
             else None
         )
         self.embed_norm = Norm(cfg.embed, cfg.norm) if cfg.embed_norm else None
-        self.layers = nnx.List([DecoderLayer(cfg, i, weights, rngs=rngs) for i in range(cfg.layers)])
+        self.layers = nnx.List(
+            [TransformerLayer(cfg, weights, window=cfg.window(i), rngs=rngs) for i in range(cfg.layers)]
+        )
         self.final_norm = Norm(cfg.embed, cfg.norm)
         self.head = (
             None
@@ -80,53 +45,91 @@ class Decoder(nnx.Module):
         caches: list[KVPages] | None = None,
         page_table: jax.Array | None = None,
     ) -> tuple[jax.Array, list[KVPages] | None]:
-        """`run` for a single group of rows: hidden vectors [B, T, D], and the new caches."""
-        (hidden,), caches = self.run((TokenRows(tokens, positions, page_table),), caches)
+        """`forward` for a single group of rows: hidden vectors [B, T, D], and the new caches."""
+        (hidden,), caches = self.forward((TokenRows(tokens, positions, page_table),), caches)
         return hidden, caches
 
-    def run(
+    def forward(
         self,
         groups: tuple[TokenRows, ...],
         caches: list[KVPages] | None = None,
         adapters: list[LayerAdapters] | None = None,
     ) -> tuple[list[jax.Array], list[KVPages] | None]:
-        """Hidden vectors after the last norm, and the caches with this step's keys and values in them.
+        """One pass through the whole model: `enter`, `run_layers`, `leave`.
 
         All groups go through the matrices together; attention runs group by group.
 
         Args:
-          groups: rows of tokens. caches: one KVPages per layer, or None to let each row attend to itself alone.
+          groups: rows of tokens.
+          caches: one KVPages per layer, or None to let each row attend to itself alone.
           adapters: one LayerAdapters per layer, or None.
-        Returns: [B, T, D] of each group, and the new caches (None without caches).
+        Returns: hidden vectors after the last norm, [B, T, D] of each group, and the caches with this pass's keys and
+          values written (None without caches).
         """
-        cfg, step = self.cfg, self._step(groups, adapters)
-        x = self.embed(flat(group.ids for group in groups))
+        x, forward_context = self.enter(groups, adapters)
+        x, caches = self.run_layers(x, forward_context, caches, adapters)
+        return self.leave(x, forward_context), caches
+
+    def enter(
+        self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None = None
+    ) -> tuple[jax.Array, ForwardContext]:
+        """The embeddings of the packed tokens, [N, D], and what all layers share; arguments as for `forward`."""
+        cfg, forward_context = self.cfg, self.forward_context(groups, adapters)
+        x = self.embed(pack(group.ids for group in groups))
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
         if self.positions is not None:
-            places = flat(group.positions for group in groups)
-            x += self.positions(jnp.maximum(places, 0) + cfg.positions.offset)
+            positions = pack(group.positions for group in groups)
+            x += self.positions(jnp.maximum(positions, 0) + cfg.positions.offset)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
-        new_caches = []
-        for index, layer in enumerate(self.layers):
-            with jax.named_scope(f"layers.{index}"):
-                x, cache = layer(
-                    x,
-                    step,
-                    None if caches is None else caches[index],
-                    None if adapters is None else adapters[index],
-                )
-            new_caches.append(cache)
-        return unflat(self.final_norm(x), groups), None if caches is None else new_caches
+        return x, forward_context
 
-    def _step(self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None) -> Step:
-        turned = self.cfg.positions.kind is PositionKind.ROTARY
-        rotary = tuple(rotary_table(self.cfg.positions, group.positions) if turned else None for group in groups)
+    def run_layers(
+        self,
+        x: jax.Array,
+        forward_context: ForwardContext,
+        caches: list[KVPages] | None = None,
+        adapters: list[LayerAdapters] | None = None,
+        *,
+        first: int = 0,
+        last: int | None = None,
+    ) -> tuple[jax.Array, list[KVPages] | None]:
+        """Layers `first` to `last`, both included (None: the last of the model).
+
+        Args:
+          x: [N, D].
+          forward_context: of this pass, from `enter` or `forward_context`.
+          caches: one KVPages for each of these layers, or None.
+          adapters: one LayerAdapters for each of these layers, or None.
+        Returns: [N, D], and the new caches of these layers (None without caches).
+        """
+        indices = range(first, len(self.layers) if last is None else last + 1)
+        nothing, new_caches = [None] * len(indices), []
+        old_caches = nothing if caches is None else caches
+        adapters_by_layer = nothing if adapters is None else adapters
+        for index, cache, layer_adapters in zip(indices, old_caches, adapters_by_layer, strict=True):
+            with jax.named_scope(f"layers.{index}"):
+                x, cache = self.layers[index](x, forward_context, cache, layer_adapters)
+            new_caches.append(cache)
+        return x, None if caches is None else new_caches
+
+    def leave(self, x: jax.Array, forward_context: ForwardContext) -> list[jax.Array]:
+        """The last norm: [N, D] -> hidden vectors, [B, T, D] of each group."""
+        return unpack(self.final_norm(x), forward_context.groups)
+
+    def forward_context(
+        self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None = None
+    ) -> ForwardContext:
+        """What all layers of a pass over these groups share; `adapters`, of any layers, give the number of slots."""
+        cfg = self.cfg.positions
+        rotary = tuple(
+            rotary_table(cfg, group.positions) if cfg.kind is PositionKind.ROTARY else None for group in groups
+        )
         if adapters is None:
-            return Step(groups, rotary)
+            return ForwardContext(groups, rotary)
         slots = len(adapters[0].qkv.a)
-        return Step(groups, rotary, flat(_one_hot(group, slots) for group in groups))
+        return ForwardContext(groups, rotary, pack(_adapter_one_hot(group, slots) for group in groups))
 
     @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -138,7 +141,7 @@ class Decoder(nnx.Module):
         return scores
 
 
-def _one_hot(group: TokenRows, slots: int) -> jax.Array:
+def _adapter_one_hot(group: TokenRows, slots: int) -> jax.Array:
     """The adapter of each token: [B, T, S]."""
-    assert group.adapter is not None, "a model with adapters is told the adapter of each row"
+    assert group.adapter is not None, "a pass with adapters needs the adapter of each row"
     return jnp.broadcast_to(jax.nn.one_hot(group.adapter - 1, slots)[:, None], (*group.ids.shape, slots))

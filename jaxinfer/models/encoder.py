@@ -5,26 +5,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import EncoderConfig, Pooling
-from jaxinfer.models.layers import Attention, Embedding, Mlp, Norm, Step, TokenRows, WeightFormat
-
-
-class EncoderLayer(nnx.Module):
-    """x = norm(x + attention(x)); x = norm(x + mlp(x))."""
-
-    def __init__(self, cfg: EncoderConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
-        self.attention = Attention(cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, causal=False, rngs=rngs)
-        self.attention_norm = Norm(cfg.embed, cfg.norm)
-        self.mlp = Mlp(cfg.embed, cfg.mlp, weights, rngs=rngs)
-        self.mlp_norm = Norm(cfg.embed, cfg.norm)
-
-    def __call__(self, x: jax.Array, step: Step) -> jax.Array:
-        attended, _ = self.attention(x, step, None, residual=x)
-        x = self.attention_norm(attended)
-        return self.mlp_norm(self.mlp(x, step, residual=x))
+from jaxinfer.models.forward_context import ForwardContext, TokenRows
+from jaxinfer.models.layer import TransformerLayer
+from jaxinfer.models.linear import Embedding, WeightFormat
+from jaxinfer.models.norm import Norm
 
 
 class Encoder(nnx.Module):
-    """Token ids to one vector a token, all tokens seeing each other."""
+    """Token ids to one vector per token; every token attends to all tokens of its row."""
 
     def __init__(self, cfg: EncoderConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -38,21 +26,27 @@ class Encoder(nnx.Module):
             else None
         )
         self.embed_norm = Norm(cfg.embed, cfg.norm)
-        self.layers = nnx.List([EncoderLayer(cfg, weights, rngs=rngs) for _ in range(cfg.layers)])
+        self.layers = nnx.List([TransformerLayer(cfg, weights, causal=False, rngs=rngs) for _ in range(cfg.layers)])
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """int32 [B, T], positions negative for padding; token_types: int32 [B, T] (default 0). Returns [B, T, D]."""
+        """Hidden vectors [B, T, D].
+
+        Args:
+          tokens: int32 [B, T].
+          positions: int32 [B, T], negative for padding.
+          token_types: int32 [B, T]; None: all 0.
+        """
         x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
-        step = Step((TokenRows(tokens, positions),), (None,))
+        forward_context = ForwardContext((TokenRows(tokens, positions),), (None,))
         x = self.embed_norm(x)
         for layer in self.layers:
-            x = layer(x, step)
+            x, _ = layer(x, forward_context)
         return x
 
     def pool(self, hidden: jax.Array, positions: jax.Array) -> jax.Array:
-        """One float32 vector a row, of length 1: [B, T, D] -> [B, D]."""
+        """One float32 vector per row, of length 1: [B, T, D] -> [B, D]."""
         hidden = hidden.astype(jnp.float32)
         match self.cfg.pooling:
             case Pooling.CLS:

@@ -1,8 +1,8 @@
 """Known models as configs: the DeepSpeed Inference paper's Table I and two Llama shapes.
 
-The table gives layers, rounded widths and head counts; the rest (vocabulary, context, arrangement) is each model's
-own where it is published and GPT-2's where it is not. Where the table's rounding would give another model, the
-published one is meant (GPT-Neo has 20 heads of 128, GPT-2 XL 25 of 64). Nothing is downloaded or allocated here.
+The table gives layers, rounded widths and head counts. The rest (vocabulary, context, arrangement) is that of the
+published model, or GPT-2's if none is published. If the table's rounding contradicts the published model, the
+published numbers are used (GPT-Neo has 20 heads of 128, GPT-2 XL 25 of 64). Nothing is downloaded or allocated here.
 """
 
 import math
@@ -24,13 +24,13 @@ from jaxinfer.models.config import (
 )
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
-from jaxinfer.models.layers import WeightFormat
+from jaxinfer.models.linear import WeightFormat
 
 _LAYER_NORM = NormConfig(kind=NormKind.LAYER, eps=1e-5)
 
 
 def _gpt(*, embed: int, layers: int, heads: int, context: int = 2048) -> DecoderConfig:
-    """GPT-2's arrangement in another size (GPT-3 is the same but for its sparse layers)."""
+    """GPT-2's arrangement in another size (GPT-3 differs only in its sparse layers)."""
     return DecoderConfig(
         vocab=50_257,
         embed=embed,
@@ -116,7 +116,7 @@ PRESETS: dict[str, DecoderConfig] = {
         context=8192,
         theta=500_000.0,
     ),
-    "llama-213m": _llama(  # of the CPU benchmarks; a decode step reads 213M of its 246M (one row of the table)
+    "llama-213m": _llama(  # for the CPU benchmarks; a decode step reads 213M of its 246M (one row of the table)
         vocab=32_000,
         embed=1024,
         layers=16,
@@ -137,7 +137,7 @@ def preset(name: str) -> DecoderConfig:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """How many numbers a model learns; counted on the module itself, without allocating it."""
+    """The number of parameters of a model, counted on the module without allocating it."""
 
     def make() -> Decoder | Encoder:
         if isinstance(config, DecoderConfig):

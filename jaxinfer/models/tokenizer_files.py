@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face directory: which files a model directory needs, and whether its ids fit.
 
-`tokenizer.json` is taken as it is; older checkpoints that have only vocab.json and merges.txt (byte-level BPE) or
-vocab.txt (WordPiece) get one built from those.
+`tokenizer.json` is copied unchanged. For older checkpoints that have only vocab.json and merges.txt (byte-level BPE)
+or vocab.txt (WordPiece), one is built from those.
 """
 
 import pathlib
@@ -24,8 +24,8 @@ COPIED = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json", 
 def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, bytes | pathlib.Path]:
     """Files by name, empty for a checkpoint without a tokenizer.
 
-    Raises CheckpointError for an id that the embedding (`vocab` rows) does not hold, and for a tokenizer that exists
-    only in a form we cannot read.
+    Raises CheckpointError for an id that the embedding (`vocab` rows) does not have, and for a tokenizer that exists
+    only in a form that we cannot read.
     """
     files: dict[str, bytes | pathlib.Path] = {name: path / name for name in COPIED if (path / name).is_file()}
     if (path / TOKENIZER).is_file():
@@ -47,7 +47,7 @@ def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, by
 def _read(file: pathlib.Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # what the Rust library raises is a bare Exception
+    except Exception as error:  # the Rust library raises a bare Exception
         raise CheckpointError(f"{file}: not a tokenizer ({error}); fetch it again.") from error
 
 
@@ -84,7 +84,7 @@ def _special_tokens(special_map: Mapping[str, Any]) -> list[str]:
 
 
 def _frame(tokenizer: tokenizers.Tokenizer, family: str) -> None:
-    """What these two families put around a text; BERT's frame comes with its tokenizer class."""
+    """Add the tokens that these two families put around a text; BERT's come with its tokenizer class."""
     begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
     if family == "roberta" and begin is not None and end is not None:
         tokenizer.post_processor = processors.RobertaProcessing(("</s>", end), ("<s>", begin), add_prefix_space=False)

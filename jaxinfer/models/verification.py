@@ -1,4 +1,4 @@
-"""Is a model directory what it was made from? Compare its tensors, or what it computes, with a reference."""
+"""Compare the tensors of a model directory, or the outputs of its model, with a reference."""
 
 import dataclasses
 import os
@@ -15,7 +15,8 @@ import checkpoints
 from checkpoints import CheckpointError
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.conversion import HuggingFaceModel
-from jaxinfer.models.loading import Description, load_model, quantized_format, scale_name
+from jaxinfer.models.description import Description
+from jaxinfer.models.loading import load_model, quantized_format, scale_name
 from pallas_kernels.weights import GROUP, Weights, dequantize
 
 
@@ -24,9 +25,9 @@ class TensorReport:
     """How the stored weights differ from a Hugging Face directory's.
 
     Attributes:
-      tensors: how many were compared.
-      max_abs_diff: the largest difference of one element, after scaling back what is quantised.
-      beyond: tensors with an element that differs by more than rounding to the stored dtype explains.
+      tensors: the number of compared tensors.
+      max_abs_diff: the largest difference of one element, after dequantisation.
+      beyond: tensors with a larger difference than rounding to the stored dtype explains.
     """
 
     tensors: int
@@ -36,12 +37,12 @@ class TensorReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputReport:
-    """How the model's outputs differ from a reference's; `kl` and `top1` of decoders only.
+    """How the model's outputs differ from those of a reference.
 
     Attributes:
-      max_abs_diff: the largest difference of a logit (of a hidden value for encoders).
-      kl: mean over tokens of KL(reference || model), in nats.
-      top1: the share of tokens whose most likely successor is the same.
+      max_abs_diff: the largest difference of a logit, or of a hidden value for encoders.
+      kl: mean over tokens of KL(reference || model), in nats; None for encoders.
+      top1: the fraction of tokens with the same most likely next token; None for encoders.
     """
 
     max_abs_diff: float
@@ -50,10 +51,12 @@ class OutputReport:
 
 
 def compare_tensors(path: str | os.PathLike[str], hf_dir: str | os.PathLike[str]) -> TensorReport:
-    """Every tensor of a model directory against the Hugging Face directory that it came from."""
+    """Compare every tensor of a model directory with the Hugging Face directory that it was converted from."""
     source, description = HuggingFaceModel(hf_dir), Description.read(path)
     if source.config != description.config:
-        raise CheckpointError(f"{path}: config.json describes another model than {hf_dir}; name its own source.")
+        raise CheckpointError(
+            f"{path}: config.json describes another model than {hf_dir}; name the directory it was converted from."
+        )
     scales = checkpoints.load(path, only=lambda name: name.endswith(".scale"))
     worst, beyond = 0.0, []
     for name, stored in checkpoints.stream(path, only=set(source.leaf_names).__contains__):
@@ -68,7 +71,7 @@ def compare_tensors(path: str | os.PathLike[str], hf_dir: str | os.PathLike[str]
 
 
 def _rounding(reference: np.ndarray, weights: Weights) -> np.ndarray:
-    """How far each weight may lie from the reference."""
+    """The largest difference of each weight from the reference that rounding explains."""
     match quantized_format(weights.kernel.dtype):
         case "int8":
             return np.asarray(weights.scale)[:, None] * 0.5001
@@ -80,11 +83,15 @@ def _rounding(reference: np.ndarray, weights: Weights) -> np.ndarray:
 
 
 def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[str]) -> OutputReport:
-    """The model, computed in float32, against a safetensors file of another implementation's outputs.
+    """Compare the model, computed in float32, with another implementation's outputs.
 
-    The file holds `tokens` (or `input_ids`), int [B, T]; `lengths`, int [B], unless all rows are full; and, of the
-    real tokens alone or of all, `logits` [..., V] for a decoder or `hidden` [..., D] (and `token_types` [B, T]) for
-    an encoder.
+    Args:
+      path: the model directory.
+      reference: a safetensors file with these tensors:
+        `tokens` (or `input_ids`): int [B, T].
+        `lengths`: int [B]; not needed if all rows are full.
+        `token_types`: int [B, T], for an encoder, if it has any.
+        `logits` [..., V] of a decoder or `hidden` [..., D] of an encoder, for all tokens or only the real ones.
     """
     tensors = _read_reference(pathlib.Path(reference))
     model = load_model(path, dtype="float32")
@@ -93,7 +100,7 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
     expected = tensors.get("logits" if decoder else "hidden")
     if tokens is None or expected is None:
         wanted = "logits" if decoder else "hidden"
-        raise CheckpointError(f"{reference}: holds {sorted(tensors)}; needs tokens (or input_ids) and {wanted}.")
+        raise CheckpointError(f"{reference}: contains {sorted(tensors)}; needs tokens (or input_ids) and {wanted}.")
     batch, length = tokens.shape
     lengths = tensors.get("lengths", np.full(batch, length))
     positions = np.where(np.arange(length) < lengths[:, None], np.arange(length), -1).astype(np.int32)
@@ -113,7 +120,7 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
     if expected.shape != actual.shape:
         raise CheckpointError(
             f"{reference}: outputs of shape {list(expected.shape)} do not fit the model's {list(actual.shape)}; "
-            "take a reference made from the same model and tokens."
+            "use a reference made from the same model and tokens."
         )
     worst = float(np.abs(actual - expected).max())
     if not decoder:

@@ -126,13 +126,13 @@ def test_a_leaf_that_does_not_divide_is_named(model):
 
 
 def test_one_layer_reads_only_its_bytes(model):
-    chosen = [name for name in LEAVES if name.startswith("layers.5.")]
-    needed = sum(LEAVES[name].nbytes for name in chosen)
+    selected = [name for name in LEAVES if name.startswith("layers.5.")]
+    needed = sum(LEAVES[name].nbytes for name in selected)
     checkpoints.load(model, only=lambda name: name == "layers.5.scale")  # imports behind us
     before = _bytes_read()
-    loaded = checkpoints.load(model, only=set(chosen).__contains__)
+    loaded = checkpoints.load(model, only=set(selected).__contains__)
     read = _bytes_read() - before
-    assert sorted(loaded) == sorted(chosen)
+    assert sorted(loaded) == sorted(selected)
     assert needed <= read < needed + 64_000  # plus manifests
     before = _bytes_read()
     checkpoints.load(model)

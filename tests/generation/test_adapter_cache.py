@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.generation.lora.cache import AdapterCache
-from jaxinfer.models.adapters import adapter_shapes, read_adapter
+from jaxinfer.generation.lora.peft import adapter_shapes, read_adapter
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
 

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from jaxinfer.generation import LLM, SamplingParams
+from jaxinfer.generation.lora.peft import read_adapter
 from jaxinfer.models import DecoderConfig
-from jaxinfer.models.adapters import read_adapter
-from jaxinfer.models.loading import LoadedModel, load_model
+from jaxinfer.models.loading import LoadedModel, leaf_name, load_model
 from sharding import MeshConfig, ShardingRules
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
@@ -65,7 +65,7 @@ def merged(model: LoadedModel, folder) -> nnx.State:
     layers = read_adapter(folder, "tiny", model.config).layers if folder else {}
     state = dict(nnx.to_flat_state(model.state))
     for path, variable in state.items():
-        name = ".".join(map(str, path)).removesuffix(".kernel")
+        name = leaf_name(path).removesuffix(".kernel")
         if name in layers:
             state[path] = variable.replace(variable[...] + layers[name].b @ layers[name].a)
     return nnx.from_flat_state(state)

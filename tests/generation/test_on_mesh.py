@@ -30,8 +30,8 @@ def test_tensor_parallel_equals_one_device(even_model_dir):
     llm = LLM(even_model_dir, mesh=MeshConfig(tensor=2), max_batch=1)
     split = llm.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in split] == [o.outputs[0].token_ids for o in alone]
-    kernel = llm.model.state["layers"][0]["attention"]["qkv"]["kernel"][...]
-    assert kernel.addressable_shards[0].data.size == kernel.size // 2
+    weight = llm.model.state["layers"][0]["attention"]["qkv"]["weight"][...]
+    assert weight.addressable_shards[0].data.size == weight.size // 2
     caches = jax.tree.leaves(llm.engine.executor._state.caches)
     assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of two KV heads
     program = llm.engine.executor.programs.get("decode", batch=1, speculative=0, pages=8)

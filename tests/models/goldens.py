@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, KVPages, ModelConfig, WeightFormat
 from jaxinfer.models.families import family_of, plan
+from jaxinfer.models.loading import leaf_name
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
 NAMES = sorted(path.parent.name for path in DIRECTORY.glob("*/config.json"))
@@ -64,8 +65,8 @@ def abstract(config: ModelConfig, weights: WeightFormat) -> Decoder | Encoder:
 
 
 def leaf_shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
-    """Dotted leaf name -> shape."""
-    return {".".join(map(str, path)): leaf.get_value().shape for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    """Leaf name -> shape."""
+    return {leaf_name(path): leaf.get_value().shape for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
 def build(golden: Golden, *, int8: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
@@ -76,7 +77,7 @@ def build(golden: Golden, *, int8: bool = False) -> tuple[nnx.GraphDef, nnx.Stat
     if int8:
         leaves = quantized(leaves, leaf_shapes(nnx.merge(graph, state)))
     flat = [
-        (path, leaf.replace(jnp.asarray(leaves[".".join(map(str, path))], leaf.get_value().dtype)))
+        (path, leaf.replace(jnp.asarray(leaves[leaf_name(path)], leaf.get_value().dtype)))
         for path, leaf in nnx.to_flat_state(state)
     ]
     return graph, nnx.from_flat_state(flat)
@@ -115,7 +116,7 @@ def encode(graph, state, tokens, positions, token_types):
 
 
 def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KVPages], np.ndarray]:
-    """Caches filled with noise, and a page table whose pages lie in no order."""
+    """Caches filled with noise, and a page table with its pages in random order."""
     pages_per_row = -(-tokens // PAGE_SIZE)
     count = batch * pages_per_row + 1
     rng = np.random.default_rng(0)
@@ -129,9 +130,9 @@ def through_cache(golden: Golden, model: tuple[nnx.GraphDef, nnx.State], chunk: 
     """Logits of every real token, with the prompt fed in chunks through the paged cache."""
     batch, tokens = golden.tokens.shape
     caches, page_table = empty_cache(golden.config, batch, tokens)
-    pieces = []
+    chunks = []
     for start in range(0, tokens, chunk):
-        piece = np.s_[:, start : start + chunk]
-        logits, caches = forward(*model, golden.tokens[piece], golden.positions[piece], caches, page_table)
-        pieces.append(np.asarray(logits))
-    return np.concatenate(pieces, axis=1)[golden.positions >= 0]
+        columns = np.s_[:, start : start + chunk]
+        logits, caches = forward(*model, golden.tokens[columns], golden.positions[columns], caches, page_table)
+        chunks.append(np.asarray(logits))
+    return np.concatenate(chunks, axis=1)[golden.positions >= 0]

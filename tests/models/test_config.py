@@ -16,8 +16,8 @@ from jaxinfer.models.config import (
     alibi_slopes,
     kv_bytes_per_token,
 )
-from jaxinfer.models.layers import rotary_frequencies, rotary_table
 from jaxinfer.models.presets import preset
+from jaxinfer.models.rotary import rotary_frequencies, rotary_table
 
 LLAMA = preset("llama-213m")
 
@@ -103,8 +103,8 @@ def frequency(pair: int, cfg: PositionsConfig) -> float:
             return plain
         if rotations < scaling.low_freq_factor:
             return plain / scaling.factor
-        share = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        return (1 - share) * plain / scaling.factor + share * plain
+        blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        return (1 - blend) * plain / scaling.factor + blend * plain
 
     def pair_with(rotations):  # solves rotations = context * theta^(-2 pair / dim) / 2 pi
         return cfg.rotary_dim / 2 * math.log(scaling.original_context / (2 * math.pi * rotations), cfg.theta)

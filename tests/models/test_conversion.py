@@ -21,7 +21,8 @@ from checkpoints import CheckpointError
 from jaxinfer.models import EncoderConfig, WeightFormat, conversion
 from jaxinfer.models.config import Pooling
 from jaxinfer.models.conversion import HuggingFaceModel, convert
-from jaxinfer.models.loading import Description, load_model
+from jaxinfer.models.description import Description
+from jaxinfer.models.loading import load_model
 from jaxinfer.models.verification import compare_tensors
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -39,7 +40,7 @@ def hf(tmp_path):
 
 @pytest.fixture
 def out(tmp_path):
-    """Where the model directory shall be; whatever a test does, nothing may be left beside it."""
+    """Where to write the model directory; no test may leave anything else next to it."""
     path = tmp_path / "out" / "model"
     yield path
     assert not path.parent.exists() or set(path.parent.iterdir()) <= {path}
@@ -117,9 +118,9 @@ def test_sharded_index(hf, out, tmp_path):
     (hf / "model.safetensors").unlink()
     names = sorted(tensors)
     weight_map = {}
-    for shard, chosen in enumerate((names[::2], names[1::2])):
-        save_file({name: tensors[name] for name in chosen}, hf / f"part{shard}.safetensors")
-        weight_map |= dict.fromkeys(chosen, f"part{shard}.safetensors")
+    for shard, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, hf / f"part{shard}.safetensors")
+        weight_map |= dict.fromkeys(part, f"part{shard}.safetensors")
     _edit(hf / "model.safetensors.index.json", weight_map=weight_map)
     convert(hf, tmp_path / "sharded")
     one, other = checkpoints.load(out), checkpoints.load(tmp_path / "sharded")
@@ -227,14 +228,14 @@ def test_configs(hf, out):
 
 def test_special_tokens_outside_the_vocabulary(hf, out):
     _edit(hf / "generation_config.json", eos_token_id=64)
-    _refuses(hf, out, "eos_token_id=64 is no token of a vocabulary of 64")
+    _refuses(hf, out, "eos_token_id=64 is not in the vocabulary of 64 tokens")
 
 
 def test_values_beyond_float16(hf, out):
     tensors = load_file(hf / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1e8
     save_file(tensors, hf / "model.safetensors")
-    _refuses(hf, out, r"head\.kernel holds values beyond float16; convert with --dtype bfloat16", dtype="float16")
+    _refuses(hf, out, r"head\.kernel contains values beyond float16; convert with --dtype bfloat16", dtype="float16")
 
 
 def test_truncated_weights(hf, out):
@@ -283,11 +284,11 @@ def _llama(path: pathlib.Path, *, layers: int, embed: int, hidden: int, shards: 
     names, weight_map, total = sorted(shapes), {}, 0
     noise = np.random.default_rng(0).standard_normal(9973).astype(np.float16)
     for shard in range(shards):
-        chosen = names[shard::shards]
-        tensors = {name: np.resize(noise, shapes[name]) for name in chosen}
+        part = names[shard::shards]
+        tensors = {name: np.resize(noise, shapes[name]) for name in part}
         save_file(tensors, path / f"{shard}.safetensors")
         total += sum(tensor.nbytes for tensor in tensors.values())
-        weight_map |= dict.fromkeys(chosen, f"{shard}.safetensors")
+        weight_map |= dict.fromkeys(part, f"{shard}.safetensors")
     _edit(path / "model.safetensors.index.json", weight_map=weight_map)
     return total
 

@@ -65,7 +65,7 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         (
             "llama_yarn",
             {"rope_parameters": ROPE | {"mrope_section": [2]}},
-            r"rope_parameters holds \['mrope_section'\]",
+            r"rope_parameters contains \['mrope_section'\]",
         ),
         (
             "llama_yarn",
@@ -74,7 +74,7 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ),
         ("mistral_window", {"layer_types": ["full_attention"] * 2}, "layer_types"),
         ("qwen2_window", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
-        ("qwen2_window", {"layer_types": ["linear_attention"] * 2}, r"layer_types holds \['linear_attention'\]"),
+        ("qwen2_window", {"layer_types": ["linear_attention"] * 2}, r"layer_types contains \['linear_attention'\]"),
         ("gemma2_window", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         (
             "phi3_window",

@@ -13,7 +13,7 @@ from flax import nnx
 
 import checkpoints
 from checkpoints import CheckpointError
-from jaxinfer.models import Decoder, DecoderConfig, Encoder, WeightFormat, loading
+from jaxinfer.models import Decoder, DecoderConfig, Encoder, WeightFormat, devices, loading
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
@@ -24,8 +24,9 @@ from jaxinfer.models.config import (
     PositionsConfig,
 )
 from jaxinfer.models.conversion import HuggingFaceModel, convert
-from jaxinfer.models.loading import Description, load_model, save_model
-from sharding import MeshConfig
+from jaxinfer.models.description import Description
+from jaxinfer.models.loading import leaf_name, load_model, save_model
+from sharding import MeshConfig, ShardingRules
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 CONFIG = DecoderConfig(
@@ -65,7 +66,7 @@ def copy(saved, tmp_path):
 
 
 def _leaves(state) -> dict[str, jax.Array]:
-    return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    return {leaf_name(path): leaf[...] for path, leaf in nnx.to_flat_state(state)}
 
 
 def _hidden(model) -> np.ndarray:
@@ -142,6 +143,7 @@ def test_encoders_too(tmp_path):
     model = load_model(tmp_path / "model")
     assert isinstance(nnx.merge(model.graphdef, model.state), Encoder)
     assert model.description.kind == "encoder"
+    assert "block" not in json.loads((tmp_path / "model/config.json").read_text())["config"]  # always post-norm
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDENS.glob("*/config.json")))
@@ -208,7 +210,7 @@ def test_all_leaves_that_do_not_fit_are_listed(copy, original, tmp_path):
 
 
 def test_too_little_memory_is_said_before_loading(saved, monkeypatch):
-    monkeypatch.setattr(loading, "available_bytes", lambda *_: 1000)
+    monkeypatch.setattr(devices, "available_bytes", lambda *_: 1000)
     monkeypatch.setattr(checkpoints, "stream", lambda *_, **__: pytest.fail("a weight was read"))
     with pytest.raises(MemoryError, match=r"loading needs 0\.00 GiB of memory and 0\.00 GiB are available; use"):
         load_model(saved)
@@ -217,10 +219,10 @@ def test_too_little_memory_is_said_before_loading(saved, monkeypatch):
 def test_memory_is_that_of_the_leaves(saved):
     leaves = loading.canonical_leaves(CONFIG, WeightFormat())
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(load_model(saved).state))
-    assert loading.bytes_per_device(leaves, None, loading.ShardingRules()) == total
-    split = loading.bytes_per_device(leaves, MeshConfig(tensor=2).abstract(), loading.ShardingRules())
+    assert devices.bytes_per_device(leaves, None, ShardingRules()) == total
+    split = devices.bytes_per_device(leaves, MeshConfig(tensor=2).abstract(), ShardingRules())
     assert total / 2 < split < total * 0.52
-    assert loading.available_bytes() > 2**20
+    assert devices.available_bytes() > 2**20
     cache = loading.cache_leaves(CONFIG, WeightFormat(), batch=2, context=40)
     assert sum(leaf.bytes for leaf in cache.values()) == 2 * 3 * (2 * 40) * 2 * 8 * 4
 
@@ -228,15 +230,15 @@ def test_memory_is_that_of_the_leaves(saved):
 def test_a_container_may_have_less_than_its_machine(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n")
-    assert loading._host_available_bytes(tmp_path) == 500 * 1024
+    assert devices.host_available_bytes(tmp_path) == 500 * 1024
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
-    assert loading._host_available_bytes(tmp_path) == 500 * 1024
+    assert devices.host_available_bytes(tmp_path) == 500 * 1024
     (group / "memory.max").write_text("300000\n")
     (group / "memory.current").write_text("250000\n")
     (group / "memory.stat").write_text("anon 190000\ninactive_file 50000\n")
-    assert loading._host_available_bytes(tmp_path) == 100_000
+    assert devices.host_available_bytes(tmp_path) == 100_000
 
 
 def test_options(saved, original, tmp_path):

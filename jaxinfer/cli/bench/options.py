@@ -36,7 +36,7 @@ def check_spread(spread: float) -> None:
 def read_config(directory: Path) -> "DecoderConfig":
     """The config of a decoder. Raises ValueError for an encoder."""
     from jaxinfer.models import DecoderConfig
-    from jaxinfer.models.loading import Description
+    from jaxinfer.models.description import Description
 
     config = Description.read(directory).config
     if not isinstance(config, DecoderConfig):

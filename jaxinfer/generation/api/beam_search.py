@@ -36,7 +36,7 @@ class BeamSearchParams:
     Attributes:
       beam_width: beams that live at once.
       n: how many of the best to return.
-      max_tokens: most tokens of a beam; prompt and these must fit the context.
+      max_tokens: how many tokens a beam can have; prompt and these must fit the context.
       length_penalty: a beam scores its log probability / length ** length_penalty: 0 the plain sum, 1 the mean of its
         tokens; higher prefers longer ones.
       early_stopping: end as soon as `beam_width` beams have finished; False: go on while the best live beam, if it
@@ -86,7 +86,7 @@ class Beam:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearchOutput:
-    """The best beams of one prompt, best first; fewer than asked for only if there are not so many texts.
+    """The best beams of one prompt, best first; fewer than asked for only if there are no more texts.
 
     Attributes:
       num_cached_tokens: how many of the prompt's tokens were in the cache at the beginning.

@@ -14,7 +14,8 @@ from jaxinfer.generation.api.llm import LLM
 from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.text import Prompt, Tokenizer
-from jaxinfer.models.loading import Description, LoadedModel, load_model
+from jaxinfer.models.description import Description
+from jaxinfer.models.loading import LoadedModel, load_model
 from sharding import MeshConfig, ShardingRules
 
 ENCODER_TOKENS = 4096

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Unpack, cast
 
 import numpy as np
 from jax.sharding import Mesh
@@ -15,13 +15,13 @@ from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
 from jaxinfer.generation.engine.output import request_output
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.execution.memory import plan_memory
+from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Prompt, Tokenizer
 from jaxinfer.models import DecoderConfig
-from jaxinfer.models.adapters import AdapterInfo
 from jaxinfer.models.loading import load_model
 from sharding import MeshConfig, ShardingRules
 
@@ -188,6 +188,7 @@ class LLM:
 
 def _as_list[T](prompts: T | Sequence[T]) -> list[T]:
     """One prompt (a text, a list of ids, a request) or several, as a list."""
-    items = cast(Any, prompts)
-    alone = isinstance(items, str | Request) or (items and all(isinstance(item, int) for item in items))
-    return cast(list[T], [items] if alone else list(items))
+    if isinstance(prompts, str | Request) or not isinstance(prompts, Sequence):
+        return [cast(T, prompts)]
+    alone = prompts and all(isinstance(item, int) for item in prompts)
+    return [cast(T, prompts)] if alone else list(prompts)

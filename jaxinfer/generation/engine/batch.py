@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.lora.peft import Adapter
 from jaxinfer.generation.outputs import TokenLogprob
-from jaxinfer.models.adapters import Adapter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

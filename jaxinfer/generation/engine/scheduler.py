@@ -14,7 +14,7 @@ from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.speculation import PassCosts, SpeculationControl
 from jaxinfer.generation.lora.cache import AdapterCache
-from jaxinfer.models.adapters import Adapter
+from jaxinfer.generation.lora.peft import Adapter
 
 PRIORITY_WEIGHT = 64
 """A request of priority p is served as though p times this many others had come before it."""

@@ -23,7 +23,8 @@ from jaxinfer.generation.execution.results import only_asked, read_decode, read_
 from jaxinfer.generation.execution.state import DeviceState
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.models import LayerAdapters
-from jaxinfer.models.loading import LoadedModel, available_bytes
+from jaxinfer.models.devices import available_bytes
+from jaxinfer.models.loading import LoadedModel
 
 
 class DecoderExecutor(BaseExecutor[Buckets]):

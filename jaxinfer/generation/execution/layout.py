@@ -11,16 +11,16 @@ from flax import nnx
 from jaxinfer.compiled import compiler_options
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
+from jaxinfer.generation.lora.peft import Adapter, adapter_shapes
 from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.sampling.structured_outputs import bitmask_words
 from jaxinfer.models import Decoder, DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
-from jaxinfer.models.adapters import Adapter, adapter_shapes
 from jaxinfer.models.loading import LoadedModel, abstract_model
 
-LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "up": "mlp.up", "down": "mlp.down"}
+LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "gate_up": "mlp.up", "down": "mlp.down"}
 """The fields of `LayerAdapters` -> their linears in a layer."""
-ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "up": ("mlp", None), "down": (None, "mlp")}
+ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "gate_up": ("mlp", None), "down": (None, "mlp")}
 """The logical axes of outputs and inputs of the linears in `LayerAdapters`."""
 
 

@@ -13,7 +13,8 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.generation.execution.programs import decode, prefill
-from jaxinfer.models.loading import LoadedModel, available_bytes
+from jaxinfer.models.devices import available_bytes
+from jaxinfer.models.loading import LoadedModel
 
 FRACTION = 0.9
 """Of the memory that is free beside the weights, what cache and workspace may take."""

@@ -1,1 +1,1 @@
-"""LoRA adapters: which are on the device and in host memory."""
+"""LoRA adapters: reading them as PEFT writes them (`peft.py`), and which are on the device (`cache.py`)."""

@@ -3,7 +3,8 @@
 import dataclasses
 import os
 
-from jaxinfer.models.adapters import Adapter, AdapterInfo, read_adapter
+from jaxinfer.generation.lora.adapter_info import AdapterInfo
+from jaxinfer.generation.lora.peft import Adapter, read_adapter
 from jaxinfer.models.config import DecoderConfig
 
 

@@ -1,6 +1,7 @@
-"""The Hugging Face families that are understood, one small file each.
+"""The supported Hugging Face families, one small file each.
 
-Start at `mapping.py`; docs/adding-a-family.md says how to add one. No file is opened here.
+Start at `mapping.py` (tensors) and `fields.py` (configs); docs/adding-a-family.md says how to add one. No file is
+opened here.
 """
 
 from collections.abc import Mapping

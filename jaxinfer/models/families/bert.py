@@ -1,4 +1,4 @@
-"""BERT, and the tensors that RoBERTa shares with it."""
+"""BERT, and the parts that RoBERTa uses too."""
 
 from collections.abc import Mapping
 
@@ -11,11 +11,12 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
-from jaxinfer.models.families.mapping import Family, Fields, Source, by_kv_head, linear, norm, qkv_rows, table
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear, norm, qkv_rows, table
 
 
 def encoder_config(hf: Mapping[str, object], *, offset: int) -> EncoderConfig:
-    """What BERT and RoBERTa configs have in common; `offset`: unused rows at the head of the position table."""
+    """What BERT and RoBERTa configs have in common; `offset`: unused rows at the start of the position table."""
     fields = Fields(hf)
     fields.expect("is_decoder", False)
     fields.expect("position_embedding_type", "absolute")

@@ -12,7 +12,8 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
-from jaxinfer.models.families.mapping import Family, Fields, Source, linear, norm, qkv_rows, table
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Family, Source, linear, norm, qkv_rows, table
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
@@ -23,7 +24,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
         vocab=fields.integer("vocab_size"),
         embed=embed,
         layers=fields.integer("n_layer", "num_hidden_layers"),
-        context=fields.integer("seq_length", default=2048),  # what it was trained with; ALiBi itself has no end
+        context=fields.integer("seq_length", default=2048),  # of training; ALiBi itself has no limit
         embed_norm=True,
         attention=AttentionConfig(
             q_heads=heads,

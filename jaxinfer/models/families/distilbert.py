@@ -11,7 +11,8 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
-from jaxinfer.models.families.mapping import Family, Fields, Source, by_kv_head, linear, norm, qkv_rows, table
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear, norm, qkv_rows, table
 
 
 def _config(hf: Mapping[str, object]) -> EncoderConfig:

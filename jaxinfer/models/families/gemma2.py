@@ -7,9 +7,10 @@ import numpy as np
 
 from jaxinfer.models.config import BlockKind, DecoderConfig
 from jaxinfer.models.families import llama
-from jaxinfer.models.families.mapping import Fields, Source, norm
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Source, norm
 
-_DEFAULTS = {  # where null means something else
+_DEFAULTS = {  # of absent fields; null means something else
     "head_dim": 256,
     "sliding_window": 4096,
     "attn_logit_softcapping": 50.0,
@@ -43,7 +44,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def one_plus(weight: np.ndarray) -> np.ndarray:
-    """Gemma multiplies by 1 + weight; in float32, where bfloat16 would round the sum."""
+    """Gemma multiplies by 1 + weight. The sum is in float32; bfloat16 would round it."""
     return 1 + weight.astype(np.float32)
 
 

@@ -11,9 +11,9 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
     Family,
-    Fields,
     Source,
     by_kv_head_from_fused,
     linear,

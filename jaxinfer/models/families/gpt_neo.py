@@ -11,11 +11,12 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
-from jaxinfer.models.families.mapping import Family, Fields, Source, by_kv_head, linear, norm, qkv_rows, table
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear, norm, qkv_rows, table
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Each layer's window from `attention_types`, a list of (kinds, how often)."""
+    """The window of each layer, from `attention_types`, a list of (kinds, repetitions)."""
     window = fields.integer("window_size", default=256)
     types = fields.optional(list, "attention_types") or [[["global", "local"], 12]]
     kinds = [kind for kinds, times in types for kind in kinds * times]

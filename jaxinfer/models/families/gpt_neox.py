@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from jaxinfer.models.config import AttentionConfig, BlockKind, DecoderConfig, MlpConfig, NormConfig, NormKind
-from jaxinfer.models.families.mapping import Family, Fields, Source, linear, norm, qkv_rows, table
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Family, Source, linear, norm, qkv_rows, table
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:

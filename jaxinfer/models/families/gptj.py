@@ -14,9 +14,9 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
     Family,
-    Fields,
     Source,
     by_kv_head,
     linear,
@@ -54,7 +54,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
 
     def joined(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """By KV head, with the rotated features in our order; q and k permuted alike leaves their products alone."""
+        """By KV head, with rotated features in our order: the same permutation of q and k keeps their products."""
         q, k = (pairs_to_halves(rows, attention.head_dim, config.positions.rotary_dim) for rows in (q, k))
         return by_kv_head(attention)(q, k, v)
 

@@ -1,12 +1,12 @@
-"""Llama 2 and 3, and the mapping that its relatives share."""
+"""Llama 2 and 3, and the parts that related families use."""
 
 import dataclasses
 from collections.abc import Mapping
 
 from jaxinfer.models.config import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, NormKind
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
     Family,
-    Fields,
     Source,
     alternate,
     by_kv_head,
@@ -44,7 +44,7 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def with_attention(config: DecoderConfig, **changes: object) -> DecoderConfig:
-    """The config with other attention options."""
+    """The config with these attention options changed."""
     return dataclasses.replace(config, attention=dataclasses.replace(config.attention, **changes))
 
 
@@ -56,7 +56,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:
-    """The tensors of a Llama-like model; what the config leaves out (biases, norms, head) is not asked for."""
+    """The tensors of a Llama-like model, without the biases, norms and head that its config leaves out."""
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
     found = table("embed.table", "embed_tokens.weight", config.vocab, embed) | norm("final_norm", "norm", embed)
     if not config.tied:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families import llama
-from jaxinfer.models.families.mapping import Fields
+from jaxinfer.models.families.fields import Fields
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:

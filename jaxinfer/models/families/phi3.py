@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families import llama
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
-    Fields,
     Source,
     alternate_from_fused,
     by_kv_head_from_fused,

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families import llama
-from jaxinfer.models.families.mapping import Fields
+from jaxinfer.models.families.fields import Fields
 
 
 def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Each layer's window in Qwen2 and Qwen3: off by default, else from `max_window_layers` on."""
+    """The window of each layer in Qwen2 and Qwen3: off by default, otherwise in layers from `max_window_layers` on."""
     window = None
     if fields.flag("use_sliding_window", default=False):
         window = fields.integer("sliding_window", default=4096)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from jaxinfer.models.config import EncoderConfig
 from jaxinfer.models.families import bert
-from jaxinfer.models.families.mapping import Family, Fields
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Family
 
 
 def _config(hf: Mapping[str, object]) -> EncoderConfig:

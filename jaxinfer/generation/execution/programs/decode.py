@@ -116,7 +116,7 @@ def _pass(fixed: _Rows, carry: _Carry, speculative: jax.Array, count: jax.Array)
         ids=jnp.concatenate([last.ids, speculative], axis=1),
         positions=jnp.where(used, last.positions + index, -1),
     )
-    (hidden,), caches = fixed.model.run((group,), state.caches, fixed.adapters)
+    (hidden,), caches = fixed.model.forward((group,), state.caches, fixed.adapters)
     assert caches is not None
     tokens, logprobs = _choose(fixed, hidden, slots, speculative)
     right = jnp.cumprod((tokens[:, :-1] == speculative) & (index[:-1] < count[:, None]), axis=1)

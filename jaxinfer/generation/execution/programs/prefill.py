@@ -82,7 +82,7 @@ def prefill(
     groups = [TokenRows(ids, positions, chunks.page_table, slots.adapter[chunks.slot])]
     if rows.slot.size:
         groups.append(last_tokens(slots, rows))
-    hidden, caches = model.run(tuple(groups), state.caches, adapters)
+    hidden, caches = model.forward(tuple(groups), state.caches, adapters)
     assert caches is not None
     last = jnp.take_along_axis(hidden[0], jnp.maximum(chunks.num_tokens - 1, 0)[:, None, None], axis=1)
     ends = jnp.concatenate([last[:, 0], *(group[:, 0] for group in hidden[1:])])  # [M + B, D]

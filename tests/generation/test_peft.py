@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxinfer.generation.lora.adapter_info import AdapterInfo
+from jaxinfer.generation.lora.peft import adapter_shapes, read_adapter
 from jaxinfer.models import WeightFormat
-from jaxinfer.models.adapters import AdapterInfo, adapter_shapes, read_adapter
 from jaxinfer.models.config import Activation, MlpConfig
 from jaxinfer.models.families import FAMILIES, Source, family_of, plan
 from tests.peft import random_pair, save_adapter
@@ -32,13 +33,13 @@ def sources_of(name: str):
     return hf["model_type"], config, tensors, {name: sources[f"{name}.kernel"] for name in linears}
 
 
-def pairs_for(tensors: dict, sources: dict[str, Source], *, conv1d: bool, share: float = 1.0, rank: int = RANK):
-    """Random pairs for a share of the projections, by their modules' names."""
+def pairs_for(tensors: dict, sources: dict[str, Source], *, conv1d: bool, fraction: float = 1.0, rank: int = RANK):
+    """Random pairs for a fraction of the projections, by their modules' names."""
     rng = np.random.default_rng(0)
     pairs = {}
     for key in sorted(key for source in sources.values() for key in source.names):
         outputs, inputs = tensors[key].shape[:: -1 if conv1d else 1]
-        if rng.random() < share:
+        if rng.random() < fraction:
             pairs[key.removesuffix(".weight")] = random_pair(outputs, inputs, rank, rng)
     return pairs
 
@@ -63,12 +64,12 @@ def assert_deltas(adapter, sources, before, after):
         np.testing.assert_allclose(kernel, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
 @pytest.mark.parametrize("name", goldens.DECODERS)
-def test_kernels_become_those_of_the_merged_model(name, share, tmp_path):
+def test_kernels_become_those_of_the_merged_model(name, fraction, tmp_path):
     family, config, tensors, sources = sources_of(name)
     conv1d = family == "gpt2"
-    pairs = pairs_for(tensors, sources, conv1d=conv1d, share=share)
+    pairs = pairs_for(tensors, sources, conv1d=conv1d, fraction=fraction)
     folder = save_adapter(tmp_path, pairs, lora_alpha=6, fan_in_fan_out=conv1d)
     adapter = read_adapter(folder, family, config)
     assert_deltas(adapter, sources, tensors, merged(tensors, pairs, lambda _: 6 / RANK, conv1d=conv1d))
@@ -257,8 +258,8 @@ def test_modules_that_are_no_linear_of_a_layer(tmp_path, rng, module, shape):
     folder = save_adapter(tmp_path, {module: random_pair(*shape, 4, rng)})
     refuses(
         folder,
-        rf"adapter_model\.safetensors: {module} is no linear in this model's 2 layers, .*mlp\.down_proj, .*"
-        r"self_attn\.q_proj.*; take .* without embeddings and output head",
+        rf"adapter_model\.safetensors: {module} is not a linear of this model's 2 layers; .*mlp\.down_proj, .*"
+        r"self_attn\.q_proj.*: use .* without embeddings and output head",
     )
 
 
@@ -293,23 +294,23 @@ def test_tensors_that_are_no_pair(folder, name):
         return (f"base_model.model.{Q}.{name}", tensor) if key.endswith("q_proj.lora_A.weight") else (key, tensor)
 
     edit_tensors(folder, change)
-    refuses(folder, rf"base_model\.model\.{Q}\.{name} is not one of the matrices lora_A and lora_B")
+    refuses(folder, rf"base_model\.model\.{Q}\.{name} is not implemented, only the matrices lora_A and lora_B")
 
 
 def test_the_same_projection_twice(folder):
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {name.replace("weight", "default.weight"): old for name, old in tensors.items()}, file)
-    refuses(folder, r"lora_[AB].*weight is there twice")
+    refuses(folder, r"lora_[AB].*weight appears twice")
     save_file(tensors | {name.replace("model.layers", "layers"): old for name, old in tensors.items()}, file)
-    refuses(folder, r"layers\.\d\.[a-z_.]+_proj is there twice")
+    refuses(folder, r"layers\.\d\.[a-z_.]+_proj appears twice")
 
 
 def test_files_that_cannot_be_read(folder, tmp_path):
     file = folder / "adapter_model.safetensors"
     content = file.read_bytes()
     save_file({}, file)
-    refuses(folder, r"adapter_model\.safetensors: holds no tensors")
+    refuses(folder, r"adapter_model\.safetensors: contains no tensors")
     file.write_bytes(content[:-10])
     refuses(folder, r"adapter_model\.safetensors: truncated or corrupt")
     file.unlink()

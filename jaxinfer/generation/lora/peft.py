@@ -1,0 +1,262 @@
+"""LoRA adapters in PEFT's layout, converted to our fused linears.
+
+A LoRA adapter (arXiv:2106.09685) adds a product of two thin matrices to a linear: y = x W^T + (x A^T) B^T. PEFT
+writes one pair for each projection of the original model; here several projections are one linear, with its outputs
+in another order. The adapter of a linear made of P projections stacks their A, and gives the B of each its own block
+of columns, with the rows in our order. One pair then computes the deltas of all P projections.
+
+Start at `read_adapter`. Linears are named as on disk, without `.kernel`: `layers.0.attention.qkv`.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from checkpoints import CheckpointError
+from jaxinfer.generation.lora.adapter_info import CONFIG, AdapterInfo
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.families import FAMILIES, Family, llama
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to one linear [N, K]: x -> (x a^T) b^T.
+
+    Attributes:
+      a: float32 [R, K].
+      b: float32 [N, R], with the adapter's scale multiplied in.
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Adapter:
+    """An adapter for one model, on the host.
+
+    Attributes:
+      info: its config.
+      max_rank: the rank reserved for each projection of a linear: R = max_rank * projections, unused columns zero.
+      layers: what is added to each linear, by its name; other linears stay as they are.
+    """
+
+    info: AdapterInfo
+    max_rank: int
+    layers: Mapping[str, LowRank]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(a.nbytes + b.nbytes for a, b in self.layers.values())
+
+
+def adapter_shapes(
+    family: str, config: DecoderConfig, max_rank: int
+) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    """The shapes of `LowRank.a` and `LowRank.b` for every linear that an adapter can change.
+
+    Embeddings and the output head are not among them. Arguments and errors are those of `read_adapter`.
+    """
+    shapes = {}
+    for name, linear in _linears(family, config).items():
+        rank = max_rank * len(linear.tensors)
+        shapes[name] = (rank, linear.inputs), (sum(linear.outputs), rank)
+    return shapes
+
+
+def read_adapter(
+    folder: str | os.PathLike[str], family: str, config: DecoderConfig, *, max_rank: int | None = None
+) -> Adapter:
+    """Read `adapter_config.json` and `adapter_model.safetensors`, as PEFT's `save_pretrained` writes them.
+
+    Args:
+      folder: the adapter.
+      family: Hugging Face's `model_type` of the model; it decides the names of the projections. Any other family has
+        Llama's names (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj).
+      config: of the model.
+      max_rank: the rank reserved for each projection; None: the adapter's largest rank.
+    Raises CheckpointError if the adapter asks for more than plain LoRA, does not fit the model or `max_rank`, or is
+    damaged; ValueError if Llama's names do not fit a model of another family.
+    """
+    info = AdapterInfo.read(folder)
+    max_rank = info.rank if max_rank is None else max_rank
+    info.require_rank(max_rank)
+    linears = _linears(family, config)
+    _require_same_storage(info, any(linear.inputs_first for linear in linears.values()))
+    pairs = _read_pairs(info, _family(family), config.layers, linears)
+    layers = {}
+    for name, linear in linears.items():
+        if not pairs.keys().isdisjoint(linear.tensors):
+            layers[name] = _fuse(linear, pairs, max_rank)
+    return Adapter(info=info, max_rank=max_rank, layers=layers)
+
+
+# The model's side: the projections of each linear.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Linear:
+    """One linear and the projections it is made of.
+
+    Attributes:
+      tensors: the weights of the projections, by the names in the family's sources.
+      outputs: the number of outputs of each projection.
+      inputs: the number of inputs, the same for all.
+      order: int [N], for each of our outputs its index in the outputs of all projections, one after another.
+      inputs_first: whether the weights are stored [inputs, outputs].
+    """
+
+    tensors: tuple[str, ...]
+    outputs: tuple[int, ...]
+    inputs: int
+    order: np.ndarray
+    inputs_first: bool
+
+
+def _family(family: str) -> Family:
+    return FAMILIES.get(family, llama.FAMILY)
+
+
+def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
+    """Every linear that can be adapted."""
+    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    shapes = {
+        "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
+        "attention.out": (embed, attention.q_heads * attention.head_dim),
+        "mlp.up": (2 * hidden if config.mlp.gated else hidden, embed),
+        "mlp.down": (embed, hidden),
+    }
+    sources, linears = _family(family).sources(config), {}
+    for layer in range(config.layers):
+        for kind, (rows, inputs) in shapes.items():
+            source = sources[f"layers.{layer}.{kind}.kernel"]
+            outputs = tuple(math.prod(shape) // inputs for shape in source.shapes)
+            if sum(outputs) != rows:
+                raise ValueError(
+                    f"family={family!r}: this model's {kind} has {rows} outputs, {', '.join(source.names)} have "
+                    f"{sum(outputs)}: the names of {_family(family).model_types[0]} do not fit it; adapters need a "
+                    f"family of {', '.join(sorted(FAMILIES))}, or a gated MLP."
+                )
+            numbers = np.split(np.arange(rows), np.cumsum(outputs)[:-1])
+            linears[f"layers.{layer}.{kind}"] = _Linear(
+                tensors=source.names,
+                outputs=outputs,
+                inputs=inputs,
+                order=source.combine(*numbers),  # it reorders vectors as it reorders the rows of kernels
+                inputs_first=any(shape[1] != inputs for shape in source.shapes),
+            )
+    return linears
+
+
+def _require_same_storage(info: AdapterInfo, inputs_first: bool) -> None:
+    if info.fan_in_fan_out != inputs_first:
+        raise CheckpointError(
+            f"{info.folder / CONFIG}: fan_in_fan_out={info.fan_in_fan_out}, but this model's weights are stored "
+            f"{'[inputs, outputs]' if inputs_first else '[outputs, inputs]'}; use an adapter made for this model."
+        )
+
+
+# The adapter's side: its tensors, checked against the model.
+
+
+class _Pair(NamedTuple):
+    """The matrices of one projection, float32: a [r, K] and b [N, r] as PEFT stores them, b scaled."""
+
+    a: np.ndarray
+    b: np.ndarray
+
+
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+
+
+def _read_pairs(info: AdapterInfo, family: Family, layers: int, linears: Mapping[str, _Linear]) -> dict[str, _Pair]:
+    """The matrices of each adapted projection, by the name of its weight in the family's sources."""
+    file = info.folder / WEIGHTS
+    sizes = {
+        tensor: (outputs, linear.inputs)
+        for linear in linears.values()
+        for tensor, outputs in zip(linear.tensors, linear.outputs, strict=True)
+    }
+    pairs = {}
+    for module, sides in _read_modules(file).items():
+        tensor = family.plain_name(f"{module}.weight")
+        if tensor not in sizes:
+            adaptable = sorted({re.sub(r"^.*?\.\d+\.|\.weight$", "", known) for known in sizes})
+            raise CheckpointError(
+                f"{file}: {module} is not a linear of this model's {layers} layers; adapters may name "
+                f"{', '.join(adaptable)}: use an adapter made for this model, without embeddings and output head."
+            )
+        if tensor in pairs:
+            raise CheckpointError(f"{file}: {module} appears twice; save the adapter again.")
+        pairs[tensor] = _checked_pair(file, info, module, sides, *sizes[tensor])
+    return pairs
+
+
+def _read_modules(file: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
+    """Module -> "A" and "B" -> tensor, for every tensor of the file."""
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file; save the adapter with save_pretrained(safe_serialization=True).")
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: truncated or corrupt ({error}); fetch it again.") from error
+    modules: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        if (match := _TENSOR.fullmatch(name)) is None:
+            raise CheckpointError(
+                f"{file}: {name} is not implemented, only the matrices lora_A and lora_B of linear layers; "
+                "train the adapter without it."
+            )
+        sides = modules.setdefault(match["module"], {})
+        if match["side"] in sides:
+            raise CheckpointError(f"{file}: {name} appears twice, with and without `.default`; save it again.")
+        sides[match["side"]] = tensor
+    if not modules:
+        raise CheckpointError(f"{file}: contains no tensors; save the adapter again.")
+    return modules
+
+
+def _checked_pair(
+    file: pathlib.Path, info: AdapterInfo, module: str, sides: Mapping[str, np.ndarray], outputs: int, inputs: int
+) -> _Pair:
+    rank = info.rank_of(module)
+    for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        if side not in sides:
+            raise CheckpointError(f"{file}: {module} has no lora_{side}; save the adapter again.")
+        if (tensor := sides[side]).shape != shape:
+            raise CheckpointError(
+                f"{file}: {module}.lora_{side} is {list(tensor.shape)}, but this model and rank {rank} need "
+                f"{list(shape)}; use an adapter made for this model, with its own {CONFIG}."
+            )
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise CheckpointError(
+                f"{file}: {module}.lora_{side} has dtype {tensor.dtype}, which is not implemented; save it as a float."
+            )
+    return _Pair(sides["A"].astype(np.float32), sides["B"].astype(np.float32) * np.float32(info.scale_of(module)))
+
+
+def _fuse(linear: _Linear, pairs: Mapping[str, _Pair], max_rank: int) -> LowRank:
+    """One pair for all projections of a linear; zero for projections that are not adapted."""
+    rank = max_rank * len(linear.tensors)
+    a = np.zeros((rank, linear.inputs), np.float32)
+    b = np.zeros((sum(linear.outputs), rank), np.float32)
+    first_row = 0
+    for part, (tensor, outputs) in enumerate(zip(linear.tensors, linear.outputs, strict=True)):
+        if tensor in pairs:
+            pair, column = pairs[tensor], part * max_rank
+            columns = slice(column, column + len(pair.a))
+            a[columns] = pair.a
+            b[first_row : first_row + outputs, columns] = pair.b
+        first_row += outputs
+    return LowRank(a, b[linear.order])

@@ -1,0 +1,88 @@
+"""Grouped-query attention."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig, alibi_slopes
+from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
+from jaxinfer.models.linear import Linear, WeightFormat
+from jaxinfer.models.low_rank import LayerAdapters
+from jaxinfer.models.norm import Norm
+from pallas_kernels import KVPages, attention, cached_attention, split_heads
+
+
+class Attention(nnx.Module):
+    """Attention of each group over its own tokens, or over a paged cache; [N, D] -> [N, D].
+
+    Attributes:
+      qkv: the fused projection. Its outputs are ordered by KV head: the queries of its group, its key, its value.
+        A shard along KV heads is therefore complete in itself.
+      out: back to the width of the model.
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        cfg: AttentionConfig,
+        positions: PositionsConfig,
+        norm: NormConfig,
+        weights: WeightFormat,
+        *,
+        window: int | None = None,
+        causal: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        self.cfg, self.window, self.causal, self.norm_eps = cfg, window, causal, norm.eps
+        self.alibi = alibi_slopes(cfg.q_heads) if positions.kind is PositionKind.ALIBI else None
+        qkv, width = cfg.kv_heads * (cfg.group + 2) * cfg.head_dim, cfg.q_heads * cfg.head_dim
+        self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
+        self.out = Linear(width, embed, weights, axes=("embed", "heads"), bias=cfg.out_bias, rngs=rngs)
+        self.q_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
+        self.k_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
+
+    @jax.named_scope("attention")
+    def __call__(
+        self,
+        x: jax.Array,
+        forward_context: ForwardContext,
+        cache: KVPages | None = None,
+        adapters: LayerAdapters | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVPages | None]:
+        """residual + attention(norm(x)), and the cache with the tokens' keys and values written."""
+        qkv_delta = out_delta = None
+        if adapters is not None:
+            qkv_delta = forward_context.adapter_delta(adapters.qkv)
+            out_delta = forward_context.adapter_delta(adapters.out)
+        qkv = self.qkv(x, norm=norm, adapter_delta=qkv_delta)
+        groups, heads = forward_context.groups, []
+        for group, rotary, part in zip(groups, forward_context.rotary, unpack(qkv, groups), strict=True):
+            mixed, cache = self._attend(group, rotary, part, cache)
+            heads.append(mixed)
+        return self.out(pack(heads), residual=residual, adapter_delta=out_delta), cache
+
+    def _attend(
+        self, group: TokenRows, rotary: tuple[jax.Array, jax.Array] | None, qkv: jax.Array, cache: KVPages | None
+    ) -> tuple[jax.Array, KVPages | None]:
+        """The heads of one group, [B, T, Hq * K], over its pages or, without a cache, over its own tokens."""
+        cfg, positions = self.cfg, group.positions
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale[...], self.k_norm.scale[...])
+        preparation: dict[str, Any] = {"rotary": rotary, "norms": norms, "norm_eps": self.norm_eps}
+        options: dict[str, Any] = {
+            "scale": cfg.score_scale,
+            "window": self.window,
+            "softcap": cfg.softcap,
+            "alibi": self.alibi,
+        }
+        if cache is not None:
+            assert group.page_table is not None
+            return cached_attention(qkv, cache, group.page_table, positions, **preparation, **options)
+        q, k, v = split_heads(qkv, kv_heads=cfg.kv_heads, head_dim=cfg.head_dim, **preparation)
+        lengths = jnp.sum(positions >= 0, axis=1)
+        heads = attention(q, k, v, positions, lengths, causal=self.causal, **options)
+        return heads.reshape(*positions.shape, -1), None

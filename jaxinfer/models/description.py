@@ -1,0 +1,124 @@
+"""`config.json` of a model directory: what the model is, and how its weights are stored."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, Literal, cast
+
+import jax.numpy as jnp
+import msgspec
+
+from checkpoints import CheckpointError
+from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
+from jaxinfer.models.linear import WeightFormat
+from pallas_kernels.weights import STORED_AS, QuantizedFormat
+
+CONFIG = "config.json"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`config.json` as it is written."""
+
+    kind: Literal["decoder", "encoder"]
+    family: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    quantization: QuantizedFormat | None
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    config: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a model directory holds, from its `config.json`.
+
+    Attributes:
+      family: Hugging Face's `model_type`, or any other name for a model that does not come from there.
+      dtype: of the stored matrices; a quantised model computes in it.
+      quantization: "int8", "int4" or "fp8" if the matrices are stored quantised.
+      bos_id: the token that begins a text.
+      eos_ids: the tokens that end one.
+    """
+
+    family: str
+    config: ModelConfig
+    dtype: str = "float32"
+    quantization: QuantizedFormat | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        parse_quantization(self.quantization)
+
+    @property
+    def kind(self) -> Literal["decoder", "encoder"]:
+        return "decoder" if isinstance(self.config, DecoderConfig) else "encoder"
+
+    @property
+    def stored(self) -> WeightFormat:
+        """The format of the checkpoint's leaves."""
+        return WeightFormat(dtype=jnp.dtype(self.dtype), quantized=self.quantization)
+
+    def to_json(self) -> bytes:
+        """The content of `config.json`."""
+        fields = msgspec.to_builtins(self, builtin_types=(tuple,)) | {"kind": self.kind}
+        return msgspec.json.format(msgspec.json.encode(msgspec.convert(fields, _ConfigFile)), indent=2) + b"\n"
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> "Description":
+        """Read `config.json`. Raises CheckpointError for anything that this version does not know."""
+        file = pathlib.Path(folder) / CONFIG
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder}: no {CONFIG}; make a model directory with `jaxinfer convert HF_DIR OUT_DIR`."
+            )
+        try:
+            found = msgspec.json.decode(file.read_bytes(), type=_ConfigFile)
+            config = msgspec.convert(found.config, DecoderConfig if found.kind == "decoder" else EncoderConfig)
+            if unknown := sorted(_unknown_fields(found.config, msgspec.to_builtins(config), "config")):
+                raise ValueError(f"unknown fields {', '.join(unknown)}")
+        except ValueError as error:
+            raise CheckpointError(
+                f"{file}: {error}; convert the model again, or use the version of jaxinfer that wrote it."
+            ) from error
+        return cls(
+            family=found.family,
+            config=config,
+            dtype=found.dtype,
+            quantization=found.quantization,
+            bos_id=found.bos_id,
+            eos_ids=found.eos_ids,
+        )
+
+
+def _unknown_fields(given: dict[str, Any], known: dict[str, Any], where: str) -> Iterator[str]:
+    for name, value in given.items():
+        if name not in known:
+            yield f"{where}.{name}"
+        elif isinstance(value, dict) and isinstance(known[name], dict):
+            yield from _unknown_fields(value, known[name], f"{where}.{name}")
+
+
+def require_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:
+    """Raise ValueError unless the value is one of the choices."""
+    if value not in choices:
+        known = ", ".join(choice for choice in choices if choice is not None)
+        raise ValueError(f"{name}={value!r} is not implemented; known: {known}.")
+
+
+def parse_quantization(name: str | None) -> QuantizedFormat | None:
+    """The format of matrices with this name. Raises ValueError, which lists the known names."""
+    require_choice("quantize", name, (None, *STORED_AS))
+    return cast(QuantizedFormat | None, name)
+
+
+def weight_format(description: Description, *, dtype: str | None = None, quantize: str | None = None) -> WeightFormat:
+    """The format of a model loaded with these options; None: as stored."""
+    require_choice("dtype", dtype, (None, *DTYPES))
+    wanted, stored = parse_quantization(quantize), description.quantization
+    if stored is not None and wanted not in (None, stored):
+        raise ValueError(f"quantize={wanted!r} needs the float model, this one is stored in {stored}: convert again.")
+    return WeightFormat(dtype=jnp.dtype(dtype or description.dtype), quantized=wanted or stored)

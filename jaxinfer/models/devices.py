@@ -1,0 +1,91 @@
+"""The devices a model runs on: which they are, what depends on their platform, and how much memory they have.
+
+Everything that the models decide by platform is decided here.
+"""
+
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
+
+from checkpoints import Leaf
+from sharding import MeshConfig, ShardingRules
+
+
+def build_mesh(mesh: Mesh | MeshConfig | str | os.PathLike[str] | None) -> Mesh | None:
+    """A mesh from its config or from a TOML file with a [mesh] table; None: the first device, without a mesh."""
+    if isinstance(mesh, (str, os.PathLike)):
+        mesh = MeshConfig.read(mesh)
+    return mesh.build() if isinstance(mesh, MeshConfig) else mesh
+
+
+def devices_of(mesh: Mesh | None) -> list[Any]:  # jax.Device has no static type
+    """The devices of a mesh; without one, this process's first device."""
+    return jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
+
+
+def host_device() -> Any:
+    """The CPU of this machine, whatever the other devices are."""
+    return jax.local_devices(backend="cpu")[0]
+
+
+def sharding_on(mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | None], shape: Sequence[int]) -> Sharding:
+    """Where an array with these logical axes lives."""
+    if mesh is None:
+        return SingleDeviceSharding(devices_of(mesh)[0])
+    return rules.sharding(mesh, axes, shape)
+
+
+def default_dtype(mesh: Mesh | None) -> str | None:
+    """The dtype to compute in if none is asked for; None: as stored."""
+    if devices_of(mesh)[0].platform == "cpu":
+        return "float32"  # a CPU would convert halves back and forth
+    return None
+
+
+def bytes_per_device(leaves: Mapping[str, Leaf], mesh: Mesh | AbstractMesh | None, rules: ShardingRules) -> int:
+    """Bytes that each device stores of these leaves."""
+    total = 0
+    for leaf in leaves.values():
+        shape = leaf.shape if mesh is None else rules.sharding(mesh, leaf.axes, leaf.shape).shard_shape(leaf.shape)
+        total += math.prod(shape) * np.dtype(leaf.dtype).itemsize
+    return total
+
+
+def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
+    """Raise MemoryError unless each device has this many bytes free for the model in `folder`."""
+    devices = devices_of(mesh)
+    if devices[0].platform == "cpu":
+        needed *= len(devices)  # they share the host's memory
+    if needed > (available := available_bytes(mesh)):
+        raise MemoryError(
+            f"{folder}: loading needs {needed / 2**30:.2f} GiB of memory and {available / 2**30:.2f} GiB are "
+            "available; use quantize='int4', a smaller dtype, or a mesh with more devices."
+        )
+
+
+def available_bytes(mesh: Mesh | None = None) -> int:
+    """Bytes that are free for arrays on each device; CPU devices share the host's."""
+    stats = devices_of(mesh)[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return host_available_bytes()
+
+
+def host_available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """Bytes that the machine has free, or that this process's container may still take if that is less."""
+    if not (meminfo := root / "proc/meminfo").exists():  # macOS: only the total is known
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = root / "sys/fs/cgroup"
+    if (memory_max := group / "memory.max").exists() and (limit := memory_max.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # the kernel can drop these
+        available = min(available, int(limit) - used)
+    return available

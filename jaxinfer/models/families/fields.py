@@ -1,0 +1,180 @@
+"""Reading a Hugging Face `config.json` strictly: every error names the field and its value."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxinfer.models.config import Activation, PositionKind, PositionsConfig, RopeScaling
+
+_ACTIVATIONS = {
+    "gelu": Activation.GELU,
+    "gelu_python": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The fields of a `config.json`. Getters take all spellings of a field; null counts as absent."""
+
+    values: Mapping[str, object]
+
+    def __post_init__(self) -> None:
+        self.expect("quantization_config", None, "convert the unquantised checkpoint and pass --quantize int8")
+        self.expect("is_encoder_decoder", False)
+        self.expect("add_cross_attention", False)
+
+    def expect(self, name: str, supported: object, remedy: str = "choose another checkpoint") -> None:
+        """Refuse every value of a field except the implemented one; `remedy` ends the error."""
+        value = self.values.get(name)
+        if value is not None and value != supported:
+            raise ValueError(f"config.json: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
+
+    def optional(self, kind: type, *names: str) -> Any:
+        """A field's value, or None."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if kind is float and type(value) is int:
+                value = float(value)
+            if type(value) is not kind:
+                raise ValueError(f"config.json: {name}={value!r} must be of type {kind.__name__}; correct it.")
+            return value
+        return None
+
+    def _get(self, kind: type, names: tuple[str, ...], default: object) -> Any:
+        value = self.optional(kind, *names)
+        if value is None and default is None:
+            raise ValueError(f"config.json: {names[0]} is missing; use the checkpoint's original config.json.")
+        return default if value is None else value
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """A whole number; required if there is no default."""
+        return self._get(int, names, default)
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A number; required if there is no default."""
+        return self._get(float, names, default)
+
+    def flag(self, *names: str, default: bool) -> bool:
+        """A boolean."""
+        return self._get(bool, names, default)
+
+    def activation(self, *names: str, default: str) -> Activation:
+        """The MLP's nonlinearity."""
+        value = self._get(str, names, default)
+        if value not in _ACTIVATIONS:
+            raise ValueError(
+                f"config.json: {names[0]}={value!r} is not implemented; known: {', '.join(sorted(_ACTIVATIONS))}."
+            )
+        return _ACTIVATIONS[value]
+
+    def head_dim(self, embed: int, heads: int) -> int:
+        """The width of one head, in families that derive it from the model's."""
+        if embed % heads:
+            raise ValueError(
+                f"config.json: the hidden size {embed} is not a multiple of the {heads} heads; correct it."
+            )
+        return embed // heads
+
+    def windows(self, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
+        """The attention window of each layer, from `layer_types` or, without it, the family's default kinds."""
+        kinds = self.optional(list, "layer_types") or default
+        known = {"full_attention": None, "sliding_attention": window}
+        if unknown := sorted({str(kind) for kind in kinds} - known.keys()):
+            raise ValueError(
+                f"config.json: layer_types contains {unknown}, not implemented; known: {', '.join(known)}."
+            )
+        if len(kinds) != len(default):
+            raise ValueError(
+                f"config.json: layer_types has {len(kinds)} entries for {len(default)} layers; correct it."
+            )
+        windows = tuple(known[kind] for kind in kinds)
+        return windows[:1] if len(set(windows)) == 1 else windows
+
+    def rotary(
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10_000.0,
+        theta_names: tuple[str, ...] = ("rope_theta",),
+        fraction: float = 1.0,
+        fraction_names: tuple[str, ...] = ("partial_rotary_factor",),
+    ) -> PositionsConfig:
+        """Rotary positions, from `rope_parameters` (transformers 5) or the older separate fields."""
+        name = next((n for n in ("rope_parameters", "rope_scaling") if self.values.get(n)), "rope_scaling")
+        rope = Fields(self.optional(dict, name) or {})
+        theta = rope.number("rope_theta", default=self.number(*theta_names, default=theta))
+        fraction = rope.number("partial_rotary_factor", default=self.number(*fraction_names, default=fraction))
+        return PositionsConfig(
+            kind=PositionKind.ROTARY,
+            theta=theta,
+            rotary_dim=int(head_dim * fraction),
+            scaling=self._rope_scaling(name, rope),
+        )
+
+    def _rope_scaling(self, name: str, rope: "Fields") -> RopeScaling | None:
+        kind = rope.optional(str, "rope_type", "type") or "default"
+        if kind not in _ROPE_FIELDS:
+            raise ValueError(
+                f"config.json: {name}.rope_type={kind!r} is not implemented; known: {', '.join(_ROPE_FIELDS)}."
+            )
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS[kind]}
+        if unknown := sorted(rope.values.keys() - known):
+            raise ValueError(f"config.json: {name} contains {unknown}, which {kind} does not have; remove them.")
+        if kind == "default":
+            return None
+        factor = rope.number("factor")
+        if kind == "linear":
+            return RopeScaling(kind=kind, factor=factor)
+        original = rope.optional(int, "original_max_position_embeddings")
+        if original is None:
+            original = self.integer("original_max_position_embeddings", "max_position_embeddings")
+        if kind == "llama3":
+            return RopeScaling(
+                kind=kind,
+                factor=factor,
+                original_context=original,
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+            )
+        rope.expect("truncate", True)
+        return RopeScaling(
+            kind=kind,
+            factor=factor,
+            original_context=original,
+            beta_fast=rope.number("beta_fast", default=32.0),
+            beta_slow=rope.number("beta_slow", default=1.0),
+            attention_factor=_yarn_attention_factor(rope, factor),
+        )
+
+
+_ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    """The factor of cos and sin (arXiv:2309.00071, eq. 22): given, or 0.1 ln(factor) + 1."""
+    given = rope.optional(float, "attention_factor")
+    if given is not None:
+        return given
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, all_dims = rope.optional(float, "mscale"), rope.optional(float, "mscale_all_dim")
+    return temperature(mscale) / temperature(all_dims) if mscale and all_dims else temperature(1.0)

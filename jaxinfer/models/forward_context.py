@@ -1,0 +1,69 @@
+"""What a forward pass takes, and what all of its layers share.
+
+Linears work on the N tokens of all groups together (`pack`), attention on each group by itself (`unpack`).
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models.low_rank import AdapterDelta, LowRankStack
+
+
+class TokenRows(NamedTuple):
+    """A group of tokens: B rows of T. A forward pass takes one or several groups.
+
+    Attributes:
+      ids: int32 [B, T].
+      positions: int32 [B, T], the position of each token in its request, negative for padding. Without a cache they
+        are 0, 1, ... and padding comes last.
+      page_table: int32 [B, P], the pages of each row's context in order; None without a cache. Rows may share pages
+        or be chunks of one request: a layer writes all its keys and values before it reads any.
+      adapter: int32 [B], the adapter slot of each row, counted from 1; 0 is none. None: no row has one.
+    """
+
+    ids: jax.Array
+    positions: jax.Array
+    page_table: jax.Array | None = None
+    adapter: jax.Array | None = None
+
+
+class ForwardContext(NamedTuple):
+    """What all layers of one forward pass share.
+
+    Attributes:
+      groups: the rows of tokens; their shapes say how `unpack` divides the N packed tokens.
+      rotary: cos and sin for each group, float32 [B, T, 1, rotary_dim / 2]; None without rotary positions.
+      adapter_one_hot: [N, S], 1 at the slot of each token's adapter; None without adapters.
+    """
+
+    groups: tuple[TokenRows, ...]
+    rotary: tuple[tuple[jax.Array, jax.Array] | None, ...]
+    adapter_one_hot: jax.Array | None = None
+
+    def adapter_delta(self, stack: LowRankStack) -> AdapterDelta | None:
+        """What the tokens' adapters add to one linear."""
+        if self.adapter_one_hot is None:
+            return None
+        return functools.partial(stack, adapter_one_hot=self.adapter_one_hot)
+
+
+def pack(parts: Iterable[jax.Array]) -> jax.Array:
+    """[B, T, ...] of each group -> [N, ...]. A single group keeps its shape: XLA:GPU makes fewer kernels of it."""
+    parts = list(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return jnp.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
+
+
+def unpack(x: jax.Array, groups: tuple[TokenRows, ...]) -> list[jax.Array]:
+    """The inverse of `pack`: [N, ...] -> [B, T, ...] of each group."""
+    if len(groups) == 1:
+        return [x]
+    ends = np.cumsum([group.ids.size for group in groups])
+    parts = jnp.split(x, ends[:-1])
+    return [part.reshape(*group.ids.shape, *x.shape[1:]) for part, group in zip(parts, groups, strict=True)]

@@ -1,0 +1,76 @@
+"""One layer: attention and MLP, joined to the residual stream as the config's `BlockKind` says."""
+
+import functools
+
+import jax
+from flax import nnx
+
+from jaxinfer.models.attention import Attention
+from jaxinfer.models.config import BlockKind, ModelConfig
+from jaxinfer.models.forward_context import ForwardContext
+from jaxinfer.models.linear import WeightFormat
+from jaxinfer.models.low_rank import LayerAdapters
+from jaxinfer.models.mlp import Mlp
+from jaxinfer.models.norm import Norm
+from pallas_kernels import KVPages
+
+
+class TransformerLayer(nnx.Module):
+    """One layer of a decoder or an encoder.
+
+    Attributes:
+      attention_norm: before attention; in a post-norm block after it.
+      mlp_norm: before the MLP; in a post-norm block after it. A parallel block does not have it.
+      attention_post_norm: after attention; only a sandwich block has it.
+      mlp_post_norm: after the MLP; only a sandwich block has it.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        weights: WeightFormat,
+        *,
+        window: int | None = None,
+        causal: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        self.block = cfg.block
+        self.attention_norm = Norm(cfg.embed, cfg.norm)
+        self.attention = Attention(
+            cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, window=window, causal=causal, rngs=rngs
+        )
+        if self.block is not BlockKind.PARALLEL:
+            self.mlp_norm = Norm(cfg.embed, cfg.norm)
+        self.mlp = Mlp(cfg.embed, cfg.mlp, weights, rngs=rngs)
+        if self.block is BlockKind.SANDWICH:
+            self.attention_post_norm, self.mlp_post_norm = Norm(cfg.embed, cfg.norm), Norm(cfg.embed, cfg.norm)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        forward_context: ForwardContext,
+        cache: KVPages | None = None,
+        adapters: LayerAdapters | None = None,
+    ) -> tuple[jax.Array, KVPages | None]:
+        """[N, D] -> [N, D], and the cache with the tokens' keys and values written."""
+        attend = functools.partial(self.attention, forward_context=forward_context, cache=cache, adapters=adapters)
+        mlp = functools.partial(self.mlp, forward_context=forward_context, adapters=adapters)
+        match self.block:
+            case BlockKind.SEQUENTIAL:  # x += attention(norm(x)); x += mlp(norm(x))
+                x, cache = attend(x, norm=self.attention_norm, residual=x)
+                x = mlp(x, norm=self.mlp_norm, residual=x)
+            case BlockKind.PARALLEL:  # x += attention(n) + mlp(n), with one n = norm(x)
+                y, cache = attend(x, norm=self.attention_norm, residual=x)
+                x = mlp(x, norm=self.attention_norm, residual=y)
+            case BlockKind.PARALLEL_TWO_NORMS:  # x += attention(norm1(x)) + mlp(norm2(x))
+                y, cache = attend(x, norm=self.attention_norm, residual=x)
+                x = mlp(x, norm=self.mlp_norm, residual=y)
+            case BlockKind.SANDWICH:  # x += norm(attention(norm(x))); x += norm(mlp(norm(x)))
+                y, cache = attend(x, norm=self.attention_norm)
+                x += self.attention_post_norm(y)
+                x += self.mlp_post_norm(mlp(x, norm=self.mlp_norm))
+            case BlockKind.POST_NORM:  # x = norm(x + attention(x)); x = norm(x + mlp(x))
+                y, cache = attend(x, residual=x)
+                x = self.attention_norm(y)
+                x = self.mlp_norm(mlp(x, residual=x))
+        return x, cache

@@ -1,0 +1,142 @@
+"""Matrices: the format they are stored in, and the two modules that have one, `Linear` and `Embedding`.
+
+Matrices take the format's dtype or are quantised; vectors (norms, biases, scales) stay in float32. Every parameter
+names its dimensions (`axes`), which `sharding.ShardingRules` maps onto a mesh.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfer.models.config import Activation
+from jaxinfer.models.low_rank import AdapterDelta
+from jaxinfer.models.norm import Norm
+from pallas_kernels import Weights, activate_outputs, linear_residual, norm_linear, small_batch_linear
+from pallas_kernels.weights import GROUP, STORED_AS, QuantizedFormat, quantize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """How the matrices of a model are stored.
+
+    Attributes:
+      dtype: of float matrices; a quantised model computes in it.
+      quantized: the format of quantised matrices (`pallas_kernels/weights.py`), or None.
+    """
+
+    dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
+    quantized: QuantizedFormat | None = None
+
+    def of_matrix(self, inputs: int) -> QuantizedFormat | None:
+        """The format of a matrix with this many inputs: int4 needs whole groups of them, other matrices are int8."""
+        return "int8" if self.quantized == "int4" and inputs % GROUP else self.quantized
+
+    @property
+    def of_table(self) -> QuantizedFormat | None:
+        """The format of an embedding, which is never int4: its rows are looked up, and in a tied model multiplied."""
+        return "int8" if self.quantized == "int4" else self.quantized
+
+    @property
+    def matrix_dtype(self) -> np.dtype:
+        """The dtype of the stored arrays of most matrices."""
+        return np.dtype({None: self.dtype, **STORED_AS}[self.quantized])
+
+
+def _matrix(
+    shape: tuple[int, int], axes: tuple[str, str], dtype: np.dtype, quantized: QuantizedFormat | None, rngs: nnx.Rngs
+) -> tuple[nnx.Param, nnx.Param | None]:
+    """A matrix and its scales: random in float, zero if quantised. axes: names of (outputs, inputs)."""
+    if quantized is None:
+        return nnx.Param((0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype), axes=axes), None
+    weight, scale = quantize(jnp.zeros(shape, jnp.float32), quantized)
+    assert scale is not None
+    return nnx.Param(weight, axes=axes), nnx.Param(scale, axes=axes[:1] if scale.ndim == 1 else axes[::-1])
+
+
+def _weights(weight: nnx.Param, scale: nnx.Param | None) -> Weights:
+    """A matrix and its scales as an operand of `pallas_kernels`."""
+    return Weights(weight[...], None if scale is None else scale[...])
+
+
+class Linear(nnx.Module):
+    """x W^T + b, [..., K] -> [..., N], fused with what comes directly before and after the product.
+
+    Attributes:
+      weight: [N, K], or as `pallas_kernels.Weights` packs it.
+      scale: the scales of a quantised weight, else None.
+      bias: float32 [N], or None.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        weights: WeightFormat,
+        *,
+        axes: tuple[str, str],  # names of (outputs, inputs)
+        bias: bool,
+        rngs: nnx.Rngs,
+    ):
+        self.weight, self.scale = _matrix((outputs, inputs), axes, weights.dtype, weights.of_matrix(inputs), rngs)
+        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=axes[:1]) if bias else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        gated: bool = False,
+        residual: jax.Array | None = None,
+        adapter_delta: AdapterDelta | None = None,
+    ) -> jax.Array:
+        """residual + act(norm(x) W^T + b); a residual comes without a norm and without an activation.
+
+        Args:
+          x: [..., K].
+          norm: normalises x.
+          activation: applied to the outputs.
+          gated: outputs alternate between gate and up; the result is act(gate) * up, [..., N / 2].
+          residual: [..., N], added at the end.
+          adapter_delta: what adapters add to the product, before the activation. The product then runs unfused.
+        """
+        weights, bias = _weights(self.weight, self.scale), None if self.bias is None else self.bias[...]
+        if adapter_delta is None and norm is not None:
+            scale, shift = norm.parameters
+            return norm_linear(x, scale, shift, weights, bias, eps=norm.eps, activation=activation, gated=gated)
+        if adapter_delta is None and residual is not None:
+            return linear_residual(x, weights, residual, bias)
+
+        x = x if norm is None else norm(x)
+        y = small_batch_linear(x, weights, bias)
+        if adapter_delta is not None:
+            y += adapter_delta(x)
+        y = activate_outputs(y, activation, gated=gated)
+        return y if residual is None else residual + y
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, looked up by id; also the output projection of a tied model.
+
+    Attributes:
+      table: [rows, D].
+      scale: float32 [rows] in int8 and fp8, else None. Row by row, it is per output channel in the projection too.
+    """
+
+    def __init__(self, rows: int, embed: int, weights: WeightFormat, *, axes: tuple[str, str], rngs: nnx.Rngs):
+        self.dtype = weights.dtype
+        self.table, self.scale = _matrix((rows, embed), axes, weights.dtype, weights.of_table, rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """[...] -> [..., D]."""
+        rows = self.table[...][ids]
+        if self.scale is None:
+            return rows
+        return (rows.astype(jnp.float32) * self.scale[...][ids][..., None]).astype(self.dtype)
+
+    def project(self, x: jax.Array) -> jax.Array:
+        """x table^T: [..., D] -> [..., rows]."""
+        return small_batch_linear(x, _weights(self.table, self.scale))
