@@ -25,7 +25,7 @@ Tiles = dict[str, int]
 SEARCHED: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "small_batch_linear": {"split": (2, 1, 4, 8), "stages": (4, 2, 3, 6, 8), "tile_k": (128, 64, 256)},
     "decode_attention": {"splits": (4, 1, 2, 8), "stages": (3, 2, 4, 6)},
-    "prefill_attention": {"block": (128, 64), "stages": (2, 3, 4), "warpgroups": (2, 1)},
+    "prefill_attention": {"tile_kv": (128, 64), "stages": (2, 3, 4), "consumers": (2, 1)},
     "quantized_matmul": {"rows": (64, 32, 128), "outputs": (128, 64), "stages": (4, 2, 3, 6)},
     "grouped_matmul": {"rows": (16, 8, 32, 64, 128), "outputs": (64, 128), "stages": (5, 3, 4, 6)},
 }
@@ -52,9 +52,9 @@ def measure(
 def keys(case: Case) -> list[tuple[str, str]]:
     """The operations, and their keys, whose tiles this case asks for; of those that are searched."""
     trial = Trial()
-    with trial.running():
+    with trial.active():
         jax.eval_shape(case.call, *case.shapes)
-    return [key for key in dict.fromkeys(trial.asked) if key[0] in SEARCHED]
+    return [key for key in dict.fromkeys(trial.lookups) if key[0] in SEARCHED]
 
 
 def _search(case: Case, key: tuple[str, str], ceilings: Ceilings, effort: Effort, report: Report) -> Tiles | None:
@@ -91,10 +91,10 @@ def _search(case: Case, key: tuple[str, str], ceilings: Ceilings, effort: Effort
 def _programs(case: Case, plan: Plan, operation: str, candidates: list[Tiles]) -> dict[str, Repeated]:
     """Those that compile, by their place among the candidates; and "own", of the operation's own choice."""
     programs: dict[str, Repeated] = {}
-    with Trial().running():
+    with Trial().active():
         programs["own"] = Repeated(case, plan, case.call)
     for at, tiles in enumerate(candidates):
-        with Trial(operation, tiles).running():
+        with Trial(operation, tiles).active():
             try:
                 program = Repeated(case, plan, case.call)
             except Exception:  # whatever Mosaic says to tiles that it cannot lower

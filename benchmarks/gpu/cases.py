@@ -171,7 +171,7 @@ def _torch(case: kernel_cases.Case) -> dict[str, Any] | None:
     weights = next((x for x in case.args if isinstance(x, Weights)), None)
     if weights is not None:
         outputs, inputs = weights.shape
-        form = {"uint16": "int4"}.get(weights.kernel.dtype.name, weights.kernel.dtype.name)
+        form = {"uint16": "int4"}.get(weights.weight.dtype.name, weights.weight.dtype.name)
         if form not in ("bfloat16", "int8", "int4"):
             return None
         return {"what": "linear", "weights": form, "rows": case.rows, "outputs": outputs, "inputs": inputs}

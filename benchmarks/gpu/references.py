@@ -11,7 +11,7 @@ from pallas_kernels.weights import GROUP, Weights
 
 def matrix(weights: Weights) -> np.ndarray:
     """The numbers that weights stand for, [N, K]."""
-    kernel = np.asarray(weights.kernel)
+    kernel = np.asarray(weights.weight)
     if weights.scale is None:
         return kernel.astype(np.float64)
     scale = np.asarray(weights.scale).astype(np.float64)
@@ -31,7 +31,7 @@ def rounded_rows(x: np.ndarray) -> np.ndarray:
 
 def product(x: np.ndarray, weights: Weights) -> np.ndarray:
     """x W^T; int8 weights round x too."""
-    x = rounded_rows(x) if np.asarray(weights.kernel).dtype == np.int8 else x.astype(np.float64)
+    x = rounded_rows(x) if np.asarray(weights.weight).dtype == np.int8 else x.astype(np.float64)
     return x @ matrix(weights).T
 
 
