@@ -1,4 +1,4 @@
-"""Models of random weights and the engine's own programs that generate with them, to be timed."""
+"""Models of random weights, and the engine's own programs that generate with them, for timing."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ from pallas_kernels.dispatch import without_kernels
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens: of the prompt, of the timed decoding after it, and of the output in the paper's Fig. 6."""
+    """Numbers of tokens: prompt, timed decode steps after it, and output of a whole request (the paper's Fig. 6)."""
 
     prompt: int = 128
     steps: int = 32
@@ -35,14 +35,14 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a program is made: `off` are the operations without their kernels; `graph`: as one CUDA graph."""
+    """How a program is compiled. off: operations whose kernels are disabled. graph: whether it is one CUDA graph."""
 
     off: tuple[str, ...] | None = None
-    """None: none of them; (): all."""
+    """None: all kernels are enabled; (): all are disabled."""
     graph: bool = True
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
-        """For what is traced within."""
+        """Applies to what is traced inside."""
         return contextlib.nullcontext() if self.off is None else without_kernels(*self.off)
 
 
@@ -50,22 +50,22 @@ class Model:
     """A decoder of random weights on the device.
 
     Attributes:
-      bytes: of the weights that a decode step reads: all but the tables of which it takes a row.
+      bytes: the weights that a decode step reads: all except tables of which it reads only single rows.
     """
 
     def __init__(self, config: DecoderConfig, weights: WeightFormat):
         self.config, self.weights = config, weights
         self._graphdef, state = nnx.split(abstract_model(config, weights))
-        flat = nnx.to_flat_state(state)
-        scales = {path[:-1]: _SCALES[leaf.dtype.name] for path, leaf in flat if leaf.dtype.name in _SCALES}
+        leaves = nnx.to_flat_state(state)
+        scales = {path[:-1]: _SCALES[leaf.dtype.name] for path, leaf in leaves if leaf.dtype.name in _SCALES}
         tables = ("positions",) if config.tied else ("positions", "embed")
-        filled, self.bytes = {}, 0
-        for index, (path, leaf) in enumerate(flat):
+        random_leaves, self.bytes = {}, 0
+        for index, (path, leaf) in enumerate(leaves):
             scale = scales.get(path[:-1], 1.0) if path[-1] == "scale" else None
             array = _random(index, leaf.shape, leaf.dtype, scale)
-            filled[path] = leaf.replace(array)
+            random_leaves[path] = leaf.replace(array)
             self.bytes += 0 if path[0] in tables else array.nbytes
-        self.leaves, self._treedef = jax.tree.flatten(nnx.from_flat_state(filled))
+        self.leaves, self._treedef = jax.tree.flatten(nnx.from_flat_state(random_leaves))
 
     def bound(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """A program of the model as a function of its leaves."""
@@ -76,18 +76,18 @@ class Model:
         return program
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of so many tokens, in all layers."""
+        """Bytes of the keys and values of this many tokens, in all layers."""
         attention = self.config.attention
         return 2 * self.config.layers * tokens * attention.kv_heads * attention.head_dim * self.weights.dtype.itemsize
 
 
 _SCALES = {"int8": 3e-4, "uint16": 5e-3}
-"""What makes random bits of int8 and int4 matrices deviate by about 0.02; other scales are a norm's."""
+"""Scales that give random int8 and int4 bits a standard deviation of about 0.02; all other scales belong to norms."""
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _random(seed: int, shape: tuple[int, ...], dtype: Any, scale: float | None) -> jax.Array:
-    """A leaf: bits, the scale, or normal numbers with a deviation of 0.02."""
+    """A leaf: random bits, the scale, or normal numbers with a standard deviation of 0.02."""
     key = jax.random.key(seed)
     if jnp.issubdtype(dtype, jnp.integer):
         bits = jax.random.bits(key, shape, f"uint{8 * jnp.dtype(dtype).itemsize}")
@@ -98,10 +98,10 @@ def _random(seed: int, shape: tuple[int, ...], dtype: Any, scale: float | None) 
 
 
 class Generation:
-    """The programs of a batch, made one way. It is traced when made; `compile` may run beside others'.
+    """The programs of a batch, compiled one way. The constructor traces; `compile` may run in parallel with others.
 
     Args:
-      prompt: whether the prompt's program is needed too.
+      prompt: whether the program for the prompt is needed too.
     """
 
     def __init__(self, model: Model, batch: int, way: Way, lengths: Lengths, *, prompt: bool):
@@ -153,7 +153,7 @@ class Generation:
         self._caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._state.caches)
 
     def _start(self) -> DeviceState:
-        """The state in which every row has its prompt, and nothing more."""
+        """The state after the prompt."""
         slots, context = self._batch + 1, self._engine.context
         history = np.random.default_rng(0).integers(0, self._model.config.vocab, (slots, context), np.int32)
         length, limit, none = (np.full(slots, value, np.int32) for value in (self._lengths.prompt, context, 0))
@@ -170,7 +170,7 @@ class Generation:
         return out
 
     def step_round(self) -> float:
-        """Seconds of a step of all rows."""
+        """Seconds per decode step of all rows."""
         state, steps = self._start(), self._lengths.steps
         start = time.perf_counter()
         produced = np.asarray(self._decode(state, steps).produced)
@@ -187,12 +187,12 @@ class Generation:
         return time.perf_counter() - start
 
     def tokens(self) -> np.ndarray:
-        """The first tokens after the prompt, one a row, with what the cache holds."""
+        """The first token of each row after the prompt, with the current contents of the cache."""
         return np.asarray(self._decode(self._start(), 1).tokens[:, 0])
 
 
 def tiny(config: DecoderConfig) -> DecoderConfig:
-    """The same model with hardly any numbers in it."""
+    """The same architecture with tiny dimensions."""
     size, heads = 64, 2
     attention = dataclasses.replace(
         config.attention,
