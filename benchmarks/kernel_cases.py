@@ -1,7 +1,7 @@
-"""Every operation that has a kernel at the shapes of models: what is lowered, compiled ahead of time and described.
+"""Every operation with a kernel, at the shapes of real models: the cases that are lowered, compiled and tabulated.
 
-Shapes only: nothing here has numbers. A case says how many kernels its call is, how many bytes it must move and how
-many operations its products have. Letters as in the operations' own files.
+Cases have shapes only, no data. A case states how many kernels its call takes, how many bytes it must move and how many
+FLOPs its matmuls have. Dimension letters are those of the operations' modules.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ class Case:
     """One operation at one shape.
 
     Attributes:
-      op, name: the operation, and the shape in words.
+      op, name: the operation, and a description of the shape.
       call, args: a function, and the shapes of its arguments.
-      bytes, flops: what the call moves, and its operations at the rate of bfloat16.
-      kernels: Mosaic kernels that it is. others: launches of XLA's own besides.
-      rows: tokens, on which XLA's options depend.
-      donated: the argument that the call writes in place.
+      bytes: the minimum memory traffic. flops: bfloat16 FLOPs; an int8 operation counts half.
+      kernels: the number of Mosaic kernels. others: the number of XLA's own kernels besides.
+      rows: tokens, which determine XLA's compiler options.
+      donated: the argument that the call updates in place.
     """
 
     op: str
@@ -58,8 +58,8 @@ class Case:
 
 
 def every_case() -> Iterator[Case]:
-    """All of them, by operation."""
-    for model, form, rows in (
+    """All cases, grouped by operation."""
+    for model, fmt, rows in (
         ("llama3-8b", "bfloat16", 1),
         ("llama3-8b", "bfloat16", 16),
         ("llama3-8b", "int8", 1),
@@ -70,7 +70,7 @@ def every_case() -> Iterator[Case]:
         ("gpt2-1.5b", "bfloat16", 1),
         ("gpt2-1.5b", "int8", 1),
     ):
-        yield from linears(model, rows, form)
+        yield from linear_layers(model, rows, fmt)
     for rows in (64, 2048):
         yield from quantized("llama3-8b", rows)
     for model, batch, tokens, context, dtype in (
@@ -97,8 +97,8 @@ def every_case() -> Iterator[Case]:
     yield merge("ViT-B/16", 32, 197, 768, r=16)
 
 
-def linears(model: str, rows: int, form: str) -> Iterator[Case]:
-    """The products of a decoder layer as it calls them, and the head."""
+def linear_layers(model: str, rows: int, fmt: str) -> Iterator[Case]:
+    """The linear layers of a decoder layer, with what is fused into them, and the head."""
     config = preset(model)
     embed, hidden, gated = config.embed, config.mlp.hidden, config.mlp.gated
     heads, kv = _heads(config)
@@ -107,10 +107,10 @@ def linears(model: str, rows: int, form: str) -> Iterator[Case]:
     residual = _float((rows, embed))
 
     def case(op: str, name: str, call: Callable, x: int, outputs: int, *extra: Any, others: int = 0) -> Case:
-        args = _float((rows, x)), _weights(outputs, x, form), *extra
+        args = _float((rows, x)), _weights(outputs, x, fmt), *extra
         return Case(
             op=op,
-            name=f"{model} {name}, {form}, {rows} {'row' if rows == 1 else 'rows'}",
+            name=f"{model} {name}, {fmt}, {rows} {'row' if rows == 1 else 'rows'}",
             call=call,
             args=args,
             bytes=_bytes(args) + 2 * rows * outputs,
@@ -128,13 +128,13 @@ def linears(model: str, rows: int, form: str) -> Iterator[Case]:
     up = functools.partial(normed, **fused)
     yield case("norm_linear", "up", up, embed, hidden * (2 if gated else 1), norm)
     yield case("linear_residual", "down", linear_residual, hidden, embed, residual)
-    others = 1 if config.vocab % 8 else 0  # what TMA stored in rows of whole 16 bytes is cut
-    others += 1 if form == "int8" and config.vocab % 64 else 0  # scales for whole blocks
+    others = 1 if config.vocab % 8 else 0  # slices the result, which TMA writes in rows of a multiple of 16 bytes
+    others += 1 if fmt == "int8" and config.vocab % 64 else 0  # pads the scales to a multiple of TILE_N
     yield case("small_batch_linear", "head", small_batch_linear, embed, config.vocab, others=others)
 
 
 def quantized(model: str, rows: int) -> Iterator[Case]:
-    """The first product of an MLP in int8, of more rows than the small-batch kernel takes."""
+    """The first linear layer of an MLP in int8, with more rows than the small-batch kernel supports."""
     config = preset(model)
     inputs, outputs = config.embed, 2 * config.mlp.hidden
     x, norm = _float((rows, inputs)), _float((inputs,), "float32")
@@ -155,12 +155,12 @@ def quantized(model: str, rows: int) -> Iterator[Case]:
         call=functools.partial(quantized_matmul, dtype=x.dtype),
         args=args,
         bytes=_bytes(args) + 2 * rows * outputs,
-        flops=rows * outputs * inputs,  # half, as int8 has twice the rate
+        flops=rows * outputs * inputs,  # half, since int8 has twice the rate of bfloat16
     )
 
 
 def decode(model: str, batch: int, tokens: int, context: int, dtype: str) -> Case:
-    """The last tokens of some rows over their pages."""
+    """Decode attention: the newest tokens of some rows over their pages."""
     config = preset(model)
     attention, (heads, kv) = config.attention, _heads(config)
     rotary = config.positions.rotary_dim or 0
@@ -189,7 +189,7 @@ def decode(model: str, batch: int, tokens: int, context: int, dtype: str) -> Cas
 
 
 def prefill(model: str, tokens: int, dtype: str) -> Case:
-    """A prompt over its pages."""
+    """Prefill attention: a prompt over its pages."""
     config = preset(model)
     attention, (heads, _) = config.attention, _heads(config)
     args = (
@@ -210,7 +210,7 @@ def prefill(model: str, tokens: int, dtype: str) -> Case:
 
 
 def encode(model: str, batch: int, tokens: int, heads: int, head_dim: int) -> Case:
-    """Every token sees every other; without cuDNN, which this machine lacks."""
+    """Encoder attention, where every token sees every other; compiled without cuDNN."""
     q = _float((batch, tokens, heads, head_dim))
     return Case(
         op="attention",
@@ -219,13 +219,13 @@ def encode(model: str, batch: int, tokens: int, heads: int, head_dim: int) -> Ca
         args=(q, q, q, _integers(batch, tokens), _integers(batch)),
         bytes=4 * _bytes(q),
         flops=4 * batch * tokens**2 * heads * head_dim,
-        others=4,  # queries, keys and values padded to whole eights of tokens; the result cut
+        others=4,  # pads queries, keys and values to a multiple of 8 tokens; slices the result
         rows=batch * tokens,
     )
 
 
 def experts(model: str, tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> Iterator[Case]:
-    """The operations of a layer of experts."""
+    """The operations of an MoE layer."""
     rows = tokens * k
     name = f"{model}, {tokens} {'token' if tokens == 1 else 'tokens'}"
     routing = moe.Routing(
@@ -247,17 +247,17 @@ def experts(model: str, tokens: int, *, experts: int, k: int, embed: int, hidden
         kernels=1 if tokens <= 64 else 2,
     )
     yield case(op="permute", name=name, call=moe.permute, args=(x, routing), bytes=_bytes(y) * 2)
-    for part, outputs, inputs in (("up", 2 * hidden, embed), ("down", embed, hidden)):
+    for projection, outputs, inputs in (("up", 2 * hidden, embed), ("down", embed, hidden)):
         weights = _float((experts, outputs, inputs))
         read = _bytes(weights) * min(experts, rows) // experts
         yield case(
             op="grouped_matmul",
-            name=f"{name}, {part}",
+            name=f"{name}, {projection}",
             call=moe.grouped_matmul,
             args=(_float((rows, inputs)), weights, routing.offsets, routing.sizes),
             bytes=read + 2 * rows * (inputs + outputs),
             flops=2 * rows * outputs * inputs,
-            others=1 if rows % 8 else 0,  # whole eights of rows
+            others=1 if rows % 8 else 0,  # pads rows to a multiple of 8
         )
     yield case(op="unpermute", name=name, call=moe.unpermute, args=(y, routing), bytes=_bytes((y, x)))
 
@@ -271,13 +271,13 @@ def merge(model: str, batch: int, tokens: int, embed: int, *, r: int) -> Case:
         args=(x, sizes, metric),
         bytes=_bytes((x, sizes, metric)) + 2 * batch * (tokens - r) * embed,
         kernels=2,
-        others=4,  # the metric's even and odd rows to unit length, padded; the sizes padded and cut
+        others=4,  # normalises and pads the metric's even and odd rows; pads and slices the sizes
         rows=batch * tokens,
     )
 
 
 def _heads(config: DecoderConfig) -> tuple[int, int]:
-    """Features of all query heads, and of all KV heads."""
+    """Total features of the query heads, and of the KV heads."""
     attention = config.attention
     return attention.q_heads * attention.head_dim, attention.kv_heads * attention.head_dim
 
@@ -290,8 +290,8 @@ def _integers(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _weights(outputs: int, inputs: int, form: str) -> Weights:
-    match form:
+def _weights(outputs: int, inputs: int, fmt: str) -> Weights:
+    match fmt:
         case "int8":
             return Weights(_float((outputs, inputs), "int8"), _float((outputs,), "float32"))
         case "fp8":
@@ -299,7 +299,7 @@ def _weights(outputs: int, inputs: int, form: str) -> Weights:
         case "int4":
             return Weights(_float((outputs, inputs // NIBBLES), "uint16"), _float((inputs // GROUP, outputs)))
         case _:
-            return Weights(_float((outputs, inputs), form))
+            return Weights(_float((outputs, inputs), fmt))
 
 
 def _pages(config: DecoderConfig, tokens: int, dtype: str) -> KVPages:

@@ -1,10 +1,9 @@
-"""What every kernel takes and has on an H200, compiled without one: registers, shared memory, blocks, instructions.
+"""Resource usage of every kernel on an H200, compiled without a GPU: registers, shared memory, occupancy, instructions.
 
     python -m benchmarks.kernel_table [--op NAME ...] [--json FILE] [--write]
 
-Compiles `kernel_cases.py`, each an operation at the shape of a model, with the tile sizes that a GPU would choose.
-Needs the extra `aot` and no GPU. `--write` puts the table into docs/kernels.md; `LIMITS` is what
-`tests/kernels/test_lowering.py` holds it to.
+Compiles the cases of `kernel_cases.py`, with the tile sizes that would be chosen on a GPU. Needs the extra `aot`, but
+no GPU. `--write` updates the table in docs/kernels.md; `tests/kernels/test_lowering.py` checks `LIMITS`.
 """
 
 import argparse
@@ -24,8 +23,8 @@ from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled.target import Kernel, Target, TargetReport, compile_for
 
 SMS = 132
-BYTES_PER_SECOND = 4.8e12  # of memory, by the data sheet
-FLOPS_PER_SECOND = 989e12  # in bfloat16, the same
+BYTES_PER_SECOND = 4.8e12  # memory bandwidth, from the data sheet
+FLOPS_PER_SECOND = 989e12  # bfloat16, from the data sheet
 _REGISTERS, _SHARED_BYTES, _THREADS, _BLOCKS = 65_536, 233_472, 2048, 32  # of an SM
 _RESERVED_BYTES = 1024  # of shared memory, for each block
 
@@ -35,11 +34,11 @@ _MARKED = re.compile(r"(<!-- python -m benchmarks.kernel_table --write -->\n).*?
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What an operation keeps to in every case.
+    """Limits that an operation must meet in every case.
 
     Attributes:
-      per_sm: blocks that an SM holds, at least.
-      features: SASS instructions that its kernels have (`jaxinfer.compiled.dumps.FEATURES`).
+      per_sm: minimum occupancy, in thread blocks per SM.
+      features: SASS instructions that its kernels must contain (`jaxinfer.compiled.dumps.FEATURES`).
     """
 
     per_sm: int
@@ -69,15 +68,15 @@ class Row:
     """One Mosaic kernel of one case.
 
     Attributes:
-      op, case: what is called, at which shape. least_us: for its bytes and operations, by the data sheet.
-      launches: Mosaic kernels of the case, and XLA's.
-      per_sm: blocks that an SM can hold, by registers, shared memory and threads.
-      waves: how often 132 SMs are filled with blocks, the last time perhaps in part.
+      op, case: the operation, and the shape. min_us: the roofline time for its bytes and FLOPs, from the data sheet.
+      launches: the case's Mosaic kernels, and XLA's.
+      per_sm: occupancy in thread blocks per SM, limited by registers, shared memory and threads.
+      waves: thread blocks / (132 SMs * occupancy).
     """
 
     op: str
     case: str
-    least_us: float
+    min_us: float
     launches: tuple[int, int]
     kernel: str
     registers: int
@@ -92,25 +91,25 @@ class Row:
 
 
 def compile_case(case: Case) -> TargetReport:
-    """The case as a program of its own, with the options of the engine's programs."""
+    """Compile the case as a separate program, with the compiler options of the engine's programs."""
     options = compiler_options("gpu", rows=case.rows, dtype=np.dtype(jnp.bfloat16))
     return compile_for(Target.load("h200"), case.call, case.args, donate=case.donated, options=options, resources=True)
 
 
 def rows_of(case: Case) -> list[Row]:
-    """A row for every Mosaic kernel of the case, in the order in which they run."""
+    """A row for every Mosaic kernel of the case, in execution order."""
     report = compile_case(case)
     ours = [kernel for kernel in report.kernels if kernel.kind == "mosaic"]
     return [_row(case, kernel, (len(ours), len(report.kernels) - len(ours))) for kernel in ours]
 
 
 def _row(case: Case, kernel: Kernel, launches: tuple[int, int]) -> Row:
-    assert kernel.resources is not None  # as was asked for
+    assert kernel.resources is not None  # requested in `compile_case`
     per_sm = blocks_per_sm(kernel.resources.registers, kernel.shared_bytes, kernel.threads)
     return Row(
         op=case.op,
         case=case.name,
-        least_us=1e6 * max(case.bytes / BYTES_PER_SECOND, case.flops / FLOPS_PER_SECOND),
+        min_us=1e6 * max(case.bytes / BYTES_PER_SECOND, case.flops / FLOPS_PER_SECOND),
         launches=launches,
         kernel=kernel.name,
         registers=kernel.resources.registers,
@@ -126,19 +125,19 @@ def _row(case: Case, kernel: Kernel, launches: tuple[int, int]) -> Row:
 
 
 def blocks_per_sm(registers: int, shared_bytes: int, threads: int) -> int:
-    """How many blocks of a kernel run in an SM at once.
+    """How many thread blocks of a kernel an SM runs at once.
 
-    Registers are given to warps in units of 256, and each quarter of an SM has its own.
+    Registers are allocated to warps in units of 256, separately in each quarter of an SM.
     """
     warps = math.ceil(threads / 32)
-    of_warp = math.ceil(registers * 32 / 256) * 256
-    by_registers = 4 * (_REGISTERS // 4 // of_warp) // warps
+    registers_per_warp = math.ceil(registers * 32 / 256) * 256
+    by_registers = 4 * (_REGISTERS // 4 // registers_per_warp) // warps
     by_shared = _SHARED_BYTES // (shared_bytes + _RESERVED_BYTES)
     return min(by_registers, by_shared, _THREADS // threads, _BLOCKS)
 
 
 _COLUMNS = (
-    "operation", "shape", "least us", "kernels", "registers", "spills", "shared KiB", "blocks", "cluster", "blocks/SM",
+    "operation", "shape", "min us", "kernels", "registers", "spills", "shared KiB", "blocks", "cluster", "blocks/SM",
     "waves", "SASS",
 )  # fmt: skip
 
@@ -148,7 +147,7 @@ def _cells(row: Row) -> list[str]:
     return [
         row.op if ours == 1 else f"{row.op}: {row.kernel}",
         row.case,
-        f"{row.least_us:.2f}",
+        f"{row.min_us:.2f}",
         f"{ours} + {others}" if others else str(ours),
         str(row.registers),
         str(row.spill_bytes),
@@ -162,7 +161,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table, as docs/kernels.md has it."""
+    """The table in the format of docs/kernels.md."""
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
     return "\n".join(lines + ["| " + " | ".join(_cells(row)) + " |" for row in rows]) + "\n"
 

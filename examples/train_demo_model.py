@@ -200,9 +200,9 @@ def _product_backward(saved: tuple[jax.Array, jax.Array], dy: jax.Array):
 product.defvjp(_product_forward, _product_backward)
 
 
-def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x W^T with W cast to x's dtype: [B, T, K], [N, K] -> [B, T, N]."""
-    return product(x.reshape(-1, x.shape[-1]), kernel.astype(x.dtype)).reshape(*x.shape[:-1], -1)
+    return product(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)).reshape(*x.shape[:-1], -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -1,8 +1,8 @@
-"""The operations that decide speed, each as its plain-JAX definition and a GPU kernel.
+"""The performance-critical operations, each with a plain-JAX implementation and a GPU kernel.
 
-Imports jax only. Model code calls these functions and never asks which platform it runs on: `dispatch.py` chooses
-between a kernel and the definition. `docs/kernels.md` describes each. A layer of a transformer is `norm_linear` (QKV),
-`cached_attention`, `linear_residual`, `norm_linear` (MLP), `linear_residual`; experts are in `moe`.
+Imports only JAX. Model code calls these functions and never asks which platform it runs on: `dispatch.py` chooses
+between the kernel and plain JAX. `docs/kernels.md` describes each operation. A transformer layer is `norm_linear`
+(QKV), `cached_attention`, `linear_residual`, `norm_linear` (MLP), `linear_residual`; mixture of experts is in `moe`.
 """
 
 from pallas_kernels.activations import activate, activate_outputs

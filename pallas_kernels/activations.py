@@ -1,4 +1,4 @@
-"""The nonlinearities of a transformer's MLP, for definitions and kernels alike."""
+"""The nonlinearities of a transformer's MLP, shared by the plain-JAX implementations and the kernels."""
 
 import math
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from jax import lax
 
 
 def activate(x: jax.Array, name: str, *, erf: Callable[[jax.Array], jax.Array] = lax.erf) -> jax.Array:
-    """The nonlinearity of that name, elementwise, computed in float32 and rounded to x's dtype.
+    """Apply the named nonlinearity elementwise, in float32, and round to x's dtype.
 
     Args:
-      name: "gelu" (exact, with erf), "gelu_tanh" (its approximation), "relu" or "silu".
-      erf: the error function, for kernels whose compiler has none.
-    Raises: ValueError for another name.
+      name: "gelu" (exact, with erf), "gelu_tanh" (the tanh approximation), "relu" or "silu".
+      erf: the error function to use; kernels pass an approximation, since Mosaic has none.
+    Raises: ValueError for any other name.
     """
     y = x.astype(jnp.float32)
     match name:
@@ -40,7 +40,8 @@ def approximate_erf(x: jax.Array) -> jax.Array:
 
 
 def activate_outputs(y: jax.Array, name: str | None, *, gated: bool) -> jax.Array:
-    """What follows a product [..., N]: act(y), or act(gate) * up of alternating outputs, [..., N / 2]; None is none."""
+    """act(y) of a product [..., N]; with `gated`, outputs alternate (gate, up) and the result is act(gate) * up,
+    [..., N / 2]. Without an activation if `name` is None."""
     up = None
     if gated:
         pairs = y.reshape(*y.shape[:-1], -1, 2)

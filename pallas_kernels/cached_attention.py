@@ -1,4 +1,4 @@
-"""Attention over the paged cache, from the projected queries, keys and values to the heads' outputs."""
+"""Attention over the paged KV cache, from the fused QKV projection to the heads' outputs."""
 
 from typing import Any
 
@@ -27,29 +27,29 @@ def cached_attention(
     softcap: float | None = None,
     alibi: tuple[float, ...] | None = None,
 ) -> tuple[jax.Array, KVPages]:
-    """Store the tokens' keys and values in the cache, then attend from their queries to all of their rows'.
+    """Store the new keys and values in the cache, then attend from each row's queries to all keys of that row.
 
-    Up to MAX_DECODE_TOKENS tokens a row are one kernel on a GPU. Such rows must be of different requests: none may
-    attend to what another one stores in this call. Tokens of a row follow one another, with padding at the end.
+    On a GPU, up to MAX_DECODE_TOKENS tokens a row run as one kernel. Those rows must belong to different requests: no
+    row may attend to what another row stores in the same call. A row's tokens are consecutive, with padding at the end.
 
     Args:
-      qkv: [B, T, Hkv * (G + 2) * K], by KV head: its G queries, its key, its value.
-      pages: the cache; written in place where the caller donates it.
-      page_table: int32 [B, P]; page i of a row holds its positions from i * page_size on.
+      qkv: [B, T, Hkv * (G + 2) * K]; for each KV head its G queries, its key and its value.
+      pages: the cache; written in place if the caller donates it.
+      page_table: int32 [B, P]; page i of a row holds its positions i * page_size to (i + 1) * page_size - 1.
       positions: int32 [B, T], negative for padding, which stores nothing and whose result is finite.
-      rotary: cos and sin of every token, float32 [B, T, 1, R / 2], as in `rotate`.
-      norms: scales of an RMSNorm of every query head and of every key head, float32 [K] each.
+      rotary: cos and sin of each token's angles, float32 [B, T, 1, R / 2], as in `rotate`.
+      norms: RMSNorm scales for the query heads and for the key heads, float32 [K] each.
       scale, window, softcap, alibi: as in `attention`.
-    Returns: the heads, [B, T, Hkv * G * K] in qkv's dtype, and the cache.
+    Returns: the heads' outputs, [B, T, Hkv * G * K] in qkv's dtype, and the updated cache.
     """
     options = {"norm_eps": norm_eps, "scale": scale, "window": window, "softcap": softcap, "alibi": alibi}
     args = (qkv, pages, page_table, positions, rotary, norms)
     if qkv.shape[1] > MAX_DECODE_TOKENS:
-        return store_and_attend(*args, **options)
-    return dispatch("decode_attention", decode_attention, store_and_attend, *args, **options)
+        return cached_attention_fallback(*args, **options)
+    return dispatch("decode_attention", decode_attention, cached_attention_fallback, *args, **options)
 
 
-def store_and_attend(
+def cached_attention_fallback(
     qkv: jax.Array,
     pages: KVPages,
     page_table: jax.Array,
@@ -60,11 +60,11 @@ def store_and_attend(
     norm_eps: float,
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
-    """The definition of `cached_attention`, whose attention is an operation of its own."""
+    """`cached_attention` as separate operations; `paged_attention` is dispatched on its own."""
     kv_heads, head_dim = pages.k.shape[2:]
-    prepared: dict[str, Any] = {"rotary": rotary, "norms": norms, "norm_eps": norm_eps}
-    q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, **prepared)
-    pages = store(pages, k, v, page_table, positions)
+    norm_and_rotary: dict[str, Any] = {"rotary": rotary, "norms": norms, "norm_eps": norm_eps}
+    q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, **norm_and_rotary)
+    pages = store_kv(pages, k, v, page_table, positions)
     return paged_attention(q, pages, page_table, positions, **options).reshape(*qkv.shape[:2], -1), pages
 
 
@@ -77,7 +77,7 @@ def split_heads(
     norms: tuple[jax.Array, jax.Array] | None,
     norm_eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, T, Hq, K], keys and values [B, T, Hkv, K] of a fused projection: normalised, then rotated."""
+    """Split a fused projection into queries [B, T, Hq, K], keys and values [B, T, Hkv, K]; normalise, then rotate."""
     grouped = qkv.reshape(*qkv.shape[:2], kv_heads, -1, head_dim)
     q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, head_dim)
     k, v = grouped[..., -2, :], grouped[..., -1, :]
@@ -88,11 +88,11 @@ def split_heads(
     return q, k, v
 
 
-def store(pages: KVPages, k: jax.Array, v: jax.Array, page_table: jax.Array, positions: jax.Array) -> KVPages:
-    """The cache with keys and values [B, T, Hkv, K] at their rows' positions [B, T]; negative ones are dropped."""
+def store_kv(pages: KVPages, k: jax.Array, v: jax.Array, page_table: jax.Array, positions: jax.Array) -> KVPages:
+    """Write keys and values [B, T, Hkv, K] at their rows' positions [B, T]; negative positions are dropped."""
     num_pages, page_size = pages.k.shape[:2]
     page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
     page = jnp.where(positions < 0, num_pages, page).reshape(-1)
-    slot = (positions % page_size).reshape(-1)
+    offset = (positions % page_size).reshape(-1)
     new_k, new_v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-    return write_pages(pages, new_k, new_v, page, slot, rows=len(positions))
+    return write_pages(pages, new_k, new_v, page, offset, rows=len(positions))

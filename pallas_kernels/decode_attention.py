@@ -1,25 +1,25 @@
-"""Attention of generated tokens over the paged cache, from the projected qkv to the heads' outputs.
+"""The decode attention kernel: from the fused QKV projection of the newest tokens to the heads' outputs.
 
-The definition is several operations: norms of queries and keys, rotation, storing in pages, attention. The kernel is
-one launch for all of them ("Deep-Fusion" of region 2, DeepSpeed Inference, arXiv:2207.00032, section III-D): a
-generated token has few queries, so that the time is that of reading its keys and values once.
+The fallback is several operations: norms of queries and keys, rotary embedding, writing to pages, attention. The kernel
+does all of them in one launch ("Deep-Fusion" of region 2, DeepSpeed Inference, arXiv:2207.00032, section III-D). A
+decoded token has few queries, so the time is that of reading its keys and values once.
 
-    grid (row, KV head), a cluster of S blocks for each, which share the row's keys (flash decoding)
+    grid (row, KV head), with a cluster of S thread blocks for each, which split the row's keys (flash decoding)
 
-A block computes the queries itself (a slab of qkv of some KiB, from L2), reads its part of the row's pages by TMA, a
-page's slice of one head at a time, and keeps a running softmax in registers (Dao et al. 2022, arXiv:2205.14135). The
-partial sums of a cluster meet in global memory, 4 S (K + 2) N bytes for N queries, which stay in L2.
+A thread block prepares the queries itself (a few KiB of qkv, from L2), loads its split of the row's pages by TMA, one
+head's slice of a page at a time, and keeps an online softmax in registers (Dao et al. 2022, arXiv:2205.14135). The
+partial results of a cluster are exchanged through global memory: 4 S (K + 2) N bytes for N queries, which stay in L2.
 
-Products are transposed: S^T [keys, queries] = K q^T and O^T [features, queries] = V^T P^T, so that keys and features
-are the many rows of the tensor cores' left operand, and the few queries of a token the columns: 8 are enough.
+The matmuls are transposed: S^T [keys, queries] = K q^T and O^T [features, queries] = V^T P^T. So keys and features are
+the many rows of the tensor cores' left operand, and a token's few queries are the columns, of which 8 are enough.
 
-New keys and values are in no page when the kernel begins. Every block has them, computed beside the queries; the one
-whose keys they are among puts them into its copy of the page, and the cache gets them when the cluster has read all. An
-int8 page that a new token makes coarser is rescaled in that copy and written back whole.
+New keys and values are in no page when the kernel starts. Every thread block computes them together with the queries;
+the one whose tile of keys contains them inserts them into its copy of the page. They are written to the cache once the
+whole cluster has finished reading. An int8 page whose scale grows is rescaled in that copy and written back whole.
 
-Bytes: 2 Hkv K (context + tokens) elements a row, each read once by one block; all else is small. One block of keys and
-values in bfloat16 is 256 K bytes, and two blocks of 128 threads per SM with two or more in flight each keep 64 KiB or
-more on the way, twice what 4.8 TB/s of an H200 ask for at a latency of 0.8 us.
+Bytes: 2 Hkv K (context + tokens) elements a row, each read once by one thread block; everything else is small. A tile
+of keys and values is 256 K bytes in bfloat16. Two thread blocks of 128 threads per SM with two or more tiles in flight
+each keep 64 KiB or more in flight, twice what the H200's 4.8 TB/s require at a latency of 0.8 us.
 """
 
 import dataclasses
@@ -38,29 +38,33 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
 
 MAX_DECODE_TOKENS = 8
-"""Most tokens of a row: the last one chosen, and its drafts."""
+"""Maximum tokens of a row: the last sampled token and its draft tokens."""
 
 
-_KEYS = 64  # of a block: the rows of four warps' products
-_QUERIES = 32  # whose softmax is computed at once
-_PIECE = 64  # features that are multiplied at once: likewise
-_HIDDEN = -1e30  # finite, so that the weight of sums made of hidden keys alone, exp(_HIDDEN - score), is 0
+_TILE_KV = 64  # keys of a tile: the rows of an mma by four warps
+_TILE_Q = 32  # queries whose softmax is computed at once
+_TILE_D = 64  # features of a head that are multiplied at once: the rows of an mma by four warps
+_MASKED = -1e30  # finite, so that sums over masked keys alone get the weight exp(_MASKED - score) = 0
 _LOG2E = math.log2(math.e)
 _SMS = 132
-_SHARED = 227 << 10  # bytes a block can have
-_ROWS = plgpu.Layout.TILED(plgpu.Tiling(((8, 16), (2, 16), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+_SMEM_BYTES = 227 << 10  # of a thread block, at most
+# For rows of the QKV projection: of every 8 rows each warp holds 2, with 16 adjacent features across its lanes.
+_QKV_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 16), (2, 16), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How a row's keys are divided.
+    """How a row's keys are partitioned.
 
     Attributes:
-      splits: blocks of a cluster that share a row's keys: 1, 2, 4 or 8.
-      stages: blocks of keys and values that one of them has in flight or in use.
+      splits: thread blocks of the cluster among which a row's keys are split: 1, 2, 4 or 8.
+      stages: pipeline stages of each thread block; a stage is a tile of keys and values.
     """
 
     splits: int
@@ -68,12 +72,13 @@ class Tiles:
 
 
 type _State = tuple[jax.Array, jax.Array, list[jax.Array]]
-"""The running softmax of n queries: maxima [n], sums of weights [n], and of weighted values [_PIECE, n], by piece."""
+"""The online softmax of n queries. m_i [n]: maximum of the scores; l_i [n]: sum of exp2(score - m_i); acc: sum of
+exp2(score - m_i) * value, [_TILE_D, n] for each tile of features."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What is static of a call; names as in `decode_attention`."""
+    """The static parameters of a call; names as in `decode_attention`."""
 
     batch: int
     tokens: int
@@ -81,10 +86,10 @@ class _Plan:
     group: int
     head_dim: int
     page_size: int
-    width: int  # of the page table
+    max_pages: int  # of a row: the page table's second dimension
     dtype: np.dtype
-    int8: bool  # the cache
-    half: int  # R / 2; 0 without rotation
+    int8: bool  # whether the cache is int8
+    rotary_half: int  # R / 2; 0 without rotary embedding
     norms: bool
     norm_eps: float
     scale: float
@@ -93,55 +98,55 @@ class _Plan:
     alibi: bool
 
     @property
-    def columns(self) -> int:
-        """N: a row's queries of one KV head, of every token in turn, and what fills up the last eight."""
+    def queries(self) -> int:
+        """N: a row's queries of one KV head, token by token, padded to a multiple of 8."""
         return -(-self.tokens * self.group // 8) * 8
 
     @property
-    def slab(self) -> int:
-        """Rows of one token's queries, key and value, and what fills up the last eight."""
+    def qkv_rows(self) -> int:
+        """Rows of one token's queries, key and value of one KV head, padded to a multiple of 8."""
         return -(-(self.group + 2) // 8) * 8
 
     @property
-    def copy_rows(self) -> int:
-        """Keys of one TMA copy: a page's, or a part of it."""
-        return min(self.page_size, _KEYS)
+    def copy_keys(self) -> int:
+        """Keys of one TMA copy: a whole page, or a part of it."""
+        return min(self.page_size, _TILE_KV)
 
     @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """(start, size) of the features that are rotated one with another, and of the others.
+    def rotary_slices(self) -> tuple[tuple[int, int], ...]:
+        """(start, size) of the two halves of the rotated features, then of the others.
 
-        All sizes divide K, which the compiler's choice of layouts for shared memory needs.
+        All sizes divide K, as Mosaic's layout inference for shared memory requires.
         """
-        rest = self.head_dim - 2 * self.half
+        rest = self.head_dim - 2 * self.rotary_half
         size = math.gcd(rest, self.head_dim)
-        turned = [(0, self.half), (self.half, self.half)] if self.half else []
-        return (*turned, *((start, size) for start in range(2 * self.half, self.head_dim, size or 1)))
+        rotated = [(0, self.rotary_half), (self.rotary_half, self.rotary_half)] if self.rotary_half else []
+        return (*rotated, *((start, size) for start in range(2 * self.rotary_half, self.head_dim, size or 1)))
 
     @property
     def query_tiles(self) -> list[Any]:
-        """The columns, as many at a time as leave registers for the rest."""
-        return [pl.ds(start, min(_QUERIES, self.columns - start)) for start in range(0, self.columns, _QUERIES)]
+        """Slices of the queries, small enough to leave registers for everything else."""
+        return [pl.ds(start, min(_TILE_Q, self.queries - start)) for start in range(0, self.queries, _TILE_Q)]
 
     @property
-    def feature_pieces(self) -> list[Any]:
-        """A head's features, as many at a time as a product of four warps has rows: fewer registers."""
-        return [pl.ds(start, _PIECE) for start in range(0, self.head_dim, _PIECE)]
+    def feature_tiles(self) -> list[Any]:
+        """Slices of a head's features, one mma of four warps each, to save registers."""
+        return [pl.ds(start, _TILE_D) for start in range(0, self.head_dim, _TILE_D)]
 
     @property
     def stage_bytes(self) -> int:
-        """Keys and values of a block, as they lie in the cache."""
-        return 2 * _KEYS * self.head_dim * (1 if self.int8 else 2)
+        """A tile of keys and values, in the cache's dtype."""
+        return 2 * _TILE_KV * self.head_dim * (1 if self.int8 else 2)
 
     @property
     def other_bytes(self) -> int:
-        """Shared memory beside the stages, with some to spare for alignment, reductions and barriers."""
-        rows = self.tokens * self.slab + 2 * self.columns + self.slab
-        converted = 4 * _KEYS * self.head_dim if self.int8 else 0
-        return 2 * rows * self.head_dim + 2 * self.columns * _KEYS + converted + (8 << 10)
+        """Shared memory besides the stages, with some margin for alignment, reductions and barriers."""
+        rows = self.tokens * self.qkv_rows + 2 * self.queries + self.qkv_rows
+        converted = 4 * _TILE_KV * self.head_dim if self.int8 else 0
+        return 2 * rows * self.head_dim + 2 * self.queries * _TILE_KV + converted + (8 << 10)
 
     def layouts(self) -> SimpleNamespace:
-        """Layouts of the products' operands in registers."""
+        """Register layouts of the mma operands."""
         layout = plgpu.Layout
         return SimpleNamespace(
             acc=layout.MMA_ACC(self.dtype), lhs=layout.MMA_LHS(self.dtype), rhs=layout.MMA_RHS(self.dtype)
@@ -149,16 +154,17 @@ class _Plan:
 
 
 def _tiles(plan: _Plan) -> Tiles:
-    """Measured tiles if there are any, else enough splits to occupy every SM, each with two blocks of keys or more."""
-    key = f"b{plan.batch} t{plan.tokens} h{plan.kv_heads}x{plan.group} k{plan.head_dim} c{plan.width * plan.page_size}"
+    """The tuned tiles if there are any, else enough splits to occupy every SM, each with at least two tiles of keys."""
+    context = plan.max_pages * plan.page_size
+    key = f"b{plan.batch} t{plan.tokens} h{plan.kv_heads}x{plan.group} k{plan.head_dim} c{context}"
     if found := tuned("decode_attention", key + " int8" * plan.int8):
         return Tiles(**found)
-    blocks = plan.batch * plan.kv_heads
+    clusters = plan.batch * plan.kv_heads
     splits = 1
-    while splits < 8 and blocks * splits < _SMS and plan.width * plan.page_size >= 4 * _KEYS * splits:
+    while splits < 8 and clusters * splits < _SMS and context >= 4 * _TILE_KV * splits:
         splits *= 2
-    room = _SHARED if blocks * splits <= _SMS else _SHARED // 2
-    return Tiles(splits=splits, stages=max(2, min(4, (room - plan.other_bytes) // plan.stage_bytes)))
+    smem = _SMEM_BYTES if clusters * splits <= _SMS else _SMEM_BYTES // 2
+    return Tiles(splits=splits, stages=max(2, min(4, (smem - plan.other_bytes) // plan.stage_bytes)))
 
 
 def _plan(
@@ -174,10 +180,10 @@ def _plan(
         group=width // (kv_heads * head_dim) - 2,
         head_dim=head_dim,
         page_size=pages.k.shape[1],
-        width=page_table.shape[1],
+        max_pages=page_table.shape[1],
         dtype=qkv.dtype,
         int8=pages.k_scale is not None,
-        half=0 if rotary is None else rotary[0].shape[-1],
+        rotary_half=0 if rotary is None else rotary[0].shape[-1],
         norms=norms is not None,
         alibi=alibi is not None,
         **options,
@@ -190,14 +196,14 @@ def _plan(
         raise UnsupportedError(f"the cache must be in qkv's dtype {plan.dtype} or in int8, got {pages.k.dtype}")
     if head_dim not in (64, 128, 256):
         raise UnsupportedError(f"head_dim must be 64, 128 or 256, got {head_dim}")
-    if plan.page_size % 8 or (_KEYS % plan.page_size and plan.page_size % _KEYS):
+    if plan.page_size % 8 or (_TILE_KV % plan.page_size and plan.page_size % _TILE_KV):
         raise UnsupportedError(f"page_size must be 8, 16, 32 or a multiple of 64, got {plan.page_size}")
-    if plan.int8 and plan.page_size > _KEYS:
-        raise UnsupportedError(f"page_size must be at most {_KEYS} in int8, got {plan.page_size}")
-    if plan.half and (plan.half % 16 or head_dim % plan.half):
-        raise UnsupportedError(f"rotary_dim / 2 must be a multiple of 16 that divides head_dim, got {plan.half}")
-    if plan.columns > (most := min(64, 8192 // head_dim)):  # more sums than registers
-        raise UnsupportedError(f"tokens * group must be at most {most}, got {tokens} * {plan.group}")
+    if plan.int8 and plan.page_size > _TILE_KV:
+        raise UnsupportedError(f"page_size must be at most {_TILE_KV} in int8, got {plan.page_size}")
+    if plan.rotary_half and (plan.rotary_half % 16 or head_dim % plan.rotary_half):
+        raise UnsupportedError(f"rotary_dim / 2 must be a multiple of 16 that divides head_dim, got {plan.rotary_half}")
+    if plan.queries > (max_queries := min(64, 8192 // head_dim)):  # registers for the accumulators
+        raise UnsupportedError(f"tokens * group must be at most {max_queries}, got {tokens} * {plan.group}")
     return plan
 
 
@@ -212,31 +218,31 @@ def decode_attention(
     alibi: tuple[float, ...] | None,
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
-    """`store_and_attend` for up to MAX_DECODE_TOKENS tokens a row. Raises UnsupportedError."""
+    """`cached_attention` for up to MAX_DECODE_TOKENS tokens a row. Raises UnsupportedError."""
     kv_heads, head_dim = pages.k.shape[2:]
     plan = _plan(qkv, pages, page_table, rotary, norms, alibi, **options)
     tiles = _tiles(plan)
     inputs: dict[str, Any] = {"qkv": qkv.reshape(-1, head_dim), "table": page_table, "positions": positions}
     if rotary is not None:
-        inputs["cos"], inputs["sin"] = (x.reshape(-1, plan.half) for x in rotary)
+        inputs["cos"], inputs["sin"] = (x.reshape(-1, plan.rotary_half) for x in rotary)
     if norms is not None:
         inputs["q_norm"], inputs["k_norm"] = norms
     if alibi is not None:
-        slopes = np.zeros((kv_heads, plan.columns), np.float32)
+        slopes = np.zeros((kv_heads, plan.queries), np.float32)
         slopes[:, : plan.tokens * plan.group] = np.tile(np.reshape(alibi, (kv_heads, -1)), plan.tokens)
         inputs["slopes"] = jnp.asarray(slopes * _LOG2E)
     cache: dict[str, Any] = {"cache_k": pages.k, "cache_v": pages.v}
     if pages.k_scale is not None:
         cache |= {"cache_k_scale": pages.k_scale, "cache_v_scale": pages.v_scale}
     shapes = [x.shape for x in cache.values()]
-    for name, x in cache.items():  # references, which XLA passes on in place
+    for name, x in cache.items():  # mutable refs, so that XLA updates the cache in place
         cache[name] = jax.new_ref(x.reshape(-1, kv_heads * head_dim) if x.ndim == 4 else x)
     inputs |= cache
     out = _outputs(plan, tiles)
 
     def decode_attention_kernel(*refs, **scratch):
         named = dict(zip((*inputs, *out), refs, strict=True))
-        _block(plan, tiles, SimpleNamespace(**named, **scratch))
+        _kernel_body(plan, tiles, SimpleNamespace(**named, **scratch))
 
     heads = plgpu.kernel(
         decode_attention_kernel,
@@ -253,451 +259,463 @@ def decode_attention(
 
 
 def _outputs(plan: _Plan, tiles: Tiles) -> dict[str, jax.ShapeDtypeStruct]:
-    """The result, and what the blocks of a cluster give one another: sums [K, N], and maximum and total [2, N]."""
+    """The result, and each split's partial results for the cluster: acc [K, N], and m_i and l_i [2, N]."""
     rows = plan.batch * plan.tokens * plan.kv_heads * plan.group
-    found = {"heads": jax.ShapeDtypeStruct((rows, plan.head_dim), plan.dtype)}
+    out = {"heads": jax.ShapeDtypeStruct((rows, plan.head_dim), plan.dtype)}
     if tiles.splits > 1:
         shape = (plan.batch, plan.kv_heads, tiles.splits)
-        found["sums"] = jax.ShapeDtypeStruct((*shape, plan.head_dim, plan.columns), np.float32)
-        found["stats"] = jax.ShapeDtypeStruct((*shape, 2, plan.columns), np.float32)
-    return found
+        out["partial_acc"] = jax.ShapeDtypeStruct((*shape, plan.head_dim, plan.queries), np.float32)
+        out["partial_ml"] = jax.ShapeDtypeStruct((*shape, 2, plan.queries), np.float32)
+    return out
 
 
 def _scratch(plan: _Plan, tiles: Tiles) -> dict[str, Any]:
-    """Shared memory and barriers of a block.
+    """Shared memory and barriers of a thread block.
 
-    slab: each token's queries, key and value. rows: the queries, side by side, and in the end the result. q: as rows,
-    laid out for the tensor cores. k, v: the ring of keys and values. p: the softmax weights. k_float, v_float: keys and
-    values of an int8 cache, converted. largest: of the slabs' features.
+    qkv_rows: each token's queries, key and value. q_rows: all queries in a row each; at the end the result. q: the same
+    queries, laid out for the tensor cores. k, v: pipeline stages of keys and values. p: the softmax weights. k_float,
+    v_float: a tile of int8 keys and values, converted to the queries' dtype. max_abs: largest magnitude in each of
+    `qkv_rows`. qkv_full, kv_full: barriers: the copies into `qkv_rows`, or into a stage, have landed. partials_full: a
+    cluster barrier: all splits have written their partial results.
     """
 
     def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-        size = min(128, _PIECE * dtype.itemsize)  # so that pieces are whole tiles
+        size = min(128, _TILE_D * dtype.itemsize)  # so that feature tiles are whole swizzle tiles
         tiling = plgpu.TilingTransform((8, size // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
         swizzle = plgpu.SwizzleTransform(size)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
-    tile = (_KEYS, plan.head_dim)
-    held = np.dtype(np.int8) if plan.int8 else plan.dtype
-    found = {
-        "slab": plgpu.SMEM((plan.tokens, plan.slab, plan.head_dim), plan.dtype),
-        "rows": plgpu.SMEM((plan.columns + plan.slab, plan.head_dim), plan.dtype),
-        "q": swizzled((plan.columns, plan.head_dim), plan.dtype),
-        "k": swizzled((tiles.stages, *tile), held),
-        "v": swizzled((tiles.stages, *tile), held),
-        "p": swizzled((plan.columns, _KEYS), plan.dtype),
-        "slab_here": plgpu.Barrier(num_arrivals=plan.tokens),
-        "here": plgpu.Barrier(num_arrivals=2 * _KEYS // plan.copy_rows, num_barriers=tiles.stages),
+    tile = (_TILE_KV, plan.head_dim)
+    cache_dtype = np.dtype(np.int8) if plan.int8 else plan.dtype
+    scratch = {
+        "qkv_rows": plgpu.SMEM((plan.tokens, plan.qkv_rows, plan.head_dim), plan.dtype),
+        "q_rows": plgpu.SMEM((plan.queries + plan.qkv_rows, plan.head_dim), plan.dtype),
+        "q": swizzled((plan.queries, plan.head_dim), plan.dtype),
+        "k": swizzled((tiles.stages, *tile), cache_dtype),
+        "v": swizzled((tiles.stages, *tile), cache_dtype),
+        "p": swizzled((plan.queries, _TILE_KV), plan.dtype),
+        "qkv_full": plgpu.Barrier(num_arrivals=plan.tokens),
+        "kv_full": plgpu.Barrier(num_arrivals=2 * _TILE_KV // plan.copy_keys, num_barriers=tiles.stages),
     }
     if plan.int8:
-        found |= {"k_float": swizzled(tile, plan.dtype), "v_float": swizzled(tile, plan.dtype)}
-        found["largest"] = plgpu.SMEM((plan.tokens, plan.slab), np.dtype(np.float32))
+        scratch |= {"k_float": swizzled(tile, plan.dtype), "v_float": swizzled(tile, plan.dtype)}
+        scratch["max_abs"] = plgpu.SMEM((plan.tokens, plan.qkv_rows), np.dtype(np.float32))
     if tiles.splits > 1:
-        found["met"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1)
-    return found
+        scratch["partials_full"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1)
+    return scratch
 
 
-def _block(plan: _Plan, tiles: Tiles, at: SimpleNamespace) -> None:
-    """One block: its part of the keys of one KV head of one row, then its part of the cluster's result."""
+def _kernel_body(plan: _Plan, tiles: Tiles, refs: SimpleNamespace) -> None:
+    """One thread block: its split of the keys of one row and KV head, then its part of the cluster's result."""
     index, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
-    first = at.positions[index, 0]
-    last = functools.reduce(jnp.maximum, [at.positions[index, t] for t in range(plan.tokens)])
-    row = _Row(index=index, head=head, first=first, last=last, real=jnp.where(first < 0, 0, last + 1 - first))
-    # Blocks of keys: those of the row, from the first one in the window on, and mine. A row of padding has none.
-    end = lax.div(last + _KEYS, _KEYS)
-    start = jnp.int32(0) if plan.window is None else lax.div(jnp.maximum(first - (plan.window - 1), 0), _KEYS)
+    first = refs.positions[index, 0]
+    last = functools.reduce(jnp.maximum, [refs.positions[index, t] for t in range(plan.tokens)])
+    row = _Row(index=index, head=head, first=first, last=last, num_tokens=jnp.where(first < 0, 0, last + 1 - first))
+    # The row's tiles of keys are start to end, from the first one in the window; this split's are begin to stop. A row
+    # of padding has none.
+    end = lax.div(last + _TILE_KV, _TILE_KV)
+    start = jnp.int32(0) if plan.window is None else lax.div(jnp.maximum(first - (plan.window - 1), 0), _TILE_KV)
     count = end - start
-    mine = start + lax.div(count * split, tiles.splits)
+    begin = start + lax.div(count * split, tiles.splits)
     stop = start + lax.div(count * (split + 1), tiles.splits)
 
-    def fetch(block: jax.Array, pages: list[jax.Array], slot: jax.Array) -> None:
+    def fetch(tile: jax.Array, pages: list[jax.Array], stage: jax.Array) -> None:
         for i, page in enumerate(pages):
-            place = _place(plan, row, page, lax.rem(block * _KEYS + i * plan.copy_rows, plan.page_size), plan.copy_rows)
-            for source, ring in ((at.cache_k, at.k), (at.cache_v, at.v)):
-                target = ring.at[slot, pl.ds(i * plan.copy_rows, plan.copy_rows)]
-                plgpu.copy_gmem_to_smem(source.at[place], target, at.here.at[slot])
+            offset = lax.rem(tile * _TILE_KV + i * plan.copy_keys, plan.page_size)
+            cache_slice = _cache_slice(plan, row, page, offset, plan.copy_keys)
+            for source, stages in ((refs.cache_k, refs.k), (refs.cache_v, refs.v)):
+                target = stages.at[stage, pl.ds(i * plan.copy_keys, plan.copy_keys)]
+                plgpu.copy_gmem_to_smem(source.at[cache_slice], target, refs.kv_full.at[stage])
 
     @pl.loop(0, plan.tokens)
     def _(token):
-        begin = ((index * plan.tokens + token) * plan.kv_heads + head) * (plan.group + 2)
-        plgpu.copy_gmem_to_smem(
-            at.qkv.at[pl.ds(begin, plan.slab)], at.slab.at[token], at.slab_here, oob_mode=plgpu.OOBFillMode.ZEROS
-        )
+        qkv_start = ((index * plan.tokens + token) * plan.kv_heads + head) * (plan.group + 2)
+        source = refs.qkv.at[pl.ds(qkv_start, plan.qkv_rows)]
+        zeros = plgpu.OOBFillMode.ZEROS
+        plgpu.copy_gmem_to_smem(source, refs.qkv_rows.at[token], refs.qkv_full, oob_mode=zeros)
 
-    @pl.loop(mine, jnp.minimum(mine + tiles.stages, stop))
-    def _(block):
-        fetch(block, _pages(plan, at, row, block), block - mine)
+    @pl.loop(begin, jnp.minimum(begin + tiles.stages, stop))
+    def _(tile):
+        fetch(tile, _pages_of(plan, refs, row, tile), tile - begin)
 
-    plgpu.barrier_wait(at.slab_here)
-    _prepare(plan, at, index)
+    plgpu.barrier_wait(refs.qkv_full)
+    _prepare(plan, refs, index)
 
-    def step(block: jax.Array, state: list[_State], *, newest: bool) -> list[_State]:
-        slot = lax.rem(block - mine, tiles.stages)
-        ahead = _pages(plan, at, row, block + tiles.stages)  # asked for before they are needed, as are the scales
-        scales = _scales(plan, at, row, block, newest=newest) if plan.int8 else None
-        plgpu.barrier_wait(at.here.at[slot])
-        here = first - block * _KEYS
+    def iteration(tile: jax.Array, state: list[_State], *, has_new: bool) -> list[_State]:
+        stage = lax.rem(tile - begin, tiles.stages)
+        # Pages and scales are read from global memory before they are needed, to hide the latency.
+        next_pages = _pages_of(plan, refs, row, tile + tiles.stages)
+        scales = _scales(plan, refs, row, tile, has_new=has_new) if plan.int8 else None
+        plgpu.barrier_wait(refs.kv_full.at[stage])
+        new_start = first - tile * _TILE_KV
         if scales is not None:
-            k, v = _as_float(plan, at, slot, here, row.real, scales, newest=newest)
+            k, v = _convert_int8(plan, refs, stage, new_start, row.num_tokens, scales, has_new=has_new)
         else:
-            k, v = at.k.at[slot], at.v.at[slot]
-            if newest:
-                _insert(plan, at, k, v, here, row.real)
-        keys = _Keys(k=k, v=v, head=head, first=here, scales=scales, newest=newest)
-        state = [_add(plan, at, keys, tile, x) for tile, x in zip(plan.query_tiles, state, strict=True)]
+            k, v = refs.k.at[stage], refs.v.at[stage]
+            if has_new:
+                _insert_new_tokens(plan, refs, k, v, new_start, row.num_tokens)
+        keys = _KeyTile(k=k, v=v, head=head, new_start=new_start, scales=scales, has_new=has_new)
+        state = [_attend(plan, refs, keys, queries, x) for queries, x in zip(plan.query_tiles, state, strict=True)]
 
-        @pl.when(block + tiles.stages < stop)
+        @pl.when(tile + tiles.stages < stop)
         def _():
-            fetch(block + tiles.stages, ahead, slot)
+            fetch(tile + tiles.stages, next_pages, stage)
 
         return state
 
-    def zero(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> jax.Array:
+    def full(shape: tuple[int, ...], layout: Any, value: float = 0.0) -> jax.Array:
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-    acc = plan.layouts().acc
+    layout = plan.layouts().acc
     state = []
-    for tile in plan.query_tiles:
-        highest, total = (zero((tile.size,), acc.reduce(0), value) for value in (_HIDDEN, 0.0))
-        state.append((highest, total, [zero((_PIECE, tile.size), acc) for _ in plan.feature_pieces]))
-    # Blocks of keys that all queries see, then those with the row's own tokens.
-    seen = jnp.clip(lax.div(jnp.maximum(first, 0), _KEYS), mine, stop)
-    state = lax.fori_loop(mine, seen, functools.partial(step, newest=False), state)
-    state = lax.fori_loop(seen, stop, functools.partial(step, newest=True), state)
-    _finish(plan, tiles, at, state)
-    # All blocks of the cluster have met, so that none still reads these pages.
+    for queries in plan.query_tiles:
+        m_i, l_i = (full((queries.size,), layout.reduce(0), value) for value in (_MASKED, 0.0))
+        state.append((m_i, l_i, [full((_TILE_D, queries.size), layout) for _ in plan.feature_tiles]))
+    # First the tiles that all queries see in full, then those that contain the row's new tokens.
+    first_new = jnp.clip(lax.div(jnp.maximum(first, 0), _TILE_KV), begin, stop)
+    state = lax.fori_loop(begin, first_new, functools.partial(iteration, has_new=False), state)
+    state = lax.fori_loop(first_new, stop, functools.partial(iteration, has_new=True), state)
+    _finish(plan, tiles, refs, state)
+    # The cluster has synchronised in `_finish`, so no thread block still reads these pages.
     if plan.int8:
-        pl.loop(seen, stop)(lambda block: _store_pages(plan, at, row, block, lax.rem(block - mine, tiles.stages)))
+        pl.loop(first_new, stop)(lambda tile: _store_pages(plan, refs, row, tile, lax.rem(tile - begin, tiles.stages)))
     else:
-        pl.when(split == tiles.splits - 1)(functools.partial(_store_tokens, plan, at, row))
+        pl.when(split == tiles.splits - 1)(functools.partial(_store_tokens, plan, refs, row))
     plgpu.wait_smem_to_gmem(0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A row of the batch and one KV head. first, last: positions of its tokens, negative in padding. real: how many."""
+    """A row of the batch and one KV head. first, last: positions of its `num_tokens` tokens; negative for padding."""
 
     index: jax.Array
     head: jax.Array
     first: jax.Array
     last: jax.Array
-    real: jax.Array
+    num_tokens: jax.Array
 
 
-def _page(plan: _Plan, at: SimpleNamespace, row: _Row, position: jax.Array) -> jax.Array:
-    """The page of a position, or the row's last: what a block has beyond it are finite numbers, whose weight is 0."""
-    return at.table[row.index, lax.div(jnp.minimum(position, row.last), plan.page_size)]
+def _page_of(plan: _Plan, refs: SimpleNamespace, row: _Row, position: jax.Array) -> jax.Array:
+    """The page of a position. Beyond the row's end it is the last page: keys there are finite and get weight 0."""
+    return refs.table[row.index, lax.div(jnp.minimum(position, row.last), plan.page_size)]
 
 
-def _pages(plan: _Plan, at: SimpleNamespace, row: _Row, block: jax.Array) -> list[jax.Array]:
-    """The page of every TMA copy of a block."""
-    return [_page(plan, at, row, block * _KEYS + start) for start in range(0, _KEYS, plan.copy_rows)]
+def _pages_of(plan: _Plan, refs: SimpleNamespace, row: _Row, tile: jax.Array) -> list[jax.Array]:
+    """The page of every TMA copy of a tile of keys."""
+    return [_page_of(plan, refs, row, tile * _TILE_KV + start) for start in range(0, _TILE_KV, plan.copy_keys)]
 
 
-def _place(plan: _Plan, row: _Row, page: jax.Array, slot: jax.Array, count: int) -> tuple[Any, Any]:
-    """Where `count` slots of a page lie in the cache, [pages * page_size, Hkv * K]."""
-    return pl.ds(page * plan.page_size + slot, count), pl.ds(row.head * plan.head_dim, plan.head_dim)
+def _cache_slice(plan: _Plan, row: _Row, page: jax.Array, offset: jax.Array, count: int) -> tuple[Any, Any]:
+    """`count` tokens of a page, from `offset` on, as a slice of the cache [pages * page_size, Hkv * K]."""
+    return pl.ds(page * plan.page_size + offset, count), pl.ds(row.head * plan.head_dim, plan.head_dim)
 
 
-def _prepare(plan: _Plan, at: SimpleNamespace, row: jax.Array) -> None:
-    """Norm and rotate the slabs' queries and keys, and lay out the queries for the tensor cores."""
-    shapes = [(plan.slab, size) for _, size in plan.pieces]
+def _prepare(plan: _Plan, refs: SimpleNamespace, row: jax.Array) -> None:
+    """Normalise and rotate the queries and keys of the new tokens; lay out the queries for the tensor cores."""
+    shapes = [(plan.qkv_rows, size) for _, size in plan.rotary_slices]
 
-    def across(ref: Any, shape: tuple[int, int]) -> jax.Array:
-        """A vector of features, for every row of a slab."""
-        vector = plgpu.load(ref, layout=_ROWS.reduce(0), optimized=False)
+    def broadcast(ref: Ref, shape: tuple[int, int]) -> jax.Array:
+        """A vector of features, repeated for every row of `shape`."""
+        vector = plgpu.load(ref, layout=_QKV_LAYOUT.reduce(0), optimized=False)
         return lax.broadcast_in_dim(vector, shape, (1,))
 
     @pl.loop(0, plan.tokens)
     def _(token):
-        places = [(slice(None), pl.ds(start, size)) for start, size in plan.pieces]
-        values = [plgpu.load(at.slab.at[token].at[place], layout=_ROWS, optimized=False) for place in places]
-        index = [plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_ROWS) for shape in shapes]
-        wide = [x.astype(jnp.float32) for x in values]
+        slices = [(slice(None), pl.ds(start, size)) for start, size in plan.rotary_slices]
+        loaded = [plgpu.load(refs.qkv_rows.at[token].at[s], layout=_QKV_LAYOUT, optimized=False) for s in slices]
+        index = [plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_QKV_LAYOUT) for shape in shapes]
+        xs = [x.astype(jnp.float32) for x in loaded]
         if plan.norms:
-            mean = sum(jnp.sum(x * x, axis=1) for x in wide) * (1.0 / plan.head_dim)
-            inverse = lax.rsqrt(mean + plan.norm_eps)
-            for i, ((start, size), shape) in enumerate(zip(plan.pieces, shapes, strict=True)):
-                q_norm, k_norm = (across(norm.at[pl.ds(start, size)], shape) for norm in (at.q_norm, at.k_norm))
-                normed = wide[i] * (
+            mean_square = sum(jnp.sum(x * x, axis=1) for x in xs) * (1.0 / plan.head_dim)
+            inverse = lax.rsqrt(mean_square + plan.norm_eps)
+            for i, ((start, size), shape) in enumerate(zip(plan.rotary_slices, shapes, strict=True)):
+                q_norm, k_norm = (broadcast(norm.at[pl.ds(start, size)], shape) for norm in (refs.q_norm, refs.k_norm))
+                normalized = xs[i] * (
                     lax.broadcast_in_dim(inverse, shape, (0,)) * jnp.where(index[i] < plan.group, q_norm, k_norm)
                 )
-                wide[i] = normed.astype(plan.dtype).astype(jnp.float32)
-        if plan.half:
-            cos, sin = (across(x.at[row * plan.tokens + token], shapes[0]) for x in (at.cos, at.sin))
-            wide[:2] = [wide[0] * cos - wide[1] * sin, wide[1] * cos + wide[0] * sin]
+                xs[i] = normalized.astype(plan.dtype).astype(jnp.float32)
+        if plan.rotary_half:
+            cos, sin = (broadcast(x.at[row * plan.tokens + token], shapes[0]) for x in (refs.cos, refs.sin))
+            xs[:2] = [xs[0] * cos - xs[1] * sin, xs[1] * cos + xs[0] * sin]
         stored = []
-        for place, before, after, i in zip(places, values, wide, index, strict=True):
-            x = jnp.where(i <= plan.group, after.astype(plan.dtype), before)
-            at.slab.at[token].at[place][...] = x
-            # What this writes beyond the queries, the next token writes over, or nobody reads.
-            at.rows[pl.ds(token * plan.group, plan.slab), place[1]] = x
+        for s, before, after, i in zip(slices, loaded, xs, index, strict=True):
+            x = jnp.where(i <= plan.group, after.astype(plan.dtype), before)  # the value stays as it is
+            refs.qkv_rows.at[token].at[s][...] = x
+            # This writes some rows past the queries; the next token overwrites them, or nothing reads them.
+            refs.q_rows[pl.ds(token * plan.group, plan.qkv_rows), s[1]] = x
             stored.append(x.astype(jnp.float32))
         if plan.int8:
-            largest = [jnp.max(jnp.maximum(x, -x), axis=1) for x in stored]
-            at.largest.at[token][...] = functools.reduce(jnp.maximum, largest)
+            max_abs = [jnp.max(jnp.maximum(x, -x), axis=1) for x in stored]
+            refs.max_abs.at[token][...] = functools.reduce(jnp.maximum, max_abs)
         plgpu.commit_smem()
 
-    for piece in plan.feature_pieces:
-        place = pl.ds(0, plan.columns), piece
-        at.q.at[place].T[...] = plgpu.load(at.rows.at[place].T, layout=plan.layouts().rhs, optimized=False)
+    for features in plan.feature_tiles:
+        s = pl.ds(0, plan.queries), features
+        refs.q.at[s].T[...] = plgpu.load(refs.q_rows.at[s].T, layout=plan.layouts().rhs, optimized=False)
     plgpu.commit_smem()
 
 
 class _Scales(NamedTuple):
-    """The scales of a block's pages. now: with the row's new tokens. ratio: of those before to those now."""
+    """The int8 scales of a tile's pages. new: including the row's new tokens. ratio: old scale / new scale."""
 
-    now: list[jax.Array]
+    new: list[jax.Array]
     ratio: list[jax.Array]
 
 
-def _scales(plan: _Plan, at: SimpleNamespace, row: _Row, block: jax.Array, *, newest: bool) -> tuple[_Scales, _Scales]:
-    """Those of keys and of values, by the rules of `write_pages`.
+def _scales(
+    plan: _Plan, refs: SimpleNamespace, row: _Row, tile: jax.Array, *, has_new: bool
+) -> tuple[_Scales, _Scales]:
+    """The scales of keys and of values, by the rules of `write_pages`.
 
-    Computed once more when they are stored: scales that have grown do not grow again.
+    They are computed again when the pages are stored, with the same result: a grown scale does not grow again.
     """
-    found = []
-    for offset, scale in enumerate((at.cache_k_scale, at.cache_v_scale)):
+    both = []
+    for kv, old_scales in enumerate((refs.cache_k_scale, refs.cache_v_scale)):
         scales = _Scales([], [])
-        for i, page in enumerate(_pages(plan, at, row, block)):
-            held = scale[page, row.head]
-            if not newest:
-                scales.now.append(held)
+        for i, page in enumerate(_pages_of(plan, refs, row, tile)):
+            old = old_scales[page, row.head]
+            if not has_new:
+                scales.new.append(old)
                 continue
-            start = block * _KEYS + i * plan.copy_rows
-            begins = (row.first <= start) & (start <= row.last)
+            start = tile * _TILE_KV + i * plan.copy_keys
+            is_new_page = (row.first <= start) & (start <= row.last)
 
-            def needed(token, most, start=start, offset=offset):
-                slot = row.first + token - start
-                needs = jnp.maximum(at.largest[token, plan.group + offset], 1e-30) / 127.0
-                return jnp.where((slot >= 0) & (slot < plan.page_size), jnp.maximum(most, needs), most)
+            def grow(token, scale, start=start, kv=kv):
+                offset = row.first + token - start
+                min_scale = jnp.maximum(refs.max_abs[token, plan.group + kv], 1e-30) / 127.0
+                return jnp.where((offset >= 0) & (offset < plan.page_size), jnp.maximum(scale, min_scale), scale)
 
-            now = lax.fori_loop(0, row.real, needed, jnp.where(begins, 0.0, held))
-            scales.now.append(now)
-            scales.ratio.append(jnp.where(begins | (now == held), 1.0, held / now))
-        found.append(scales)
-    return found[0], found[1]
+            new = lax.fori_loop(0, row.num_tokens, grow, jnp.where(is_new_page, 0.0, old))
+            scales.new.append(new)
+            scales.ratio.append(jnp.where(is_new_page | (new == old), 1.0, old / new))
+        both.append(scales)
+    return both[0], both[1]
 
 
-def _per_key(plan: _Plan, values: list[jax.Array], shape: tuple[int, int], layout: Any) -> jax.Array:
-    """Values of a block's pages, for each of its keys: an array [keys, ...]."""
-    page = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout), plan.copy_rows)
-    found = jnp.full(shape, values[0])
+def _broadcast_to_keys(plan: _Plan, values: list[jax.Array], shape: tuple[int, int], layout: Any) -> jax.Array:
+    """One value per page of a tile -> an array [keys, ...] with the value of each key's page."""
+    page = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout), plan.copy_keys)
+    result = jnp.full(shape, values[0])
     for i, value in enumerate(values[1:], 1):
-        found = jnp.where(page == i, value, found)
-    return found
+        result = jnp.where(page == i, value, result)
+    return result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Keys:
-    """A block of keys and values in shared memory.
+class _KeyTile:
+    """A tile of keys and values in shared memory.
 
     Attributes:
       k, v: [keys, K]. head: the KV head.
-      first: the position of the row's first token, from the block's first key.
-      scales: of keys and of values of an int8 cache.
-      newest: whether the row's own tokens may be among the keys, so that some are hidden.
+      new_start: index in the tile of the row's first new token; may lie outside of the tile.
+      scales: of the keys and of the values of an int8 cache.
+      has_new: whether the tile may contain new tokens, so that a causal mask is needed.
     """
 
-    k: Any
-    v: Any
+    k: Ref
+    v: Ref
     head: jax.Array
-    first: jax.Array
+    new_start: jax.Array
     scales: tuple[_Scales, _Scales] | None
-    newest: bool
+    has_new: bool
 
 
-def _add(plan: _Plan, at: SimpleNamespace, keys: _Keys, tile: Any, state: _State) -> _State:
-    """Add a block of keys to the running softmax of some queries."""
+def _attend(plan: _Plan, refs: SimpleNamespace, keys: _KeyTile, queries: Any, state: _State) -> _State:
+    """Add a tile of keys to the online softmax of some queries."""
     layouts = plan.layouts()
-    shape = (_KEYS, tile.size)
+    shape = (_TILE_KV, queries.size)
 
-    def operand(ref: Any) -> jax.Array:
+    def load_lhs(ref: Ref) -> jax.Array:
         return plgpu.load(ref, layout=layouts.lhs, optimized=False)
 
-    def across(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return lax.broadcast_in_dim(x, shape, (1,))
 
     scores = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layouts.acc)
-    for piece in plan.feature_pieces:
-        q = plgpu.load(at.q.at[tile, piece].T, layout=layouts.rhs, optimized=False)
-        scores = plgpu.mma(scores, operand(keys.k.at[:, piece]), q)
+    for features in plan.feature_tiles:
+        q = plgpu.load(refs.q.at[queries, features].T, layout=layouts.rhs, optimized=False)
+        scores = plgpu.mma(scores, load_lhs(keys.k.at[:, features]), q)
     if keys.scales is not None:
-        scores *= _per_key(plan, keys.scales[0].now, shape, layouts.acc)
-    scores = _masked(plan, at, keys, tile, scores)
+        scores *= _broadcast_to_keys(plan, keys.scales[0].new, shape, layouts.acc)
+    scores = _scale_and_mask(plan, refs, keys, queries, scores)
 
-    highest, total, mixed = state
-    higher = jnp.maximum(highest, jnp.max(scores, axis=0))
-    kept = jnp.exp2(highest - higher)
-    weights = jnp.exp2(scores - across(higher, shape))
-    total = total * kept + jnp.sum(weights, axis=0)
+    m_i, l_i, acc = state
+    m_new = jnp.maximum(m_i, jnp.max(scores, axis=0))
+    alpha = jnp.exp2(m_i - m_new)
+    p = jnp.exp2(scores - broadcast(m_new, shape))
+    l_i = l_i * alpha + jnp.sum(p, axis=0)
     if keys.scales is not None:
-        weights *= _per_key(plan, keys.scales[1].now, shape, layouts.acc)
-    at.p.at[tile].T[...] = weights.astype(plan.dtype)
+        p *= _broadcast_to_keys(plan, keys.scales[1].new, shape, layouts.acc)
+    refs.p.at[queries].T[...] = p.astype(plan.dtype)
     plgpu.commit_smem()
-    p = plgpu.load(at.p.at[tile].T, layout=layouts.rhs, optimized=False)
-    mixed = [
-        plgpu.mma(x * across(kept, x.shape), operand(keys.v.at[:, piece].T), p)
-        for x, piece in zip(mixed, plan.feature_pieces, strict=True)
+    p = plgpu.load(refs.p.at[queries].T, layout=layouts.rhs, optimized=False)
+    acc = [
+        plgpu.mma(x * broadcast(alpha, x.shape), load_lhs(keys.v.at[:, features].T), p)
+        for x, features in zip(acc, plan.feature_tiles, strict=True)
     ]
-    return higher, total, mixed
+    return m_new, l_i, acc
 
 
-def _insert(plan: _Plan, at: SimpleNamespace, k: Any, v: Any, first: jax.Array, real: jax.Array) -> None:
-    """Put the row's `real` tokens, which no page has yet, into a block whose key `first` is the first of them."""
+def _insert_new_tokens(
+    plan: _Plan, refs: SimpleNamespace, k: Ref, v: Ref, new_start: jax.Array, num_tokens: jax.Array
+) -> None:
+    """Insert the row's new tokens, which are in no page yet, into a tile of keys and values from `new_start` on."""
     layout = plan.layouts().lhs
-    for offset, ref in enumerate((k, v)):
-        for piece in plan.feature_pieces:
-            held = plgpu.load(ref.at[:, piece], layout=layout, optimized=False)
-            key = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=layout)
+    for kv, ref in enumerate((k, v)):
+        for features in plan.feature_tiles:
+            x = plgpu.load(ref.at[:, features], layout=layout, optimized=False)
+            key = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
 
-            def with_token(token, held, key=key, place=(plan.group + offset, piece)):
-                new = plgpu.load(at.slab.at[token, *place], layout=layout.reduce(0), optimized=False)
-                return jnp.where(key == first + token, lax.broadcast_in_dim(new, held.shape, (1,)), held)
+            def insert(token, x, key=key, source=(plan.group + kv, features)):
+                new = plgpu.load(refs.qkv_rows.at[token, *source], layout=layout.reduce(0), optimized=False)
+                return jnp.where(key == new_start + token, lax.broadcast_in_dim(new, x.shape, (1,)), x)
 
-            ref.at[:, piece][...] = lax.fori_loop(0, real, with_token, held)
+            ref.at[:, features][...] = lax.fori_loop(0, num_tokens, insert, x)
     plgpu.commit_smem()
 
 
-def _as_float(
+def _convert_int8(
     plan: _Plan,
-    at: SimpleNamespace,
-    slot: jax.Array,
-    first: jax.Array,
-    real: jax.Array,
+    refs: SimpleNamespace,
+    stage: jax.Array,
+    new_start: jax.Array,
+    num_tokens: jax.Array,
     scales: tuple[_Scales, _Scales],
     *,
-    newest: bool,
-) -> tuple[Any, Any]:
-    """A block of an int8 cache in the dtype of the queries: the tensor cores' transposing loads take 16 bits.
+    has_new: bool,
+) -> tuple[Ref, Ref]:
+    """Convert a tile of an int8 cache to the queries' dtype: the tensor cores' transposing loads need 16 bits.
 
-    In a block with the row's `real` tokens, from key `first` on, they are put into the ring too, and what it holds is
-    rescaled.
+    If the tile may contain new tokens (from `new_start` on), they are also inserted into the stage's int8 tile, and
+    what it already holds is rescaled.
     """
-    layout, shape = plgpu.Layout.WGMMA_UPCAST_2X, (_KEYS, _PIECE)
-    for offset, (ring, target) in enumerate(((at.k, at.k_float), (at.v, at.v_float))):
-        for piece in plan.feature_pieces:
-            x = plgpu.load(ring.at[slot, :, piece], layout=layout, optimized=False)
-            if newest:
+    layout, shape = plgpu.Layout.WGMMA_UPCAST_2X, (_TILE_KV, _TILE_D)
+    for kv, (stages, target) in enumerate(((refs.k, refs.k_float), (refs.v, refs.v_float))):
+        for features in plan.feature_tiles:
+            x = plgpu.load(stages.at[stage, :, features], layout=layout, optimized=False)
+            if has_new:
                 key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-                now, ratio = (_per_key(plan, values, shape, layout) for values in scales[offset])
-                held = x.astype(jnp.float32) * ratio
+                scale, ratio = (_broadcast_to_keys(plan, values, shape, layout) for values in scales[kv])
+                rescaled = x.astype(jnp.float32) * ratio
 
-                def with_token(token, held, key=key, now=now, place=(plan.group + offset, piece)):
-                    new = plgpu.load(at.slab.at[token, *place], layout=layout.reduce(0), optimized=False)
+                def insert(token, x, key=key, scale=scale, source=(plan.group + kv, features)):
+                    new = plgpu.load(refs.qkv_rows.at[token, *source], layout=layout.reduce(0), optimized=False)
                     new = lax.broadcast_in_dim(new.astype(jnp.float32), shape, (1,))
-                    return jnp.where(key == first + token, new / now, held)
+                    return jnp.where(key == new_start + token, new / scale, x)
 
-                held = lax.fori_loop(0, real, with_token, held)
-                x = lax.round(held, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
-                ring.at[slot, :, piece][...] = x
-            target.at[:, piece][...] = plgpu.layout_cast(x.astype(plan.dtype), plgpu.Layout.WGMMA)
+                rescaled = lax.fori_loop(0, num_tokens, insert, rescaled)
+                x = lax.round(rescaled, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
+                stages.at[stage, :, features][...] = x
+            target.at[:, features][...] = plgpu.layout_cast(x.astype(plan.dtype), plgpu.Layout.WGMMA)
     plgpu.commit_smem()
-    return at.k_float, at.v_float
+    return refs.k_float, refs.v_float
 
 
-def _masked(plan: _Plan, at: SimpleNamespace, keys: _Keys, tile: Any, scores: jax.Array) -> jax.Array:
-    """Products of keys and queries as exponents of 2, those that are hidden as _HIDDEN."""
-    acc = plan.layouts().acc
+def _scale_and_mask(plan: _Plan, refs: SimpleNamespace, keys: _KeyTile, queries: Any, scores: jax.Array) -> jax.Array:
+    """q k^T -> scaled, capped, biased and masked scores, as exponents of 2."""
+    layout = plan.layouts().acc
     if plan.softcap is None:
         scores *= plan.scale * _LOG2E
-    else:  # softcap * tanh(x / softcap), as the hardware's tanh has 11 bits
-        twice = jnp.exp2(scores * (2 * _LOG2E * plan.scale / plan.softcap))
-        scores = plan.softcap * _LOG2E - 2 * plan.softcap * _LOG2E / (twice + 1.0)
-    if not (plan.alibi or plan.window or keys.newest):
+    else:  # softcap * tanh(x / softcap) by exp2, since the hardware's tanh has only 11 bits
+        exp_2x = jnp.exp2(scores * (2 * _LOG2E * plan.scale / plan.softcap))
+        scores = plan.softcap * _LOG2E - 2 * plan.softcap * _LOG2E / (exp_2x + 1.0)
+    if not (plan.alibi or plan.window or keys.has_new):
         return scores
-    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=acc)
-    query = tile.start + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=acc)
-    distance = key - lax.div(query, plan.group) - keys.first  # of the key from the query; negative if before it
+    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=layout)
+    query = queries.start + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
+    distance = key - lax.div(query, plan.group) - keys.new_start  # key's position - query's position
     if plan.alibi:
-        slopes = plgpu.load(at.slopes.at[keys.head, tile], layout=acc.reduce(0), optimized=False)
+        slopes = plgpu.load(refs.slopes.at[keys.head, queries], layout=layout.reduce(0), optimized=False)
         scores += lax.broadcast_in_dim(slopes, scores.shape, (1,)) * distance.astype(jnp.float32)
-    if keys.newest:
-        scores = jnp.where(distance <= 0, scores, _HIDDEN)
+    if keys.has_new:
+        scores = jnp.where(distance <= 0, scores, _MASKED)
     if plan.window is not None:
-        scores = jnp.where(distance > -plan.window, scores, _HIDDEN)
+        scores = jnp.where(distance > -plan.window, scores, _MASKED)
     return scores
 
 
-def _finish(plan: _Plan, tiles: Tiles, at: SimpleNamespace, state: list[_State]) -> None:
-    """Divide by the weights' sum and write the heads, after the blocks of a cluster have put theirs together."""
+def _finish(plan: _Plan, tiles: Tiles, refs: SimpleNamespace, state: list[_State]) -> None:
+    """Combine the splits of the cluster, divide by l_i and write the heads' outputs."""
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
 
-    def divide(tile: Any, total: jax.Array, mixed: list[jax.Array]) -> None:
-        """Into shared memory, for some of the queries."""
-        inverse = jnp.where(total > 0, 1.0 / total, 0.0)  # 0 in a row of padding
-        for piece, x in zip(plan.feature_pieces, mixed, strict=True):
+    def divide(queries: Any, l_i: jax.Array, acc: list[jax.Array]) -> None:
+        """acc / l_i of some queries, into shared memory."""
+        inverse = jnp.where(l_i > 0, 1.0 / l_i, 0.0)  # 0 in a row of padding
+        for features, x in zip(plan.feature_tiles, acc, strict=True):
             result = x * lax.broadcast_in_dim(inverse, x.shape, (1,))
-            at.rows.at[tile, piece].T[...] = result.astype(plan.dtype)
+            refs.q_rows.at[queries, features].T[...] = result.astype(plan.dtype)
         plgpu.commit_smem()
 
-    def write(column: jax.Array, count: int) -> None:
-        """Some of the queries of one token."""
-        token, query = lax.div(column, plan.group), lax.rem(column, plan.group)
+    def write(start: jax.Array, count: int) -> None:
+        """Send `count` queries of one token to global memory."""
+        token, query = lax.div(start, plan.group), lax.rem(start, plan.group)
         target = ((row * plan.tokens + token) * plan.kv_heads + head) * plan.group + query
-        plgpu.copy_smem_to_gmem(at.rows.at[pl.ds(column, count)], at.heads.at[pl.ds(target, count)])
+        plgpu.copy_smem_to_gmem(refs.q_rows.at[pl.ds(start, count)], refs.heads.at[pl.ds(target, count)])
 
     if tiles.splits == 1:
-        for tile, (_highest, total, mixed) in zip(plan.query_tiles, state, strict=True):
-            divide(tile, total, mixed)
+        for queries, (_m_i, l_i, acc) in zip(plan.query_tiles, state, strict=True):
+            divide(queries, l_i, acc)
         pl.loop(0, plan.tokens)(lambda token: write(token * plan.group, plan.group))
         return
-    sums, stats = at.sums.at[row, head], at.stats.at[row, head]
-    for tile, (highest, total, mixed) in zip(plan.query_tiles, state, strict=True):
-        for piece, x in zip(plan.feature_pieces, mixed, strict=True):
-            sums.at[split, piece, tile][...] = x
-        stats.at[split, 0, tile][...] = highest
-        stats.at[split, 1, tile][...] = total
+    partial_acc, partial_ml = refs.partial_acc.at[row, head], refs.partial_ml.at[row, head]
+    for queries, (m_i, l_i, acc) in zip(plan.query_tiles, state, strict=True):
+        for features, x in zip(plan.feature_tiles, acc, strict=True):
+            partial_acc.at[split, features, queries][...] = x
+        partial_ml.at[split, 0, queries][...] = m_i
+        partial_ml.at[split, 1, queries][...] = l_i
     inline_ptx("fence.acq_rel.cluster;")
-    plgpu.barrier_arrive(at.met)
-    plgpu.barrier_wait(at.met)
+    plgpu.barrier_arrive(refs.partials_full)
+    plgpu.barrier_wait(refs.partials_full)
     inline_ptx("fence.acq_rel.cluster;")
 
-    @pl.loop(split, plan.columns // 8, step=tiles.splits)  # eight queries a block
+    @pl.loop(split, plan.queries // 8, step=tiles.splits)  # each thread block finishes groups of eight queries
     def _(eight):
-        acc, tile = plan.layouts().acc, pl.ds(8 * eight, 8)
+        layout, queries = plan.layouts().acc, pl.ds(8 * eight, 8)
 
-        def of_all(ref: Any, place: Any, layout: Any) -> list[jax.Array]:
-            found = [ref.at[other, place, tile] for other in range(tiles.splits)]
-            return [plgpu.load(x, layout=layout, optimized=False) for x in found]
+        def load_splits(ref: Ref, index: Any, layout: Any) -> list[jax.Array]:
+            parts = [ref.at[other, index, queries] for other in range(tiles.splits)]
+            return [plgpu.load(x, layout=layout, optimized=False) for x in parts]
 
-        maxima, totals = (of_all(stats, i, acc.reduce(0)) for i in (0, 1))
-        top = functools.reduce(jnp.maximum, maxima)
-        factors = [jnp.exp2(x - top) for x in maxima]
+        m_parts, l_parts = (load_splits(partial_ml, i, layout.reduce(0)) for i in (0, 1))
+        m_i = functools.reduce(jnp.maximum, m_parts)
+        alphas = [jnp.exp2(x - m_i) for x in m_parts]
 
-        def weighted(parts: list[jax.Array]) -> jax.Array:
-            wide = [
-                factor if x.ndim == 1 else lax.broadcast_in_dim(factor, x.shape, (1,))
-                for factor, x in zip(factors, parts, strict=True)
+        def combine(parts: list[jax.Array]) -> jax.Array:
+            broadcast = [
+                alpha if x.ndim == 1 else lax.broadcast_in_dim(alpha, x.shape, (1,))
+                for alpha, x in zip(alphas, parts, strict=True)
             ]
-            return functools.reduce(jnp.add, (factor * x for factor, x in zip(wide, parts, strict=True)))
+            return functools.reduce(jnp.add, (alpha * x for alpha, x in zip(broadcast, parts, strict=True)))
 
-        divide(tile, weighted(totals), [weighted(of_all(sums, piece, acc)) for piece in plan.feature_pieces])
-        queries = jnp.minimum(plan.tokens * plan.group - tile.start, 8)
-        pl.loop(0, queries)(lambda query: write(tile.start + query, 1))
+        l_i = combine(l_parts)
+        acc = [combine(load_splits(partial_acc, features, layout)) for features in plan.feature_tiles]
+        divide(queries, l_i, acc)
+        count = jnp.minimum(plan.tokens * plan.group - queries.start, 8)
+        pl.loop(0, count)(lambda query: write(queries.start + query, 1))
 
 
-def _store_tokens(plan: _Plan, at: SimpleNamespace, row: _Row) -> None:
-    """Write the keys and values of the row's tokens into their slots."""
+def _store_tokens(plan: _Plan, refs: SimpleNamespace, row: _Row) -> None:
+    """Write the new tokens' keys and values to their pages."""
 
-    @pl.loop(0, row.real)
+    @pl.loop(0, row.num_tokens)
     def _(token):
         position = row.first + token
-        place = _place(plan, row, _page(plan, at, row, position), lax.rem(position, plan.page_size), 1)
-        for offset, cache in enumerate((at.cache_k, at.cache_v)):
-            plgpu.copy_smem_to_gmem(at.slab.at[token, pl.ds(plan.group + offset, 1)], cache.at[place])
+        page, offset = _page_of(plan, refs, row, position), lax.rem(position, plan.page_size)
+        target = _cache_slice(plan, row, page, offset, 1)
+        for kv, cache in enumerate((refs.cache_k, refs.cache_v)):
+            plgpu.copy_smem_to_gmem(refs.qkv_rows.at[token, pl.ds(plan.group + kv, 1)], cache.at[target])
 
 
-def _store_pages(plan: _Plan, at: SimpleNamespace, row: _Row, block: jax.Array, slot: jax.Array) -> None:
-    """Write the pages of a block that have new tokens, whole, and their scales: `_as_float` has made them."""
-    k_scales, v_scales = _scales(plan, at, row, block, newest=True)
-    for i, page in enumerate(_pages(plan, at, row, block)):
-        start = block * _KEYS + i * plan.copy_rows
+def _store_pages(plan: _Plan, refs: SimpleNamespace, row: _Row, tile: jax.Array, stage: jax.Array) -> None:
+    """Write back the int8 pages of a tile that contain new tokens, as `_convert_int8` made them, and their scales."""
+    k_scales, v_scales = _scales(plan, refs, row, tile, has_new=True)
+    for i, page in enumerate(_pages_of(plan, refs, row, tile)):
+        start = tile * _TILE_KV + i * plan.copy_keys
 
-        @pl.when((start <= row.last) & (row.first < start + plan.copy_rows))
+        @pl.when((start <= row.last) & (row.first < start + plan.copy_keys))
         def _(i=i, page=page):
-            for ring, cache in ((at.k, at.cache_k), (at.v, at.cache_v)):
-                source = ring.at[slot, pl.ds(i * plan.copy_rows, plan.copy_rows)]
-                plgpu.copy_smem_to_gmem(source, cache.at[_place(plan, row, page, jnp.int32(0), plan.copy_rows)])
-            at.cache_k_scale[page, row.head] = k_scales.now[i]
-            at.cache_v_scale[page, row.head] = v_scales.now[i]
+            for stages, cache in ((refs.k, refs.cache_k), (refs.v, refs.cache_v)):
+                source = stages.at[stage, pl.ds(i * plan.copy_keys, plan.copy_keys)]
+                plgpu.copy_smem_to_gmem(source, cache.at[_cache_slice(plan, row, page, jnp.int32(0), plan.copy_keys)])
+            refs.cache_k_scale[page, row.head] = k_scales.new[i]
+            refs.cache_v_scale[page, row.head] = v_scales.new[i]

@@ -1,7 +1,8 @@
-"""Which code an operation runs: its Mosaic kernel where the GPU has it and the shapes allow it, else its definition.
+"""Chooses what an operation runs: its Mosaic GPU kernel if the GPU and the shapes allow it, otherwise its fallback.
 
-The one place that asks about platforms. A kernel that does not take some shape or dtype raises `UnsupportedError`,
-which names the constraint; the operation then runs its definition and says so once in the log.
+A fallback is plain JAX: a reference (`*_reference`), or a composition of other dispatched operations (`*_fallback`).
+This is the only module that asks about platforms. A kernel that does not support a shape or dtype raises
+`UnsupportedError`, which names the constraint; the operation then runs its fallback and logs that once.
 """
 
 import contextlib
@@ -24,85 +25,85 @@ _ALL = "all operations"
 
 _log = logging.getLogger("jaxinfer.kernels")
 _interpreting = False
-_switched_off = jax.make_user_context(frozenset())
+_disabled = jax.make_user_context(frozenset())
 
 
 class UnsupportedError(NotImplementedError):
-    """A kernel does not take these arguments; the message names the constraint and the value."""
+    """A kernel does not support these arguments; the message names the constraint and the value."""
 
 
-def dispatch[T](name: str, kernel: Callable[..., T], definition: Callable[..., T], *args: Any, **static: Any) -> T:
-    """`kernel(*args, **static)` on a GPU that runs kernels, the same of `definition` everywhere else.
+def dispatch[T](name: str, kernel: Callable[..., T], fallback: Callable[..., T], *args: Any, **static: Any) -> T:
+    """Run `kernel(*args, **static)` on a GPU that supports it, `fallback(*args, **static)` everywhere else.
 
     Args:
-      name: the operation, for the log.
-      kernel, definition: functions of a module, with results of the same types.
+      name: the operation, for the log and `without_kernels`.
+      kernel, fallback: module-level functions with results of the same types.
       args: pytrees of arrays. static: hashable options.
     """
-    if not _switched_off.value.isdisjoint((name, _ALL)):
-        return definition(*args, **static)
+    if not _disabled.value.isdisjoint((name, _ALL)):
+        return fallback(*args, **static)
     if _interpreting:
         with contextlib.suppress(UnsupportedError):
             return kernel(*args, **static)
     elif kernels_available():
         try:
-            return _jitted(kernel, definition, tuple(static.items()))(*args)
+            return _jitted(kernel, fallback, tuple(static.items()))(*args)
         except UnsupportedError as error:
-            _say_once(f"{name} runs as plain XLA: {error}")
-    return definition(*args, **static)
+            _warn_once(f"{name} runs as plain XLA: {error}")
+    return fallback(*args, **static)
 
 
 @functools.cache
-def _jitted(kernel: Callable, definition: Callable, static: tuple[tuple[str, Any], ...]) -> Callable:
-    """Both, for whichever platform a program is lowered for.
+def _jitted(kernel: Callable, fallback: Callable, static: tuple[tuple[str, Any], ...]) -> Callable:
+    """Both implementations under one `jit`; lowering picks the one for the target platform.
 
-    A program calls an operation once a layer: under `jax.jit` equal calls are traced and lowered once, which takes a
+    A program calls an operation once per layer. `jax.jit` traces and lowers equal calls only once, which takes a
     fifteenth of the time for twenty layers.
     """
 
-    def either(*args: Any) -> Any:
+    def kernel_or_fallback(*args: Any) -> Any:
         return lax.platform_dependent(
             *args,
             cuda=functools.partial(kernel, **dict(static)),
-            default=functools.partial(definition, **dict(static)),
+            default=functools.partial(fallback, **dict(static)),
         )
 
-    either.__name__ = kernel.__name__
-    return jax.jit(either)
+    kernel_or_fallback.__name__ = kernel.__name__
+    return jax.jit(kernel_or_fallback)
 
 
 def without_kernels(*names: str) -> contextlib.AbstractContextManager[None]:
-    """Run the definitions of these operations, or of all if none is named, in what this thread traces within."""
-    return _switched_off(frozenset(names or (_ALL,)))
+    """Disable the kernels of the named operations (of all, if none is named) for what this thread traces inside."""
+    return _disabled(frozenset(names or (_ALL,)))
 
 
 def kernels_available() -> bool:
-    """Whether a program traced now may hold Mosaic kernels: for one GPU of compute capability 9.0 or more, by JAX 0.11.
+    """Whether a program traced now may contain Mosaic kernels: JAX 0.11, GPU of compute capability 9.0 or newer.
 
-    A mesh whose axes XLA shards by itself gets the definitions: XLA cannot divide a kernel. Inside `shard_map` each
-    device has its own, and kernels run.
+    Meshes with automatic (GSPMD) axes get the fallbacks, because XLA cannot partition a kernel. Inside `shard_map`,
+    kernels run on each device.
     """
     mesh = get_abstract_mesh()
-    divided = (size > 1 for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind is AxisType.Auto)
-    if any(divided):
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    if any(size > 1 for size, kind in axes if kind is AxisType.Auto):
         return False
-    if mesh.abstract_device is not None:  # a GPU that is compiled for ahead of time
+    if mesh.abstract_device is not None:  # the target of ahead-of-time compilation
         return _HOPPER_OR_NEWER.search(mesh.abstract_device.device_kind) is not None and _jax_lowers_kernels()
     return _local_gpu_runs_kernels() and _jax_lowers_kernels()
 
 
 def device_kind() -> str:
-    """The kind of device that a program traced now is for ("NVIDIA H200", "cpu")."""
+    """The device kind that a program traced now is compiled for ("NVIDIA H200", "cpu")."""
     target = get_abstract_mesh().abstract_device
     return target.device_kind if target is not None else jax.devices()[0].device_kind
 
 
 @functools.cache
 def _jax_lowers_kernels() -> bool:
-    """Mosaic changes from release to release: under JAX 0.12 some kernels find no layouts for their registers."""
+    """Mosaic changes with every release: under JAX 0.12, layout inference fails for some kernels."""
     if jax.__version_info__ < (0, 12):
         return True
-    _say_once(f"kernels are for JAX 0.11, this is {jax.__version__}: plain XLA runs instead")
+    _warn_once(f"kernels need JAX 0.11, this is {jax.__version__}: using plain XLA instead")
     return False
 
 
@@ -114,25 +115,25 @@ def _local_gpu_runs_kernels() -> bool:
     capability = getattr(device, "compute_capability", "0.0")
     if float(capability) >= 9.0:
         return True
-    _say_once(f"{device.device_kind} has compute capability {capability}, kernels need 9.0: plain XLA runs instead")
+    _warn_once(f"{device.device_kind} has compute capability {capability}, kernels need 9.0: using plain XLA instead")
     return False
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     _log.warning(message)
 
 
 def interpreting() -> bool:
-    """Whether kernels are traced for the interpreter: for the few steps that it knows in another form only."""
+    """Whether kernels are being traced for the interpreter, which needs a different form of a few operations."""
     return _interpreting
 
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = True) -> Iterator[None]:
-    """Run every kernel in Mosaic's interpreter, on any platform: slow, for tests and dry runs.
+    """Run every kernel in Mosaic's interpreter, on any platform. Slow; for tests and dry runs.
 
-    What was compiled before by `jax.jit` stays as it was.
+    Functions that `jax.jit` has already compiled are not affected.
     """
     global _interpreting
     _register_mma()
@@ -147,10 +148,10 @@ def interpreted(*, detect_races: bool = True) -> Iterator[None]:
 
 @functools.cache
 def _register_mma() -> None:
-    """JAX's interpreter of Mosaic has no rule for `plgpu.mma`, which is a plain product."""
+    """Give JAX's Mosaic interpreter a rule for `plgpu.mma`, which it lacks."""
 
-    def product(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    def mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         return acc + lax.dot(a, b, preferred_element_type=acc.dtype)
 
-    rule = mlir.lower_fun(product, multiple_results=False)
+    rule = mlir.lower_fun(mma, multiple_results=False)
     mlir.register_lowering(mosaic_primitives.mma_p, rule, platform="cpu")

@@ -1,4 +1,4 @@
-"""The paged cache of keys and values: its arrays, and storing a step's tokens in them."""
+"""The paged KV cache: its arrays, and writing new tokens into them."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jax import lax
 
 
 class KVPages(NamedTuple):
-    """One layer's cache, in float or in int8.
+    """One layer's KV cache, in float or int8.
 
     Attributes:
       k, v: [num_pages, page_size, Hkv, K].
@@ -25,64 +25,65 @@ class KVPages(NamedTuple):
     def shapes(
         cls, num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: np.dtype, *, int8: bool = False
     ) -> "KVPages":
-        """The shapes and dtypes of a cache; its arrays start as zeros. `dtype` is that of a cache in float."""
+        """The shapes and dtypes of a cache; its arrays start as zeros. `dtype` applies to a float cache."""
         pages = jax.ShapeDtypeStruct((num_pages, page_size, kv_heads, head_dim), np.int8 if int8 else dtype)
         scale = jax.ShapeDtypeStruct((num_pages, kv_heads), np.float32) if int8 else None
         return cls(pages, pages, scale, scale)  # type: ignore[arg-type]  # shapes for arrays
 
 
 def write_pages(
-    pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array, *, rows: int | None = None
+    pages: KVPages, k: jax.Array, v: jax.Array, page: jax.Array, offset: jax.Array, *, rows: int | None = None
 ) -> KVPages:
-    """Store a step's keys and values.
+    """Write new keys and values into the cache.
 
-    An int8 page has one scale per KV head. It grows with the tokens: one that needs more has what the page holds
-    rescaled, and one at slot 0 starts the page afresh. A token is therefore rounded again, by at most half a step,
-    whenever a later token of its page is the largest so far.
+    An int8 page has one scale per KV head, which only grows: when a token needs a larger scale, what the page already
+    holds is rescaled, and a token at offset 0 resets the page. So a token is rounded again, by at most half a
+    quantisation step, each time a later token raises the scale of its page.
 
     Args:
-      k, v: [N, Hkv, K], one row a token.
-      page: int32 [N], the page of each token; a token of page num_pages or more is padding and is dropped.
-      slot: int32 [N], its place inside the page. No two tokens share a page and a slot.
-      rows: for int8, at most how many runs of tokens start inside a page, where a run is neighbours in `page` that
-        are the same. Tokens of R sequences, each in order, make at most R. N if not given.
+      k, v: [N, Hkv, K], one row per token.
+      page: int32 [N], each token's page; tokens with page >= num_pages are padding and are dropped.
+      offset: int32 [N], the token's offset in its page. No two tokens have the same page and offset.
+      rows: for int8, an upper bound on the runs of tokens that start inside a page (offset > 0), where a run is
+        consecutive tokens of equal `page`. The tokens of R sequences, each in order, have at most R. Default: N.
     """
     if pages.k_scale is None or pages.v_scale is None:
-        return KVPages(_put(pages.k, (page, slot), k), _put(pages.v, (page, slot), v))
+        return KVPages(_write(pages.k, (page, offset), k), _write(pages.v, (page, offset), v))
     rows = page.size if rows is None else min(rows, page.size)
-    new_k, k_scale = _put_int8(pages.k, pages.k_scale, k, page, slot, rows)
-    new_v, v_scale = _put_int8(pages.v, pages.v_scale, v, page, slot, rows)
+    new_k, k_scale = _write_int8(pages.k, pages.k_scale, k, page, offset, rows)
+    new_v, v_scale = _write_int8(pages.v, pages.v_scale, v, page, offset, rows)
     return KVPages(new_k, new_v, k_scale, v_scale)
 
 
-def _put(x: jax.Array, index: tuple[jax.Array, ...], new: jax.Array) -> jax.Array:
-    """x[index] = new, but for what lies beyond x's first dimension."""
+def _write(x: jax.Array, index: tuple[jax.Array, ...], new: jax.Array) -> jax.Array:
+    """x[index] = new, dropping indices beyond x's first dimension."""
     new = new.astype(x.dtype)
-    if index[0].size == 1:  # a slice, which XLA:GPU writes in one kernel where it takes two for a scatter of one index
-        at = (*(i[0] for i in index), *[0] * (new.ndim - 1))
+    if index[0].size == 1:  # XLA:GPU needs two kernels for a scatter of one index, and one for updating a slice
+        start = (*(i[0] for i in index), *[0] * (new.ndim - 1))
         new = new.reshape((1,) * len(index) + new.shape[1:])
-        kept = jnp.where(at[0] < x.shape[0], new, lax.dynamic_slice(x, at, new.shape))
-        return lax.dynamic_update_slice(x, kept, at)
+        update = jnp.where(start[0] < x.shape[0], new, lax.dynamic_slice(x, start, new.shape))
+        return lax.dynamic_update_slice(x, update, start)
     return x.at[index].set(new, mode="drop")
 
 
-def _put_int8(
-    pages: jax.Array, scale: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Array, rows: int
+def _write_int8(
+    pages: jax.Array, scale: jax.Array, new: jax.Array, page: jax.Array, offset: jax.Array, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantise one of keys and values into its pages; returns pages and scales."""
+    """Quantise keys (or values) into their pages; returns the pages and their scales."""
     new = new.astype(jnp.float32)
-    needed = jnp.maximum(jnp.max(jnp.abs(new), axis=-1), 1e-30) / 127.0
-    before = scale.at[jnp.where(slot == 0, page, len(scale))].set(0.0, mode="drop")
-    after = before.at[page].max(needed, mode="drop")
+    min_scale = jnp.maximum(jnp.max(jnp.abs(new), axis=-1), 1e-30) / 127.0
+    old_scale = scale.at[jnp.where(offset == 0, page, len(scale))].set(0.0, mode="drop")
+    new_scale = old_scale.at[page].max(min_scale, mode="drop")
 
-    # A page that is entered at slot 0 holds nothing to keep.
-    entered = jnp.where((slot != 0) & (page != jnp.roll(page, 1).at[0].set(-1)), page, len(scale))
+    # Rescale the pages that are continued. A page that starts at offset 0 holds nothing to keep.
+    continued = jnp.where((offset != 0) & (page != jnp.roll(page, 1).at[0].set(-1)), page, len(scale))
     if rows < page.size:
-        entered = entered.at[jnp.nonzero(entered < len(scale), size=rows, fill_value=page.size)].get(
+        continued = continued.at[jnp.nonzero(continued < len(scale), size=rows, fill_value=page.size)].get(
             mode="fill", fill_value=len(scale)
         )
-    factor = before.at[entered].get(mode="clip") / after.at[entered].get(mode="clip")
-    held = pages.at[entered].get(mode="clip") * factor[:, None, :, None]
-    pages = _put(pages, (entered,), jnp.round(held))
+    ratio = old_scale.at[continued].get(mode="clip") / new_scale.at[continued].get(mode="clip")
+    rescaled = pages.at[continued].get(mode="clip") * ratio[:, None, :, None]
+    pages = _write(pages, (continued,), jnp.round(rescaled))
 
-    return _put(pages, (page, slot), jnp.round(new / after.at[page].get(mode="clip")[..., None])), after
+    quantized = jnp.round(new / new_scale.at[page].get(mode="clip")[..., None])
+    return _write(pages, (page, offset), quantized), new_scale

@@ -1,12 +1,13 @@
-"""Merging similar tokens of an encoder: bipartite soft matching (ToMe, arXiv:2210.09461, section 3).
+"""Token merging for encoders: bipartite soft matching (ToMe, arXiv:2210.09461, section 3).
 
-Tokens at even places (A) may go into tokens at odd places (B). Each of A finds the most similar of B, and the `r` most
-similar of these pairs become size-weighted means. What remains is [the rest of A in order, B in order], so that the
-next layer chooses among other pairs.
+Tokens at even positions (A) may be merged into tokens at odd positions (B). Each token of A finds its most similar
+token of B, and the `r` most similar of these pairs become size-weighted means. The result is [the rest of A in order, B
+in order], so that the next layer chooses among other pairs.
 
-On a GPU two kernels do it. The first chooses, one block per batch row, since the choice needs all tokens of a row.
-The second multiplies the tokens by the matrix that says which goes where, one block per batch row and 64 features: a
-product has no scatter, whose order could change the sum, and the matrix is made in registers.
+On a GPU this takes two kernels. The first selects the pairs, with one thread block per batch row, since the choice
+needs all tokens of a row. The second multiplies the tokens by the merge matrix, with one thread block per batch row and
+64 features. A matmul is deterministic where a scatter's order could change the sums, and the matrix is built in
+registers.
 """
 
 from typing import Any
@@ -18,12 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.refs import Ref
 
-TILE = 64  # tokens, or features, that a block works on at once: 128 bytes in a half, the widest swizzle
-STEP = 32  # tokens that are multiplied at once
+TILE = 64  # tokens, or features, of a tile: 128 bytes in a 16-bit dtype, the widest swizzle
+MMA_TOKENS = 32  # tokens per mma
 MAX_TOKENS = 1024
-_SHARED_BYTES = 200 << 10  # of a block's shared memory, for the tokens to choose among
-_SWIZZLED = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]  # JAX's class is whole
+_SMEM_BYTES = 200 << 10  # of a thread block, for the metric of all tokens
+_SWIZZLED = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]  # pyright takes it for abstract
 
 
 def merge_tokens(
@@ -34,161 +36,169 @@ def merge_tokens(
     Args:
       x: [B, n, d], the tokens.
       size: float32 [B, n], how many original tokens each of them is the mean of; None: one.
-      metric: [B, n, m], similar tokens have similar directions of it; in ToMe the keys, averaged over heads.
-      r: how many tokens to lose; at most half of those that are not protected are lost.
-      protected: the first so many tokens (the class token, prompts) neither go anywhere nor take others in.
-    Returns [B, n - r, d] in x's dtype and its sizes, float32 [B, n - r]. Of equally similar pairs earlier ones merge.
+      metric: [B, n, m], compared by cosine similarity; in ToMe the keys, averaged over heads.
+      r: how many tokens to remove; limited to half of the tokens that are not protected.
+      protected: the first `protected` tokens (class token, prompts) are neither merged nor merged into.
+    Returns [B, n - r, d] in x's dtype and its sizes, float32 [B, n - r]. Among equally similar pairs, earlier ones are
+    merged first.
     """
     batch, count, _ = x.shape
     size = jnp.ones((batch, count), jnp.float32) if size is None else size.astype(jnp.float32)
     r = min(r, (count - protected) // 2)
     if r <= 0:
         return x, size
-    return dispatch("merge_tokens", _kernels, _definition, x, size, metric, r=r, protected=protected)
+    return dispatch("merge_tokens", _kernels, _reference, x, size, metric, r=r, protected=protected)
 
 
-def _unit(metric: jax.Array) -> jax.Array:
-    """Rows of length 1, in the metric's dtype: their products are cosines."""
+def _normalized(metric: jax.Array) -> jax.Array:
+    """Rows of length 1, in the metric's dtype: their dot products are cosine similarities."""
     exact = metric.astype(jnp.float32)
     square = jnp.sum(exact * exact, axis=-1, keepdims=True)
     return (exact * lax.rsqrt(square + 1e-12)).astype(metric.dtype)
 
 
-def _definition(
+def _reference(
     x: jax.Array, size: jax.Array, metric: jax.Array, *, r: int, protected: int
 ) -> tuple[jax.Array, jax.Array]:
-    unit, outputs = _unit(metric), x.shape[1] - r
+    unit, outputs = _normalized(metric), x.shape[1] - r
     a, b = unit[:, ::2], unit[:, 1::2]
     scores = jnp.einsum("bim,bjm->bij", a, b, precision="highest", preferred_element_type=jnp.float32)
     i, j = jnp.arange(a.shape[1]), jnp.arange(b.shape[1])
     scores = jnp.where((2 * i[:, None] < protected) | (2 * j + 1 < protected), -jnp.inf, scores)
-    best, goal = jnp.max(scores, axis=2), jnp.argmax(scores, axis=2)  # [B, A]
-    mine, theirs = best[:, :, None], best[:, None]
-    rank = jnp.sum((theirs > mine) | ((theirs == mine) & (i < i[:, None])), axis=2)  # a stable sort's place
-    target = jnp.zeros(size.shape, jnp.int32)  # the output that each token goes to
-    first = outputs - len(j)  # output of B
-    target = target.at[:, ::2].set(jnp.where(rank < r, first + goal, jnp.cumsum(rank >= r, axis=1) - 1))
+    best, partner = jnp.max(scores, axis=2), jnp.argmax(scores, axis=2)  # [B, A]
+    own, other = best[:, :, None], best[:, None]
+    rank = jnp.sum((other > own) | ((other == own) & (i < i[:, None])), axis=2)  # as by a stable sort
+    target = jnp.zeros(size.shape, jnp.int32)  # each token's output
+    first = outputs - len(j)  # the first output of B
+    target = target.at[:, ::2].set(jnp.where(rank < r, first + partner, jnp.cumsum(rank >= r, axis=1) - 1))
     target = target.at[:, 1::2].set(first + j)
     weights = jnp.where(target[:, None] == jnp.arange(outputs)[:, None], size[:, None], 0.0)  # [B, n - r, n]
-    total = jnp.sum(weights, axis=2)
-    weighted = jnp.einsum("bkn,bnd->bkd", weights, x.astype(jnp.float32), precision="highest")
-    return (weighted / total[..., None]).astype(x.dtype), total
+    new_size = jnp.sum(weights, axis=2)
+    weighted_sum = jnp.einsum("bkn,bnd->bkd", weights, x.astype(jnp.float32), precision="highest")
+    return (weighted_sum / new_size[..., None]).astype(x.dtype), new_size
 
 
 def _kernels(
     x: jax.Array, size: jax.Array, metric: jax.Array, *, r: int, protected: int
 ) -> tuple[jax.Array, jax.Array]:
-    """As the definition, except that sizes above 256 (float16: 2048) weigh as what a half can hold of them."""
-    halves = (jnp.bfloat16, jnp.float16)
-    if x.dtype not in halves or metric.dtype not in halves:
-        raise UnsupportedError(f"the kernels multiply halves, got x in {x.dtype} and the metric in {metric.dtype}")
+    """Like `_reference`, except that weights (sizes) above 256 (float16: 2048) are rounded to x's dtype."""
+    dtypes = (jnp.bfloat16, jnp.float16)
+    if x.dtype not in dtypes or metric.dtype not in dtypes:
+        raise UnsupportedError(
+            f"the kernels take bfloat16 or float16, got x in {x.dtype} and the metric in {metric.dtype}"
+        )
     if x.shape[1] > MAX_TOKENS:
-        raise UnsupportedError(f"a block holds at most {MAX_TOKENS} tokens, got {x.shape[1]}")
+        raise UnsupportedError(f"the kernels take at most {MAX_TOKENS} tokens, got {x.shape[1]}")
     for name, features in (("x", x.shape[2]), ("the metric", metric.shape[2])):
         if features % 8:
-            raise UnsupportedError(f"TMA reads rows of whole 16 bytes, got {features} features of {name}")
-    return _merge(x, size, _choose(metric, r, protected), r)
+            raise UnsupportedError(f"TMA needs rows of a multiple of 16 bytes, got {features} features of {name}")
+    return _merge(x, size, _select(metric, r, protected), r)
 
 
-def _vector(ref: jax.Ref, start: jax.Array | int, layout: Any, axis: int, shape: tuple[int, int]):
-    """A part of a vector in shared memory, along one axis of a matrix in registers."""
-    part = plgpu.load(ref.at[pl.ds(start, shape[axis])], layout=layout.reduce(1 - axis), optimized=False)
-    return lax.broadcast_in_dim(part, shape, (axis,))
+def _broadcast(ref: Ref, start: jax.Array | int, layout: Any, axis: int, shape: tuple[int, int]) -> jax.Array:
+    """Load a slice of a vector from shared memory along `axis` of a matrix in registers, repeated along the other."""
+    vector = plgpu.load(ref.at[pl.ds(start, shape[axis])], layout=layout.reduce(1 - axis), optimized=False)
+    return lax.broadcast_in_dim(vector, shape, (axis,))
 
 
-def _choose(metric: jax.Array, r: int, protected: int) -> jax.Array:
-    """The output that each token goes to, int32 [B, 2 x n / 2 rounded up to tiles]; of padding, anything.
+def _select(metric: jax.Array, r: int, protected: int) -> jax.Array:
+    """The output of each token, int32 [B, 2 x n / 2 rounded up to tiles]; arbitrary for padding.
 
-    One warpgroup per batch row. It holds 64 x 32 pairs in registers, as a product leaves them: a row of pairs stays in
-    one warp, and its maximum costs two shuffles. Instead of sorting, it counts the tokens before each.
+    One warpgroup per batch row. It keeps 64 x 32 scores in registers, in the layout of an mma accumulator: a row of
+    scores is in one warp, and its maximum costs two shuffles. Ranks are found by counting instead of sorting.
     """
     batch, count, features = metric.shape
-    # An even number of tokens: A and B are then the halves of rows twice as long, and need no copies.
-    unit = _unit(jnp.pad(metric, ((0, 0), (0, count % 2), (0, 0)))).reshape(batch, -1, 2, features)
+    # With an even number of tokens, A and B are the two halves of rows twice as long, without copies.
+    unit = _normalized(jnp.pad(metric, ((0, 0), (0, count % 2), (0, 0)))).reshape(batch, -1, 2, features)
     evens, odds = pl.cdiv(count, 2), count // 2
-    tiles, slabs, block = pl.cdiv(evens, TILE), pl.cdiv(features, TILE), (TILE, STEP)
+    tiles, feature_tiles, shape = pl.cdiv(evens, TILE), pl.cdiv(features, TILE), (TILE, MMA_TOKENS)
     rows = tiles * TILE
-    if (shared := 2 * slabs * rows * TILE * unit.dtype.itemsize) > _SHARED_BYTES:
-        raise UnsupportedError(f"a block holds {_SHARED_BYTES} bytes, got {count} tokens of {features}: {shared}")
-    lhs, rhs, pairs = (of(unit.dtype) for of in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
+    if (smem_bytes := 2 * feature_tiles * rows * TILE * unit.dtype.itemsize) > _SMEM_BYTES:
+        raise UnsupportedError(
+            f"a thread block has {_SMEM_BYTES} bytes, got {count} tokens of {features} features: {smem_bytes}"
+        )
+    lhs, rhs, acc = (of(unit.dtype) for of in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
 
-    def body(unit_g, target_g, unit_s, best_s, goal_s, merged_s, arrived):
+    def body(unit_g, target_g, unit_s, best_s, partner_s, merged_s, full):
         row = lax.axis_index("row")
 
         @pl.loop(0, tiles)
         def _(t):
-            @pl.loop(0, slabs)
-            def _(slab):
+            @pl.loop(0, feature_tiles)
+            def _(f):
                 for half in range(2):
-                    source = unit_g.at[row, pl.ds(t * TILE, TILE), half, pl.ds(slab * TILE, TILE)]
-                    plgpu.copy_gmem_to_smem(source, unit_s.at[half, slab, pl.ds(t * TILE, TILE)], arrived)
+                    source = unit_g.at[row, pl.ds(t * TILE, TILE), half, pl.ds(f * TILE, TILE)]
+                    plgpu.copy_gmem_to_smem(source, unit_s.at[half, f, pl.ds(t * TILE, TILE)], full)
 
-        plgpu.barrier_wait(arrived)
+        plgpu.barrier_wait(full)
 
         def index(axis, tile):
-            return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, block, axis), pairs) + tile * block[axis]
+            return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), acc) + tile * shape[axis]
 
-        def row_full(value, dtype):
-            return plgpu.layout_cast(jnp.full(TILE, value, dtype), pairs.reduce(1))
+        def row_vector(value, dtype):
+            return plgpu.layout_cast(jnp.full(TILE, value, dtype), acc.reduce(1))
 
         @pl.loop(0, tiles)
-        def find_best(t):
-            def among(u, found):
-                best, goal = found
-                scores = plgpu.layout_cast(jnp.zeros(block, jnp.float32), pairs)
-                for slab in range(slabs):
-                    a = plgpu.load(unit_s.at[0, slab, pl.ds(t * TILE, TILE)], layout=lhs, optimized=False)
-                    b = plgpu.load(unit_s.at[1, slab, pl.ds(u * STEP, STEP)].T, layout=rhs, optimized=False)
+        def find_partners(t):
+            def iteration(u, state):
+                best, partner = state
+                scores = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), acc)
+                for f in range(feature_tiles):
+                    a = plgpu.load(unit_s.at[0, f, pl.ds(t * TILE, TILE)], layout=lhs, optimized=False)
+                    b = plgpu.load(unit_s.at[1, f, pl.ds(u * MMA_TOKENS, MMA_TOKENS)].T, layout=rhs, optimized=False)
                     scores = plgpu.mma(scores, a, b)
                 i, j = index(0, t), index(1, u)
                 allowed = (j < odds) & (2 * j + 1 >= protected) & (i < evens) & (2 * i >= protected)
                 scores = jnp.where(allowed, scores, -jnp.inf)
-                top = jnp.max(scores, axis=1)
-                which = jnp.min(jnp.where(scores == lax.broadcast_in_dim(top, block, (0,)), j, rows), axis=1)
-                return jnp.maximum(best, top), jnp.where(top > best, which, goal)
+                tile_best = jnp.max(scores, axis=1)
+                is_best = scores == lax.broadcast_in_dim(tile_best, shape, (0,))
+                tile_partner = jnp.min(jnp.where(is_best, j, rows), axis=1)
+                return jnp.maximum(best, tile_best), jnp.where(tile_best > best, tile_partner, partner)
 
-            nothing = row_full(-jnp.inf, jnp.float32), row_full(0, jnp.int32)
-            best, goal = lax.fori_loop(0, rows // STEP, among, nothing)
-            best_s[pl.ds(t * TILE, TILE)], goal_s[pl.ds(t * TILE, TILE)] = best, goal
+            init = row_vector(-jnp.inf, jnp.float32), row_vector(0, jnp.int32)
+            best, partner = lax.fori_loop(0, rows // MMA_TOKENS, iteration, init)
+            best_s[pl.ds(t * TILE, TILE)], partner_s[pl.ds(t * TILE, TILE)] = best, partner
 
         plgpu.commit_smem()
 
         @pl.loop(0, tiles)
-        def choose(t):
+        def select(t):
             def count_before(u, rank):
-                mine, theirs = (
-                    _vector(best_s, tile * block[axis], pairs, axis, block) for axis, tile in enumerate((t, u))
+                own, other = (
+                    _broadcast(best_s, tile * shape[axis], acc, axis, shape) for axis, tile in enumerate((t, u))
                 )
-                before = (theirs > mine) | ((theirs == mine) & (index(1, u) < index(0, t)))
+                before = (other > own) | ((other == own) & (index(1, u) < index(0, t)))
                 return rank + jnp.sum(jnp.where(before, 1, 0), axis=1)
 
-            rank = lax.fori_loop(0, rows // STEP, count_before, row_full(0, jnp.int32))
+            rank = lax.fori_loop(0, rows // MMA_TOKENS, count_before, row_vector(0, jnp.int32))
             merged_s[pl.ds(t * TILE, TILE)] = jnp.where(rank < r, 1, 0)
 
         plgpu.commit_smem()
 
         @pl.loop(0, tiles)
-        def place(t):
-            def count_gone(u, gone):
+        def write_targets(t):
+            def count_merged(u, merged_before):
                 before = index(1, u) < index(0, t)
-                return gone + jnp.sum(jnp.where(before, _vector(merged_s, u * STEP, pairs, 1, block), 0), axis=1)
+                merged = _broadcast(merged_s, u * MMA_TOKENS, acc, 1, shape)
+                return merged_before + jnp.sum(jnp.where(before, merged, 0), axis=1)
 
-            gone = lax.fori_loop(0, (t + 1) * (TILE // STEP), count_gone, row_full(0, jnp.int32))
-            part = pl.ds(t * TILE, TILE)
-            merged, goal = (
-                plgpu.load(ref.at[part], layout=pairs.reduce(1), optimized=False) for ref in (merged_s, goal_s)
+            iterations = (t + 1) * (TILE // MMA_TOKENS)
+            merged_before = lax.fori_loop(0, iterations, count_merged, row_vector(0, jnp.int32))
+            own = pl.ds(t * TILE, TILE)
+            merged, partner = (
+                plgpu.load(ref.at[own], layout=acc.reduce(1), optimized=False) for ref in (merged_s, partner_s)
             )
-            i = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (TILE,), 0), pairs.reduce(1)) + t * TILE
-            target_g[row, part, 0] = jnp.where(merged == 1, evens - r + goal, i - gone)
-            target_g[row, part, 1] = evens - r + i
+            i = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (TILE,), 0), acc.reduce(1)) + t * TILE
+            target_g[row, own, 0] = jnp.where(merged == 1, evens - r + partner, i - merged_before)
+            target_g[row, own, 1] = evens - r + i
 
     target = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((batch, rows, 2), jnp.int32),
         scratch_types=[
-            plgpu.SMEM((2, slabs, rows, TILE), unit.dtype, transforms=_SWIZZLED),
+            plgpu.SMEM((2, feature_tiles, rows, TILE), unit.dtype, transforms=_SWIZZLED),
             *(plgpu.SMEM((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32)),
-            plgpu.Barrier(num_arrivals=2 * slabs * tiles),
+            plgpu.Barrier(num_arrivals=2 * feature_tiles * tiles),
         ],
         grid=(batch,),
         grid_names=("row",),
@@ -198,55 +208,57 @@ def _choose(metric: jax.Array, r: int, protected: int) -> jax.Array:
 
 
 def _merge(x: jax.Array, size: jax.Array, target: jax.Array, r: int) -> tuple[jax.Array, jax.Array]:
-    """The size-weighted means of the tokens that share a target, and their sizes. target: [B, n, padded]."""
+    """The size-weighted means of the tokens with equal targets, and their sizes. target: int32 [B, n, padded]."""
     (batch, count, features), tokens = x.shape, target.shape[1]
-    outputs, block, weights_shape = count - r, (TILE, TILE), (TILE, STEP)
-    size = jnp.pad(size, ((0, 0), (0, tokens - count)))  # padding weighs nothing, wherever it goes
+    outputs, shape, weights_shape = count - r, (TILE, TILE), (TILE, MMA_TOKENS)
+    size = jnp.pad(size, ((0, 0), (0, tokens - count)))  # padding tokens have weight 0, whatever their target
     lhs, rhs, acc = (of(x.dtype) for of in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
 
-    def body(x_g, size_g, target_g, y_g, total_g, x_s, size_s, target_s, y_s, total_s, arrived):
+    def body(x_g, size_g, target_g, y_g, new_size_g, x_s, size_s, target_s, y_s, new_size_s, full):
         row, features = lax.axis_index("row"), pl.ds(lax.axis_index("column") * TILE, TILE)
 
         @pl.loop(0, tokens // TILE)
         def _(t):
-            part = pl.ds(t * TILE, TILE)
-            plgpu.copy_gmem_to_smem(size_g.at[row, part], size_s.at[part], arrived)
-            plgpu.copy_gmem_to_smem(target_g.at[row, part], target_s.at[part], arrived)
-            plgpu.copy_gmem_to_smem(x_g.at[row, part, features], x_s.at[part], arrived)
+            own = pl.ds(t * TILE, TILE)
+            plgpu.copy_gmem_to_smem(size_g.at[row, own], size_s.at[own], full)
+            plgpu.copy_gmem_to_smem(target_g.at[row, own], target_s.at[own], full)
+            plgpu.copy_gmem_to_smem(x_g.at[row, own, features], x_s.at[own], full)
 
-        plgpu.barrier_wait(arrived)
+        plgpu.barrier_wait(full)
 
         @pl.loop(0, pl.cdiv(outputs, TILE))
         def _(t):
-            part = pl.ds(t * TILE, TILE)
+            own = pl.ds(t * TILE, TILE)
             output = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, weights_shape, 0), lhs) + t * TILE
 
-            def add(u, sums):
-                weighted, total = sums
-                goes, weight = (_vector(ref, u * STEP, lhs, 1, weights_shape) for ref in (target_s, size_s))
-                weights = jnp.where(goes == output, weight, 0.0)
-                tokens = plgpu.load(x_s.at[pl.ds(u * STEP, STEP)], layout=rhs, optimized=False)
-                return plgpu.mma(weighted, weights.astype(x.dtype), tokens), total + jnp.sum(weights, axis=1)
+            def iteration(u, sums):
+                weighted_sum, new_size = sums
+                token_target, token_size = (
+                    _broadcast(ref, u * MMA_TOKENS, lhs, 1, weights_shape) for ref in (target_s, size_s)
+                )
+                weights = jnp.where(token_target == output, token_size, 0.0)
+                tokens = plgpu.load(x_s.at[pl.ds(u * MMA_TOKENS, MMA_TOKENS)], layout=rhs, optimized=False)
+                return plgpu.mma(weighted_sum, weights.astype(x.dtype), tokens), new_size + jnp.sum(weights, axis=1)
 
-            nothing = (
-                plgpu.layout_cast(jnp.zeros(block, jnp.float32), acc),
+            init = (
+                plgpu.layout_cast(jnp.zeros(shape, jnp.float32), acc),
                 plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), lhs.reduce(1)),
             )
-            weighted, total = lax.fori_loop(0, tokens // STEP, add, nothing)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before
-            total_s[...] = total
+            weighted_sum, new_size = lax.fori_loop(0, tokens // MMA_TOKENS, iteration, init)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left y_s
+            new_size_s[...] = new_size
             plgpu.commit_smem()
-            y_s[...] = (weighted / _vector(total_s, 0, acc, 0, block)).astype(x.dtype)
+            y_s[...] = (weighted_sum / _broadcast(new_size_s, 0, acc, 0, shape)).astype(x.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(y_s, y_g.at[row, part, features])
+            plgpu.copy_smem_to_gmem(y_s, y_g.at[row, own, features])
 
             @pl.when(lax.axis_index("column") == 0)
             def _():
-                total_g[row, part] = total
+                new_size_g[row, own] = new_size
 
         plgpu.wait_smem_to_gmem(0)
 
-    y, total = plgpu.kernel(
+    y, new_size = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((batch, outputs, features), x.dtype),
@@ -256,7 +268,7 @@ def _merge(x: jax.Array, size: jax.Array, target: jax.Array, r: int) -> tuple[ja
             plgpu.SMEM((tokens, TILE), x.dtype, transforms=_SWIZZLED),
             plgpu.SMEM((tokens,), jnp.float32),
             plgpu.SMEM((tokens,), jnp.int32),
-            plgpu.SMEM(block, x.dtype, transforms=_SWIZZLED),
+            plgpu.SMEM(shape, x.dtype, transforms=_SWIZZLED),
             plgpu.SMEM((TILE,), jnp.float32),
             plgpu.Barrier(num_arrivals=3 * tokens // TILE),
         ],
@@ -264,4 +276,4 @@ def _merge(x: jax.Array, size: jax.Array, target: jax.Array, r: int) -> tuple[ja
         grid_names=("row", "column"),
         kernel_name="merge_average",
     )(x, size, target)
-    return y, total[:, :outputs]
+    return y, new_size[:, :outputs]

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: the definition, which kernels have built in."""
+"""LayerNorm and RMSNorm in plain JAX; kernels compute them as part of a larger operation."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax import lax
 
 
 def normalize(x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, eps: float) -> jax.Array:
-    """LayerNorm over the last dimension, or RMSNorm if there is no shift; in float32, rounded to x's dtype.
+    """LayerNorm over the last dimension, or RMSNorm if `shift` is None; in float32, rounded to x's dtype.
 
     x: [..., K]; scale, shift: [K].
     """

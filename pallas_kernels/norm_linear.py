@@ -1,21 +1,21 @@
-"""A norm, the product with a matrix of weights, and the activation after it.
+"""A norm, a linear layer, and the activation after it.
 
-DeepSpeed Inference, section III-B, regions 1 and 3: the product of a transformer's attention (norm, QKV) and
-the first of its MLP (norm, FC1, activation or gate).
+DeepSpeed Inference, section III-B, regions 1 and 3: a transformer's QKV projection (norm, QKV) and the first layer of
+its MLP (norm, FC1, activation or gate).
 """
 
 import jax
 
 from pallas_kernels.activations import activate_outputs
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.linear import linear_definition
+from pallas_kernels.linear import linear_fallback
 from pallas_kernels.norm import normalize
 from pallas_kernels.quantized_matmul import norm_quantize, quantized_matmul
-from pallas_kernels.small_batch_linear import Norm, small_batch_product
+from pallas_kernels.small_batch_linear import Norm, fused_small_batch_linear
 from pallas_kernels.weights import Weights, is_int8
 
 
-def norm_linear_definition(
+def norm_linear_fallback(
     x: jax.Array,
     scale: jax.Array,
     shift: jax.Array | None,
@@ -26,13 +26,13 @@ def norm_linear_definition(
     activation: str | None = None,
     gated: bool = False,
 ) -> jax.Array:
-    """`norm_linear` by XLA, and for int8 by what `quantized_matmul` offers."""
+    """`norm_linear` in plain JAX; with int8 weights through `norm_quantize` and `quantized_matmul`."""
     if is_int8(weights):
         assert weights.scale is not None
         q, q_scale = norm_quantize(x, scale, shift, eps=eps)
-        y = quantized_matmul(q, q_scale, weights.kernel, weights.scale, bias, dtype=x.dtype)
+        y = quantized_matmul(q, q_scale, weights.weight, weights.scale, bias, dtype=x.dtype)
     else:
-        y = linear_definition(normalize(x, scale, shift, eps=eps), weights, bias)
+        y = linear_fallback(normalize(x, scale, shift, eps=eps), weights, bias)
     return activate_outputs(y, activation, gated=gated)
 
 
@@ -47,15 +47,15 @@ def norm_linear(
     activation: str | None = None,
     gated: bool = False,
 ) -> jax.Array:
-    """act(norm(x) W^T + b), one kernel for up to 16 rows.
+    """act(norm(x) W^T + b); one kernel for up to 16 rows.
 
     Args:
-      x: [..., K]. scale, shift: [K], of LayerNorm, or of RMSNorm if shift is None. weights: N by K. bias: [N].
-      activation: as `activate` names it. gated: the outputs alternate (gate, up); the result is act(gate) * up.
+      x: [..., K]. scale, shift: [K], of a LayerNorm, or of an RMSNorm if shift is None. weights: N by K. bias: [N].
+      activation: a name that `activate` knows. gated: outputs alternate (gate, up); the result is act(gate) * up.
     Returns: [..., N], or [..., N / 2] with `gated`, in x's dtype.
     """
     static = {"eps": eps, "activation": activation, "gated": gated}
-    return dispatch("norm_linear", _kernel, norm_linear_definition, x, scale, shift, weights, bias, **static)
+    return dispatch("norm_linear", _kernel, norm_linear_fallback, x, scale, shift, weights, bias, **static)
 
 
 def _kernel(
@@ -69,4 +69,6 @@ def _kernel(
     activation: str | None,
     gated: bool,
 ) -> jax.Array:
-    return small_batch_product(x, weights, bias, norm=Norm(scale, shift), eps=eps, activation=activation, gated=gated)
+    return fused_small_batch_linear(
+        x, weights, bias, norm=Norm(scale, shift), eps=eps, activation=activation, gated=gated
+    )

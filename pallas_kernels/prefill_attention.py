@@ -1,19 +1,19 @@
-"""The GPU kernel of attention with many queries: over the pages of a cache, or over the keys of the rows themselves.
+"""The prefill attention kernel: many queries over the pages of a KV cache, or over each row's own contiguous keys.
 
-FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1) in the form that suits Hopper (Shah et al. 2024,
-arXiv:2407.08608, section 3.1): one warpgroup copies, one or two others compute. A block of threads takes the queries of
-some heads that share a KV head, 64 rows of queries to a computing warpgroup, and goes over the keys block by block:
+Warp-specialised FlashAttention for Hopper (Dao et al. 2022, arXiv:2205.14135, algorithm 1; Shah et al. 2024,
+arXiv:2407.08608, section 3.1), with one producer warpgroup and one or two consumer warpgroups. A thread block takes
+the queries of some heads that share a KV head, 64 rows of queries per consumer, and iterates over tiles of keys:
 
-    copier:   pages of keys -> ring of K slots, pages of values -> ring of V slots, by TMA, as far ahead as slots allow
-    computer: scores = Q K^T (wgmma), running maximum and sum in registers, weights -> SMEM, sums += weights V (wgmma)
+    producer: pages of keys and of values -> pipeline stages in SMEM, by TMA, as far ahead as there are empty stages
+    consumer: S = Q K^T (wgmma), online softmax in registers, P -> SMEM, acc += P V (wgmma)
 
-What moves: every tile of 128 rows reads the pages between its first window and its last query once, from L2 mostly:
-4 K bytes a key (2 K in int8) for 512 K FLOPs, so 128 FLOPs a byte. At 989 TFLOP/s that would be 7.7 TB/s of L2, more
-than it gives (about 5.5 TB/s); at the 600 TFLOP/s that such kernels reach, 4.7. From HBM: the queries, the result, and
-the pages once, if L2 holds those that are in use at a time.
+Memory traffic: each tile of 128 query rows reads the pages from its first window to its last query once, mostly from
+L2: 4 K bytes a key (2 K in int8) for 512 K FLOPs, so 128 FLOPs a byte. At 989 TFLOP/s that would need 7.7 TB/s from
+L2, more than it delivers (about 5.5 TB/s); at the 600 TFLOP/s that such kernels reach, it is 4.7 TB/s. HBM delivers
+the queries, the result, and the pages once, if L2 holds the pages in use.
 
-`wgmma` with both operands in SMEM rather than `mma` from registers, which reaches about 60% of its rate. The weights
-go through SMEM for it: 2 * 64 * block bytes each way per 256 * block * K FLOPs, an eighth of SMEM's time at K = 128.
+Both operands of `wgmma` are in SMEM; `mma` from registers reaches only about 60% of its rate. So P goes through SMEM:
+2 * 64 * tile_kv bytes each way per 256 * tile_kv * K FLOPs, an eighth of SMEM's time at K = 128.
 """
 
 import dataclasses
@@ -30,82 +30,83 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError, interpreting
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
 
-_ROWS = 64  # of queries to a warpgroup: what a wgmma takes
-_MATRIX = plgpu.Layout.WGMMA
-_COLUMN = plgpu.Layout.WGMMA.reduce(1)  # a number a row
+_TILE_Q = 64  # rows of queries per consumer warpgroup: the M of a wgmma
+_ACC_LAYOUT = plgpu.Layout.WGMMA
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # a vector with one number per row of an accumulator
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-_LOG2_E = math.log2(math.e)
+_LOG2E = math.log2(math.e)
 
-# A power of two, so that its product with any factor is exact: weights of rows that see nothing yet are exp2(x - x) = 1
-# even where the compiler fuses product and difference without rounding in between.
-_HIDDEN = np.float32(-(2.0**100))
+# A power of two, so that its product with any factor is exact: while a row has seen only masked keys, its weights are
+# exp2(x - x) = 1, even if the compiler fuses the product and the difference without rounding in between.
+_MASKED = np.float32(-(2.0**100))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the kernel divides its work.
+    """How the kernel partitions its work.
 
-    The SMEM of a block of threads, in bytes: queries, 128 K a warpgroup; weights, 128 `block` a warpgroup; rings,
-    4 K `block` a stage; in int8 besides 2 K `block`, where a block of keys and values waits to be converted.
-    Registers: an accumulator takes K, scores `block` / 2; with two computing warpgroups each may have 232 a thread (200
-    in int8) and the copier 40 (104), so one block of threads fills an SM.
+    SMEM of a thread block, in bytes: Q, 128 K per consumer; P, 128 `tile_kv` per consumer; keys and values, 4 K
+    `tile_kv` per stage; for an int8 cache also 2 K `tile_kv`, where an int8 tile waits to be converted. Registers: acc
+    takes K, the scores `tile_kv` / 2; with two consumers, each may have 232 a thread (200 for int8) and the producer
+    40 (104), so one thread block fills an SM.
 
     Attributes:
-      block: keys at a time, 64 or 128. stages: blocks in each ring. warpgroups: 1 or 2 that compute.
+      tile_kv: keys of a tile, 64 or 128. stages: pipeline stages. consumers: consumer warpgroups, 1 or 2.
     """
 
-    block: int
+    tile_kv: int
     stages: int
-    warpgroups: int
+    consumers: int
 
 
-def tiles_for(tokens: int, heads: int, head_dim: int, *, int8: bool) -> Tiles:
-    """The tile sizes for rows of `tokens` queries, `heads` of which share a tile."""
+def choose_tiles(tokens: int, heads: int, head_dim: int, *, int8: bool) -> Tiles:
+    """The tile sizes for rows of `tokens` tokens, where a tile of queries has `heads` heads."""
     key = f"{tokens} tokens, {heads} heads of {head_dim}{', int8' if int8 else ''}"
     if (measured := tuned("prefill_attention", key)) is not None:
         return Tiles(**measured)
-    warpgroups = 1 if tokens * heads <= _ROWS or (int8 and head_dim == 256) else 2
-    # As many keys at a time as fit, for the softmax's fixed costs, and at least two stages.
+    consumers = 1 if tokens * heads <= _TILE_Q or (int8 and head_dim == 256) else 2
+    # As many keys per tile as fit, to amortise the fixed costs of the softmax, with at least two stages.
     if head_dim == 256:
-        return Tiles(64, 2, warpgroups)  # 208 KiB; in int8 200 KiB
+        return Tiles(64, 2, consumers)  # 208 KiB; int8: 200 KiB
     if head_dim == 128:
-        return Tiles(64, 3, warpgroups) if int8 else Tiles(128, 2, warpgroups)  # 160 KiB, 192 KiB
-    return Tiles(128, 3, warpgroups)  # 144 KiB; in int8 160 KiB
+        return Tiles(64, 3, consumers) if int8 else Tiles(128, 2, consumers)  # 160 KiB, 192 KiB
+    return Tiles(128, 3, consumers)  # 144 KiB; int8: 160 KiB
 
 
 class _Inputs(NamedTuple):
-    """What is in GMEM; None where there is nothing of the kind."""
+    """The arrays in GMEM; None for those that a call does not have."""
 
-    q: Any  # [B, T, Hq, K]
+    q: Ref  # [B, T, Hq, K]
     pages: KVPages
-    page_table: Any  # int32 [B, P], None for a page a row
-    positions: Any  # int32 [B * T]: in one dimension a copy may start anywhere
-    lengths: Any  # int32 [B]
-    slopes: Any  # float32 [Hq * tokens of a warpgroup]
+    page_table: Ref  # int32 [B, P]; None: one page per row
+    positions: Ref  # int32 [B * T]; one-dimensional, so that a copy may start anywhere
+    lengths: Ref  # int32 [B]
+    slopes: Ref  # float32 [Hq * tokens per consumer]
 
 
 class _Scratch(NamedTuple):
-    """What is in SMEM, for W computing warpgroups of 64 rows. A row is a head and a token, a head's tokens in order."""
+    """SMEM and barriers, for W consumers of 64 rows. A row is one head of one token, ordered by head, then token."""
 
-    q: Any  # [W, 64, K]; the result at the end
-    k: Any  # [stages, block, K]
-    v: Any
-    weights: Any  # [W, 64, block]
-    positions: Any  # int32 [W, 64], of the tokens: the first 64 / heads and then others
-    slopes: Any  # float32 [64] or None
-    bounds: Any  # int32 [3]: lowest and highest position of the tile's queries, last position of its keys (or -1)
-    k_int8: Any  # int8 [block, K] or None
-    v_int8: Any
-    queries_in: Any  # the barriers: all that is copied but once has arrived
-    bounds_in: Any
-    k_in: Any  # a slot is full
-    v_in: Any
-    k_out: Any  # a slot is free
-    v_out: Any
-    k_int8_in: Any
-    v_int8_in: Any
+    q: Ref  # [W, 64, K]; the result at the end
+    k: Ref  # [stages, tile_kv, K]
+    v: Ref
+    p: Ref  # softmax weights, [W, 64, tile_kv]
+    positions: Ref  # int32 [W, 64]: the first 64 / heads are those of the consumer's tokens
+    slopes: Ref  # float32 [64] or None
+    bounds: Ref  # int32 [3]: minimum and maximum position of the tile's queries, last position of its keys (or -1)
+    k_int8: Ref  # a tile waiting to be converted, int8 [tile_kv, K] or None
+    v_int8: Ref
+    q_full: Ref  # barrier: queries, positions and slopes have been copied
+    bounds_full: Ref  # barrier: `bounds` has been written
+    k_full: Ref  # barriers, one per stage: the stage has been filled
+    v_full: Ref
+    k_empty: Ref  # barriers, one per stage: all consumers have read the stage
+    v_empty: Ref
+    k_int8_full: Ref  # barrier: the int8 tile has been copied
+    v_int8_full: Ref
 
 
 def prefill_attention(
@@ -120,13 +121,13 @@ def prefill_attention(
     softcap: float | None = None,
     alibi: tuple[float, ...] | None = None,
 ) -> jax.Array:
-    """`paged_attention` as one kernel; with `lengths` every query sees keys after it as well.
+    """`paged_attention` as one kernel; with `lengths` the attention is not causal.
 
     Args:
       q: [B, T, Hq, K], bfloat16 or float16, K of 64, 128 or 256.
-      pages: in q's dtype or int8. A page holds 8, 16, 32, 64 or a multiple of 128 tokens; without a table any number.
-      page_table: int32 [B, P]; None: page i is all that row i has. q_positions: int32 [B, T], negative for padding.
-      lengths: int32 [B] or None; if given, a query sees the first `lengths` keys of its row.
+      pages: in q's dtype or int8. A page has 8, 16, 32, 64 or a multiple of 128 tokens; without a table any number.
+      page_table: int32 [B, P]; None: page i holds all keys of row i. q_positions: int32 [B, T], negative for padding.
+      lengths: int32 [B] or None; if given, a query sees the first `lengths` keys of its row, also later ones.
       scale, window, softcap, alibi: as in `attention`.
     Returns: [B, T, Hq, K]; zeros where a whole tile of queries is padding.
     Raises: UnsupportedError for other dtypes and sizes.
@@ -140,34 +141,34 @@ def prefill_attention(
         raise UnsupportedError(f"prefill_attention takes keys in int8 or {q.dtype} as the queries, got {pages.k.dtype}")
     if head_dim not in (64, 128, 256):
         raise UnsupportedError(f"prefill_attention takes a head_dim of 64, 128 or 256, got {head_dim}")
-    heads = math.gcd(q_heads // kv_heads, 8)  # of a tile; 8 tokens at least, which a tile of SMEM has for rows
-    tiles = tiles_for(tokens, heads, head_dim, int8=int8)
-    rows = tiles.block if page_table is None else min(page_size, tiles.block)  # that a copy takes
-    if page_table is not None and (page_size % rows or tiles.block % rows or rows % 8):
+    heads = math.gcd(q_heads // kv_heads, 8)  # of a tile; leaves at least 8 tokens a head, the rows of an SMEM tile
+    tiles = choose_tiles(tokens, heads, head_dim, int8=int8)
+    copy_keys = tiles.tile_kv if page_table is None else min(page_size, tiles.tile_kv)
+    if page_table is not None and (page_size % copy_keys or tiles.tile_kv % copy_keys or copy_keys % 8):
         raise UnsupportedError(
             f"prefill_attention takes pages of 8, 16, 32, 64 or a multiple of 128 tokens, got {page_size}"
         )
-    chunk = _ROWS // heads
-    slopes = None if alibi is None else np.repeat(np.asarray(alibi, np.float32) * np.float32(_LOG2_E), chunk)
-    whole = pages._replace(k=_whole_eights(pages.k), v=_whole_eights(pages.v))
-    inputs = _Inputs(_whole_eights(q), whole, page_table, q_positions.reshape(-1), lengths, slopes)
-    options = {"tiles": tiles, "heads": heads, "rows": rows, "scale": scale, "window": window, "softcap": softcap}
-    launch = plgpu.kernel(
-        functools.partial(_attend, **options),
+    wg_tokens = _TILE_Q // heads
+    slopes = None if alibi is None else np.repeat(np.asarray(alibi, np.float32) * np.float32(_LOG2E), wg_tokens)
+    padded = pages._replace(k=_pad_to_8(pages.k), v=_pad_to_8(pages.v))
+    inputs = _Inputs(_pad_to_8(q), padded, page_table, q_positions.reshape(-1), lengths, slopes)
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, tiles=tiles, heads=heads, copy_keys=copy_keys, **options),
         kernel_name="prefill_attention",
         out_type=jax.ShapeDtypeStruct(inputs.q.shape, q.dtype),
-        grid=(q_heads // heads, batch, pl.cdiv(tokens, tiles.warpgroups * chunk)),
+        grid=(q_heads // heads, batch, pl.cdiv(tokens, tiles.consumers * wg_tokens)),
         grid_names=("heads", "row", "tile"),
-        num_threads=tiles.warpgroups + 1,
+        num_threads=tiles.consumers + 1,
         thread_name="warpgroup",
-        scratch_types=list(_scratch(tiles, inputs, heads, rows)),
+        scratch_types=list(_scratch(tiles, inputs, heads, copy_keys)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return launch(inputs)[:, :tokens]
+    return kernel(inputs)[:, :tokens]
 
 
-def _whole_eights(x: jax.Array) -> jax.Array:
-    """[B, T, ...] with T a multiple of 8 or less than it, as TMA's tiles of 8 rows must divide an array."""
+def _pad_to_8(x: jax.Array) -> jax.Array:
+    """Pad [B, T, ...] to T a multiple of 8, unless T < 8: TMA's tiles of 8 rows must divide the array."""
     tokens = x.shape[1]
     if tokens < 8 or tokens % 8 == 0:
         return x
@@ -175,275 +176,280 @@ def _whole_eights(x: jax.Array) -> jax.Array:
 
 
 def _swizzled(width: int, bits: int) -> tuple[Any, Any]:
-    """Tiles of 8 rows by so many columns, whose rows TMA spreads over the banks of SMEM."""
+    """Tiles of 8 rows by `width` columns, swizzled over the banks of SMEM."""
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * bits // 8)  # pyright: ignore[reportAbstractUsage]
 
 
-def _scratch(tiles: Tiles, inputs: _Inputs, heads: int, rows: int) -> _Scratch:
+def _scratch(tiles: Tiles, inputs: _Inputs, heads: int, copy_keys: int) -> _Scratch:
     """The shapes of what is in SMEM."""
     dtype, head_dim = inputs.q.dtype, inputs.q.shape[-1]
     int8 = inputs.pages.k_scale is not None
-    block, stages, computers = tiles.block, tiles.stages, tiles.warpgroups
+    tile_kv, stages, consumers = tiles.tile_kv, tiles.stages, tiles.consumers
     tiled = _swizzled(64, bits=16)  # what wgmma reads
-    ring = plgpu.SMEM((stages, block, head_dim), dtype, transforms=tiled)
-    waiting = (
-        plgpu.SMEM((block, head_dim), jnp.int8, transforms=_swizzled(min(head_dim, 128), bits=8)) if int8 else None
+    kv = plgpu.SMEM((stages, tile_kv, head_dim), dtype, transforms=tiled)
+    kv_int8 = (
+        plgpu.SMEM((tile_kv, head_dim), jnp.int8, transforms=_swizzled(min(head_dim, 128), bits=8)) if int8 else None
     )
-    copies = block // rows
+    copies = tile_kv // copy_keys
     full = plgpu.Barrier(num_arrivals=1 if int8 else copies, num_barriers=stages)
-    free = plgpu.Barrier(num_arrivals=computers, num_barriers=stages)
-    arrived = plgpu.Barrier(num_arrivals=copies) if int8 else None
+    empty = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
+    int8_full = plgpu.Barrier(num_arrivals=copies) if int8 else None
     return _Scratch(
-        q=plgpu.SMEM((computers, _ROWS, head_dim), dtype, transforms=tiled),
-        k=ring,
-        v=ring,
-        weights=plgpu.SMEM((computers, _ROWS, block), dtype, transforms=tiled),
-        positions=plgpu.SMEM((computers, _ROWS), jnp.int32),
-        slopes=None if inputs.slopes is None else plgpu.SMEM((_ROWS,), jnp.float32),
+        q=plgpu.SMEM((consumers, _TILE_Q, head_dim), dtype, transforms=tiled),
+        k=kv,
+        v=kv,
+        p=plgpu.SMEM((consumers, _TILE_Q, tile_kv), dtype, transforms=tiled),
+        positions=plgpu.SMEM((consumers, _TILE_Q), jnp.int32),
+        slopes=None if inputs.slopes is None else plgpu.SMEM((_TILE_Q,), jnp.float32),
         bounds=plgpu.SMEM((3,), jnp.int32),
-        k_int8=waiting,
-        v_int8=waiting,
-        queries_in=plgpu.Barrier(num_arrivals=computers * (heads + 1) + (inputs.slopes is not None)),
-        bounds_in=plgpu.Barrier(num_arrivals=1),
-        k_in=full,
-        v_in=full,
-        k_out=free,
-        v_out=free,
-        k_int8_in=arrived,
-        v_int8_in=arrived,
+        k_int8=kv_int8,
+        v_int8=kv_int8,
+        q_full=plgpu.Barrier(num_arrivals=consumers * (heads + 1) + (inputs.slopes is not None)),
+        bounds_full=plgpu.Barrier(num_arrivals=1),
+        k_full=full,
+        v_full=full,
+        k_empty=empty,
+        v_empty=empty,
+        k_int8_full=int8_full,
+        v_int8_full=int8_full,
     )
 
 
-def _attend(
+def _kernel(
     inputs: _Inputs,
-    out: Any,
-    *scratch: Any,
+    out: Ref,
+    *scratch: Ref,
     tiles: Tiles,
     heads: int,
-    rows: int,
+    copy_keys: int,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """The kernel: `heads` query heads of one row, up to W * 64 / heads tokens of each; `rows` keys in a copy."""
+    """The kernel's body: `heads` query heads of one row, up to W * 64 / heads tokens each; TMA copies `copy_keys` keys
+    at a time."""
     s = _Scratch(*scratch)
-    block, computers = tiles.block, tiles.warpgroups
+    tile_kv, consumers = tiles.tile_kv, tiles.consumers
     int8 = inputs.pages.k_scale is not None
     head_dim, tokens = inputs.q.shape[-1], inputs.positions.shape[0] // inputs.q.shape[0]
     page_size, kv_heads = inputs.pages.k.shape[1:3]
-    chunk = _ROWS // heads  # tokens of a warpgroup
+    wg_tokens = _TILE_Q // heads  # tokens per consumer warpgroup
     head = lax.axis_index("heads") * heads
     kv_head = lax.div(head, inputs.q.shape[2] // kv_heads)
     row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
-    # The last tiles come first: they have most keys, and short ones fill the SMs at the end.
-    tile = pl.cdiv(tokens, computers * chunk) - 1 - lax.axis_index("tile")
-    first_token = tile * (computers * chunk)
+    # The last tiles run first: they have the most keys, and short ones fill the SMs at the end.
+    tile = pl.cdiv(tokens, consumers * wg_tokens) - 1 - lax.axis_index("tile")
+    first_token = tile * (consumers * wg_tokens)
 
-    def blocks() -> tuple[Any, Any]:
-        """The blocks of keys from the first window on to the last key; none for a tile of padding."""
-        start = 0 if window is None else lax.div(jnp.maximum(s.bounds[0] - window + 1, 0), block)
-        return start, lax.div(s.bounds[2] + block, block)
+    def kv_tile_range() -> tuple[Any, Any]:
+        """The tiles of keys from the first window to the last key; empty if all queries are padding."""
+        start = 0 if window is None else lax.div(jnp.maximum(s.bounds[0] - window + 1, 0), tile_kv)
+        return start, lax.div(s.bounds[2] + tile_kv, tile_kv)
 
     def copy_queries() -> None:
-        for w in range(computers):
-            token = first_token + w * chunk
-            source = inputs.positions.at[pl.ds(row * tokens + token, _ROWS)]
-            plgpu.copy_gmem_to_smem(source, s.positions.at[w], s.queries_in)
+        for w in range(consumers):
+            token = first_token + w * wg_tokens
+            source = inputs.positions.at[pl.ds(row * tokens + token, _TILE_Q)]
+            plgpu.copy_gmem_to_smem(source, s.positions.at[w], s.q_full)
             for h in range(heads):
-                source = inputs.q.at[row, pl.ds(token, chunk), head + h]
-                plgpu.copy_gmem_to_smem(source, s.q.at[w, pl.ds(h * chunk, chunk)], s.queries_in)
+                source = inputs.q.at[row, pl.ds(token, wg_tokens), head + h]
+                plgpu.copy_gmem_to_smem(source, s.q.at[w, pl.ds(h * wg_tokens, wg_tokens)], s.q_full)
         if inputs.slopes is not None:
-            plgpu.copy_gmem_to_smem(inputs.slopes.at[pl.ds(head * chunk, _ROWS)], s.slopes, s.queries_in)
+            plgpu.copy_gmem_to_smem(inputs.slopes.at[pl.ds(head * wg_tokens, _TILE_Q)], s.slopes, s.q_full)
 
-    def find_bounds() -> None:
-        """One warpgroup reduces for all: a reduction to a scalar takes scratch space, which there is for one."""
-        lowest, highest = np.int32(2**30), np.int32(-1)
-        token = plgpu.layout_cast(lax.iota(jnp.int32, _ROWS), _COLUMN)
-        for w in range(computers):
-            positions = plgpu.load(s.positions.at[w], layout=_COLUMN, optimized=False)
-            # What follows the tile's tokens is another tile's, what follows the row's is the next row's.
-            real = (positions >= 0) & (token < chunk) & (token < tokens - first_token - w * chunk)
-            lowest = jnp.minimum(lowest, jnp.min(jnp.where(real, positions, np.int32(2**30))))
-            highest = jnp.maximum(highest, jnp.max(jnp.where(real, positions, -1)))
-        s.bounds[0], s.bounds[1] = lowest, highest
-        s.bounds[2] = highest if inputs.lengths is None else jnp.where(highest < 0, -1, inputs.lengths[row] - 1)
-        plgpu.barrier_arrive(s.bounds_in)
+    def compute_bounds() -> None:
+        """Done by one warpgroup for all: reducing to a scalar needs scratch space, and there is only one."""
+        min_position, max_position = np.int32(2**30), np.int32(-1)
+        token = plgpu.layout_cast(lax.iota(jnp.int32, _TILE_Q), _ROW_LAYOUT)
+        for w in range(consumers):
+            positions = plgpu.load(s.positions.at[w], layout=_ROW_LAYOUT, optimized=False)
+            # The copied positions run on into the next tile's tokens and into the next row's.
+            valid = (positions >= 0) & (token < wg_tokens) & (token < tokens - first_token - w * wg_tokens)
+            min_position = jnp.minimum(min_position, jnp.min(jnp.where(valid, positions, np.int32(2**30))))
+            max_position = jnp.maximum(max_position, jnp.max(jnp.where(valid, positions, -1)))
+        s.bounds[0], s.bounds[1] = min_position, max_position
+        last_key = max_position
+        if inputs.lengths is not None:
+            last_key = jnp.where(max_position < 0, -1, inputs.lengths[row] - 1)
+        s.bounds[2] = last_key
+        plgpu.barrier_arrive(s.bounds_full)
 
-    def positions_of_rows() -> Any:
-        """Those of the tokens, once a head; what rows of no token get is of no matter.
+    def load_row_positions() -> Any:
+        """The position of each row's token; rows without a token get an arbitrary one.
 
-        Number by number, as no layout repeats a vector; meanwhile the first keys are on their way.
+        One number at a time, since no layout can repeat a vector; the first keys are in flight meanwhile.
         """
-        token = lax.rem(plgpu.layout_cast(lax.iota(jnp.int32, _ROWS), _COLUMN), chunk)
-        zeros = plgpu.layout_cast(jnp.zeros(_ROWS, jnp.int32), _COLUMN)
-        return lax.fori_loop(0, chunk, lambda t, x: jnp.where(token == t, s.positions[warpgroup, t], x), zeros)
+        token = lax.rem(plgpu.layout_cast(lax.iota(jnp.int32, _TILE_Q), _ROW_LAYOUT), wg_tokens)
+        zeros = plgpu.layout_cast(jnp.zeros(_TILE_Q, jnp.int32), _ROW_LAYOUT)
+        return lax.fori_loop(0, wg_tokens, lambda t, x: jnp.where(token == t, s.positions[warpgroup, t], x), zeros)
 
-    def page_of(i: Any, part: int) -> tuple[Any, Any]:
-        """The page and the place in it of a part of a block, or of the last part that is needed."""
-        position = jnp.minimum(i * block + part * rows, lax.div(s.bounds[2], rows) * rows)
+    def page_of(i: Any, copy: int) -> tuple[Any, Any]:
+        """The page and the offset in it of one copy of tile i, or of the last copy that is needed."""
+        position = jnp.minimum(i * tile_kv + copy * copy_keys, lax.div(s.bounds[2], copy_keys) * copy_keys)
         if inputs.page_table is None:
             return row, position
         return inputs.page_table[row, lax.div(position, page_size)], lax.rem(position, page_size)
 
-    def copy_block(i: Any, source: Any, target: Any, barrier: Any) -> None:
-        for part in range(block // rows):
-            page, place = page_of(i, part)
-            here = source.at[page, pl.ds(place, rows), kv_head]
-            plgpu.copy_gmem_to_smem(here, target.at[pl.ds(part * rows, rows)], barrier)
+    def copy_tile(i: Any, source: Ref, target: Ref, barrier: Ref) -> None:
+        for copy in range(tile_kv // copy_keys):
+            page, offset = page_of(i, copy)
+            keys = source.at[page, pl.ds(offset, copy_keys), kv_head]
+            plgpu.copy_gmem_to_smem(keys, target.at[pl.ds(copy * copy_keys, copy_keys)], barrier)
 
-    def convert_block(i: Any, waiting: Any, scales: Any, target: Any) -> None:
-        """int8 -> q's dtype, times each page's scale, 64 keys by 128 features at a time to need few registers."""
+    def dequantize_tile(i: Any, source: Ref, scales: Ref, target: Ref) -> None:
+        """int8 -> q's dtype, times each page's scale; 64 keys by 128 features at a time, to save registers."""
         width = min(head_dim, 128)
-        for at in range(0, block, 64):
-            scale_of = plgpu.layout_cast(jnp.zeros(64, jnp.float32), _COLUMN)
-            key = plgpu.layout_cast(lax.iota(jnp.int32, 64), _COLUMN)
-            for part in range(at // rows, pl.cdiv(at + 64, rows)):
-                page, _ = page_of(i, part)
-                scale_of = jnp.where(key >= part * rows - at, scales[page, kv_head], scale_of)
+        for first_key in range(0, tile_kv, 64):
+            scale_of = plgpu.layout_cast(jnp.zeros(64, jnp.float32), _ROW_LAYOUT)
+            key = plgpu.layout_cast(lax.iota(jnp.int32, 64), _ROW_LAYOUT)
+            for copy in range(first_key // copy_keys, pl.cdiv(first_key + 64, copy_keys)):
+                page, _ = page_of(i, copy)
+                scale_of = jnp.where(key >= copy * copy_keys - first_key, scales[page, kv_head], scale_of)
             for feature in range(0, head_dim, width):
-                here = pl.ds(at, 64), pl.ds(feature, width)
-                x = plgpu.load(waiting.at[here], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-                x = plgpu.layout_cast(x, _MATRIX).astype(jnp.float32)
-                target.at[here][...] = (x * _across(scale_of, width)).astype(target.dtype)
+                index = pl.ds(first_key, 64), pl.ds(feature, width)
+                x = plgpu.load(source.at[index], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+                x = plgpu.layout_cast(x, _ACC_LAYOUT).astype(jnp.float32)
+                target.at[index][...] = (x * _broadcast(scale_of, width)).astype(target.dtype)
 
-    rings = (
-        (inputs.pages.k, inputs.pages.k_scale, s.k, s.k_in, s.k_out, s.k_int8, s.k_int8_in),
-        (inputs.pages.v, inputs.pages.v_scale, s.v, s.v_in, s.v_out, s.v_int8, s.v_int8_in),
+    pipelines = (
+        (inputs.pages.k, inputs.pages.k_scale, s.k, s.k_full, s.k_empty, s.k_int8, s.k_int8_full),
+        (inputs.pages.v, inputs.pages.v_scale, s.v, s.v_full, s.v_empty, s.v_int8, s.v_int8_full),
     )
 
-    @pl.when(warpgroup == computers)
-    def copier() -> None:
-        if computers == 2:
+    @pl.when(warpgroup == consumers)
+    def producer() -> None:
+        if consumers == 2:
             plgpu.set_max_registers(104 if int8 else 40, action="decrease")
         copy_queries()
-        plgpu.barrier_wait(s.queries_in)
-        find_bounds()
-        start, end = blocks()
+        plgpu.barrier_wait(s.q_full)
+        compute_bounds()
+        start, end = kv_tile_range()
         if int8:
 
             @pl.when(start < end)
             def _() -> None:
-                for source, _, _, _, _, waiting, waiting_in in rings:
-                    copy_block(start, source, waiting, waiting_in)
+                for source, _, _, _, _, staging, staging_full in pipelines:
+                    copy_tile(start, source, staging, staging_full)
 
-        def step(i: Any, _: None) -> None:
-            slot = lax.rem(i - start, tiles.stages)
-            for source, scales, ring, full, free, waiting, waiting_in in rings:
+        def iteration(i: Any, _: None) -> None:
+            stage = lax.rem(i - start, tiles.stages)
+            for source, scales, stages, full, empty, staging, staging_full in pipelines:
                 if int8:
-                    plgpu.barrier_wait(waiting_in)
+                    plgpu.barrier_wait(staging_full)
 
                 @pl.when(i - start >= tiles.stages)
-                def _(free: Any = free) -> None:
-                    plgpu.barrier_wait(free.at[slot])
+                def _(empty: Ref = empty) -> None:
+                    plgpu.barrier_wait(empty.at[stage])
 
                 if not int8:
-                    copy_block(i, source, ring.at[slot], full.at[slot])
+                    copy_tile(i, source, stages.at[stage], full.at[stage])
                     continue
-                convert_block(i, waiting, scales, ring.at[slot])
-                plgpu.commit_smem()  # for wgmma, which does not see plain stores by itself
-                plgpu.barrier_arrive(full.at[slot])
+                dequantize_tile(i, staging, scales, stages.at[stage])
+                plgpu.commit_smem()  # makes plain stores visible to wgmma
+                plgpu.barrier_arrive(full.at[stage])
 
-                # All of this warpgroup has read what waited: the commit was a barrier among its threads.
+                # The whole warpgroup has read the staging buffer: the commit was a barrier among its threads.
                 @pl.when(i + 1 < end)
-                def _(source: Any = source, waiting: Any = waiting, waiting_in: Any = waiting_in) -> None:
-                    copy_block(i + 1, source, waiting, waiting_in)
+                def _(source: Ref = source, staging: Ref = staging, staging_full: Ref = staging_full) -> None:
+                    copy_tile(i + 1, source, staging, staging_full)
 
-        lax.fori_loop(start, end, step, None)
+        lax.fori_loop(start, end, iteration, None)
 
-    def scores_of(i: Any, raw: Any, positions: Any, slopes: Any) -> tuple[Any, float]:
-        """Scores whose product with the factor returned is in units of log 2, hidden ones at the bottom."""
-        factor = scale * _LOG2_E
+    def scale_and_mask(i: Any, scores: Any, positions: Any, slopes: Any) -> tuple[Any, float]:
+        """(scores, factor) such that masked scores * factor are exponents of 2."""
+        factor = scale * _LOG2E
         if softcap is not None:
-            raw, factor = jnp.tanh(raw * np.float32(scale / softcap)), softcap * _LOG2_E
+            scores, factor = jnp.tanh(scores * np.float32(scale / softcap)), softcap * _LOG2E
         if slopes is None:
-            return _hide(i, raw, positions), factor
-        key = i * block + plgpu.broadcasted_iota(jnp.int32, raw.shape, 1, layout=_MATRIX)
-        distance = (key - _across(positions, block)).astype(jnp.float32)
-        return _hide(i, raw * np.float32(factor) + _across(slopes, block) * distance, positions), 1.0
+            return mask(i, scores, positions), factor
+        key = i * tile_kv + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_ACC_LAYOUT)
+        distance = (key - _broadcast(positions, tile_kv)).astype(jnp.float32)
+        return mask(i, scores * np.float32(factor) + _broadcast(slopes, tile_kv) * distance, positions), 1.0
 
-    def _hide(i: Any, scores: Any, positions: Any) -> Any:
-        def hide(scores: Any) -> Any:
-            key = i * block + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_MATRIX)
-            seen = key <= (s.bounds[2] if inputs.lengths is not None else _across(positions, block))
+    def mask(i: Any, scores: Any, positions: Any) -> Any:
+        def apply_mask(scores: Any) -> Any:
+            key = i * tile_kv + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_ACC_LAYOUT)
+            visible = key <= (s.bounds[2] if inputs.lengths is not None else _broadcast(positions, tile_kv))
             if window is not None:
-                seen &= key > _across(positions, block) - window
-            return jnp.where(seen, scores, _HIDDEN)
+                visible &= key > _broadcast(positions, tile_kv) - window
+            return jnp.where(visible, scores, _MASKED)
 
-        # Most blocks lie between the first query's window and itself, or what all see.
-        visible = (i + 1) * block - 1 <= s.bounds[0 if inputs.lengths is None else 2]
+        # Most tiles are visible to all queries and need no mask.
+        all_visible = (i + 1) * tile_kv - 1 <= s.bounds[0 if inputs.lengths is None else 2]
         if window is not None:
-            visible &= i * block > s.bounds[1] - window
-        return lax.cond(visible, lambda scores: scores, hide, scores)
+            all_visible &= i * tile_kv > s.bounds[1] - window
+        return lax.cond(all_visible, lambda scores: scores, apply_mask, scores)
 
-    @pl.when(warpgroup < computers)
-    def computer() -> None:
-        if computers == 2:
+    @pl.when(warpgroup < consumers)
+    def consumer() -> None:
+        if consumers == 2:
             plgpu.set_max_registers(200 if int8 else 232, action="increase")
-        plgpu.barrier_wait(s.queries_in)
-        plgpu.barrier_wait(s.bounds_in)
-        start, end = blocks()
-        # Without use for them: the compiler's search for layouts does not end with a vector that nothing constrains.
+        plgpu.barrier_wait(s.q_full)
+        plgpu.barrier_wait(s.bounds_full)
+        start, end = kv_tile_range()
+        # Loaded only if used: layout inference does not terminate on a vector that nothing constrains.
         positions = None
         if inputs.lengths is None or window is not None or inputs.slopes is not None:
-            positions = positions_of_rows()
-        slopes = None if s.slopes is None else plgpu.load(s.slopes, layout=_COLUMN, optimized=False)
-        q, weights = s.q.at[warpgroup], s.weights.at[warpgroup]
+            positions = load_row_positions()
+        slopes = None if s.slopes is None else plgpu.load(s.slopes, layout=_ROW_LAYOUT, optimized=False)
+        q, p_smem = s.q.at[warpgroup], s.p.at[warpgroup]
 
-        def release(slot: Any, i: Any) -> None:
-            """Tell the copier that a slot is free, if it has a block left for it."""
-            pl.when(i + tiles.stages < end)(lambda: plgpu.barrier_arrive(slot))
+        def release(barrier: Ref, i: Any) -> None:
+            """Tell the producer that tile i's stage is empty, if it has another tile for it."""
+            pl.when(i + tiles.stages < end)(lambda: plgpu.barrier_arrive(barrier))
 
-        # A wgmma runs on after its call, but `_product` and `_accumulate` return its result, so what it reads (a slot,
-        # the weights) is free once they have returned: the release comes after that, and so does the next store of
-        # weights. Only the copier refills a slot, after all computing warpgroups have released it.
-        def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            highest, total, mixed = state
-            slot = lax.rem(i - start, tiles.stages)
-            plgpu.barrier_wait(s.k_in.at[slot])
-            raw = _product(q, s.k.at[slot].T)
-            release(s.k_out.at[slot], i)
-            scores, factor = scores_of(i, raw, positions, slopes)
-            higher = jnp.maximum(highest, jnp.max(scores, axis=1) * np.float32(factor))
-            kept = jnp.exp2(highest - higher)
-            exponents = jnp.exp2(scores * np.float32(factor) - _across(higher, block))
-            total = total * kept + jnp.sum(exponents, axis=1)
-            weights[...] = exponents.astype(weights.dtype)
-            plgpu.commit_smem()  # of this warpgroup's stores, for its own wgmma
-            plgpu.barrier_wait(s.v_in.at[slot])
-            mixed = _accumulate(mixed * _across(kept, head_dim), weights, s.v.at[slot])
-            release(s.v_out.at[slot], i)
-            return higher, total, mixed
+        # wgmma is asynchronous, but `_matmul` and `_accumulate` return its result, so its operands (a stage, p) are no
+        # longer read once they have returned. Releasing the stage and the next store to p come after that. Only the
+        # producer refills a stage, after all consumers have released it.
+        # m_i: maximum of a row's scores so far; l_i: sum of exp2(score - m_i); acc: sum of exp2(score - m_i) * value.
+        def iteration(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            m_i, l_i, acc = state
+            stage = lax.rem(i - start, tiles.stages)
+            plgpu.barrier_wait(s.k_full.at[stage])
+            qk = _matmul(q, s.k.at[stage].T)
+            release(s.k_empty.at[stage], i)
+            scores, factor = scale_and_mask(i, qk, positions, slopes)
+            m_new = jnp.maximum(m_i, jnp.max(scores, axis=1) * np.float32(factor))
+            alpha = jnp.exp2(m_i - m_new)
+            p = jnp.exp2(scores * np.float32(factor) - _broadcast(m_new, tile_kv))
+            l_i = l_i * alpha + jnp.sum(p, axis=1)
+            p_smem[...] = p.astype(p_smem.dtype)
+            plgpu.commit_smem()  # makes this warpgroup's stores visible to its own wgmma
+            plgpu.barrier_wait(s.v_full.at[stage])
+            acc = _accumulate(acc * _broadcast(alpha, head_dim), p_smem, s.v.at[stage])
+            release(s.v_empty.at[stage], i)
+            return m_new, l_i, acc
 
-        lowest = plgpu.layout_cast(jnp.full(_ROWS, -jnp.inf, jnp.float32), _COLUMN)
-        zeros = plgpu.layout_cast(jnp.zeros(_ROWS, jnp.float32), _COLUMN)
-        mixed = plgpu.layout_cast(jnp.zeros((_ROWS, head_dim), jnp.float32), _MATRIX)
-        _, total, mixed = lax.fori_loop(start, end, step, (lowest, zeros, mixed))
-        share = 1.0 / jnp.where(total == 0, np.float32(1), total)  # 0 without any block
-        q[...] = (mixed * _across(share, head_dim)).astype(q.dtype)  # this warpgroup's own rows, which none reads now
+        m_i = plgpu.layout_cast(jnp.full(_TILE_Q, -jnp.inf, jnp.float32), _ROW_LAYOUT)
+        l_i = plgpu.layout_cast(jnp.zeros(_TILE_Q, jnp.float32), _ROW_LAYOUT)
+        acc = plgpu.layout_cast(jnp.zeros((_TILE_Q, head_dim), jnp.float32), _ACC_LAYOUT)
+        _, l_i, acc = lax.fori_loop(start, end, iteration, (m_i, l_i, acc))
+        inverse = 1.0 / jnp.where(l_i == 0, np.float32(1), l_i)  # l_i is 0 if there were no tiles
+        q[...] = (acc * _broadcast(inverse, head_dim)).astype(q.dtype)  # its own rows, which nothing reads any more
         plgpu.commit_smem()
         for h in range(heads):
-            target = out.at[row, pl.ds(first_token + warpgroup * chunk, chunk), head + h]
-            plgpu.copy_smem_to_gmem(q.at[pl.ds(h * chunk, chunk)], target)
+            target = out.at[row, pl.ds(first_token + warpgroup * wg_tokens, wg_tokens), head + h]
+            plgpu.copy_smem_to_gmem(q.at[pl.ds(h * wg_tokens, wg_tokens)], target)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _across(column: Any, width: int) -> Any:
+def _broadcast(vector: Any, width: int) -> Any:
     """[R] -> [R, width]."""
-    return lax.broadcast_in_dim(column, (column.shape[0], width), (0,))
+    return lax.broadcast_in_dim(vector, (vector.shape[0], width), (0,))
 
 
-def _product(a: Any, b: Any) -> Any:
-    """a b in float32, of references to SMEM."""
+def _matmul(a: Ref, b: Ref) -> Any:
+    """a b in float32, for operands in SMEM."""
 
-    def multiply(total: Any) -> Any:
-        plgpu.wgmma(total, a, b)
-        return total[...]  # waits for it
+    def multiply(acc: Ref) -> Any:
+        plgpu.wgmma(acc, a, b)
+        return acc[...]  # waits for the wgmma
 
     return pl.run_scoped(multiply, _ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def _accumulate(total: Any, a: Any, b: Any) -> Any:
-    """total + a b, in the registers of `total`: a second accumulator of 256 columns would spill."""
-    if interpreting():  # which knows no accumulator that starts from a value
-        return total + _product(a, b)
-    return pl.run_state(lambda reference: plgpu.wgmma(reference, a, b))(_ACC.init(total))
+def _accumulate(acc: Any, a: Ref, b: Ref) -> Any:
+    """acc + a b, in the registers of `acc`: a second accumulator of 256 columns would spill."""
+    if interpreting():  # it does not support accumulators with an initial value
+        return acc + _matmul(a, b)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(_ACC.init(acc))

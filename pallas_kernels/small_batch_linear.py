@@ -1,24 +1,24 @@
-"""The product of a few rows with a matrix of weights, at the speed at which the weights can be read.
+"""A linear layer for a few rows, as fast as its weights can be read from memory.
 
-DeepSpeed Inference, sections III-B and III-C: at small batch a linear layer is a stream of weights. One kernel does it,
-with what comes before it (a norm) and after it (bias, activation, gate, residual) built in: `small_batch_linear` here,
-`norm_linear` and `linear_residual` in their own files.
+DeepSpeed Inference, sections III-B and III-C: at small batch, a linear layer is a stream of weights. One kernel
+computes it, fused with what comes before it (a norm) and after it (bias, activation, gate, residual):
+`small_batch_linear` here, `norm_linear` and `linear_residual` in their own files.
 
-How it divides. A block owns TILE_N outputs and a share of the inputs. Its weights come by TMA into a ring of slots and
-are multiplied by `mma.sync`: the weights are the left operand, whose 64 rows are the outputs, and x is the right one,
-whose 8 or 16 columns are the rows of x. Weights are read once from memory; x, which is a thousandth of them, is read by
-every block from the L2 cache. Where the outputs alone make too few blocks, the inputs are divided over a cluster, which
-adds up its shares through an extra output.
+Tiling. A thread block owns TILE_N outputs and a split of the inputs (split-K). Its weights come by TMA into pipeline
+stages and are multiplied by `mma.sync`. The weights are the left operand, whose 64 rows are the outputs; x is the right
+one, whose 8 or 16 columns are the rows of x. Weights are read once from HBM; x, a thousandth of their size, is read by
+every thread block from L2. If the outputs alone give too few thread blocks, the inputs are split over a cluster, which
+reduces its partial sums through an extra output.
 
-What keeps memory busy. 4.8 TB/s times 0.8 us of latency is 29 KB in flight on each of 132 SMs. The rings of two blocks
-hold twice that or more, and one block computes while the other waits. The ring is started before anything else, so that
-the rows are normalised while the first weights are on their way.
+Memory-level parallelism. 4.8 TB/s times 0.8 us of latency is 29 KB in flight on each of 132 SMs. The pipelines of two
+thread blocks hold at least twice that, and one computes while the other waits. The pipeline is filled before anything
+else, so that rows are normalised while the first weights are in flight.
 
-Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them: XLA pads no matrix, only a
-vocabulary's scales, outside the loop over steps.
+Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them. So XLA pads no matrix, only
+the scales of a vocabulary, outside of the decode loop.
 
-Formats. `small_batch_operands.py` says how weights of each are multiplied. Rows of x that are quantised are held by
-every block, as normalised ones are.
+Formats. `small_batch_operands.py` describes how each weight format is multiplied. Rows of x that are normalised or
+quantised are resident: every thread block computes them at its start and keeps them in shared memory.
 """
 
 import dataclasses
@@ -36,31 +36,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.activations import activate, approximate_erf
 from pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting
-from pallas_kernels.linear import linear_definition
-from pallas_kernels.small_batch_operands import ACC, Operand, bfloat16_parts, operand_of, per_column, per_output, spread
+from pallas_kernels.linear import linear_fallback
+from pallas_kernels.refs import Ref
+from pallas_kernels.small_batch_operands import (
+    ACC,
+    Operand,
+    broadcast,
+    broadcast_columns,
+    broadcast_outputs,
+    operand_of,
+    split_bfloat16,
+)
 from pallas_kernels.tuning import tuned
 from pallas_kernels.weights import GROUP, Weights
 
-TILE_N = 64  # outputs of a block: four warps of 16 rows, what one mma.sync takes
+TILE_N = 64  # outputs of a thread block: four warps of 16 rows, the M of one mma.sync
 MAX_ROWS = 16
 _MAX_STAGES = 8
-_IN_FLIGHT = 65_536  # bytes that the rings of an SM's blocks should hold
+_IN_FLIGHT = 65_536  # bytes that the pipelines of an SM should hold
 _SMS = 132  # of an H100 or H200
-_SHARED_BYTES, _RESERVED_BYTES = 233_472, 1024  # of an SM, and of that for each of its blocks
+_SMEM_BYTES, _RESERVED_BYTES = 233_472, 1024  # of an SM, and how much of that each thread block reserves
 
 
 def small_batch_linear(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:
-    """x W^T + b: one kernel for up to 16 rows, `linear_definition` for more.
+    """x W^T + b: one kernel for up to 16 rows, `linear_fallback` for more.
 
     x: [..., K]; weights: N by K; bias: [N]. Returns [..., N] in x's dtype.
     """
-    return dispatch("small_batch_linear", _linear_kernel, linear_definition, x, weights, bias)
+    return dispatch("small_batch_linear", _linear_kernel, linear_fallback, x, weights, bias)
 
 
 def _linear_kernel(x: jax.Array, weights: Weights, bias: jax.Array | None) -> jax.Array:
     if bias is None or bias.size % TILE_N == 0:
-        return small_batch_product(x, weights, bias)
-    y = small_batch_product(x, weights)  # of a vocabulary: XLA adds the bias where it reads the logits
+        return fused_small_batch_linear(x, weights, bias)
+    y = fused_small_batch_linear(x, weights)  # a vocabulary: XLA fuses the bias into what reads the logits
     return y + bias.astype(y.dtype)
 
 
@@ -73,10 +82,11 @@ class Norm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How the kernel divides its work.
+    """How the kernel partitions its work.
 
     Attributes:
-      tile_k: inputs of a slot. stages: slots of the ring. split: blocks that share the inputs, a cluster.
+      tile_k: inputs per pipeline stage. stages: pipeline stages. split: thread blocks (a cluster) over which the inputs
+        are split.
     """
 
     tile_k: int
@@ -86,14 +96,14 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that is static about one launch.
+    """The static parameters of a launch.
 
     Attributes:
-      rows: of x. inputs, outputs: K, and the columns of the result.
-      matrices: 2 with a gate, else 1: how many weights each output has an input.
-      dtype: of x, the result and the residual.
+      rows: rows of x. inputs: K. outputs: columns of the result.
+      matrices: 2 with a gate, else 1; each output has this many rows of weights.
+      dtype: dtype of x, the result and the residual.
       operand: how weights of this format are multiplied.
-      eps: of the norm; None without.
+      eps: of the norm; None without a norm.
       operands: the names of the arrays in GMEM, in order.
     """
 
@@ -110,31 +120,31 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Rows of x as mma.sync takes them."""
+        """Rows of x, padded to the N of an mma.sync."""
         return 8 if self.rows <= 8 else 16
 
     @property
-    def holds(self) -> bool:
-        """Whether a block makes its x at the start, normalised or quantised; else tiles of x come with those of W."""
+    def x_resident(self) -> bool:
+        """Whether x is computed once (normalised, quantised) and stays in SMEM; else its tiles are loaded with W's."""
         return self.eps is not None or self.operand.quantizes
 
     @property
-    def held(self) -> int:
-        """Rows of x in shared memory then. A single one stands for all columns of a product."""
+    def resident_rows(self) -> int:
+        """Rows of a resident x in shared memory. A single row is broadcast to all columns of the mma."""
         return 1 if self.rows == 1 else self.columns
 
     @property
     def groups(self) -> int:
-        """Scales that each output has in a tile."""
+        """int4 groups, and so scales of each output, in a tile of inputs."""
         return self.tiles.tile_k // GROUP if self.operand.per_scale == GROUP else 0
 
     @property
-    def share(self) -> int:
-        """Tiles of inputs that a block goes through; past the end of the inputs TMA fills in zeros."""
+    def iterations(self) -> int:
+        """Tiles of inputs per split; past the end of the inputs TMA fills in zeros."""
         return pl.cdiv(self.inputs, self.tiles.tile_k * self.tiles.split)
 
 
-def small_batch_product(
+def fused_small_batch_linear(
     x: jax.Array,
     weights: Weights,
     bias: jax.Array | None = None,
@@ -145,26 +155,26 @@ def small_batch_product(
     activation: str | None = None,
     gated: bool = False,
 ) -> jax.Array:
-    """residual + act(norm(x) W^T + b), or with `gated` act(gate) * up of its alternating outputs; one kernel.
+    """residual + act(norm(x) W^T + b), or with `gated` act(gate) * up of alternating outputs, in one kernel.
 
     x: [..., K]; weights: N by K; bias: [N]; residual and result: [..., N], or [..., N / 2] with `gated`.
     Raises: UnsupportedError, which names the constraint.
     """
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     matrices = 2 if gated else 1
-    outputs = weights.kernel.shape[0] // matrices
+    outputs = weights.weight.shape[0] // matrices
     operand = operand_of(weights, x.dtype)
     _check(x, operand, residual, norm, rows, outputs)
     scale = weights.scale
     if scale is not None and operand.per_scale == 1:
-        scale = _whole_blocks(scale, matrices)
+        scale = _pad_to_tiles(scale, matrices)
     arrays = {
         "x": x.reshape(rows, inputs),
-        # The gate and up of a pair follow each other: a copy with a stride fetches either, and the tiles of both
-        # have the pairs at the same place, so that nothing need move between threads.
-        "weights": weights.kernel.reshape(outputs, matrices, -1),
+        # Gate and up rows alternate. A strided copy fetches either, so that both tiles have a pair at the same place
+        # and `act(gate) * up` exchanges nothing between threads.
+        "weights": weights.weight.reshape(outputs, matrices, -1),
         "weights_scale": scale,
-        "bias": None if bias is None else _whole_blocks(bias, matrices),
+        "bias": None if bias is None else _pad_to_tiles(bias, matrices),
         "residual": None if residual is None else residual.reshape(rows, outputs),
         "scale": None if norm is None else norm.scale,
         "shift": None if norm is None else norm.shift,
@@ -185,8 +195,8 @@ def small_batch_product(
     return _launch(plan, tuple(arrays.values())).reshape(*x.shape[:-1], outputs)
 
 
-def _whole_blocks(vector: jax.Array, matrices: int) -> jax.Array:
-    """[outputs * matrices] -> [N, matrices], N a multiple of TILE_N: a vocabulary may end within a block."""
+def _pad_to_tiles(vector: jax.Array, matrices: int) -> jax.Array:
+    """[outputs * matrices] -> [N, matrices], with N padded to a multiple of TILE_N, as a vocabulary may need."""
     return jnp.pad(vector, (0, -vector.size % (TILE_N * matrices))).reshape(-1, matrices)
 
 
@@ -203,7 +213,7 @@ def _check(
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise UnsupportedError(f"small-batch kernel takes x in bfloat16, float16 or float32, got {x.dtype}")
     unit = max(operand.swizzle * operand.per_element // operand.weights.itemsize, 64 if norm else 0)
-    if x.shape[-1] % unit:  # what TMA swizzles, or what a warp holds of a row
+    if x.shape[-1] % unit:  # the width of a swizzled tile, or what a warp holds of a row
         raise UnsupportedError(
             f"small-batch kernel takes a multiple of {unit} inputs in {operand.weights}, got {x.shape[-1]}"
         )
@@ -219,68 +229,73 @@ def _check(
 
 
 def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm: bool, gated: bool) -> Tiles:
-    """The measured tile sizes of these shapes, or else those that the module's argument leads to."""
+    """The tuned tile sizes of these shapes, or else those of lowest estimated cost."""
     columns = 8 if rows <= 8 else 16
     key = f"rows={columns},K={inputs},N={outputs},{operand.dtype},{operand.weights},{norm=},{gated=}"
-    holds = norm or operand.quantizes
+    x_resident = norm or operand.quantizes
     if found := tuned("small_batch_linear", key):
-        if holds and inputs % found["tile_k"]:
-            raise UnsupportedError(f"rows of {inputs} inputs are held in whole tiles, got tile_k={found['tile_k']}")
+        if x_resident and inputs % found["tile_k"]:
+            raise UnsupportedError(f"tile_k must divide resident rows of {inputs} inputs, got tile_k={found['tile_k']}")
         return Tiles(**found)
-    # A slot of 16 KB takes few instructions a byte; beside rows of x, which take much of the memory, one of 8 KB.
-    tile_k = (128 if holds else 256) * operand.per_element // operand.weights.itemsize
-    if holds:  # whole tiles of rows
+    # Stages of 16 KB need few instructions per byte; 8 KB next to a resident x, which takes much of the shared memory.
+    tile_k = (128 if x_resident else 256) * operand.per_element // operand.weights.itemsize
+    if x_resident:  # tiles must divide the rows
         tile_k = math.gcd(tile_k, inputs)
-    slot = tile_k * operand.weights.itemsize // operand.per_element
-    slot += 2 * tile_k // GROUP if operand.per_scale == GROUP else 0
-    slot *= TILE_N * (2 if gated else 1)
-    slot += 0 if holds else columns * tile_k * operand.x.itemsize
-    fixed = columns * TILE_N * (3 * 2 + 2 * operand.dtype.itemsize)  # results and residual
-    fixed += 2048 + 1024  # Mosaic's reductions and alignment
-    wide, tiles = pl.cdiv(outputs, TILE_N), pl.cdiv(inputs, tile_k)
-    choices = []
-    for split in range(1, min(8, tiles) + 1):
-        share = pl.cdiv(tiles, split)
-        held = (1 if rows == 1 else columns) * (share * tile_k + _skew(operand.x)) * operand.x.itemsize if holds else 0
-        for blocks in (2, 1):  # of an SM
-            stages = min(_MAX_STAGES, (_SHARED_BYTES // blocks - _RESERVED_BYTES - fixed - held) // slot)
-            if stages * slot * blocks >= _IN_FLIGHT:
-                cost = _cost(wide * split, _SMS * blocks) * (share + (4 if holds else 1))
-                choices.append((cost, Tiles(tile_k=tile_k, stages=min(stages, share), split=split)))
+    stage_bytes = tile_k * operand.weights.itemsize // operand.per_element
+    stage_bytes += 2 * tile_k // GROUP if operand.per_scale == GROUP else 0
+    stage_bytes *= TILE_N * (2 if gated else 1)
+    stage_bytes += 0 if x_resident else columns * tile_k * operand.x.itemsize
+    fixed_bytes = columns * TILE_N * (3 * 2 + 2 * operand.dtype.itemsize)  # results and residual
+    fixed_bytes += 2048 + 1024  # Mosaic's reductions and alignment
+    tiles_n, tiles_k = pl.cdiv(outputs, TILE_N), pl.cdiv(inputs, tile_k)
+    candidates = []
+    for split in range(1, min(8, tiles_k) + 1):
+        iterations = pl.cdiv(tiles_k, split)
+        x_bytes = 0
+        if x_resident:
+            x_rows = 1 if rows == 1 else columns
+            x_bytes = x_rows * (iterations * tile_k + _skew(operand.x)) * operand.x.itemsize
+        for blocks in (2, 1):  # per SM
+            free_bytes = _SMEM_BYTES // blocks - _RESERVED_BYTES - fixed_bytes - x_bytes
+            stages = min(_MAX_STAGES, free_bytes // stage_bytes)
+            if stages * stage_bytes * blocks >= _IN_FLIGHT:
+                cost = _cost(tiles_n * split, _SMS * blocks) * (iterations + (4 if x_resident else 1))
+                candidates.append((cost, Tiles(tile_k=tile_k, stages=min(stages, iterations), split=split)))
                 break
-    if not choices:
+    if not candidates:
         kind = "normalised" if norm else "quantised"
         raise UnsupportedError(f"{columns} {kind} rows of {inputs} inputs leave no shared memory for weights")
-    return min(choices, key=lambda choice: choice[0])[1]
+    return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def _cost(blocks: int, slots: int) -> int:
-    """How long this many blocks run on so many places, as a number of blocks while memory is busy.
+def _cost(blocks: int, capacity: int) -> int:
+    """The time of `blocks` thread blocks, `capacity` of which run at once, in thread blocks at full memory bandwidth.
 
-    Memory is busy while all places are taken. The last wave lasts as long as its blocks have bytes, or as one of four
-    blocks on three SMs, which memory can just be busy with.
+    Full waves run at full bandwidth. A partial last wave takes as long as its own bytes, but at least as long as
+    four thread blocks on three SMs, which is the least that can saturate memory.
     """
-    waves, rest = divmod(blocks, slots)
-    return waves * slots + (max(rest, min(slots, _SMS * 4 // 3)) if rest else 0)
+    waves, rest = divmod(blocks, capacity)
+    return waves * capacity + (max(rest, min(capacity, _SMS * 4 // 3)) if rest else 0)
 
 
 def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
     tiles, columns = plan.tiles, plan.columns
     blocks = pl.cdiv(plan.outputs, TILE_N)
     operand = plan.operand
-    arrivals = plan.matrices + (plan.groups > 0) + (not plan.holds)
+    arrivals = plan.matrices + (plan.groups > 0) + (not plan.x_resident)
     scratch = {
         "weights_s": plgpu.SMEM(
             (tiles.stages, plan.matrices, TILE_N, tiles.tile_k // operand.per_element),
             operand.weights,
             transforms=_swizzled(plan.outputs, operand.weights, operand.swizzle),
         ),
-        "turned_s": plgpu.SMEM((3, columns, TILE_N), jnp.bfloat16),
+        "transpose_s": plgpu.SMEM((3, columns, TILE_N), jnp.bfloat16),
         "out_s": plgpu.SMEM((columns, TILE_N), plan.dtype),
-        "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tiles.stages),
+        "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tiles.stages),
     }
-    if plan.holds:
-        scratch["x_s"] = plgpu.SMEM((plan.held, plan.share * tiles.tile_k + _skew(operand.x)), operand.x)
+    if plan.x_resident:
+        row_size = plan.iterations * tiles.tile_k + _skew(operand.x)
+        scratch["x_s"] = plgpu.SMEM((plan.resident_rows, row_size), operand.x)
     else:
         scratch["x_s"] = plgpu.SMEM(
             (tiles.stages, columns, tiles.tile_k),
@@ -294,12 +309,12 @@ def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
         scratch["group_scale_s"] = plgpu.SMEM(shape, jnp.bfloat16)
     if "residual" in plan.operands:
         scratch["residual_s"] = plgpu.SMEM((columns, TILE_N), plan.dtype)
-        scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=1)
-    # TMA takes rows of a multiple of 16 bytes. Of others, as of a vocabulary of 50,257, XLA takes a slice.
-    stored = pl.cdiv(plan.outputs * plan.dtype.itemsize, 16) * 16 // plan.dtype.itemsize
-    result = [jax.ShapeDtypeStruct((plan.rows, stored), plan.dtype)]
+        scratch["residual_full"] = plgpu.Barrier(num_arrivals=1)
+    # TMA writes rows of a multiple of 16 bytes. Other results, such as a vocabulary of 50,257, are sliced by XLA.
+    padded_outputs = pl.cdiv(plan.outputs * plan.dtype.itemsize, 16) * 16 // plan.dtype.itemsize
+    result = [jax.ShapeDtypeStruct((plan.rows, padded_outputs), plan.dtype)]
     if tiles.split > 1:
-        scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("share",), num_arrivals=1)
+        scratch["sums_full"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=1)
         partial = (tiles.split - 1, blocks, plan.matrices, TILE_N, columns)
         result.append(jax.ShapeDtypeStruct(partial, operand.accumulator))
     kernel = plgpu.kernel(
@@ -309,8 +324,8 @@ def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
         grid=(blocks,),
         grid_names=("block",),
         cluster=(tiles.split,),
-        cluster_names=("share",),
-        # Memory lies as it is declared, where the other semantics infers how, and knows no skewed rows.
+        cluster_names=("split",),
+        # Uses the declared SMEM layouts; Warpgroup semantics would infer them, and does not support skewed rows.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="small_batch_linear",
     )
@@ -318,111 +333,113 @@ def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _skew(dtype: Any) -> int:
-    """Elements between rows of x in shared memory: those of a column in different banks, and all aligned for stores."""
+    """Padding elements after each row of x in shared memory: columns avoid bank conflicts, and rows stay aligned."""
     return max(8, 16 // dtype.itemsize)
 
 
 def _swizzled(size: int, dtype: Any, row_bytes: int) -> tuple[Any, ...]:
-    """How a tile of a matrix with so many rows lies in shared memory: those of a column in different banks.
+    """SMEM transforms without bank conflicts along columns, for tiles of a matrix with `size` rows.
 
-    TMA wants whole tiles of 8 rows. Tiles of one row suit any matrix, and put two in a bank where a slot is two wide.
+    TMA needs tiles of 8 rows to divide the matrix. Tiles of one row fit any matrix, but have two-way bank conflicts
+    where a stage is two tiles wide.
     """
     tiling = (8 if size < 8 or size % 8 == 0 else 1, row_bytes // dtype.itemsize)
     return plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(row_bytes)  # pyright: ignore[reportAbstractUsage]
 
 
-def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **smem: Any) -> None:
+def _kernel(*refs: Ref, plan: Plan, weights_s, x_s, transpose_s, out_s, full, **smem: Ref) -> None:
     operands = dict(zip(plan.operands, refs, strict=False))
     out, *partial = refs[len(plan.operands) :]
-    block, share = lax.axis_index("block"), lax.axis_index("share")
-    stages, tile_k = plan.tiles.stages, plan.tiles.tile_k
+    block, split = lax.axis_index("block"), lax.axis_index("split")
+    stages, tile_k, iterations = plan.tiles.stages, plan.tiles.tile_k, plan.iterations
     outputs = pl.ds(block * TILE_N, TILE_N)
-    columns = pl.ds(0 * block, plan.columns)  # past the last row of x, which JAX refuses where it knows the start
+    columns = pl.ds(0 * block, plan.columns)  # may end past x's last row, which JAX rejects if the start is constant
 
-    def inputs(i: Any, of_an_element: int = 1) -> Any:
-        size = tile_k // of_an_element
-        return pl.ds((share * plan.share + i) * size, size)
+    def inputs(i: Any, per_element: int = 1) -> Any:
+        size = tile_k // per_element
+        return pl.ds((split * iterations + i) * size, size)
 
-    # Where x is held: of the shares that divide unequally the last begins early, so that all lie within x.
-    held = jnp.minimum(share * plan.share, plan.inputs // tile_k - plan.share)
+    # The first tile of inputs that a resident x covers. If the splits are unequal, the last one starts early, so that
+    # all lie within x.
+    first_tile = jnp.minimum(split * iterations, plan.inputs // tile_k - iterations)
 
-    def held_inputs(i: Any) -> Any:  # past the end any finite x will do, as the weights are zeros there
-        tile = jnp.minimum(share * plan.share - held + i, plan.share - 1)
+    def resident_inputs(i: Any) -> Any:  # past the end any finite x will do, since the weights there are zero
+        tile = jnp.minimum(split * iterations - first_tile + i, iterations - 1)
         return pl.ds(pl.multiple_of(tile * tile_k, tile_k), tile_k)
 
-    def fetch(i: Any, slot: Any) -> None:
+    def fetch(i: Any, stage: Any) -> None:
         for matrix in range(plan.matrices):
             tile = operands["weights"].at[outputs, matrix, inputs(i, plan.operand.per_element)]
-            plgpu.copy_gmem_to_smem(tile, weights_s.at[slot, matrix], arrived.at[slot])
+            plgpu.copy_gmem_to_smem(tile, weights_s.at[stage, matrix], full.at[stage])
         if plan.groups:
             pairs = pl.ds(block * TILE_N * plan.matrices, TILE_N * plan.matrices)
             tile = operands["weights_scale"].at[inputs(i, GROUP), pairs]
-            plgpu.copy_gmem_to_smem(tile, smem["group_scale_s"].at[slot], arrived.at[slot])
-        if not plan.holds:
+            plgpu.copy_gmem_to_smem(tile, smem["group_scale_s"].at[stage], full.at[stage])
+        if not plan.x_resident:
             tile = operands["x"].at[columns, inputs(i)]
-            plgpu.copy_gmem_to_smem(tile, x_s.at[slot], arrived.at[slot])
+            plgpu.copy_gmem_to_smem(tile, x_s.at[stage], full.at[stage])
 
-    for i in range(min(stages, plan.share)):
+    for i in range(min(stages, iterations)):
         fetch(i, i)
 
     if "residual" in operands:
 
-        @pl.when(share == 0)
+        @pl.when(split == 0)
         def _() -> None:
             rows = operands["residual"].at[columns, outputs]
-            plgpu.copy_gmem_to_smem(rows, smem["residual_s"], smem["residual_arrived"])
+            plgpu.copy_gmem_to_smem(rows, smem["residual_s"], smem["residual_full"])
 
     scales, biases = (
-        _load_per_output(plan, operands[name].at[outputs]) if name in operands else None
+        _load_output_vectors(plan, operands[name].at[outputs]) if name in operands else None
         for name in ("weights_scale" if not plan.groups else "", "bias")
     )
-    if plan.holds:
-        _hold(plan, operands, held * tile_k, x_s, smem.get("x_scale_s"))
+    if plan.x_resident:
+        _prepare_x(plan, operands, first_tile * tile_k, x_s, smem.get("x_scale_s"))
 
-    def step(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        slot = lax.rem(i, stages)
-        plgpu.barrier_wait(arrived.at[slot])
-        x_tile = x_s.at[:, held_inputs(i)] if plan.holds else x_s.at[slot]
+    def iteration(i: jax.Array, accs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        stage = lax.rem(i, stages)
+        plgpu.barrier_wait(full.at[stage])
+        x_tile = x_s.at[:, resident_inputs(i)] if plan.x_resident else x_s.at[stage]
         accs = tuple(
             plan.operand.multiply(
                 acc,
-                weights_s.at[slot, matrix],
+                weights_s.at[stage, matrix],
                 x_tile,
-                [_alternating(smem["group_scale_s"].at[slot, group], matrix, plan) for group in range(plan.groups)],
+                [_deinterleave(smem["group_scale_s"].at[stage, group], matrix, plan) for group in range(plan.groups)],
             )
             for matrix, acc in enumerate(accs)
         )
 
-        # The operands of all warps are in registers: TMA may overwrite what they have read once that is in order.
-        @pl.when(i + stages < plan.share)
+        # After the commit, which is a barrier, all warps have their operands in registers and TMA may refill the stage.
+        @pl.when(i + stages < iterations)
         def _() -> None:
             plgpu.commit_smem()
-            fetch(i + stages, slot)
+            fetch(i + stages, stage)
 
         return accs
 
     zeros = plgpu.layout_cast(jnp.zeros((TILE_N, plan.columns), plan.operand.accumulator), ACC)
-    accs = lax.fori_loop(0, plan.share, step, (zeros,) * plan.matrices)
+    accs = lax.fori_loop(0, iterations, iteration, (zeros,) * plan.matrices)
     if partial:
-        _exchange(accs, partial[0].at[:, block], share, smem["summed"])
+        _write_partial_sums(accs, partial[0].at[:, block], split, smem["sums_full"])
 
-    @pl.when(share == 0)
+    @pl.when(split == 0)
     def _() -> None:
         sums = list(accs)
-        for other in range(plan.tiles.split - 1):  # always in the same order
+        for other in range(plan.tiles.split - 1):  # always in the same order, so that results are deterministic
             for matrix in range(plan.matrices):
                 sums[matrix] += plgpu.load(partial[0].at[other, block, matrix], layout=ACC, optimized=False)
         for matrix in range(plan.matrices):
             sums[matrix] = sums[matrix].astype(jnp.float32)
             if plan.operand.quantizes:
-                sums[matrix] *= per_column(smem["x_scale_s"], sums[matrix].shape)
+                sums[matrix] *= broadcast_columns(smem["x_scale_s"], sums[matrix].shape)
             if scales:
                 sums[matrix] *= scales[matrix]
             if biases:
                 sums[matrix] += biases[matrix]
-        y = _turned(_activated(plan, sums), turned_s)
+        y = _transpose(_activate(plan, sums), transpose_s)
         if "residual" in operands:
-            plgpu.barrier_wait(smem["residual_arrived"])
+            plgpu.barrier_wait(smem["residual_full"])
             y += plgpu.load(smem["residual_s"], layout=_result_layout(plan.columns)).astype(jnp.float32)
         out_s[...] = y.astype(plan.dtype)
         plgpu.commit_smem()
@@ -430,91 +447,93 @@ def _kernel(*refs: Any, plan: Plan, weights_s, x_s, turned_s, out_s, arrived, **
         plgpu.wait_smem_to_gmem(0)
 
 
-def _hold(plan: Plan, operands: dict[str, Any], first_input: jax.Array, x_s: Any, x_scale_s: Any) -> None:
-    """Write rows of x, normalised or quantised or both, into shared memory, from that input on.
+def _prepare_x(plan: Plan, operands: dict[str, Ref], first_input: jax.Array, x_s: Ref, x_scale_s: Ref) -> None:
+    """Normalise and/or quantise rows of x and write this split's inputs, from `first_input` on, to shared memory.
 
-    Every block finds means and scales of the whole rows by itself, as many at a time as 128 registers of a thread hold,
-    or 64 where the largest of normalised inputs is looked for.
+    Every thread block computes the statistics of the whole rows itself: as many rows at a time as fit into 128
+    registers per thread, or 64 if it also needs the maximum of the normalised inputs.
     """
-    layout, registers_of_a_row = _row_layout(plan.inputs)
-    width = plan.share * plan.tiles.tile_k
-    whole, held, held_layout = pl.ds(0, plan.inputs), pl.ds(first_input, width), _row_layout(width)[0]
-    at_once = max(1, (64 if plan.operand.quantizes and plan.eps is not None else 128) // registers_of_a_row)
-    for first in range(0, plan.rows, at_once):
-        rows = pl.ds(first, min(at_once, plan.rows - first))
-        y = _load_rows(operands["x"].at[rows, whole], layout)
-        norm = _Normaliser.of(y, plan, operands, layout)
+    layout, registers_per_row = _row_layout(plan.inputs)
+    width = plan.iterations * plan.tiles.tile_k
+    all_inputs, own_inputs, own_layout = pl.ds(0, plan.inputs), pl.ds(first_input, width), _row_layout(width)[0]
+    rows_at_once = max(1, (64 if plan.operand.quantizes and plan.eps is not None else 128) // registers_per_row)
+    for first in range(0, plan.rows, rows_at_once):
+        rows = pl.ds(first, min(rows_at_once, plan.rows - first))
+        y = _load_rows(operands["x"].at[rows, all_inputs], layout)
+        norm = _RowNorm.of(y, plan, operands, layout)
         x_scale = None
         if plan.operand.quantizes or width == plan.inputs:
-            y = norm(y, whole, layout)
+            y = norm(y, all_inputs, layout)
         if plan.operand.quantizes:
             x_scale = jnp.maximum(jnp.max(jnp.abs(y), axis=1), 1e-30) / 127.0
         if width == plan.inputs:
-            part = y
+            own = y
         else:
-            part = norm(_load_rows(operands["x"].at[rows, held], held_layout), held, held_layout)
+            own = norm(_load_rows(operands["x"].at[rows, own_inputs], own_layout), own_inputs, own_layout)
         if x_scale is not None:
-            part = _nearest_integers(part / spread(x_scale, 0, part.shape, held_layout))
+            own = _round_to_int(own / broadcast(x_scale, 0, own.shape, own_layout))
             if rows.size == 1:
-                x_scale_s[first] = jnp.max(x_scale)  # Mosaic stores no vector of one
+                x_scale_s[first] = jnp.max(x_scale)  # Mosaic cannot store a vector of one element
             else:
                 _store(x_scale_s.at[rows], x_scale)
-        _store(x_s.at[rows, pl.ds(0, width)], part.astype(plan.operand.x))
+        _store(x_s.at[rows, pl.ds(0, width)], own.astype(plan.operand.x))
     plgpu.commit_smem()
 
 
-class _Normaliser(NamedTuple):
-    """What the norm does with any inputs of some rows, whose means are known; nothing without a norm."""
+class _RowNorm(NamedTuple):
+    """The norm of some rows with known statistics, applicable to any of their inputs; the identity without a norm."""
 
     plan: Plan
-    operands: dict[str, Any]
+    operands: dict[str, Ref]
     mean: jax.Array | None
     factor: jax.Array | None
 
     @classmethod
-    def of(cls, y: jax.Array, plan: Plan, operands: dict[str, Any], layout: Any) -> "_Normaliser":
-        """For these rows, float32 [rows, K]."""
+    def of(cls, y: jax.Array, plan: Plan, operands: dict[str, Ref], layout: Any) -> "_RowNorm":
+        """Compute the statistics of these rows, float32 [rows, K]."""
         if plan.eps is None:
             return cls(plan, operands, None, None)
         mean = jnp.sum(y, axis=1) / plan.inputs if "shift" in operands else None
         if mean is not None:
-            y -= spread(mean, 0, y.shape, layout)
+            y -= broadcast(mean, 0, y.shape, layout)
         return cls(plan, operands, mean, lax.rsqrt(jnp.sum(y * y, axis=1) / plan.inputs + plan.eps))
 
     def __call__(self, y: jax.Array, inputs: Any, layout: Any) -> jax.Array:
-        """These inputs of the rows, normalised, in float32."""
+        """Normalise these inputs of the rows, in float32."""
         if self.factor is None:
             return y
         if self.mean is not None:
-            y -= spread(self.mean, 0, y.shape, layout)
-        y *= spread(self.factor, 0, y.shape, layout)
-        y *= spread(_load_rows(self.operands["scale"].at[inputs], layout.reduce(0)), 1, y.shape, layout)
+            y -= broadcast(self.mean, 0, y.shape, layout)
+        y *= broadcast(self.factor, 0, y.shape, layout)
+        y *= broadcast(_load_rows(self.operands["scale"].at[inputs], layout.reduce(0)), 1, y.shape, layout)
         if self.mean is not None:
-            y += spread(_load_rows(self.operands["shift"].at[inputs], layout.reduce(0)), 1, y.shape, layout)
+            y += broadcast(_load_rows(self.operands["shift"].at[inputs], layout.reduce(0)), 1, y.shape, layout)
         return y
 
 
-def _nearest_integers(y: jax.Array) -> jax.Array:
-    """int32, ties to even, for |y| < 2 ** 22: the last bits of a sum with 1.5 * 2 ** 23, whose last bit counts one."""
+def _round_to_int(y: jax.Array) -> jax.Array:
+    """Round to int32, ties to even, for |y| < 2 ** 22: adding 1.5 * 2 ** 23, whose unit in the last place is 1, leaves
+    the integer in the lowest mantissa bits."""
     return lax.bitcast_convert_type(y + 1.5 * 2**23, jnp.int32) - 0x4B400000
 
 
-def _store(ref: Any, value: jax.Array) -> None:
-    """Whatever banks it goes to: as JAX 0.11 stores by itself, and 0.12 if told to."""
+def _store(ref: Ref, value: jax.Array) -> None:
+    """Store even with bank conflicts: the default of JAX 0.11, an option in 0.12."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         ref[...] = value
 
 
-def _load_rows(ref: Any, layout: Any) -> jax.Array:
+def _load_rows(ref: Ref, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
 def _row_layout(inputs: int) -> tuple[Any, int]:
-    """How 128 threads hold rows [R, K] of K inputs, and the elements of a row that each has.
+    """A register layout for rows [R, K] of K inputs over 128 threads, and how many elements of a row each thread has.
 
-    All threads side by side, with up to eight neighbours each; or, if K is an odd multiple of 64, every warp holds all.
+    Adjacent threads hold up to eight adjacent elements each; if K is an odd multiple of 64, every warp holds all of
+    them.
     """
     for width in (8, 4, 2, 1):
         if inputs % (128 * width) == 0:
@@ -525,53 +544,53 @@ def _row_layout(inputs: int) -> tuple[Any, int]:
     return plgpu.Layout.TILED(tiling, warp_dims=everyone, lane_dims=(-2,), vector_dim=-1), inputs // 32
 
 
-def _exchange(accs: tuple[jax.Array, ...], partial: Any, share: jax.Array, summed: Any) -> None:
-    """Show the first block of a cluster the sums of the others.
+def _write_partial_sums(accs: tuple[jax.Array, ...], partial: Ref, split: jax.Array, sums_full: Ref) -> None:
+    """Write the sums of all splits but the first to GMEM, for the first one to reduce, and synchronise the cluster.
 
     partial: float32 [split - 1, matrices, TILE_N, columns] in GMEM.
-    All wait, as arrivals are counted in every block's own shared memory, which has to be there still.
+    All thread blocks wait: arrivals are counted in each one's shared memory, which must still exist.
     """
 
-    @pl.when(share > 0)
+    @pl.when(split > 0)
     def _() -> None:
         for matrix, acc in enumerate(accs):
-            _store(partial.at[share - 1, matrix], acc)
+            _store(partial.at[split - 1, matrix], acc)
 
     inline_ptx("fence.acq_rel.cluster;")
-    plgpu.barrier_arrive(summed)
-    plgpu.barrier_wait(summed)
+    plgpu.barrier_arrive(sums_full)
+    plgpu.barrier_wait(sums_full)
     inline_ptx("fence.acq_rel.cluster;")
 
 
-def _load_per_output(plan: Plan, vectors: Any) -> list[jax.Array]:
-    """Of each matrix, for all columns, float32 [TILE_N, columns]. vectors: [TILE_N, matrices] in GMEM."""
-    return [per_output(vectors.at[:, matrix], (TILE_N, plan.columns)) for matrix in range(plan.matrices)]
+def _load_output_vectors(plan: Plan, vectors: Ref) -> list[jax.Array]:
+    """A vector per matrix, broadcast to all columns: float32 [TILE_N, columns]. vectors: [TILE_N, matrices] in GMEM."""
+    return [broadcast_outputs(vectors.at[:, matrix], (TILE_N, plan.columns)) for matrix in range(plan.matrices)]
 
 
-def _alternating(pairs: Any, matrix: int, plan: Plan) -> Any:
-    """What belongs to one of the matrices in a vector that alternates between them. pairs: in shared memory."""
-    if interpreting():  # it knows no reshaped references, and the compiler no steps
+def _deinterleave(pairs: Ref, matrix: int, plan: Plan) -> Ref:
+    """The elements of one matrix in a vector that alternates between the matrices. pairs: in shared memory."""
+    if interpreting():  # the interpreter does not support reshaped refs, the compiler does not support strided slices
         return pairs.at[pl.ds(matrix, TILE_N, plan.matrices)]
     return pairs.reshape(TILE_N, plan.matrices).at[:, matrix]
 
 
-def _activated(plan: Plan, sums: list[jax.Array]) -> jax.Array:
+def _activate(plan: Plan, sums: list[jax.Array]) -> jax.Array:
     """act(y), or act(gate) * up. sums: float32 [TILE_N, columns]."""
     y = sums[0] if plan.activation is None else activate(sums[0], plan.activation, erf=approximate_erf)
     return y * sums[1] if plan.matrices == 2 else y
 
 
-def _turned(y: jax.Array, turned_s: Any) -> jax.Array:
-    """y^T, [columns, TILE_N], its rows as they lie in memory. turned_s: bfloat16 [3, columns, TILE_N].
+def _transpose(y: jax.Array, transpose_s: Ref) -> jax.Array:
+    """y^T, [columns, TILE_N], in the order of the result in memory. transpose_s: bfloat16 [3, columns, TILE_N].
 
-    Threads exchange 16-bit values only (`stmatrix`), so that float32 goes in three parts, which lose nothing.
+    `stmatrix` exchanges only 16-bit values between threads, so float32 is split into three bfloat16, without loss.
     """
-    parts = bfloat16_parts(y)
+    parts = split_bfloat16(y)
     for i, part in enumerate(parts):
-        _store(turned_s.at[i].T, part)
+        _store(transpose_s.at[i].T, part)
     plgpu.commit_smem()
     layout = _result_layout(y.shape[1])
-    high, middle, low = (plgpu.load(turned_s.at[i], layout=layout).astype(jnp.float32) for i in range(len(parts)))
+    high, middle, low = (plgpu.load(transpose_s.at[i], layout=layout).astype(jnp.float32) for i in range(len(parts)))
     return high + (middle + low)
 
 

@@ -1,7 +1,7 @@
-"""Tile sizes measured on a device: JSON tables, one a device kind, which `benchmarks.gpu` writes.
+"""Autotuned tile sizes: JSON tables, one per device kind, written by `benchmarks.gpu`.
 
-A table is {operation: {key: {field: value}}}. Each operation has a frozen dataclass of tile sizes, a key that names the
-shapes it was tuned for, and a heuristic for what no table has.
+A table is {operation: {key: {field: value}}}. Each operation has a frozen dataclass of tile sizes, a key that describes
+the shapes they were tuned for, and a heuristic for shapes that are not in the table.
 """
 
 import contextlib
@@ -19,30 +19,30 @@ _trial = jax.make_user_context(None)
 
 
 def tuned(operation: str, key: str) -> Mapping[str, int] | None:
-    """The tile sizes measured for this operation and key on the device that is traced for; None if there are none."""
+    """The tuned tile sizes of this operation and key on the device that is traced for, or None."""
     if _trial.value is not None:
-        return _trial.value.answer(operation, key)
+        return _trial.value.lookup(operation, key)
     return _table(table_name(device_kind())).get(operation, {}).get(key)
 
 
 class Trial:
-    """Stands in for the tables: answers one operation with some tile sizes, others with none, and notes who asks.
+    """Replaces the tables: gives one operation the tile sizes under test and all others none, and records lookups.
 
     Attributes:
-      asked: (operation, key) of every question, in order.
+      lookups: (operation, key) of every lookup, in order.
     """
 
     def __init__(self, operation: str | None = None, tiles: Mapping[str, int] | None = None):
         self._operation, self._tiles = operation, tiles
-        self.asked: list[tuple[str, str]] = []
+        self.lookups: list[tuple[str, str]] = []
 
-    def answer(self, operation: str, key: str) -> Mapping[str, int] | None:
-        """What `tuned` says while this trial runs."""
-        self.asked.append((operation, key))
+    def lookup(self, operation: str, key: str) -> Mapping[str, int] | None:
+        """What `tuned` returns while this trial is active."""
+        self.lookups.append((operation, key))
         return self._tiles if operation == self._operation else None
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        """For programs that are traced within; none of what was traced outside is reused."""
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Applies to programs traced inside; jaxprs cached outside are not reused."""
         return _trial(self)
 
 
@@ -52,7 +52,7 @@ def table_name(kind: str) -> str:
 
 
 def tables() -> Traversable:
-    """The folder of the tables that come with the package."""
+    """The folder of the tables shipped with the package."""
     return resources.files("pallas_kernels") / "tuned"
 
 

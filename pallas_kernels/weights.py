@@ -1,8 +1,8 @@
-"""How a matrix of weights is held: in float, int8, fp8 or int4; and what its product with x is.
+"""Formats of weight matrices (float, int8, fp8, int4) and their matmul with x in plain JAX.
 
-A weight is [N, K]: N outputs of K inputs each, the inputs contiguous. A GPU reduces such rows at batch 1 without
-writing the product to memory; XLA:CPU, too, multiplies one row by them faster than by [K, N] (`docs/cpu-speed.md`).
-Start at `Weights`, then `product`.
+A weight matrix is [N, K]: N outputs by K inputs, the inputs contiguous. At batch 1 a GPU reduces such rows without
+writing an intermediate product to memory, and XLA:CPU multiplies one row by them faster than by [K, N]
+(`docs/cpu-speed.md`). Start at `Weights`, then `matmul`.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -15,60 +15,60 @@ QuantizedFormat = Literal["int8", "int4", "fp8"]
 
 STORED_AS: dict[QuantizedFormat, jnp.dtype] = {
     "int8": jnp.dtype(jnp.int8),
-    "int4": jnp.dtype(jnp.uint16),  # four to a word
+    "int4": jnp.dtype(jnp.uint16),  # four int4 values per word
     "fp8": jnp.dtype(jnp.float8_e4m3fn),
 }
-"""The dtype of each format's kernel, which tells the format."""
+"""The dtype of each format's `Weights.weight`; it identifies the format."""
 
 GROUP = 128
-"""Inputs that share a scale in int4."""
+"""The int4 group size: consecutive inputs with one scale."""
 
 NIBBLES = 4
-"""Inputs that share a word in int4."""
+"""int4 values per uint16 word."""
 
-_WORDS = GROUP // NIBBLES  # of a group
+_WORDS = GROUP // NIBBLES  # per group
 _CLIPS = (1.0, 0.9, 0.8)  # more candidates lower the error of Gaussian weights by less than 2%
-_FEW_ROWS = 16  # of x; beyond them a matrix of floats is smaller than the products of every group
+_FEW_ROWS = 16  # of x; with more, the dequantised matrix is smaller than the partial products of all groups
 
 
 class Weights(NamedTuple):
     """A matrix of N outputs by K inputs, the inputs contiguous.
 
     Attributes:
-      kernel: one of
+      weight: one of
         float [N, K] (bfloat16, float16, float32);
-        int8 [N, K], multiplied by rows of x that are quantised on the fly;
-        float8_e4m3fn [N, K], weights only;
-        uint16 [N, K / 4], int4 in groups of GROUP inputs, weights only: word j of a group holds its inputs j,
-        j + 32, j + 64 and j + 96, the first in the lowest four bits, each plus 8. So one shift and mask of all
-        words gives a run of inputs, in order.
-      scale: None in float; float32 [N] for int8 and fp8; bfloat16 [K / GROUP, N] for int4.
+        int8 [N, K], multiplied by rows of x that are quantised dynamically (W8A8);
+        float8_e4m3fn [N, K], weight-only;
+        uint16 [N, K / 4], weight-only int4 in groups of GROUP inputs: word j of a group holds inputs j, j + 32, j + 64
+        and j + 96 of the group, the first in the lowest four bits, each plus 8. So one shift and mask of all words
+        gives 32 consecutive inputs in order.
+      scale: None for float; float32 [N] for int8 and fp8; bfloat16 [K / GROUP, N] for int4.
     """
 
-    kernel: jax.Array
+    weight: jax.Array
     scale: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """N, K."""
-        outputs, columns = self.kernel.shape
+        outputs, columns = self.weight.shape
         return outputs, columns * (NIBBLES if is_int4(self) else 1)
 
 
 def is_int8(weights: Weights) -> bool:
-    """Whether rows of x are quantised for the product, too."""
-    return weights.kernel.dtype == jnp.int8
+    """Whether the weights are int8, so that the matmul quantises the rows of x too."""
+    return weights.weight.dtype == jnp.int8
 
 
 def is_int4(weights: Weights) -> bool:
-    """Whether four weights share a word of the kernel."""
-    return weights.kernel.dtype == jnp.uint16
+    """Whether each word of the weight holds four int4 values."""
+    return weights.weight.dtype == jnp.uint16
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 per row: x ~ q * scale. x: [..., K] -> int8 [..., K], float32 [..., 1].
+    """Symmetric int8 quantisation per row, x ~ q * scale. x: [..., K] -> int8 [..., K], float32 [..., 1].
 
-    DeepSpeed Inference, section III-C (dynamic activation quantisation); weights use it with K last.
+    DeepSpeed Inference, section III-C (dynamic activation quantisation). Weights are quantised so too, per output.
     """
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30) / 127.0
@@ -77,13 +77,13 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit(static_argnames="fmt")
 def quantize(matrix: jax.Array, fmt: QuantizedFormat) -> Weights:
-    """The nearest weights in this format, symmetric about 0. matrix: float [N, K].
+    """Quantise a matrix symmetrically, with round-to-nearest. matrix: float [N, K].
 
-    Raises ValueError for an unknown format, and in int4 where K is not a multiple of GROUP.
+    Raises ValueError for an unknown format, and for int4 if K is not a multiple of GROUP.
     """
     if fmt == "int8":
-        kernel, scale = quantize_rows(matrix)
-        return Weights(kernel, scale[:, 0])
+        weight, scale = quantize_rows(matrix)
+        return Weights(weight, scale[:, 0])
     if fmt == "fp8":
         return _quantize_fp8(matrix)
     if fmt == "int4":
@@ -92,51 +92,51 @@ def quantize(matrix: jax.Array, fmt: QuantizedFormat) -> Weights:
 
 
 def dequantize(weights: Weights, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The matrix [N, K] that the weights stand for, rounded to `dtype` at the end."""
-    kernel, scale = weights
+    """The float matrix [N, K] that the weights represent, rounded to `dtype` at the end."""
+    weight, scale = weights
     if scale is None:
-        return kernel.astype(dtype)
+        return weight.astype(dtype)
     if is_int4(weights):
-        grouped = _unpack(kernel).astype(jnp.float32) * scale.astype(jnp.float32).T[:, :, None]
+        grouped = _unpack_int4(weight).astype(jnp.float32) * scale.astype(jnp.float32).T[:, :, None]
         return grouped.reshape(weights.shape).astype(dtype)
-    return (kernel.astype(jnp.float32) * scale[:, None]).astype(dtype)
+    return (weight.astype(jnp.float32) * scale[:, None]).astype(dtype)
 
 
-def product(x: jax.Array, weights: Weights) -> jax.Array:
+def matmul(x: jax.Array, weights: Weights) -> jax.Array:
     """x W^T. x: [..., K]; weights: [N, K]. Returns [..., N] in x's dtype, accumulated in float32 (int8: int32).
 
-    Int8 weights also round x, row by row (`quantize_rows`).
+    With int8 weights, x is quantised row by row too (`quantize_rows`).
     """
-    kernel, scale = weights
+    weight, scale = weights
     if scale is None:
-        return contract(x, kernel)
+        return xla_matmul(x, weight)
     if is_int4(weights):
-        return _int4_product(x, kernel, scale)
+        return _int4_matmul(x, weight, scale)
     if is_int8(weights):
-        return int8_product(*quantize_rows(x), kernel, scale).astype(x.dtype)
-    y = contract(x, kernel.astype(x.dtype), accumulator=jnp.float32)
-    return (y * scale).astype(x.dtype)  # after the product: XLA would write out a matrix scaled before it
+        return int8_matmul(*quantize_rows(x), weight, scale).astype(x.dtype)
+    y = xla_matmul(x, weight.astype(x.dtype), accumulator=jnp.float32)
+    return (y * scale).astype(x.dtype)  # scaled after the matmul: XLA would write a scaled matrix to memory
 
 
-def int8_product(q: jax.Array, q_scale: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """(q * q_scale) (kernel * scale)^T, accumulated in int32: int8 [..., K] and [N, K] -> float32 [..., N]."""
-    return contract(q, kernel, accumulator=jnp.int32).astype(jnp.float32) * q_scale * scale
+def int8_matmul(q: jax.Array, q_scale: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """(q * q_scale) (weight * scale)^T, accumulated in int32: int8 [..., K] and [N, K] -> float32 [..., N]."""
+    return xla_matmul(q, weight, accumulator=jnp.int32).astype(jnp.float32) * q_scale * scale
 
 
-def contract(x: jax.Array, kernel: jax.Array, accumulator: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """x W^T as XLA has it. x: [..., K]; kernel: [N, K]. Returns [..., N], of dtype `accumulator` or else x's."""
+def xla_matmul(x: jax.Array, weight: jax.Array, accumulator: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """x W^T by XLA. x: [..., K]; weight: [N, K]. Returns [..., N] in dtype `accumulator`, or else in x's."""
 
-    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulator)
+    def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulator)
 
-    def product_of_two_rows(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    def dot_padded_to_two_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
         rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-        return product(rows, kernel)[0].reshape(*x.shape[:-1], -1)
+        return dot(rows, weight)[0].reshape(*x.shape[:-1], -1)
 
     if x.size == x.shape[-1] and x.dtype != jnp.float32:
-        # XLA:CPU has no fast path for one row in anything but float32, and multiplies element by element.
-        return lax.platform_dependent(x, kernel, cpu=product_of_two_rows, default=product)
-    return product(x, kernel)
+        # For a single row XLA:CPU has a fast path only in float32; in other dtypes it multiplies element by element.
+        return lax.platform_dependent(x, weight, cpu=dot_padded_to_two_rows, default=dot)
+    return dot(x, weight)
 
 
 def _quantize_fp8(matrix: jax.Array) -> Weights:
@@ -147,18 +147,19 @@ def _quantize_fp8(matrix: jax.Array) -> Weights:
 
 
 def _quantize_int4(matrix: jax.Array) -> Weights:
-    """The largest weight of a group becomes -8 (its scale is negative then, if need be), so that no level is lost.
+    """Map the weight of largest magnitude in each group to -8 (with a negative scale if it is positive), so that all 16
+    levels are used.
 
-    Of that scale and two smaller ones, which clip the largest weights, the group takes the one with the least
-    squared error: a sixth below that of max|w| / 7, on Gaussian weights.
+    Of that scale and two smaller ones, which clip the largest weights, each group takes the one with the smallest
+    squared error. On Gaussian weights the error is a sixth below that of the usual max|w| / 7.
     """
     outputs, inputs = matrix.shape
     if inputs % GROUP:
-        raise ValueError(f"int4 holds inputs in groups of {GROUP}: a matrix of {inputs} inputs has no whole number.")
+        raise ValueError(f"int4 needs inputs in groups of {GROUP}: a matrix of {inputs} inputs is not divisible.")
     groups = matrix.astype(jnp.float32).reshape(outputs, -1, GROUP)
 
     def rounded(clip: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-        scale = lax.reduce_precision(peak * (clip / -8), exponent_bits=8, mantissa_bits=7)  # what bfloat16 can hold
+        scale = lax.reduce_precision(peak * (clip / -8), exponent_bits=8, mantissa_bits=7)  # as stored, in bfloat16
         scale = jnp.where(scale == 0, 1.0, scale)
         levels = jnp.clip(jnp.round(groups / scale), -8, 7)
         return jnp.sum((groups - levels * scale) ** 2, axis=-1, keepdims=True), levels, scale
@@ -172,30 +173,32 @@ def _quantize_int4(matrix: jax.Array) -> Weights:
         error, levels, scale = (
             jnp.where(better, *pair) for pair in zip(candidate, (error, levels, scale), strict=True)
         )
-    return Weights(_pack(levels), scale[:, :, 0].T.astype(jnp.bfloat16))
+    return Weights(_pack_int4(levels), scale[:, :, 0].T.astype(jnp.bfloat16))
 
 
-def _pack(levels: jax.Array) -> jax.Array:
-    """Integers from -8 to 7 [N, K / GROUP, GROUP] -> uint16 [N, K / 4], as `Weights` says."""
+def _pack_int4(levels: jax.Array) -> jax.Array:
+    """Integers from -8 to 7 [N, K / GROUP, GROUP] -> uint16 [N, K / 4], in the layout that `Weights` describes."""
     nibbles = (levels + 8).astype(jnp.uint16).reshape(*levels.shape[:-1], NIBBLES, _WORDS)
     shifts = 4 * jnp.arange(NIBBLES, dtype=jnp.uint16)[:, None]
     return jnp.sum(nibbles << shifts, axis=-2, dtype=jnp.uint16).reshape(levels.shape[0], -1)
 
 
-def _unpack(kernel: jax.Array) -> jax.Array:
-    """The inverse of `_pack`: int8 [N, K / GROUP, GROUP]."""
-    words = kernel.reshape(kernel.shape[0], -1, 1, _WORDS)
+def _unpack_int4(weight: jax.Array) -> jax.Array:
+    """The inverse of `_pack_int4`: int8 [N, K / GROUP, GROUP]."""
+    words = weight.reshape(weight.shape[0], -1, 1, _WORDS)
     shifts = 4 * jnp.arange(NIBBLES, dtype=jnp.uint16)[:, None]
     nibbles = (words >> shifts) & jnp.uint16(15)
-    return nibbles.astype(jnp.int8).reshape(kernel.shape[0], -1, GROUP) - jnp.int8(8)
+    return nibbles.astype(jnp.int8).reshape(weight.shape[0], -1, GROUP) - jnp.int8(8)
 
 
-def _int4_product(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """At few rows the scales come after the products of each group, so that no matrix of floats is written."""
+def _int4_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """With few rows, the scales are applied to each group's partial product, so that no float matrix is written."""
     rows = x.size // x.shape[-1]
     if rows > _FEW_ROWS:
-        return contract(x, dequantize(Weights(kernel, scale), x.dtype), accumulator=jnp.float32).astype(x.dtype)
+        return xla_matmul(x, dequantize(Weights(weight, scale), x.dtype), accumulator=jnp.float32).astype(x.dtype)
     grouped = x.reshape(rows, -1, GROUP)
-    partial = jnp.einsum("bgk,ngk->bgn", grouped, _unpack(kernel).astype(x.dtype), preferred_element_type=jnp.float32)
+    partial = jnp.einsum(
+        "bgk,ngk->bgn", grouped, _unpack_int4(weight).astype(x.dtype), preferred_element_type=jnp.float32
+    )
     y = jnp.sum(partial * scale.astype(jnp.float32), axis=1)
     return y.astype(x.dtype).reshape(*x.shape[:-1], -1)

@@ -1,8 +1,8 @@
 """Every operation at the shapes at which it is timed, tuned and checked.
 
-What is timed and tuned are the shapes of `kernel_cases.py`, filled with numbers; it counts bytes and operations, too.
-What is checked are other shapes, small or awkward, each with its result in float64 (`references.py`). Letters as in the
-operations' own files.
+Timing and tuning use the cases of `kernel_cases.py`, which count bytes and FLOPs, filled with random data. Numerics
+are checked at other shapes, small or awkward, against float64 (`references.py`). Dimension letters are those of the
+operations' modules.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ from pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quanti
 from pallas_kernels.small_batch_linear import small_batch_linear
 from pallas_kernels.weights import Weights
 
-HALF, EXACT = 4e-3, 1e-5
-"""Errors that rounding a result to bfloat16 makes, twice; and that float32 sums make."""
-ATTENDED = 8e-3
-"""Queries, keys and the weights of values are rounded to bfloat16 besides."""
+BFLOAT16_ERROR, FLOAT32_ERROR = 4e-3, 1e-5
+"""Tolerances: twice the error of rounding a result to bfloat16; and the error of float32 sums."""
+ATTENTION_ERROR = 8e-3
+"""In attention, queries, keys and softmax weights are rounded to bfloat16 as well."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,15 +39,15 @@ class Case:
     """One operation at one shape.
 
     Attributes:
-      op: its name. name: the shape, in words.
-      make: its arguments from a random key; can be traced.
-      call: the operation, of these arguments.
-      bytes, flops: what one call must move and multiply. operands: what it multiplies.
-      rows: tokens, on which XLA's options depend.
-      state: the argument that the operation returns anew as its second result, in place.
-      others: implementations in JAX by other authors, of the same arguments. torch: what to ask PyTorch's process for.
-      reference: the result in float64, of numpy arrays; leaves after those it returns are not compared.
-      tolerance: of each result's relative error, in the Frobenius norm.
+      op: the operation's name. name: a description of the shape.
+      make: makes the arguments from a random key; traceable.
+      call: calls the operation with these arguments.
+      bytes, flops: the minimum memory traffic and FLOPs of a call. operands: the dtype of its matmul operands.
+      rows: tokens, which determine XLA's compiler options.
+      state: the argument that the operation updates in place and returns as its second result.
+      others: other libraries' JAX implementations with the same arguments. torch: the request for PyTorch's process.
+      reference: the result in float64, from numpy arrays; leaves after those it returns are not compared.
+      tolerance: of each result's relative error in the Frobenius norm.
     """
 
     op: str
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def weight_dtype(self) -> np.dtype:
-        """What the engine would tell the compiler that the weights are in."""
+        """The weight dtype that the engine would pass to `compiler_options`."""
         return np.dtype(self.operands)
 
     @property
@@ -83,16 +83,16 @@ class Case:
 
 
 def timed(*, quick: bool) -> Iterator[Case]:
-    """The shapes of `kernel_cases`, those of one row first; quick: of one model alone."""
-    found = sorted(kernel_cases.every_case(), key=lambda case: case.rows > 1)
-    for case in found:
+    """The cases of `kernel_cases`, those of one row first; quick: one row of one model only."""
+    ordered = sorted(kernel_cases.every_case(), key=lambda case: case.rows > 1)
+    for case in ordered:
         if not quick or (case.name.startswith("llama3-8b") and case.rows == 1):
-            yield filled(case)
+            yield with_data(case)
 
 
-def filled(case: kernel_cases.Case) -> Case:
-    """A case of shapes with numbers in it."""
-    kernel = next((x for x in jax.tree.leaves(case.args) if x.dtype == jnp.int8 and len(x.shape) == 2), None)
+def with_data(case: kernel_cases.Case) -> Case:
+    """A case of shapes, with random data."""
+    int8_weight = next((x for x in jax.tree.leaves(case.args) if x.dtype == jnp.int8 and len(x.shape) == 2), None)
     return Case(
         op=case.op,
         name=case.name,
@@ -100,7 +100,7 @@ def filled(case: kernel_cases.Case) -> Case:
         call=case.call,
         bytes=case.bytes,
         flops=case.flops,
-        operands="bfloat16" if kernel is None else "int8",
+        operands="bfloat16" if int8_weight is None else "int8",
         rows=case.rows,
         state=case.donated[0] if case.donated else None,
         others=_OTHERS.get(case.op, {}),
@@ -116,7 +116,7 @@ def _fill(case: kernel_cases.Case, key: jax.Array) -> tuple[Any, ...]:
 
 
 def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal numbers, or random bits; integers that mean something are put in place later."""
+    """Normal floats, or random bits; meaningful integers (tables, positions) are filled in later."""
     if jnp.issubdtype(dtype, jnp.floating):
         return _normal(key, shape, dtype)
     size = jnp.dtype(dtype).itemsize
@@ -124,7 +124,7 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _paged(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Pages in order, and the last positions that they hold."""
+    """A page table in order, and the last positions of its pages."""
     x, pages, table, positions, *rest = args
     last = table.shape[1] * pages.k.shape[1]
     table = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
@@ -138,7 +138,7 @@ def _whole_rows(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _routed(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The routing of random logits, wherever a Routing stands or its last two fields do."""
+    """The routing of random logits, in place of a Routing or of its last two fields."""
     x, second, *_ = args
     if isinstance(second, moe.Routing):
         (tokens, k), experts = second.experts.shape, len(second.sizes)
@@ -167,14 +167,14 @@ _OTHERS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 
 
 def _torch(case: kernel_cases.Case) -> dict[str, Any] | None:
-    """What PyTorch has for the same: products without what is fused to them, attention over contiguous keys."""
+    """The nearest that PyTorch has: linear layers without fusion, attention over contiguous keys."""
     weights = next((x for x in case.args if isinstance(x, Weights)), None)
     if weights is not None:
         outputs, inputs = weights.shape
-        form = {"uint16": "int4"}.get(weights.kernel.dtype.name, weights.kernel.dtype.name)
-        if form not in ("bfloat16", "int8", "int4"):
+        fmt = {"uint16": "int4"}.get(weights.weight.dtype.name, weights.weight.dtype.name)
+        if fmt not in ("bfloat16", "int8", "int4"):
             return None
-        return {"what": "linear", "weights": form, "rows": case.rows, "outputs": outputs, "inputs": inputs}
+        return {"what": "linear", "weights": fmt, "rows": case.rows, "outputs": outputs, "inputs": inputs}
     pages = next((x for x in case.args if isinstance(x, KVPages)), None)
     if pages is not None and pages.k_scale is None:
         x, table, positions = case.args[0], case.args[2], case.args[3]
@@ -196,11 +196,11 @@ def _torch(case: kernel_cases.Case) -> dict[str, Any] | None:
 
 
 def checked() -> Iterator[Case]:
-    """Shapes for numerics: usual ones, and ones that divide badly."""
-    for form in ("bfloat16", "float16", "float32", "int8", "int4", "fp8"):
+    """Shapes for numerics: common ones, and ones that tiles do not divide."""
+    for fmt in ("bfloat16", "float16", "float32", "int8", "int4", "fp8"):
         for rows, outputs, inputs in ((1, 4096, 4096), (3, 1600, 1600), (8, 1024, 6400), (16, 6144, 4096)):
-            if form != "int4" or inputs % formats.GROUP == 0:
-                yield from products(rows, outputs, inputs, form)
+            if fmt != "int4" or inputs % formats.GROUP == 0:
+                yield from linear_layers(rows, outputs, inputs, fmt)
     for options in ({}, {"window": 100}, {"softcap": 30.0}):
         for batch, tokens, context in ((1, 1, 1024), (3, 1, 777), (2, 4, 333)):
             yield decoding(batch, tokens, context, q_heads=32, kv_heads=8, head_dim=128, rotary=128, **options)
@@ -217,10 +217,10 @@ def checked() -> Iterator[Case]:
 
 
 def tiny() -> Iterator[Case]:
-    """One of each kind, for a dry run."""
-    for form in ("bfloat16", "int8", "int4"):
-        first, *others = products(2, 64, 128, form)
-        yield from (first, *others) if form == "bfloat16" else (first,)
+    """One small case of each kind, for a dry run."""
+    for fmt in ("bfloat16", "int8", "int4"):
+        first, *others = linear_layers(2, 64, 128, fmt)
+        yield from (first, *others) if fmt == "bfloat16" else (first,)
     yield decoding(1, 1, 40, q_heads=2, kv_heads=1, head_dim=64, rotary=64)
     yield prefill(1, 8, 40, q_heads=2, kv_heads=1, head_dim=64)
     yield encoding(1, 8, heads=1, head_dim=64)
@@ -231,9 +231,9 @@ def tiny() -> Iterator[Case]:
 
 
 def tiny_timed() -> Iterator[Case]:
-    """A product and an attention with their peers, for a dry run."""
+    """A linear layer and an attention with their peers, for a dry run."""
     request = {"what": "linear", "weights": "bfloat16", "rows": 2, "outputs": 64, "inputs": 128}
-    yield dataclasses.replace(next(products(2, 64, 128, "bfloat16")), torch=request)
+    yield dataclasses.replace(next(linear_layers(2, 64, 128, "bfloat16")), torch=request)
     yield dataclasses.replace(
         prefill(1, 8, 16, q_heads=1, kv_heads=1, head_dim=64),
         others=_OTHERS["paged_attention"],
@@ -245,16 +245,16 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, s
     return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
-def _weights(key: jax.Array, outputs: int, inputs: int, form: str) -> Weights:
-    """Random weights, whose products with normal inputs are about normal."""
+def _weights(key: jax.Array, outputs: int, inputs: int, fmt: str) -> Weights:
+    """Random weights, scaled such that outputs for normal inputs are about normal."""
     matrix = _normal(key, (outputs, inputs), jnp.float32, inputs**-0.5)
-    return formats.quantize(matrix, form) if form in ("int8", "int4", "fp8") else Weights(matrix.astype(form))
+    return formats.quantize(matrix, fmt) if fmt in ("int8", "int4", "fp8") else Weights(matrix.astype(fmt))
 
 
-def products(rows: int, outputs: int, inputs: int, form: str) -> Iterator[Case]:
-    """A matrix and what is fused with it: nothing; LayerNorm and GELU; RMSNorm and a gate; a bias and a residual."""
-    dtype = jnp.dtype(form if form in ("float32", "float16") else "bfloat16")
-    name = f"{rows} x {inputs} by {outputs}, {form}"
+def linear_layers(rows: int, outputs: int, inputs: int, fmt: str) -> Iterator[Case]:
+    """A linear layer with different fusions: none; LayerNorm and GELU; RMSNorm and a gate; a bias and a residual."""
+    dtype = jnp.dtype(fmt if fmt in ("float32", "float16") else "bfloat16")
+    name = f"{rows} x {inputs} by {outputs}, {fmt}"
 
     def case(op: str, what: str, call: Callable, reference: Callable, *extra: tuple[int, ...], **options: Any) -> Case:
         def make(key: jax.Array) -> tuple[Any, ...]:
@@ -263,7 +263,7 @@ def products(rows: int, outputs: int, inputs: int, form: str) -> Iterator[Case]:
                 _normal(k, shape, jnp.float32 if len(shape) == 1 else dtype)
                 for k, shape in zip(keys, extra, strict=True)
             ]
-            return _normal(x, (rows, inputs), dtype), _weights(w, outputs, inputs, form), *vectors
+            return _normal(x, (rows, inputs), dtype), _weights(w, outputs, inputs, fmt), *vectors
 
         return Case(
             op=op,
@@ -271,9 +271,10 @@ def products(rows: int, outputs: int, inputs: int, form: str) -> Iterator[Case]:
             make=make,
             call=functools.partial(call, **options),
             reference=functools.partial(reference, **options),
-            operands="int8" if form == "int8" else "bfloat16",
+            operands="int8" if fmt == "int8" else "bfloat16",
             rows=rows,
-            tolerance=EXACT if form == "float32" else HALF * (2 if extra else 1),  # definitions round in between
+            # Fallbacks also round between the linear layer and what follows it.
+            tolerance=FLOAT32_ERROR if fmt == "float32" else BFLOAT16_ERROR * (2 if extra else 1),
         )
 
     def normed(x: jax.Array, weights: Weights, scale: jax.Array, *rest: jax.Array, **options: Any) -> jax.Array:
@@ -296,7 +297,7 @@ PAGE_SIZE = 16
 
 
 def _cache(key: jax.Array, batch: int, context: int, kv_heads: int, head_dim: int) -> tuple[KVPages, jax.Array]:
-    """Random pages, in no order; and the table of the rows' own."""
+    """Random pages and a shuffled page table."""
     k, v, order = jax.random.split(key, 3)
     count = -(-context // PAGE_SIZE)
     shape = (batch * count, PAGE_SIZE, kv_heads, head_dim)
@@ -313,25 +314,25 @@ def _positions(batch: int, tokens: int, context: int) -> jax.Array:
 def decoding(
     batch: int, tokens: int, context: int, *, q_heads: int, kv_heads: int, head_dim: int, rotary: int, **options: Any
 ) -> Case:
-    """The last tokens of some rows: rotation, storing, attention."""
+    """Decode attention: the newest tokens of some rows, with rotary embedding and the write to the cache."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, cache, angle = jax.random.split(key, 3)
         angles = jax.random.uniform(angle, (batch, tokens, 1, rotary // 2), maxval=6.0)
         qkv = _normal(x, (batch, tokens, (q_heads + 2 * kv_heads) * head_dim))
-        turned = (jnp.cos(angles), jnp.sin(angles))
-        return qkv, *_cache(cache, batch, context, kv_heads, head_dim), _positions(batch, tokens, context), turned
+        cos_sin = (jnp.cos(angles), jnp.sin(angles))
+        return qkv, *_cache(cache, batch, context, kv_heads, head_dim), _positions(batch, tokens, context), cos_sin
 
     def call(qkv: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, rotary: Any) -> Any:
         return cached_attention(qkv, pages, table, positions, rotary=rotary, scale=head_dim**-0.5, **options)
 
     return Case(
         op="decode_attention",
-        name=f"{batch} x {tokens}, context {context}, {q_heads}/{kv_heads} heads of {head_dim}{_words(options)}",
+        name=f"{batch} x {tokens}, context {context}, {q_heads}/{kv_heads} heads of {head_dim}{_describe(options)}",
         make=make,
         call=call,
         reference=functools.partial(references.decode_attention, scale=head_dim**-0.5, **options),
-        tolerance=ATTENDED,
+        tolerance=ATTENTION_ERROR,
         rows=batch * tokens,
         state=1,
     )
@@ -340,7 +341,7 @@ def decoding(
 def prefill(
     batch: int, tokens: int, context: int, *, q_heads: int, kv_heads: int, head_dim: int, **options: Any
 ) -> Case:
-    """The last chunk of some prompts over their pages."""
+    """Prefill attention: the last chunk of some prompts over their pages."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, cache = jax.random.split(key)
@@ -349,21 +350,21 @@ def prefill(
 
     return Case(
         op="paged_attention",
-        name=f"{batch} x {tokens}, context {context}, {q_heads}/{kv_heads} heads of {head_dim}{_words(options)}",
+        name=f"{batch} x {tokens}, context {context}, {q_heads}/{kv_heads} heads of {head_dim}{_describe(options)}",
         make=make,
         call=functools.partial(paged_attention, scale=head_dim**-0.5, **options),
         reference=functools.partial(references.paged_attention, scale=head_dim**-0.5, **options),
-        tolerance=ATTENDED,
+        tolerance=ATTENTION_ERROR,
         rows=batch * tokens,
     )
 
 
-def _words(options: Mapping[str, Any]) -> str:
+def _describe(options: Mapping[str, Any]) -> str:
     return "".join(f", {name} {value}" for name, value in options.items())
 
 
 def encoding(batch: int, tokens: int, *, heads: int, head_dim: int) -> Case:
-    """Every token sees every other, in rows of different lengths."""
+    """Encoder attention, where every token sees every other, in rows of different lengths."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         q, k, v = (_normal(one, (batch, tokens, heads, head_dim)) for one in jax.random.split(key, 3))
@@ -373,7 +374,7 @@ def encoding(batch: int, tokens: int, *, heads: int, head_dim: int) -> Case:
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, lengths: jax.Array) -> jax.Array:
         heads = attention(q, k, v, positions, lengths, scale=head_dim**-0.5, causal=False)
-        return jnp.where((positions >= 0)[..., None, None], heads, 0)  # padding may be anything
+        return jnp.where((positions >= 0)[..., None, None], heads, 0)  # results for padding are arbitrary
 
     return Case(
         op="attention",
@@ -381,13 +382,13 @@ def encoding(batch: int, tokens: int, *, heads: int, head_dim: int) -> Case:
         make=make,
         call=call,
         reference=functools.partial(references.attention, scale=head_dim**-0.5),
-        tolerance=ATTENDED,
+        tolerance=ATTENTION_ERROR,
         rows=batch * tokens,
     )
 
 
 def quantizing(rows: int, inputs: int) -> Iterator[Case]:
-    """Rows to int8, as they are and normalised."""
+    """Quantisation of rows to int8, without and with a norm."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, scale = jax.random.split(key)
@@ -396,7 +397,7 @@ def quantizing(rows: int, inputs: int) -> Iterator[Case]:
     def dequantized(quantized: tuple[jax.Array, jax.Array]) -> jax.Array:
         return quantized[0].astype(jnp.float32) * quantized[1]
 
-    case = functools.partial(Case, name=f"{rows} x {inputs}", rows=rows, tolerance=HALF)
+    case = functools.partial(Case, name=f"{rows} x {inputs}", rows=rows, tolerance=BFLOAT16_ERROR)
     yield case(
         op="quantize_rows",
         make=lambda key: make(key)[:1],
@@ -412,14 +413,14 @@ def quantizing(rows: int, inputs: int) -> Iterator[Case]:
 
 
 def quantized(rows: int, outputs: int, inputs: int) -> Case:
-    """int8 times int8."""
+    """The W8A8 matmul."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, w = jax.random.split(key)
         return *formats.quantize_rows(_normal(x, (rows, inputs))), *_weights(w, outputs, inputs, "int8")
 
-    def reference(q: np.ndarray, q_scale: np.ndarray, kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return (q.astype(np.float64) @ kernel.astype(np.float64).T) * q_scale * scale
+    def reference(q: np.ndarray, q_scale: np.ndarray, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return (q.astype(np.float64) @ weight.astype(np.float64).T) * q_scale * scale
 
     return Case(
         op="quantized_matmul",
@@ -429,19 +430,19 @@ def quantized(rows: int, outputs: int, inputs: int) -> Case:
         reference=reference,
         operands="int8",
         rows=rows,
-        tolerance=HALF,
+        tolerance=BFLOAT16_ERROR,
     )
 
 
 def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> Iterator[Case]:
-    """The operations of a layer of experts."""
+    """The operations of an MoE layer."""
     case = functools.partial(Case, name=f"{tokens} tokens, {k} of {experts} experts", rows=tokens)
     yield case(
         op="top_k_gating",
         make=lambda key: (_normal(key, (tokens, experts), jnp.float32),),
         call=functools.partial(moe.top_k_gating, k=k),
         reference=functools.partial(references.top_k_gating, k=k),
-        tolerance=EXACT,
+        tolerance=FLOAT32_ERROR,
     )
 
     def rows_of(count: int, width: int) -> Callable[[jax.Array], tuple[Any, ...]]:
@@ -459,7 +460,7 @@ def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> It
         make=rows_of(tokens * k, embed),
         call=moe.unpermute,
         reference=references.unpermute,
-        tolerance=HALF,
+        tolerance=BFLOAT16_ERROR,
     )
 
     def matrices(key: jax.Array) -> tuple[Any, ...]:
@@ -472,7 +473,7 @@ def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> It
         make=matrices,
         call=moe.grouped_matmul,
         reference=references.grouped_matmul,
-        tolerance=HALF,
+        tolerance=BFLOAT16_ERROR,
     )
 
 
@@ -488,6 +489,6 @@ def merging(batch: int, tokens: int, embed: int, *, r: int) -> Case:
         make=make,
         call=functools.partial(merge_tokens, r=r),
         reference=functools.partial(references.merge_tokens, r=r),
-        tolerance=HALF,
+        tolerance=BFLOAT16_ERROR,
         rows=batch * tokens,
     )

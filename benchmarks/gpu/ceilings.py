@@ -1,4 +1,4 @@
-"""What the device can do at best, measured: bytes a second read and copied, operations a second by dtype."""
+"""Measured limits of the device: memory read and copy bandwidth, and matmul FLOP/s by dtype."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,42 +6,42 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu.timing import Effort, steady, take_turns
+from benchmarks.gpu.timing import Effort, interleave, steady_state
 from benchmarks.report import Report
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """Bytes a second, and multiply-adds a second times two by the dtype of the operands."""
+    """Bandwidths in bytes per second, and FLOP/s (two per multiply-add) by the dtype of the operands."""
 
     read: float
     copy: float
     flops: dict[str, float]
 
     def seconds(self, read_bytes: int, flops: int, dtype: str) -> float:
-        """The least time for so many bytes and operations: of the two the slower."""
+        """The roofline: the minimum time for reading the bytes or doing the FLOPs, whichever is longer."""
         return max(read_bytes / self.read, flops / self.flops[dtype])
 
 
 def measure(report: Report, effort: Effort) -> Ceilings:
-    """All of them, each the best of its ways' medians."""
+    """Measure all ceilings: of several programs each, the best median."""
     read_bytes, copy_bytes, side = (1 << 20, 1 << 20, 256) if effort.dry else (8 << 30, 4 << 30, 8192)
     read = read_bytes / _best(report, "read", _reads(read_bytes), effort)
     copy = 2 * copy_bytes / _best(report, "copy", _copies(copy_bytes), effort)
     flops = {
-        name: 2 * side**3 / _best(report, f"{name} product", _product(side, name), effort)
+        name: 2 * side**3 / _best(report, f"{name} matmul", _matmul(side, name), effort)
         for name in ("bfloat16", "int8")
     }
     found = Ceilings(read, copy, flops)
     report.row(part="rates", what="read", rate=round(read / 1e12, 3), unit="TB/s")
     report.row(part="rates", what="copy", rate=round(copy / 1e12, 3), unit="TB/s, read and written")
     for name, rate in flops.items():
-        report.row(part="rates", what=f"{name} product", rate=round(rate / 1e12, 1), unit="TFLOP/s")
+        report.row(part="rates", what=f"{name} matmul", rate=round(rate / 1e12, 1), unit="TFLOP/s")
     return found
 
 
 def _best(report: Report, what: str, ways: dict[str, Callable[[], jax.Array]], effort: Effort) -> float:
-    timings = take_turns({name: steady(launch, 1, effort) for name, launch in ways.items()}, effort.rounds)
+    timings = interleave({name: steady_state(launch, 1, effort) for name, launch in ways.items()}, effort.rounds)
     for name, timing in timings.items():
         report.row(
             part="ceilings", what=what, way=name, ms=round(1e3 * timing.seconds, 4), spread=round(timing.spread, 3)
@@ -50,7 +50,7 @@ def _best(report: Report, what: str, ways: dict[str, Callable[[], jax.Array]], e
 
 
 def _reads(size: int) -> dict[str, Callable[[], jax.Array]]:
-    """Reductions of a large array: all of it, and rows as long as a matrix's."""
+    """Reductions of a large array: of the whole array, and of rows as long as a matrix's."""
     words = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     reductions = {
         "max of all": lambda x: jnp.max(x),
@@ -66,8 +66,8 @@ def _copies(size: int) -> dict[str, Callable[[], jax.Array]]:
     return {"x + 1": _bound(lambda x: x + jnp.uint32(1), words)}
 
 
-def _product(side: int, dtype: str) -> dict[str, Callable[[], jax.Array]]:
-    """Of random numbers: a GPU multiplies zeros faster."""
+def _matmul(side: int, dtype: str) -> dict[str, Callable[[], jax.Array]]:
+    """A matmul of random numbers; a GPU multiplies zeros faster."""
     keys = jax.random.split(jax.random.key(0))
     bits = [jax.random.bits(key, (side, side), jnp.uint8).astype(jnp.int8) for key in keys]
     if dtype == "int8":

@@ -1,17 +1,17 @@
-"""What fits into the time that a run may take."""
+"""Time limits for the parts of a run."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
 
 class Clock:
-    """The time of one part: so many seconds from now."""
+    """The time limit of one part, `seconds` from now."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
 
     def affordable[T](self, items: Iterable[T]) -> Iterator[T]:
-        """The first item, and others as long as there is time for one more that takes as long as the last."""
+        """The first item, and more while there is time for another one that takes as long as the last."""
         took = None
         for item in items:
             start = time.monotonic()
@@ -21,9 +21,9 @@ class Clock:
             took = time.monotonic() - start
 
 
-def clocks(shares: Mapping[str, float], seconds: float) -> Iterator[tuple[str, Clock]]:
-    """Each part with a clock, in turn; what one leaves over goes to those after it."""
-    end, left = time.monotonic() + seconds, dict(shares)
-    for name in shares:
+def clocks(weights: Mapping[str, float], seconds: float) -> Iterator[tuple[str, Clock]]:
+    """Each part with its clock, in turn, dividing the time by weight; unused time goes to the later parts."""
+    end, left = time.monotonic() + seconds, dict(weights)
+    for name in weights:
         remaining, total = max(end - time.monotonic(), 0.0), sum(left.values())
         yield name, Clock(remaining * left.pop(name) / total)

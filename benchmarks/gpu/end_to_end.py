@@ -1,8 +1,8 @@
-"""Whole models of random weights: milliseconds a step against the floor, our own XLA path and transformers.
+"""Whole models of random weights: milliseconds per decode step against the floor, our XLA path and transformers.
 
-Our side is the engine's own programs: `prefill` for the prompt, `decode` for the tokens after it. A decode step cannot
-take less than it takes to read all weights but the embedding table, and its rows' keys and values, at the measured
-bandwidth: the floor. What is compared runs in turns, on the same weights or on as many others.
+Our side runs the engine's own programs: `prefill` for the prompt, `decode` for the tokens after it. The floor of a
+decode step is the time to read all weights except the embedding table, and the rows' keys and values, at the measured
+bandwidth. What is compared runs interleaved, on the same weights or on weights of the same size.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.generation import Generation, Lengths, Model, Way, tiny
 from benchmarks.gpu.peer import AbsentError, Peer, Prepared
-from benchmarks.gpu.timing import Effort, Timing, take_turns
+from benchmarks.gpu.timing import Effort, Timing, interleave
 from benchmarks.report import Report
 from jaxinfer.models import DecoderConfig, WeightFormat
 from jaxinfer.models.config import PositionKind
@@ -30,17 +30,17 @@ FORMATS = {
     "int4": WeightFormat(dtype=np.dtype(jnp.bfloat16), quantized="int4"),
 }
 BATCHES = (1, 8, 16, 64)
-# What a step of one row must reach of the read bandwidth, in models of 6 to 8 billion weights.
+# Targets for a decode step of one row, as a fraction of the read bandwidth, for models of 6 to 8 billion weights.
 LARGE_MODELS = ("llama3-8b", "gpt-j-6b")
 TARGETS = {"bfloat16": 0.85, "int8": 0.75, "int4": 0.65}
 
 OURS, XLA, PEER = "jaxinfer", "XLA", "transformers"
 COMPARED = {OURS: Way(), XLA: Way(off=())}
-PRODUCTS = ("small_batch_linear", "norm_linear", "linear_residual")
-# The paper's Fig. 10a in our terms: what is fused around the products, the products, and one launch for everything.
+LINEAR_OPS = ("small_batch_linear", "norm_linear", "linear_residual")
+# The paper's Fig. 10a in our terms: fused attention, then fused linear layers, then one launch for everything.
 BREAKDOWN = {
     "XLA": Way(off=(), graph=False),
-    "+ fused attention": Way(off=PRODUCTS, graph=False),
+    "+ fused attention": Way(off=LINEAR_OPS, graph=False),
     "+ small-batch GEMM": Way(graph=False),
     "+ CUDA graph": Way(),
 }
@@ -48,43 +48,43 @@ BREAKDOWN = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Item:
-    """One thing to measure: a model in a format at a batch size, in several ways."""
+    """One measurement: a model in a weight format at a batch size, in several ways."""
 
     model: str
-    form: str
+    fmt: str
     batch: int
     ways: Mapping[str, Way] = dataclasses.field(default_factory=lambda: COMPARED)
 
     @property
     def compared(self) -> bool:
-        """Against the peer, and with a whole request."""
-        return self.form == "bfloat16" and self.ways is COMPARED
+        """Whether it is compared with the peer too."""
+        return self.fmt == "bfloat16" and self.ways is COMPARED
 
     @property
     def whole(self) -> bool:
-        """Whether the paper's Fig. 6 asks for it: a prompt and its output, of one request."""
+        """Whether a whole request (a prompt and its output) is measured too, as in the paper's Fig. 6."""
         return self.compared and self.batch == 1
 
     @property
     def title(self) -> str:
-        return f"{self.model}, {self.form}, batch {self.batch}" + ("" if self.ways is COMPARED else ", breakdown")
+        return f"{self.model}, {self.fmt}, batch {self.batch}" + ("" if self.ways is COMPARED else ", breakdown")
 
 
 def items(*, quick: bool, dry: bool) -> list[Item]:
-    """What there is to measure, the most telling first; dry: one of each kind, in fewer ways."""
+    """All items, the most informative first; dry: one of each kind, in fewer ways."""
     models = MODELS[:1] if quick else MODELS
-    first = [Item(model=model, form=form, batch=1) for form in FORMATS for model in models]
-    breakdown = [Item(model=MODELS[-1], form="bfloat16", batch=1, ways=BREAKDOWN)]
+    first = [Item(model=model, fmt=fmt, batch=1) for fmt in FORMATS for model in models]
+    breakdown = [Item(model=MODELS[-1], fmt="bfloat16", batch=1, ways=BREAKDOWN)]
     if dry:
         return [first[0], dataclasses.replace(breakdown[0], ways=dict(list(BREAKDOWN.items())[:2]))]
     if quick:
         return first + breakdown
-    others = [Item(model=m, form=form, batch=batch) for batch in BATCHES[1:] for form in FORMATS for m in models]
+    others = [Item(model=m, fmt=fmt, batch=batch) for batch in BATCHES[1:] for fmt in FORMATS for m in models]
     return first + breakdown + others
 
 
 def measure(report: Report, ceilings: Ceilings, clock: Clock, peer: Peer, effort: Effort, *, quick: bool) -> None:
-    """All items for which there is time; the others are named."""
+    """Measure as many items as there is time for; the others are reported as absent."""
     bench = Bench(report, ceilings, peer, effort)
     wanted = items(quick=quick, dry=effort.dry)
     done = 0
@@ -96,7 +96,7 @@ def measure(report: Report, ceilings: Ceilings, clock: Clock, peer: Peer, effort
 
 
 class Bench:
-    """Measures items one after the other, and keeps the weights of the last."""
+    """Measures items one after another, and keeps the weights of the last one."""
 
     def __init__(self, report: Report, ceilings: Ceilings, peer: Peer, effort: Effort):
         self.report, self.ceilings, self.peer, self.effort = report, ceilings, peer, effort
@@ -117,30 +117,30 @@ class Bench:
         for generation in made.values():
             generation.prepare()
         rounds = {name: generation.step_round for name, generation in made.items()}
-        timings = self._take_turns(rounds | ({PEER: other.round()} if other else {}))
+        timings = self._interleave(rounds | ({PEER: other.round()} if other else {}))
         self._report_steps(item, model, timings)
         if item.whole:
             whole = {name: generation.whole_round for name, generation in made.items()}
             theirs = {PEER: other.round(generate=self.lengths.output)} if other else {}
-            self._report_whole(item, self._take_turns(whole | theirs))
+            self._report_whole(item, self._interleave(whole | theirs))
         tokens = [generation.tokens() for generation in made.values()]
-        alike = float(np.mean([np.mean(tokens[0] == one) for one in tokens[1:]]))
-        self.report.row(part="end to end", what=item.title, same_first_token=round(alike, 3))
+        same = float(np.mean([np.mean(tokens[0] == one) for one in tokens[1:]]))
+        self.report.row(part="end to end", what=item.title, same_first_token=round(same, 3))
 
-    def _take_turns(self, rounds: dict[str, Any]) -> dict[str, Timing]:
+    def _interleave(self, rounds: dict[str, Any]) -> dict[str, Timing]:
         for one in rounds.values():  # warms up
             for _ in range(self.effort.warm_up):
                 one()
-        return take_turns(rounds, self.effort.rounds)
+        return interleave(rounds, self.effort.rounds)
 
     def _model(self, item: Item) -> Model:
-        key = item.model, item.form
+        key = item.model, item.fmt
         if self._loaded is None or self._loaded[0] != key:
             if self._loaded is not None and self._loaded[0][0] != item.model:
                 self.peer.forget()
-            self._loaded = None  # frees its weights before the next are made
+            self._loaded = None  # frees the weights before the next ones are made
             config = preset(item.model)
-            self._loaded = key, Model(tiny(config) if self.effort.dry else config, FORMATS[item.form])
+            self._loaded = key, Model(tiny(config) if self.effort.dry else config, FORMATS[item.fmt])
         return self._loaded[1]
 
     def _prepare_peer(self, item: Item, config: DecoderConfig) -> Prepared | None:
@@ -167,7 +167,7 @@ class Bench:
             self.report.row(
                 part="end to end" if item.ways is COMPARED else "breakdown",
                 model=item.model,
-                format=item.form,
+                format=item.fmt,
                 batch=item.batch,
                 way=name,
                 ms_per_step=round(1e3 * timing.seconds, 4),
@@ -178,9 +178,9 @@ class Bench:
             )
         if item.ways is not COMPARED:
             return
-        ours, name = timings[OURS].seconds, f"{item.model}_{item.form}_b{item.batch}"
+        ours, name = timings[OURS].seconds, f"{item.model}_{item.fmt}_b{item.batch}"
         if item.batch == 1 and item.model in LARGE_MODELS:
-            self.report.check(f"{name}_of_read_bandwidth", floor / ours, "", target=TARGETS[item.form])
+            self.report.check(f"{name}_of_read_bandwidth", floor / ours, "", target=TARGETS[item.fmt])
         self.report.check(f"{name}_vs_xla", timings[XLA].seconds / ours, "x", target=1.0)
         if PEER in timings:
             self.report.check(f"{name}_vs_transformers", timings[PEER].seconds / ours, "x", target=1.5)
@@ -190,7 +190,7 @@ class Bench:
             self.report.row(
                 part="request",
                 model=item.model,
-                format=item.form,
+                format=item.fmt,
                 way=name,
                 prompt=self.lengths.prompt,
                 output=self.lengths.output,
@@ -203,7 +203,7 @@ class Bench:
 
 
 def transformers_config(config: DecoderConfig) -> tuple[str, dict[str, int]]:
-    """The class in transformers whose models have this config, and its sizes."""
+    """The transformers architecture for this config, and its sizes."""
     attention, positions = config.attention, config.positions
     if config.mlp.gated:
         return "Llama", {

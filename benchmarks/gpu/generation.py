@@ -1,4 +1,4 @@
-"""Models of random weights and the engine's own programs that generate with them, to be timed."""
+"""Models of random weights, and the engine's own programs that generate with them, for timing."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from pallas_kernels.dispatch import without_kernels
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens: of the prompt, of the timed decoding after it, and of the output in the paper's Fig. 6."""
+    """Numbers of tokens: prompt, timed decode steps after it, and output of a whole request (the paper's Fig. 6)."""
 
     prompt: int = 128
     steps: int = 32
@@ -37,14 +37,14 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a program is made: `off` are the operations without their kernels; `graph`: as one CUDA graph."""
+    """How a program is compiled. off: operations whose kernels are disabled. graph: whether it is one CUDA graph."""
 
     off: tuple[str, ...] | None = None
-    """None: none of them; (): all."""
+    """None: all kernels are enabled; (): all are disabled."""
     graph: bool = True
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
-        """For what is traced within."""
+        """Applies to what is traced inside."""
         return contextlib.nullcontext() if self.off is None else without_kernels(*self.off)
 
 
@@ -52,35 +52,35 @@ class Model:
     """A decoder of random weights on the device.
 
     Attributes:
-      bytes: of the weights that a decode step reads: all but the tables of which it takes a row.
+      bytes: the weights that a decode step reads: all except tables of which it reads only single rows.
     """
 
     def __init__(self, config: DecoderConfig, weights: WeightFormat):
         self.config, self.weights = config, weights
-        flat = nnx.to_flat_state(nnx.state(abstract_model(config, weights)))
-        scales = {path[:-1]: _SCALES[leaf.dtype.name] for path, leaf in flat if leaf.dtype.name in _SCALES}
+        leaves = nnx.to_flat_state(nnx.state(abstract_model(config, weights)))
+        scales = {path[:-1]: _SCALES[leaf.dtype.name] for path, leaf in leaves if leaf.dtype.name in _SCALES}
         tables = ("positions",) if config.tied else ("positions", "embed")
-        filled, self.bytes = {}, 0
-        for index, (path, leaf) in enumerate(flat):
+        random_leaves, self.bytes = {}, 0
+        for index, (path, leaf) in enumerate(leaves):
             scale = scales.get(path[:-1], 1.0) if path[-1] == "scale" else None
             array = _random(index, leaf.shape, leaf.dtype, scale)
-            filled[path] = leaf.replace(array)
+            random_leaves[path] = leaf.replace(array)
             self.bytes += 0 if path[0] in tables else array.nbytes
-        self.leaves = jax.tree.leaves(nnx.from_flat_state(filled))
+        self.leaves = jax.tree.leaves(nnx.from_flat_state(random_leaves))
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of so many tokens, in all layers."""
+        """Bytes of the keys and values of this many tokens, in all layers."""
         attention = self.config.attention
         return 2 * self.config.layers * tokens * attention.kv_heads * attention.head_dim * self.weights.dtype.itemsize
 
 
 _SCALES = {"int8": 3e-4, "uint16": 5e-3}
-"""What makes random bits of int8 and int4 matrices deviate by about 0.02; other scales are a norm's."""
+"""Scales that give random int8 and int4 bits a standard deviation of about 0.02; all other scales belong to norms."""
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _random(seed: int, shape: tuple[int, ...], dtype: Any, scale: float | None) -> jax.Array:
-    """A leaf: bits, the scale, or normal numbers with a deviation of 0.02."""
+    """A leaf: random bits, the scale, or normal numbers with a standard deviation of 0.02."""
     key = jax.random.key(seed)
     if jnp.issubdtype(dtype, jnp.integer):
         bits = jax.random.bits(key, shape, f"uint{8 * jnp.dtype(dtype).itemsize}")
@@ -91,10 +91,10 @@ def _random(seed: int, shape: tuple[int, ...], dtype: Any, scale: float | None) 
 
 
 class Generation:
-    """The programs of a batch, made one way. They are traced when made; `compile` may run beside others'.
+    """The programs of a batch, compiled one way. The constructor traces; `compile` may run in parallel with others.
 
     Args:
-      prompt: whether the prompt's program is needed too.
+      prompt: whether the program for the prompt is needed too.
     """
 
     def __init__(self, model: Model, batch: int, way: Way, lengths: Lengths, *, prompt: bool):
@@ -163,7 +163,7 @@ class Generation:
         return out
 
     def step_round(self) -> float:
-        """Seconds of a step of all rows."""
+        """Seconds per decode step of all rows."""
         state, steps = self._start(), self._lengths.steps
         start = time.perf_counter()
         produced = np.asarray(self._decode(state, steps).produced)
@@ -180,12 +180,12 @@ class Generation:
         return time.perf_counter() - start
 
     def tokens(self) -> np.ndarray:
-        """The first tokens after the prompt, one a row, with what the cache holds."""
+        """The first token of each row after the prompt, with the current contents of the cache."""
         return np.asarray(self._decode(self._start(), 1).tokens[:, 0])
 
 
 def tiny(config: DecoderConfig) -> DecoderConfig:
-    """The same model with hardly any numbers in it."""
+    """The same architecture with tiny dimensions."""
     size, heads = 64, 2
     attention = dataclasses.replace(
         config.attention,

@@ -1,6 +1,6 @@
-"""Every kernel against XLA's code for the same operation, and others' where they have it, as parts of the ceiling.
+"""Times of every kernel, of XLA's code for the same operation, and of other libraries, as fractions of the ceiling.
 
-The ceiling of a case is the least time for its bytes at the measured read bandwidth, or for its operations at the
+The ceiling of a case is its roofline: the time for its bytes at the measured bandwidth, or for its FLOPs at the
 measured rate, whichever is longer.
 """
 
@@ -13,24 +13,24 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.peer import AbsentError, Peer
-from benchmarks.gpu.timing import Arguments, Effort, Plan, Repeated, Round, compile_all, take_turns
+from benchmarks.gpu.timing import Arguments, Effort, Plan, Repeated, Round, compile_all, interleave
 from benchmarks.report import Report
 from pallas_kernels.dispatch import without_kernels
 
 OURS, XLA, TORCH = "jaxinfer", "XLA", "torch"
-AT_ONCE = 8  # cases that are compiled together
+COMPILE_BATCH = 8  # cases that are compiled together
 
 
 def measure(
     report: Report, ceilings: Ceilings, clock: Clock, peer: Peer, cases: Iterable[Case], effort: Effort
 ) -> None:
-    """A row for every case and way; per operation, how our kernels compare with XLA's code at worst and on average."""
+    """A row for every case and implementation; per operation, the worst and mean speedup over XLA's code."""
     cases, done = list(cases), 0
     ratios: dict[str, list[float]] = collections.defaultdict(list)
-    for group in clock.affordable([cases[at : at + AT_ONCE] for at in range(0, len(cases), AT_ONCE)]):
+    for group in clock.affordable([cases[i : i + COMPILE_BATCH] for i in range(0, len(cases), COMPILE_BATCH)]):
         for case, programs in compiled(group, ceilings, report, effort):
             times = _times(case, programs, peer, report, effort)
-            least = ceilings.seconds(case.bytes, case.flops, case.operands)
+            min_time = ceilings.seconds(case.bytes, case.flops, case.operands)
             for way, timing in times.items():
                 report.row(
                     part="kernels",
@@ -38,12 +38,14 @@ def measure(
                     case=case.name,
                     way=way,
                     us=round(1e6 * timing.seconds, 3),
-                    of_ceiling=round(least / timing.seconds, 4),
+                    of_ceiling=round(min_time / timing.seconds, 4),
                     spread=round(timing.spread, 4),
                 )
             if OURS in times:
                 ratios[case.op].append(times[XLA].seconds / times[OURS].seconds)
-            shown = ", ".join(f"{way} {1e6 * t.seconds:.1f} us ({least / t.seconds:.0%})" for way, t in times.items())
+            shown = ", ".join(
+                f"{way} {1e6 * t.seconds:.1f} us ({min_time / t.seconds:.0%})" for way, t in times.items()
+            )
             print(f"kernels: {case.title}: {shown}", flush=True)
         done += len(group)
     for case in cases[done:]:
@@ -56,7 +58,7 @@ def measure(
 def compiled(
     cases: list[Case], ceilings: Ceilings, report: Report, effort: Effort
 ) -> Iterator[tuple[Case, dict[str, Repeated]]]:
-    """The programs of each case by way, all compiled at once; why others are absent goes into the report."""
+    """The programs of each case by implementation, all compiled at once; failures are reported as absent."""
     programs: dict[Case, dict[str, Repeated]] = {}
     for case in cases:
         plan = Plan.of(case, ceilings.seconds(case.bytes, case.flops, case.operands), effort)
@@ -74,12 +76,12 @@ def _lowered(case: Case, plan: Plan, report: Report) -> dict[str, Repeated]:
     with without_kernels():
         programs[XLA] = Repeated(case, plan, case.call)
     if not programs[OURS].has_kernel:
-        report.row(part="kernels", op=case.op, case=case.name, way=OURS, absent="the kernel does not take this case")
+        report.row(part="kernels", op=case.op, case=case.name, way=OURS, absent="not supported by the kernel")
         del programs[OURS]
     for way, call in case.others.items():
         try:
             programs[way] = Repeated(case, plan, call)
-        except Exception as error:  # of whatever library: it is named as absent
+        except Exception as error:  # any error of the other library
             absent = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             report.row(part="kernels", op=case.op, case=case.name, way=way, absent=absent)
     return programs
@@ -93,6 +95,6 @@ def _times(case: Case, programs: dict[str, Repeated], peer: Peer, report: Report
             ways[TORCH] = peer.prepare(**case.torch).round()
         except AbsentError as error:
             report.row(part="kernels", op=case.op, case=case.name, way=TORCH, absent=str(error))
-    times = take_turns(ways, effort.rounds)
+    times = interleave(ways, effort.rounds)
     peer.forget()
     return times

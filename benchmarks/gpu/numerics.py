@@ -1,4 +1,4 @@
-"""Every kernel against float64 on the CPU, and its definition on the same device beside it."""
+"""Errors of every kernel, and of its fallback on the same device, against float64 on the CPU."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,11 +17,11 @@ def measure(report: Report, clock: Clock, cases: Iterable[Case]) -> None:
     cases = list(cases)
     worst, done = 0.0, 0
     for seed, case in enumerate(clock.affordable(cases)):
-        ours, definition = errors(case, seed)
-        found = {"error": ours, "definition": definition, "most": case.tolerance}
-        worst = max(worst, ours / case.tolerance)
-        report.row(part="numerics", op=case.op, case=case.name, kernel=runs_kernel(case), **found)
-        print(f"numerics: {case.title}: {ours:.1e} (definition {definition:.1e}) of {case.tolerance:g}", flush=True)
+        kernel, fallback = errors(case, seed)
+        columns = {"error": kernel, "fallback_error": fallback, "tolerance": case.tolerance}
+        worst = max(worst, kernel / case.tolerance)
+        report.row(part="numerics", op=case.op, case=case.name, kernel=runs_kernel(case), **columns)
+        print(f"numerics: {case.title}: {kernel:.1e} (fallback {fallback:.1e}) of {case.tolerance:g}", flush=True)
         done = seed + 1
     for case in cases[done:]:
         report.row(part="numerics", op=case.op, case=case.name, absent="no time left; see --minutes")
@@ -29,16 +29,16 @@ def measure(report: Report, clock: Clock, cases: Iterable[Case]) -> None:
 
 
 def errors(case: Case, seed: int = 0) -> tuple[float, float]:
-    """The largest relative errors of the kernel and of the definition, against float64."""
+    """The largest relative errors of the kernel and of the fallback, against float64."""
     args = case.make(jax.random.key(seed))
     expected = expected_of(case, args)
-    ours = error_of(case, args, expected)
+    kernel = error_of(case, args, expected)
     with without_kernels():
-        return ours, error_of(case, args, expected)
+        return kernel, error_of(case, args, expected)
 
 
 def runs_kernel(case: Case) -> bool:
-    """Whether the operation is a kernel here, or its definition because the kernel refuses; True in a dry run."""
+    """Whether the operation runs its kernel here, not its fallback. Always True in a dry run."""
     lowered = jax.jit(lambda *args: case.call(*args)).lower(*case.shapes)
     return jax.default_backend() != "gpu" or "mosaic_gpu" in lowered.as_text()
 
@@ -51,19 +51,19 @@ def expected_of(case: Case, args: tuple[Any, ...]) -> list[np.ndarray]:
 
 def error_of(case: Case, args: tuple[Any, ...], expected: list[np.ndarray]) -> float:
     """The largest relative error of a case's results."""
-    found = jax.device_get(jax.jit(lambda *args: case.call(*args))(*args))
-    return max(map(error, _leaves(found), expected))
+    actual = jax.device_get(jax.jit(lambda *args: case.call(*args))(*args))
+    return max(map(error, _leaves(actual), expected))
 
 
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Integers: the share that differs. Others: |found - expected| / |expected|, infinite where a number is none."""
-    assert found.shape == expected.shape, (found.shape, expected.shape)
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Integers: the fraction that differs. Floats: |actual - expected| / |expected|; infinite if any is not finite."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
     if np.issubdtype(expected.dtype, np.integer):
-        return float(np.mean(found != expected))
-    found = found.astype(np.float64)
-    if not np.isfinite(found).all():
+        return float(np.mean(actual != expected))
+    actual = actual.astype(np.float64)
+    if not np.isfinite(actual).all():
         return np.inf
-    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 def _leaves(tree: object) -> list[np.ndarray]:

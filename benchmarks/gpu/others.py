@@ -1,6 +1,6 @@
-"""Implementations by other authors that JAX can call, of our operations' arguments.
+"""Other libraries' implementations that JAX can call, with our operations' arguments.
 
-Each imports its library when it is called; one that is not installed is reported as absent.
+Each imports its library when called; a library that is not installed is reported as absent.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from pallas_kernels import KVPages
 
 
 def cudnn_prefill(q: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array) -> jax.Array:
-    """cuDNN's attention over whole prompts, whose pages follow one another: no page table."""
+    """cuDNN's attention over whole prompts, whose pages are contiguous, so that it needs no page table."""
     k, v = _contiguous(q, pages)
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
 def tokamax_prefill(q: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array) -> jax.Array:
-    """tokamax's choice for the same."""
+    """tokamax's default implementation of the same."""
     import tokamax  # pyright: ignore[reportMissingImports]
 
     k, v = _contiguous(q, pages)
@@ -27,7 +27,7 @@ def tokamax_prefill(q: jax.Array, pages: KVPages, table: jax.Array, positions: j
 
 def _contiguous(q: jax.Array, pages: KVPages) -> tuple[jax.Array, jax.Array]:
     if pages.k_scale is not None:
-        raise NotImplementedError("it reads no int8 cache")
+        raise NotImplementedError("int8 caches are not supported")
     shape = len(q), -1, *pages.k.shape[2:]
     return pages.k.reshape(shape), pages.v.reshape(shape)
 
@@ -38,7 +38,7 @@ def jax_ragged_dot(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: 
 
 
 def tokamax_ragged_dot(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> Any:
-    """tokamax's choice for the same."""
+    """tokamax's default implementation of the same."""
     import tokamax  # pyright: ignore[reportMissingImports]
 
     return tokamax.ragged_dot(x, jnp.swapaxes(weights, 1, 2), sizes)

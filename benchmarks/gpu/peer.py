@@ -1,4 +1,4 @@
-"""PyTorch and transformers in a process of their own, or why they are absent."""
+"""PyTorch and transformers in a separate process, or the reason why they are absent."""
 
 import subprocess
 import threading
@@ -10,11 +10,11 @@ from benchmarks.workers import PEERS, Worker
 
 
 class AbsentError(Exception):
-    """A peer cannot do what is to be compared; the message says why."""
+    """The peer cannot run a comparison; the message says why."""
 
 
 class Peer:
-    """The process of `peers/run_torch_gpu.py`; safe to ask from several threads, which wait for one another.
+    """The process of `peers/run_torch_gpu.py`. Thread-safe: requests are serialised.
 
     Args:
       python: the interpreter that has torch and transformers.
@@ -29,7 +29,7 @@ class Peer:
             self._absent = str(error)
             return
         if "torch" in missing:
-            self._absent = f"{python} has no torch; give an interpreter that has as --peer-python"
+            self._absent = f"{python} has no torch; pass an interpreter that has it as --peer-python"
             return
         self._worker = Worker("torch", "", [str(python), str(PEERS / "run_torch_gpu.py")])
 
@@ -47,15 +47,15 @@ class Peer:
         return answer
 
     def prepare(self, what: str, **request: Any) -> "Prepared":
-        """Make something ready to be timed; see the script for what there is. Raises AbsentError."""
+        """Set up something to be timed; the script lists the possible values of `what`. Raises AbsentError."""
         return Prepared(self, self._ask(do="prepare", what=what, **request)["id"])
 
     def seconds(self, number: int, **options: Any) -> float:
-        """A round of what was prepared under this number."""
+        """Run one round of what was prepared under this number."""
         return self._ask(do="round", id=number, **options)["seconds"]
 
     def forget(self) -> None:
-        """Free the memory of all that was prepared."""
+        """Free the memory of everything that was prepared."""
         if self._worker is not None:
             self._ask(do="forget")
 
@@ -65,7 +65,7 @@ class Peer:
 
 
 class Prepared:
-    """Something that a peer can be timed at."""
+    """Something that the peer has set up and can time."""
 
     def __init__(self, peer: Peer, number: int):
         self._peer, self._number = peer, number

@@ -1,4 +1,4 @@
-"""The operations in float64 with numpy, written without regard to speed and without their definitions' help."""
+"""The operations in float64 numpy: slow, and independent of the plain-JAX implementations."""
 
 from typing import Any
 
@@ -10,33 +10,33 @@ from pallas_kernels.weights import GROUP, Weights
 
 
 def matrix(weights: Weights) -> np.ndarray:
-    """The numbers that weights stand for, [N, K]."""
-    kernel = np.asarray(weights.kernel)
+    """The dequantised weights, [N, K]."""
+    weight = np.asarray(weights.weight)
     if weights.scale is None:
-        return kernel.astype(np.float64)
+        return weight.astype(np.float64)
     scale = np.asarray(weights.scale).astype(np.float64)
-    if kernel.dtype != np.uint16:
-        return kernel.astype(np.float64) * scale[:, None]
-    words = kernel.reshape(len(kernel), -1, 1, GROUP // 4)
+    if weight.dtype != np.uint16:
+        return weight.astype(np.float64) * scale[:, None]
+    words = weight.reshape(len(weight), -1, 1, GROUP // 4)
     levels = ((words >> np.array([0, 4, 8, 12], np.uint16)[:, None]) & 15).astype(np.float64) - 8
-    groups = levels.reshape(len(kernel), -1, GROUP) * scale.T[:, :, None]
-    return groups.reshape(len(kernel), -1)
+    groups = levels.reshape(len(weight), -1, GROUP) * scale.T[:, :, None]
+    return groups.reshape(len(weight), -1)
 
 
 def rounded_rows(x: np.ndarray) -> np.ndarray:
-    """x as int8 with a scale per row can say it."""
+    """x rounded to int8 with a scale per row, dequantised."""
     scale = np.maximum(np.abs(x.astype(np.float32)).max(-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
     return np.rint(x.astype(np.float32) / scale).astype(np.float64) * scale
 
 
-def product(x: np.ndarray, weights: Weights) -> np.ndarray:
-    """x W^T; int8 weights round x too."""
-    x = rounded_rows(x) if np.asarray(weights.kernel).dtype == np.int8 else x.astype(np.float64)
+def matmul(x: np.ndarray, weights: Weights) -> np.ndarray:
+    """x W^T; with int8 weights, x is rounded too."""
+    x = rounded_rows(x) if np.asarray(weights.weight).dtype == np.int8 else x.astype(np.float64)
     return x @ matrix(weights).T
 
 
 def linear(x: np.ndarray, weights: Weights, bias: np.ndarray | None = None) -> np.ndarray:
-    y = product(x, weights)
+    y = matmul(x, weights)
     return y if bias is None else y + bias
 
 
@@ -45,7 +45,7 @@ def linear_residual(x: np.ndarray, weights: Weights, residual: np.ndarray, bias:
 
 
 def normalized(x: np.ndarray, scale: np.ndarray, shift: np.ndarray | None, *, eps: float) -> np.ndarray:
-    """LayerNorm, or RMSNorm without a shift; rounded to x's dtype, as the operation says."""
+    """LayerNorm, or RMSNorm if `shift` is None; rounded to x's dtype, as the operation specifies."""
     y = x.astype(np.float64)
     if shift is not None:
         y = y - y.mean(-1, keepdims=True)
@@ -69,13 +69,13 @@ def norm_linear(
     activation: str,
     gated: bool = False,
 ) -> np.ndarray:
-    """rest: shift and bias, of LayerNorm."""
+    """rest: shift and bias, for LayerNorm."""
     shift, bias = rest or (None, None)
     y = linear(normalized(x, scale, shift, eps=eps), weights, bias)
     return activated(y[..., ::2], activation) * y[..., 1::2] if gated else activated(y, activation)
 
 
-def _attended(
+def _attention(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -110,16 +110,16 @@ def paged_attention(
         k, v = (np.asarray(x)[taken].reshape(-1, *x.shape[2:]) for x in pages[:2])
         distance = at[:, None] - np.arange(len(k))
         visible = (distance >= 0) & (distance < (window or len(k)))
-        rows.append(_attended(one, k, v, visible, scale=scale, softcap=softcap))
+        rows.append(_attention(one, k, v, visible, scale=scale, softcap=softcap))
     return np.stack(rows)
 
 
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, lengths: np.ndarray, *, scale: float
 ) -> np.ndarray:
-    """Without a mask but for padding, whose queries give zeros."""
+    """Attention to all keys but padding; padding queries give zeros."""
     rows = zip(q, k, v, lengths, strict=True)
-    found = [_attended(one, k, v, np.arange(len(k)) < length, scale=scale) for one, k, v, length in rows]
+    found = [_attention(one, k, v, np.arange(len(k)) < length, scale=scale) for one, k, v, length in rows]
     return np.where((positions >= 0)[..., None, None], np.stack(found), 0.0)
 
 
@@ -131,7 +131,7 @@ def decode_attention(
     rotary: tuple[np.ndarray, ...],
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    """The heads, and the pages of keys and values."""
+    """The heads' outputs, and the updated pages of keys and values."""
     kv_heads, size = pages.k.shape[2:]
     grouped = qkv.astype(np.float64).reshape(*qkv.shape[:2], kv_heads, -1, size)
     q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, size)
@@ -172,14 +172,14 @@ def unpermute(y: np.ndarray, routing: Routing) -> np.ndarray:
 
 def grouped_matmul(x: np.ndarray, weights: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     x, weights = x.astype(np.float64), weights.astype(np.float64)
-    parts = zip(offsets, sizes, weights, strict=True)
-    return np.concatenate([x[first : first + size] @ matrix.T for first, size, matrix in parts])
+    experts = zip(offsets, sizes, weights, strict=True)
+    return np.concatenate([x[first : first + size] @ matrix.T for first, size, matrix in experts])
 
 
 def merge_tokens(
     x: np.ndarray, size: np.ndarray, metric: np.ndarray, *, r: int, protected: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Row by row and token by token, as the paper tells it."""
+    """Row by row and token by token, as the paper describes it."""
     unit = metric / np.linalg.norm(metric.astype(np.float64), axis=-1, keepdims=True)
     merged, sizes = [], []
     for tokens, counts, one in zip(x.astype(np.float64), size.astype(np.float64), unit, strict=True):
@@ -188,11 +188,11 @@ def merge_tokens(
         scores[even < protected] = -np.inf
         scores[:, odd < protected] = -np.inf
         moving = np.argsort(-scores.max(1), kind="stable")[:r]
-        goal = scores.argmax(1)
+        partner = scores.argmax(1)
         sums, total = tokens[odd] * counts[odd, None], counts[odd].copy()
         for index in moving:
-            sums[goal[index]] += tokens[even[index]] * counts[even[index]]
-            total[goal[index]] += counts[even[index]]
+            sums[partner[index]] += tokens[even[index]] * counts[even[index]]
+            total[partner[index]] += counts[even[index]]
         kept = np.delete(even, moving)
         merged.append(np.concatenate([tokens[kept], sums / total[:, None]]))
         sizes.append(np.concatenate([counts[kept], total]))

@@ -1,6 +1,6 @@
-"""The report that people read: a page of tables and plots, from the JSON alone.
+"""The report: a Markdown page of tables and plots, made from the JSON alone.
 
-`python -m benchmarks.gpu.rendering FILE.json` draws it again.
+`python -m benchmarks.gpu.rendering FILE.json` makes it again.
 """
 
 import json
@@ -11,21 +11,21 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# The parts of a result, their titles and columns.
+# The parts of a result: titles and columns.
 SECTIONS = {
     "rates": ("Ceilings", "what rate unit"),
-    "ceilings": ("How they were found", "what way ms spread"),
+    "ceilings": ("How the ceilings were measured", "what way ms spread"),
     "end to end": ("Generation", "model format batch way ms_per_step of_floor tokens_per_s spread"),
     "request": ("A prompt and its output (the paper's Fig. 6)", "model way prompt output ms spread"),
-    "breakdown": ("What each part gains (the paper's Fig. 10a)", "model format way ms_per_step of_floor spread"),
+    "breakdown": ("Gain of each optimisation (the paper's Fig. 10a)", "model format way ms_per_step of_floor spread"),
     "kernels": ("Kernels", "op case way us of_ceiling spread"),
-    "numerics": ("Errors against float64", "op case kernel error definition most"),
-    "autotune": ("Tuned tiles", "op key own_us best_us tiles"),
+    "numerics": ("Errors against float64", "op case kernel error fallback_error tolerance"),
+    "autotune": ("Tuned tiles", "op key heuristic_us best_us tiles"),
 }
 
 
 def render(json_file: Path) -> Path:
-    """Write `report.md` and its plots beside the JSON; returns the page. Without matplotlib there are no plots."""
+    """Write `report.md` and its plots next to the JSON; returns the page. Without matplotlib there are no plots."""
     result = json.loads(json_file.read_text())
     rows, folder = result["rows"], json_file.parent
     command = next(row["command"] for row in rows if "command" in row)
@@ -83,7 +83,7 @@ def _table(columns: Iterable[str], rows: Iterable[Row]) -> str:
 
 
 def _plots(rows: Sequence[Row], folder: Path) -> list[str]:
-    """Links to the plots that can be drawn."""
+    """Draw the plots for which there is data, and return Markdown links to them."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -115,9 +115,9 @@ def _plots(rows: Sequence[Row], folder: Path) -> list[str]:
         return f"{row['model']} {row['format']} batch {row['batch']}"
 
     return [
-        *bars("end to end", "of_floor", model, "part of the floor that a step reaches", "generation.png"),
-        *bars("breakdown", "ms_per_step", model, "milliseconds a step", "breakdown.png"),
-        *bars("kernels", "of_ceiling", lambda r: f"{r['op']}: {r['case']}", "part of the ceiling", "kernels.png"),
+        *bars("end to end", "of_floor", model, "minimum time / time of a decode step", "generation.png"),
+        *bars("breakdown", "ms_per_step", model, "milliseconds per step", "breakdown.png"),
+        *bars("kernels", "of_ceiling", lambda r: f"{r['op']}: {r['case']}", "fraction of the ceiling", "kernels.png"),
     ]
 
 

@@ -18,9 +18,9 @@ from pallas_kernels.dispatch import device_kind, interpreted, kernels_available
 
 
 def run(args: Namespace) -> None:
-    """Measure what the options ask for; write the JSON, and the page and plots beside it."""
+    """Measure what the options select; write the JSON, and the report and plots next to it."""
     if not (args.dry_run or kernels_available()):
-        raise SystemExit(f"{device_kind()} runs no kernels; they need an H100 or newer. On a CPU: --dry-run")
+        raise SystemExit(f"{device_kind()} cannot run the kernels; they need an H100 or newer. On a CPU: --dry-run")
     dry = interpreted(detect_races=False) if args.dry_run else contextlib.nullcontext()
     peer = Peer(args.peer_python)
     with dry, contextlib.closing(peer):
@@ -37,7 +37,7 @@ def _measure(args: Namespace, peer: Peer) -> Report:
     report = Report({"peer": peer.version})
     report.row(part="settings", command=shlex.join(sys.argv[1:]), minutes=args.minutes, rounds=effort.rounds)
     limits = ceilings.measure(report, effort)
-    for name, clock in clocks({part: args.shares[part] for part in args.only}, 60 * args.minutes):
+    for name, clock in clocks({part: args.time_weights[part] for part in args.only}, 60 * args.minutes):
         start = time.monotonic()
         match name:
             case "numerics":

@@ -1,9 +1,8 @@
-"""How long an operation takes on a GPU when its weights come from memory rather than from a cache.
+"""How long an operation takes on a GPU with a cold L2 cache, so that weights come from memory.
 
-One program calls the operation many times over, each time on other arguments: large ones (weights, caches) in turn
-from sets that the L2 cache cannot hold together, small ones (activations) each once, so that no two calls are equal
-and none is computed for another. The program is one CUDA graph whose kernels run one after another, and it is launched
-several times before the host waits.
+One program calls the operation many times with different arguments. Large arguments (weights, caches) rotate through
+sets that together exceed the L2 cache; small ones (activations) differ in every call, so that XLA cannot merge two
+calls. The program is one CUDA graph whose kernels run serially, and it is launched several times before the host waits.
 """
 
 import dataclasses
@@ -20,23 +19,23 @@ from benchmarks.gpu.cases import Case
 from jaxinfer.compiled import compiler_options
 
 LARGE = 1 << 20
-"""Bytes from which on an array is one of those that take turns."""
+"""Arrays of at least this many bytes rotate."""
 SETS_BYTES = 512 << 20
-"""Bytes of all the arrays that take turns: ten times the L2 cache of an H200."""
+"""Total bytes of the sets of rotating arrays: ten times the L2 cache of an H200."""
 PROGRAM_SECONDS = 1e-3
-"""How long one launch should take at least, so that the host stays ahead."""
+"""The minimum duration of a launch, so that the host stays ahead of the GPU."""
 ROUND_SECONDS = 15e-3
-"""How long a round should take."""
+"""The target duration of a round."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is done for a figure.
+    """How much work goes into a measurement.
 
     Attributes:
-      rounds: of all ways in turns. calls: of an operation in a program, at most. warm_up: executions before the first
+      rounds: interleaved rounds. calls: the maximum number of calls in a program. warm_up: executions before the first
         round.
-      dry: nothing is measured, only run; sizes are tiny.
+      dry: only run the code, with tiny sizes; timings are meaningless.
     """
 
     rounds: int
@@ -48,12 +47,12 @@ class Effort:
 FULL, QUICK, DRY = Effort(rounds=5), Effort(rounds=3), Effort(rounds=1, calls=1, warm_up=0, dry=True)
 
 Round = Callable[[], float]
-"""Runs something for a while; returns the seconds of one call."""
+"""Runs something repeatedly and returns the seconds per call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call, in each round."""
+    """Seconds per call, in each round."""
 
     rounds: tuple[float, ...]
 
@@ -63,21 +62,21 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """How far the rounds lie apart, as a part of their median."""
+        """The range of the rounds, relative to their median."""
         return (max(self.rounds) - min(self.rounds)) / self.seconds
 
 
-def take_turns(ways: Mapping[str, Round], rounds: int) -> dict[str, Timing]:
-    """Times of several ways to do one thing, in rounds of them all."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+def interleave(ways: Mapping[str, Round], rounds: int) -> dict[str, Timing]:
+    """Time several implementations in interleaved rounds."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            found[name].append(way())
-    return {name: Timing(tuple(times)) for name, times in found.items()}
+            times[name].append(way())
+    return {name: Timing(tuple(seconds)) for name, seconds in times.items()}
 
 
-def steady(launch: Callable[[], Any], calls: int, effort: Effort) -> Round:
-    """Rounds of ROUND_SECONDS of a program that makes so many calls; it has warmed up by then.
+def steady_state(launch: Callable[[], Any], calls: int, effort: Effort) -> Round:
+    """Rounds of ROUND_SECONDS of a program that makes `calls` calls, after warming it up.
 
     Args:
       launch: dispatches the program and returns an array to wait for.
@@ -91,14 +90,14 @@ def steady(launch: Callable[[], Any], calls: int, effort: Effort) -> Round:
         return (time.perf_counter() - start) / launches
 
     if effort.warm_up:
-        run(effort.warm_up)  # the first executions of a CUDA graph are not what later ones are
+        run(effort.warm_up)  # the first executions of a CUDA graph are slower
     launches = 1 if effort.dry else max(1, round(ROUND_SECONDS / run(2)))
     return lambda: run(launches) / calls
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a case is repeated: `calls` in a program, on `sets` of those leaves of its arguments that are `large`."""
+    """How a case is repeated: `calls` per program, rotating through `sets` of the argument leaves that are `large`."""
 
     calls: int
     sets: int
@@ -106,13 +105,13 @@ class Plan:
 
     @classmethod
     def of(cls, case: Case, call_seconds: float, effort: Effort) -> "Plan":
-        """For a case whose call is expected to take so long."""
+        """For a case whose call is expected to take `call_seconds`."""
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.shapes)]
         large = tuple(size >= LARGE for size in sizes)
         total = sum(size for size, one in zip(sizes, large, strict=True) if one)
         sets = min(-(-SETS_BYTES // total), effort.calls) if total else 1
         calls = min(max(sets, round(PROGRAM_SECONDS / call_seconds)), effort.calls)
-        return cls(sets if all(large) else calls, sets, large)  # nothing tells two calls on one large set apart
+        return cls(sets if all(large) else calls, sets, large)  # calls with only large arguments must differ in these
 
     def split(self, args: Any) -> tuple[list[Any], list[Any]]:
         """The small and the large leaves of the arguments."""
@@ -120,21 +119,21 @@ class Plan:
         return [x for x, large in pairs if not large], [x for x, large in pairs if large]
 
     def join(self, small: Sequence[Any], large: Sequence[Any], like: Any) -> Any:
-        """The inverse of `split`; `like`: arguments of this form."""
+        """The inverse of `split`; `like`: arguments of the same structure."""
         sources = iter(small), iter(large)
         return jax.tree.unflatten(jax.tree.structure(like), [next(sources[one]) for one in self.large])
 
 
 @dataclasses.dataclass
 class Arguments:
-    """What the calls of a plan run on: call i on `small[i]` and `large[i % sets]`."""
+    """The arguments of a plan's calls: call i uses `small[i]` and `large[i % sets]`."""
 
     small: list[list[jax.Array]]
     large: list[list[jax.Array]]
 
     @classmethod
     def make(cls, case: Case, plan: Plan) -> "Arguments":
-        """Random ones, made on the device."""
+        """Random arguments, made on the device."""
         both = jax.jit(lambda key: plan.split(case.make(key)))
         small = jax.jit(lambda key: plan.split(case.make(key))[0])
         keys = jax.random.split(jax.random.key(0), plan.calls)
@@ -143,7 +142,7 @@ class Arguments:
 
 
 class Repeated:
-    """The program that makes a plan's calls of a case; see `repeated`."""
+    """The program that makes a plan's calls of a case (`repeated`), lowered and compiled."""
 
     def __init__(self, case: Case, plan: Plan, call: Callable[..., Any]):
         program, args = repeated(case, plan, call)
@@ -158,11 +157,11 @@ class Repeated:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel is in it: an operation whose kernel refuses runs its definition. In a dry run: True."""
+        """Whether the program contains a kernel, not the operation's fallback. Always True in a dry run."""
         return jax.default_backend() != "gpu" or "mosaic_gpu" in self._lowered.as_text()
 
     def round(self, arguments: Arguments, effort: Effort) -> Round:
-        """Rounds of it. The arguments serve several programs of one plan."""
+        """Rounds of this program. Several programs of one plan can use the same arguments."""
         executable = self._executable
         assert executable is not None
 
@@ -170,15 +169,15 @@ class Repeated:
             results, arguments.large = executable(arguments.small, arguments.large)
             return results
 
-        return steady(launch, self.plan.calls, effort)
+        return steady_state(launch, self.plan.calls, effort)
 
 
 def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """A plan's calls as a function of small and large arguments, the latter to be donated; and their shapes.
+    """A plan's calls as a function of small and large (donated) arguments; and the arguments' shapes.
 
     Args:
-      call: what it calls. If the case has a state, that returns a result and the argument's new value.
-    Returns: all results, and the large arguments, new where they are the state.
+      call: the function to call. If the case has a state, it returns a result and the new state.
+    Returns: a function that returns all results and the large arguments, with the state updated; and its arguments.
     """
 
     def program(small: list[list[Any]], large: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
@@ -197,7 +196,7 @@ def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable
 
 
 def serial_options(platform: str, *, rows: int, dtype: np.dtype) -> dict[str, Any]:
-    """The compiler options of the engine's programs; a CUDA graph runs one kernel after another."""
+    """The compiler options of the engine's programs, with serial execution of a CUDA graph's kernels."""
     options: dict[str, Any] = dict(compiler_options(platform, rows=rows, dtype=dtype))
     if platform == "gpu":
         options["xla_gpu_command_buffer_scheduling_mode"] = "SERIALIZE"
@@ -205,12 +204,12 @@ def serial_options(platform: str, *, rows: int, dtype: np.dtype) -> dict[str, An
 
 
 def compile_all(programs: Sequence[Repeated]) -> dict[Repeated, str]:
-    """Compile several at once. Returns why those that failed did."""
+    """Compile several programs in parallel. Returns the errors of those that failed."""
 
     def one(program: Repeated) -> str:
         try:
             program.compile()
-        except jax.errors.JaxRuntimeError as error:  # more than the GPU has, of something
+        except jax.errors.JaxRuntimeError as error:  # the GPU lacks some resource
             return str(error).splitlines()[0]
         return ""
 

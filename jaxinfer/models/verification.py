@@ -72,12 +72,12 @@ def compare_tensors(path: str | os.PathLike[str], hf_dir: str | os.PathLike[str]
 
 def _rounding(reference: np.ndarray, weights: Weights) -> np.ndarray:
     """The largest difference of each weight from the reference that rounding explains."""
-    match quantized_format(weights.kernel.dtype):
+    match quantized_format(weights.weight.dtype):
         case "int8":
             return np.asarray(weights.scale)[:, None] * 0.5001
         case "int4":  # the largest of a group may be clipped from 10 steps to 7
             return np.abs(np.asarray(weights.scale, np.float32)).T.repeat(GROUP, axis=1) * 3.001
-    info = jnp.finfo(weights.kernel.dtype)
+    info = jnp.finfo(weights.weight.dtype)
     unit = 1.0 if weights.scale is None else np.asarray(weights.scale)[:, None]
     return np.abs(reference) * float(info.eps) / 2 + float(info.smallest_subnormal) * unit
 

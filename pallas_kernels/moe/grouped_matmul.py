@@ -1,7 +1,8 @@
-"""Every row times the matrix of its expert.
+"""Grouped matmul: every row times the matrix of its expert.
 
-The rows of an expert lie together, so the work is a list of tiles, each some rows of one expert by some of its outputs.
-A block finds its tile from `offsets` and `sizes` alone; experts without rows have none, and their weights are not read.
+The rows of an expert are adjacent, so the work is a list of tiles, each some rows of one expert by some of its outputs.
+A thread block finds its tile from `offsets` and `sizes` alone. Experts without rows have no tiles, and their weights
+are not read.
 """
 
 import dataclasses
@@ -14,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
-from pallas_kernels.weights import contract
+from pallas_kernels.weights import xla_matmul
 
 
 def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -25,37 +27,37 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: 
       x: [R, K]. weights: [E, N, K].
       offsets, sizes: int32 [E], as in `Routing`: rows offsets[e] to offsets[e] + sizes[e] - 1 are expert e's. The
         experts' rows ascend and do not overlap.
-    Returns: [R, N] in x's dtype, summed in float32. Rows of no expert may hold anything.
+    Returns: [R, N] in x's dtype, accumulated in float32. Rows of no expert are arbitrary.
     """
-    return dispatch("grouped_matmul", _grouped_matmul_kernel, _grouped_matmul_definition, x, weights, offsets, sizes)
+    return dispatch("grouped_matmul", _grouped_matmul_kernel, _grouped_matmul_reference, x, weights, offsets, sizes)
 
 
-def _grouped_matmul_definition(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Block after block of the rows of one expert: at most twice the necessary products, and some."""
+def _grouped_matmul_reference(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+    """A loop over tiles of rows of one expert each, which does about twice the necessary work at most."""
     (rows, _), (experts, outputs, _) = x.shape, weights.shape
-    block = min(max(pl.next_power_of_2(rows // experts), 1), 64)
-    blocks = pl.cdiv(sizes, block)
-    ends = jnp.cumsum(blocks)
-    x = jnp.pad(x, ((0, block), (0, 0)))
+    tile_rows = min(max(pl.next_power_of_2(rows // experts), 1), 64)
+    tiles = pl.cdiv(sizes, tile_rows)
+    ends = jnp.cumsum(tiles)
+    x = jnp.pad(x, ((0, tile_rows), (0, 0)))
 
     def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
         expert = jnp.sum(ends <= i)
-        first = offsets[expert] + (i - ends[expert] + blocks[expert]) * block
-        product = contract(lax.dynamic_slice_in_dim(x, first, block), weights[expert])
-        # What it writes beyond the expert's rows, the next experts write over.
+        first = offsets[expert] + (i - ends[expert] + tiles[expert]) * tile_rows
+        product = xla_matmul(lax.dynamic_slice_in_dim(x, first, tile_rows), weights[expert])
+        # This may write past the expert's rows; the next experts overwrite that.
         return lax.dynamic_update_slice_in_dim(y, product, first, 0)
 
-    y = jnp.pad(x[:, :0], ((0, 0), (0, outputs)))  # zeros that lie as x does
+    y = jnp.pad(x[:, :0], ((0, 0), (0, outputs)))  # zeros with x's sharding
     return lax.fori_loop(0, ends[-1], multiply, y)[:rows]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """What a block computes.
+    """The tile sizes of a thread block.
 
     Attributes:
-      rows, outputs: of its tile of the result.
-      stages: slots of the ring, each of 64 inputs of the tile's rows and weights; at least 2.
+      rows, outputs: the tile of the result.
+      stages: pipeline stages, each with 64 inputs of the tile's rows and weights; at least 2.
     """
 
     rows: int
@@ -64,163 +66,165 @@ class Tiles:
 
     @staticmethod
     def choose(rows: int, experts: int, outputs: int) -> "Tiles":
-        """Tiles that take a usual expert's rows at once, so that its weights are read once; they divide the outputs."""
+        """Tiles that usually hold all rows of an expert, so that its weights are read once; they divide the outputs."""
         if found := tuned("grouped_matmul", f"{rows}x{experts}x{outputs}"):
             return Tiles(**found)
-        usual = pl.cdiv(rows, min(rows, experts))
-        tile = min(max(pl.next_power_of_2(usual * 3 // 2 + 7), 8), 128)  # 7: rows of the expert before, see `_find`
+        mean = pl.cdiv(rows, min(rows, experts))
+        tile = min(
+            max(pl.next_power_of_2(mean * 3 // 2 + 7), 8), 128
+        )  # 7: the previous expert's rows, see `_find_tile`
         if rows <= 8:
             tile = 8
-        if tile <= 32:  # a stream of weights: three or four blocks an SM hold 140 KiB in flight
+        if tile <= 32:  # memory-bound: three or four thread blocks per SM have 140 KiB in flight
             return Tiles(rows=tile, outputs=64, stages=5)
-        return Tiles(rows=tile, outputs=64 if outputs % 128 else 128, stages=3)  # arithmetic: two blocks an SM
+        return Tiles(rows=tile, outputs=64 if outputs % 128 else 128, stages=3)  # compute-bound: two per SM
 
 
-_INPUTS = 64  # of a slot: 128 bytes, the widest swizzle
-_SPREAD = 8  # neighbouring tiles of outputs that run together, so that they share rows of x in the L2 cache
+_TILE_K = 64  # inputs of a stage: 128 bytes, the widest swizzle
+_L2_GROUP = 8  # adjacent tiles of outputs that run together, so that they share rows of x in L2
 _MAX_EXPERTS = 256
 
 
 def _grouped_matmul_kernel(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
     (rows, inputs), (experts, outputs, _) = x.shape, weights.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
-        raise UnsupportedError(f"it takes bfloat16 or float16, got {x.dtype} and {weights.dtype}")
-    if inputs % _INPUTS or outputs % 64:
-        raise UnsupportedError(f"it takes K and N in multiples of 64, got K={inputs}, N={outputs}")
+        raise UnsupportedError(f"grouped_matmul takes bfloat16 or float16, got {x.dtype} and {weights.dtype}")
+    if inputs % _TILE_K or outputs % 64:
+        raise UnsupportedError(f"K and N must be multiples of 64, got K={inputs}, N={outputs}")
     if experts > _MAX_EXPERTS:
-        raise UnsupportedError(f"it takes up to {_MAX_EXPERTS} experts, got {experts}")
+        raise UnsupportedError(f"grouped_matmul takes up to {_MAX_EXPERTS} experts, got {experts}")
     tiles = Tiles.choose(rows, experts, outputs)
-    numbers = min(rows, rows // tiles.rows + experts)
+    max_tiles = min(rows, rows // tiles.rows + experts)
 
     def body(x_g, weights_g, offsets_g, sizes_g, y_g):
-        first_output = (lax.axis_index("spread") * _SPREAD + lax.axis_index("output")) * tiles.outputs
-        tile = _find(offsets_g, sizes_g, tiles.rows, by_row=numbers == rows)
+        first_output = (lax.axis_index("group") * _L2_GROUP + lax.axis_index("output")) * tiles.outputs
+        tile = _find_tile(offsets_g, sizes_g, tiles.rows, by_row=max_tiles == rows)
 
         @pl.when((tile.count > 0) & (first_output < outputs))
         def _():
             _multiply(x_g, weights_g.at[tile.expert], y_g, tile, first_output, tiles=tiles)
 
-    launch = plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, 1, outputs), x.dtype),  # in three dimensions copies are not swizzled
-        grid=(pl.cdiv(outputs, tiles.outputs * _SPREAD), numbers, _SPREAD),
-        grid_names=("spread", "number", "output"),
+        out_type=jax.ShapeDtypeStruct((rows, 1, outputs), x.dtype),  # three dimensions, so that copies are not swizzled
+        grid=(pl.cdiv(outputs, tiles.outputs * _L2_GROUP), max_tiles, _L2_GROUP),
+        grid_names=("group", "tile", "output"),
         kernel_name="grouped_matmul",
     )
-    x = jnp.pad(x, ((0, -rows % 8), (0, 0)))  # TMA swizzles whole tiles of 8 rows
-    return launch(x, weights, offsets, sizes)[:, 0]
+    x = jnp.pad(x, ((0, -rows % 8), (0, 0)))  # swizzled TMA tiles have 8 rows
+    return kernel(x, weights, offsets, sizes)[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """What a block is to do: `count` rows from `first` on, of one expert; no more than `start` + Tiles.rows - 1."""
+    """The rows of a thread block: `count` rows of one expert from `first` on, none at `start` + Tiles.rows or later."""
 
     expert: jax.Array
-    start: jax.Array
+    start: jax.Array  # of the TMA tile, a multiple of 8
     first: jax.Array
-    count: jax.Array  # 0 or less: nothing
+    count: jax.Array  # 0 or less: no work
 
 
-def _find(offsets_g, sizes_g, rows: int, *, by_row: bool) -> _Tile:
-    """The tile with this block's number.
+def _find_tile(offsets_g: Ref, sizes_g: Ref, rows: int, *, by_row: bool) -> _Tile:
+    """The tile of this thread block.
 
-    Tiles start at multiples of 8 rows, as swizzled copies must; so the first may hold rows of the experts before. The
-    expert whose tiles start at `base` has the numbers from base // rows + expert on: that leaves each a number, since
-    the next expert's base is less than a tile before the end of this one's last. Where a number for each row is fewer,
-    a tile has that of its first row.
+    Tiles start at multiples of 8 rows, as swizzled copies require, so an expert's first tile may also hold rows of the
+    previous experts. The tiles of an expert whose first one starts at row `base` have indices from base // rows +
+    expert on. These are unique, because the next expert's base is less than a tile before the end of this expert's last
+    tile. If there would be fewer indices with one per row (`by_row`), a tile has the index of its first row.
     """
-    number, experts = lax.axis_index("number"), offsets_g.shape[0]
+    index, experts = lax.axis_index("tile"), offsets_g.shape[0]
     width = 128 * pl.cdiv(experts, 128)
 
-    @functools.partial(pl.run_scoped, offsets=plgpu.SMEM((width,), jnp.int32), known=plgpu.Barrier())
-    def found(offsets, known):
-        box = offsets_g.at[pl.ds(number * 0, width)]  # beyond the end, which JAX takes of unknown starts only
-        plgpu.copy_gmem_to_smem(box, offsets, known, oob_mode=plgpu.OOBFillMode.ZEROS)
-        plgpu.barrier_wait(known)
-        each = lax.broadcasted_iota(jnp.int32, (width,), 0)
-        numbers = offsets[...] if by_row else offsets[...] // rows + each
-        expert = jnp.sum(jnp.where((numbers <= number) & (each < experts), 1, 0)) - 1
+    @functools.partial(pl.run_scoped, offsets=plgpu.SMEM((width,), jnp.int32), full=plgpu.Barrier())
+    def found(offsets, full):
+        source = offsets_g.at[pl.ds(index * 0, width)]  # may end out of bounds, which JAX rejects for a constant start
+        plgpu.copy_gmem_to_smem(source, offsets, full, oob_mode=plgpu.OOBFillMode.ZEROS)
+        plgpu.barrier_wait(full)
+        experts_iota = lax.broadcasted_iota(jnp.int32, (width,), 0)
+        first_indices = offsets[...] if by_row else offsets[...] // rows + experts_iota
+        expert = jnp.sum(jnp.where((first_indices <= index) & (experts_iota < experts), 1, 0)) - 1
         return expert, offsets[expert]
 
     expert, offset = found
     base = offset // 8 * 8
-    tile = (number - base) // rows if by_row else number - base // rows - expert
+    tile = (index - base) // rows if by_row else index - base // rows - expert
     start = base + tile * rows
     first = jnp.maximum(start, offset)
     count = jnp.minimum(offset + sizes_g[expert], start + rows) - first
     if by_row:
-        count = jnp.where(first == number, count, 0)
+        count = jnp.where(first == index, count, 0)
     return _Tile(expert, pl.multiple_of(start, 8), first, count)
 
 
-def _multiply(x_g, weights_g, y_g, tile: _Tile, first_output, *, tiles: Tiles) -> None:
-    """One tile of the result. The weights are the left operand: 64 of them are what wgmma takes, rows as few as 8."""
-    steps = x_g.shape[1] // _INPUTS
-    stages = min(tiles.stages, steps + 1)
+def _multiply(x_g: Ref, weights_g: Ref, y_g: Ref, tile: _Tile, first_output: jax.Array, *, tiles: Tiles) -> None:
+    """One tile of the result. The weights are the left operand: wgmma has M = 64, and N, here rows, as small as 8."""
+    iterations = x_g.shape[1] // _TILE_K
+    stages = min(tiles.stages, iterations + 1)
     swizzled = (
-        plgpu.TilingTransform((8, _INPUTS)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.TilingTransform((8, _TILE_K)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
     )
 
     @functools.partial(
         pl.run_scoped,
-        arrived=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        # The result takes the place of the operands, once they have been read: two blocks fit an SM.
-        shared=plgpu.RefUnion(
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        # The result reuses the memory of the operands, so that two thread blocks fit into an SM.
+        smem=plgpu.RefUnion(
             (
-                plgpu.SMEM((stages, tiles.rows, _INPUTS), x_g.dtype, transforms=swizzled),
-                plgpu.SMEM((stages, tiles.outputs, _INPUTS), x_g.dtype, transforms=swizzled),
+                plgpu.SMEM((stages, tiles.rows, _TILE_K), x_g.dtype, transforms=swizzled),
+                plgpu.SMEM((stages, tiles.outputs, _TILE_K), x_g.dtype, transforms=swizzled),
             ),
             plgpu.SMEM((tiles.rows, 1, tiles.outputs), y_g.dtype),
         ),
     )
-    def _(arrived, shared):
-        (x, weights), y = shared
+    def _(full, smem):
+        (x, weights), y = smem
 
-        def fetch(step, slot):
-            inputs = pl.ds(step * _INPUTS, _INPUTS)
+        def fetch(i, stage):
+            inputs = pl.ds(i * _TILE_K, _TILE_K)
             for source, first, target in ((weights_g, first_output, weights), (x_g, tile.start, x)):
-                box = source.at[pl.ds(first, target.shape[1]), inputs]
+                source_tile = source.at[pl.ds(first, target.shape[1]), inputs]
                 zeros = plgpu.OOBFillMode.ZEROS
-                plgpu.copy_gmem_to_smem(box, target.at[slot], arrived.at[slot], oob_mode=zeros)
+                plgpu.copy_gmem_to_smem(source_tile, target.at[stage], full.at[stage], oob_mode=zeros)
 
-        for step in range(stages - 1):
-            fetch(step, step)
+        for i in range(stages - 1):
+            fetch(i, i)
 
-        def accumulate(total):
-            def add(step, _):
-                slot = step % stages
-                plgpu.barrier_wait(arrived.at[slot])
-                plgpu.wgmma(total, weights.at[slot], x.at[slot].T)
-                # Once only this product is under way, the one before has read its slot, which is the next to fill. Its
-                # other warps have, too: a copy starts with a barrier of the four.
+        def accumulate(acc):
+            def iteration(i, _):
+                stage = i % stages
+                plgpu.barrier_wait(full.at[stage])
+                plgpu.wgmma(acc, weights.at[stage], x.at[stage].T)
+                # With only this wgmma in flight, the previous one has finished reading its stage, the next to be
+                # refilled. So have the other warps, because a copy starts with a barrier of all four.
                 plgpu.wgmma_wait(1)
-                ahead = step + stages - 1
+                ahead = i + stages - 1
 
-                @pl.when(ahead < steps)
+                @pl.when(ahead < iterations)
                 def _():
                     fetch(ahead, ahead % stages)
 
-            lax.fori_loop(0, steps, add, None)
-            return total[...]
+            lax.fori_loop(0, iterations, iteration, None)
+            return acc[...]
 
-        total = pl.run_scoped(accumulate, plgpu.ACC((tiles.outputs, tiles.rows), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
-        y.at[:, 0].T[...] = total.astype(y.dtype)
+        acc = pl.run_scoped(accumulate, plgpu.ACC((tiles.outputs, tiles.rows), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+        y.at[:, 0].T[...] = acc.astype(y.dtype)
         plgpu.commit_smem()
         _store(y, y_g, tile, first_output)
 
 
-def _store(y, y_g, tile: _Tile, first_output) -> None:
-    """Send the expert's rows, in runs of powers of two: the size of a copy is static."""
+def _store(y: Ref, y_g: Ref, tile: _Tile, first_output: jax.Array) -> None:
+    """Write the expert's rows in copies of powers of two, because the size of a copy is static."""
     size = y.shape[0]
     while size:
-        behind = tile.count // (2 * size) * (2 * size)
+        done = tile.count // (2 * size) * (2 * size)
 
         @pl.when(tile.count & size != 0)
-        def _(behind=behind, size=size):
-            rows = y.at[pl.ds(tile.first - tile.start + behind, size)]
-            box = y_g.at[pl.ds(tile.first + behind, size), pl.ds(0, 1), pl.ds(first_output, y.shape[2])]
-            plgpu.copy_smem_to_gmem(rows, box)
+        def _(done=done, size=size):
+            rows = y.at[pl.ds(tile.first - tile.start + done, size)]
+            target = y_g.at[pl.ds(tile.first + done, size), pl.ds(0, 1), pl.ds(first_output, y.shape[2])]
+            plgpu.copy_smem_to_gmem(rows, target)
 
         size //= 2
     plgpu.wait_smem_to_gmem(0)

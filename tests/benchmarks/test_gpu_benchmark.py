@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: its references, its arithmetic, and a dry run."""
+"""The GPU benchmark without a GPU: its references, its calculations, and a dry run."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ TINY = {case.title: case for case in cases.tiny()}
 
 
 @pytest.mark.parametrize("title", TINY)
-def test_operations_agree_with_the_references(title):
+def test_fallbacks_match_the_references(title):
     case = TINY[title]
     args = case.make(jax.random.key(1))
     assert numerics.error_of(case, args, numerics.expected_of(case, args)) <= case.tolerance
@@ -37,7 +37,7 @@ def test_errors_are_relative_and_never_hidden_by_nan():
 
 
 def test_timed_cases_have_arguments_of_their_shapes():
-    """Only traced: the arrays exceed this machine's memory."""
+    """Traced only: the arrays would not fit into memory."""
     every = list(cases.timed(quick=False))
     for case in {case.op: case for case in every}.values():
         assert case.bytes > 0
@@ -58,7 +58,7 @@ def _case(**changes):
     return cases.Case(**(fields | changes))
 
 
-def test_large_arguments_take_turns_and_small_ones_do_not():
+def test_large_arguments_rotate_and_small_ones_do_not():
     plan = Plan.of(_case(), 1e-6, Effort(rounds=1, calls=8))
     assert plan == Plan(calls=8, sets=8, large=(False, True))
     assert Plan.of(_case(make=lambda key: _case().make(key)[1:]), 1e-6, Effort(rounds=1, calls=600)).calls == 512
@@ -82,7 +82,7 @@ def test_the_state_of_each_set_goes_from_call_to_call():
 @pytest.mark.aot
 @pytest.mark.parametrize("op", ["small_batch_linear", "norm_linear", "decode_attention"])
 def test_on_a_gpu_a_program_is_the_calls_and_nothing_else(op):
-    """One CUDA graph, one kernel per call, no copies of the arguments that take turns."""
+    """One CUDA graph, one kernel per call, and no copies of the rotating arguments."""
     case = next(case for case in cases.timed(quick=False) if case.op == op and "gpt-j-6b" in case.name)
     plan = Plan(calls=3, sets=2, large=Plan.of(case, 1e-5, DRY).large)
     program, args = timing.repeated(case, plan, case.call)
@@ -95,21 +95,21 @@ def test_on_a_gpu_a_program_is_the_calls_and_nothing_else(op):
 
 def test_a_median_and_a_spread():
     times = iter([3.0, 1.0, 2.0])
-    timing_of = timing.take_turns({"a": lambda: next(times)}, 3)["a"]
+    timing_of = timing.interleave({"a": lambda: next(times)}, 3)["a"]
     assert (timing_of.seconds, timing_of.spread) == (2.0, 1.0)
 
 
 def test_items_beyond_the_time_are_left_out(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    parts = clocks({"a": 1.0, "b": 1.0}, 10.0)
-    _, first = next(parts)
+    weighted_clocks = clocks({"a": 1.0, "b": 1.0}, 10.0)
+    _, first = next(weighted_clocks)
     done = []
     for item in first.affordable(range(9)):  # of 5 seconds
         done.append(item)
         now[0] += 2.0
     assert done == [0, 1]
-    _, second = next(parts)
+    _, second = next(weighted_clocks)
     assert second._end == 10.0
     assert list(Clock(0.0).affordable([1])) == [1]
 
@@ -131,7 +131,7 @@ def test_tuning_finds_the_tiles_that_run_and_writes_them(tmp_path, monkeypatch):
     case = _case(call=lambda x, w: dispatch("f", kernel, lambda x, w: x, x, w), state=None)
     table = tmp_path / "table.json"
     limits = Ceilings(1e9, 1e9, {"bfloat16": 1e9})
-    monkeypatch.setattr(autotune, "CLEARLY", float("inf"))
+    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", float("inf"))
     with interpreted():
         assert autotune.keys(case) == [("f", "key")]
         report = Report()

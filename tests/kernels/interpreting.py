@@ -1,4 +1,4 @@
-"""Running kernels in Mosaic's interpreter, which also looks for races."""
+"""Running kernels in Mosaic's interpreter with race detection."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import interpreted
 
 @contextlib.contextmanager
 def without_races() -> Iterator[None]:
-    """Interpret the kernels called within; fails if one of them has a race. Call them outside of a cached `jax.jit`."""
+    """Interpret the kernels called inside, and fail if one has a race. Do not call them through a cached `jax.jit`."""
     try:
         with interpreted():
             yield

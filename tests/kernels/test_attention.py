@@ -1,4 +1,4 @@
-"""Attention against a loop over queries in float64."""
+"""Attention against a float64 loop over queries and heads."""
 
 import jax
 import jax.numpy as jnp
@@ -8,27 +8,27 @@ import pytest
 from pallas_kernels import attention
 
 
-def by_loops(q, k, v, q_positions, lengths, *, scale, causal, window, softcap, alibi):
-    """One query and head at a time, over the keys it may see."""
+def loop_reference(q, k, v, q_positions, lengths, *, scale, causal, window, softcap, alibi):
+    """One query and head at a time, over its visible keys."""
     out = np.zeros(q.shape)
     group = q.shape[2] // k.shape[2]
     keys = np.arange(k.shape[1])
     for b, t, h in np.ndindex(q.shape[:3]):
-        at = q_positions[b, t]
-        seen = keys < lengths[b]
+        position = q_positions[b, t]
+        visible = keys < lengths[b]
         if causal:
-            seen &= keys <= at
+            visible &= keys <= position
         if window is not None:
-            seen &= keys > at - window
-        if not seen.any():
+            visible &= keys > position - window
+        if not visible.any():
             continue
-        scores = scale * k[b, seen, h // group] @ q[b, t, h]
+        scores = scale * k[b, visible, h // group] @ q[b, t, h]
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
         if alibi is not None:
-            scores = scores + alibi[h] * (keys[seen] - at)
+            scores = scores + alibi[h] * (keys[visible] - position)
         weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights / weights.sum() @ v[b, seen, h // group]
+        out[b, t, h] = weights / weights.sum() @ v[b, visible, h // group]
     return out
 
 
@@ -64,7 +64,7 @@ def check(name, *, batch, tokens, keys, kv_heads):
     q_positions = first[:, None] + np.arange(tokens)
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
     actual = jax.jit(lambda *args: attention(*args, **options))(*arrays, q_positions, lengths)
-    expected = by_loops(q, k, v, q_positions, lengths, **options)
+    expected = loop_reference(q, k, v, q_positions, lengths, **options)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 

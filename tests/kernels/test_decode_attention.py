@@ -1,4 +1,4 @@
-"""Decode attention against a reference in float64, and its kernel against the definition, bit by bit in the cache."""
+"""Decode attention against a float64 reference; its kernel against the fallback, with bitwise equal caches."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxinfer.compiled.target import Target, compile_for
 from pallas_kernels import KVPages
-from pallas_kernels.cached_attention import cached_attention, store_and_attend
+from pallas_kernels.cached_attention import cached_attention, cached_attention_fallback
 from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.tuning import Trial
@@ -25,11 +25,12 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call's shape. positions: of each row's first token; -1 is a row of padding. real: its tokens, if not all."""
+    """The parameters of a call. positions: of each row's first token; -1 is a row of padding. lengths: how many of each
+    row's tokens are not padding, if not all."""
 
     positions: tuple[int, ...]
     tokens: int = 1
-    real: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
     kv_heads: int = 1
     group: int = 1
     head_dim: int = 64
@@ -37,7 +38,7 @@ class Case:
     width: int = 9
     dtype: Any = jnp.bfloat16
     int8: bool = False
-    half: int = 0
+    rotary_half: int = 0
     norms: bool = False
     window: int | None = None
     softcap: float | None = None
@@ -55,7 +56,7 @@ class Case:
         }
 
     def args(self, seed: int = 0) -> tuple[Any, ...]:
-        """Numbers for the kernel and its definition; pages lie shuffled among others."""
+        """Random arguments; the rows' pages are shuffled among others."""
         rng = np.random.default_rng(seed)
         batch = len(self.positions)
         num_pages = batch * self.width + 2
@@ -72,17 +73,18 @@ class Case:
             pages = KVPages(numbers(*shapes.k.shape), numbers(*shapes.v.shape))
         table = jnp.asarray(rng.permutation(num_pages)[: batch * self.width].reshape(batch, -1), jnp.int32)
         index, first = np.arange(self.tokens), np.array(self.positions)[:, None]
-        real = np.full(batch, self.tokens) if self.real is None else np.array(self.real)
-        positions = np.where((first >= 0) & (index < real[:, None]), first + index, -1)
-        angles = rng.normal(size=(batch, self.tokens, 1, self.half))
-        rotary = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)) if self.half else None
+        lengths = np.full(batch, self.tokens) if self.lengths is None else np.array(self.lengths)
+        positions = np.where((first >= 0) & (index < lengths[:, None]), first + index, -1)
+        angles = rng.normal(size=(batch, self.tokens, 1, self.rotary_half))
+        rotary = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)) if self.rotary_half else None
         norms = tuple(numbers(self.head_dim, dtype=jnp.float32) for _ in "qk") if self.norms else None
         qkv = numbers(batch, self.tokens, self.kv_heads * (self.group + 2) * self.head_dim)
         return qkv, pages, table, jnp.asarray(positions, jnp.int32), rotary, norms
 
 
 def reference(case: Case, args: tuple[Any, ...]) -> np.ndarray:
-    """The heads of all tokens, [B, T, Hkv, G, K], from float caches, in float64 with features in the cache's dtype."""
+    """The heads' outputs, [B, T, Hkv * G * K], for a float cache: in float64, with queries and keys rounded to the
+    cache's dtype."""
     qkv, pages, table, positions, rotary, norms = jax.tree.map(np.asarray, args)
 
     def rounded(x: np.ndarray) -> np.ndarray:
@@ -96,20 +98,20 @@ def reference(case: Case, args: tuple[Any, ...]) -> np.ndarray:
         x[..., :-1, :] = rounded(x[..., :-1, :] / np.sqrt(mean + EPS) * scale)
     if rotary is not None:
         cos, sin = (angle.astype(np.float64)[:, :, None] for angle in rotary)
-        a, b = np.split(x[..., :-1, : 2 * case.half], 2, axis=-1)
-        x[..., :-1, : 2 * case.half] = rounded(np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1))
+        a, b = np.split(x[..., :-1, : 2 * case.rotary_half], 2, axis=-1)
+        x[..., :-1, : 2 * case.rotary_half] = rounded(np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1))
     heads = np.zeros((batch, case.tokens, case.kv_heads, case.group, case.head_dim))
     slopes = np.reshape(case.options["alibi"] or np.zeros(case.kv_heads * case.group), (case.kv_heads, case.group))
     for row in range(batch):
-        held = [p[table[row]].reshape(-1, case.kv_heads, case.head_dim).astype(np.float64) for p in pages[:2]]
+        cached = [p[table[row]].reshape(-1, case.kv_heads, case.head_dim).astype(np.float64) for p in pages[:2]]
         for token, position in enumerate(positions[row]):
             if position >= 0:
-                held[0][position], held[1][position] = x[row, token, :, -2], x[row, token, :, -1]
+                cached[0][position], cached[1][position] = x[row, token, :, -2], x[row, token, :, -1]
         for token, position in enumerate(positions[row]):
             if position < 0:
                 continue
             start = 0 if case.window is None else max(position - case.window + 1, 0)
-            k, v = (y[start : position + 1] for y in held)
+            k, v = (y[start : position + 1] for y in cached)
             scores = np.einsum("hgk,shk->hgs", x[row, token, :, :-2], k) * case.options["scale"]
             if case.softcap is not None:
                 scores = case.softcap * np.tanh(scores / case.softcap)
@@ -121,10 +123,10 @@ def reference(case: Case, args: tuple[Any, ...]) -> np.ndarray:
 
 
 def close(actual: jax.Array, expected: np.ndarray, positions: jax.Array, tolerance: float) -> None:
-    """Where there are tokens; elsewhere the result need only be finite."""
-    found, real = np.asarray(actual, np.float64), np.asarray(positions) >= 0
-    assert np.isfinite(found).all()
-    np.testing.assert_allclose(found[real], expected[real], atol=tolerance, rtol=tolerance)
+    """Compares only tokens; the result for padding need only be finite."""
+    result, valid = np.asarray(actual, np.float64), np.asarray(positions) >= 0
+    assert np.isfinite(result).all()
+    np.testing.assert_allclose(result[valid], expected[valid], atol=tolerance, rtol=tolerance)
 
 
 @settings(max_examples=4, deadline=None)
@@ -132,14 +134,14 @@ def close(actual: jax.Array, expected: np.ndarray, positions: jax.Array, toleran
     first=st.lists(st.integers(-1, 60), min_size=1, max_size=3),
     tokens=st.integers(1, 3),
     group=st.sampled_from([1, 3]),
-    half=st.sampled_from([0, 2, 4]),
+    rotary_half=st.sampled_from([0, 2, 4]),
     norms=st.booleans(),
     window=st.sampled_from([None, 1, 20]),
     softcap=st.sampled_from([None, 2.0]),
     alibi=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
-def test_any_call_is_the_reference(first, tokens, seed, **options):
+def test_any_call_matches_the_reference(first, tokens, seed, **options):
     case = Case(positions=tuple(first), tokens=tokens, kv_heads=2, head_dim=8, dtype=jnp.float32, width=4, **options)
     qkv, pages, table, positions, rotary, norms = args = case.args(seed)
     heads, _ = cached_attention(qkv, pages, table, positions, rotary=rotary, norms=norms, **case.options)
@@ -156,44 +158,47 @@ def test_many_tokens_are_stored_first():
     close(heads, reference(case, args), args[3], 1e-4)
 
 
-def interpreted(case: Case, splits: int, stages: int = 2) -> None:
-    """The kernel has no race, is close to the definition, and leaves the same cache."""
+def check_interpreted(case: Case, splits: int, stages: int = 2) -> None:
+    """The kernel has no race, is close to the fallback, and leaves the same cache."""
     args = case.args()
     tiles = Trial("decode_attention", {"splits": splits, "stages": stages})
-    with without_races(), tiles.running():
+    with without_races(), tiles.active():
         heads, pages = jax.block_until_ready(decode_attention(*args, **case.options))
     assert heads.dtype == case.dtype
-    expected, expected_pages = store_and_attend(*args, **case.options)
-    # Softmax weights are rounded to the dtype, 2^-9 of each in bfloat16, and the result once more; values are below 5.
+    expected, expected_pages = cached_attention_fallback(*args, **case.options)
+    # Softmax weights are rounded to the dtype (relative error 2^-9 in bfloat16), and so is the result; values are < 5.
     close(heads, np.asarray(expected, np.float64), args[3], 0.02 if case.dtype == jnp.bfloat16 else 0.003)
     for actual, wanted in zip(jax.tree.leaves(pages), jax.tree.leaves(expected_pages), strict=True):
         np.testing.assert_array_equal(actual, wanted)
 
 
 CASES = {
-    # One key of its own; the end of a block of keys and its beginning; a row of padding.
-    "alone": (Case(positions=(0, 63, 64, -1)), 1),
-    # Tokens on both sides of a block's and a split's end, and padding after them.
-    "drafts": (Case(positions=(62, 126, 20, -1), tokens=3, real=(3, 3, 1, 0), group=3, half=16, norms=True), 2),
-    # The window leaves out blocks, ends inside one and hides all of a split's keys from the later token. In the second
-    # row a split has nothing to do.
-    "masked": (
-        Case(positions=(140, 3), tokens=2, kv_heads=2, group=2, half=32, window=40, softcap=3.0, alibi=True),
+    # A row with only its own key; new tokens at the end and at the start of a tile of keys; a row of padding.
+    "one split": (Case(positions=(0, 63, 64, -1)), 1),
+    # New tokens on both sides of the end of a tile and of a split, with padding after them.
+    "draft tokens": (
+        Case(positions=(62, 126, 20, -1), tokens=3, lengths=(3, 3, 1, 0), group=3, rotary_half=16, norms=True),
         2,
     ),
-    # Pages begun, rescaled and both, at a block's end.
+    # The window skips tiles, ends inside one, and masks all of a split's keys for the later token. In the second row a
+    # split has no keys.
+    "masked": (
+        Case(positions=(140, 3), tokens=2, kv_heads=2, group=2, rotary_half=32, window=40, softcap=3.0, alibi=True),
+        2,
+    ),
+    # New pages, rescaled pages, and both, at the end of a tile.
     "int8": (Case(positions=(63, 5), tokens=2, group=2, width=5, int8=True), 2),
 }
 WIDER = {
-    "int8, all else": (
+    "int8 with all options": (
         Case(
             positions=(126, 20, -1),
             tokens=3,
-            real=(3, 1, 0),
+            lengths=(3, 1, 0),
             kv_heads=2,
             group=3,
             head_dim=128,
-            half=32,
+            rotary_half=32,
             norms=True,
             page_size=32,
             width=5,
@@ -202,11 +207,11 @@ WIDER = {
         ),
         2,
     ),
-    "float16": (Case(positions=(100,), group=2, half=64, head_dim=128, dtype=jnp.float16), 2),
-    "grouped": (Case(positions=(3, 140, 127), kv_heads=2, group=4, half=32), 2),
-    "wide heads": (Case(positions=(100,), kv_heads=2, half=32, head_dim=256, width=8), 4),
+    "float16": (Case(positions=(100,), group=2, rotary_half=64, head_dim=128, dtype=jnp.float16), 2),
+    "grouped": (Case(positions=(3, 140, 127), kv_heads=2, group=4, rotary_half=32), 2),
+    "wide heads": (Case(positions=(100,), kv_heads=2, rotary_half=32, head_dim=256, width=8), 4),
     "many queries": (Case(positions=(123,), tokens=8, group=8, head_dim=128, width=10), 2),
-    "odd tile of queries": (Case(positions=(70,), tokens=8, group=5, half=16), 1),
+    "odd tile of queries": (Case(positions=(70,), tokens=8, group=5, rotary_half=16), 1),
     "small pages": (Case(positions=(70, 130), page_size=8, width=17, tokens=2), 2),
     "large pages": (Case(positions=(70, 190), page_size=128, width=2, tokens=2), 2),
     "narrow window": (Case(positions=(63, 64, 130), window=1, group=2), 2),
@@ -217,29 +222,29 @@ WIDER = {
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(name):
-    interpreted(*CASES[name])
+    check_interpreted(*CASES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WIDER)
 def test_interpreted_wider(name):
-    interpreted(*WIDER[name], stages=3)
+    check_interpreted(*WIDER[name], stages=3)
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "message"),
     [
         (Case(positions=(0,), dtype=jnp.float32), "bfloat16 and float16, got qkv in float32"),
         (Case(positions=(0,), head_dim=96), "head_dim must be 64, 128 or 256, got 96"),
         (Case(positions=(0,), page_size=24), "page_size must be 8, 16, 32 or a multiple of 64, got 24"),
         (Case(positions=(0,), page_size=128, int8=True), "page_size must be at most 64 in int8, got 128"),
-        (Case(positions=(0,), half=24), "rotary_dim / 2 must be a multiple of 16 that divides head_dim, got 24"),
+        (Case(positions=(0,), rotary_half=24), "rotary_dim / 2 must be a multiple of 16 that divides head_dim, got 24"),
         (Case(positions=(0,), tokens=8, group=8, head_dim=256), "tokens \\* group must be at most 32, got 8 \\* 8"),
         (Case(positions=(0,), group=71), "tokens \\* group must be at most 64, got 1 \\* 71"),
     ],
 )
-def test_unsupported(case, words):
-    with pytest.raises(UnsupportedError, match=words):
+def test_unsupported(case, message):
+    with pytest.raises(UnsupportedError, match=message):
         decode_attention(*case.args(), **case.options)
 
 
@@ -251,16 +256,16 @@ def test_a_cache_in_another_dtype_is_unsupported():
 
 
 def shapes(case: Case, num_pages: int = 4096) -> tuple[Any, ...]:
-    """A case's arguments without the numbers, with a cache that is large beside all else."""
+    """The shapes of a case's arguments, with a cache that is large compared with everything else."""
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.args())
     return args[0], jax.tree.map(lambda x: x.update(shape=(num_pages, *x.shape[1:])), args[1]), *args[2:]
 
 
-LLAMA = Case(positions=(0,), kv_heads=8, group=4, head_dim=128, half=64, width=128)
+LLAMA = Case(positions=(0,), kv_heads=8, group=4, head_dim=128, rotary_half=64, width=128)
 
 
 def test_lowers_for_cuda():
-    """Layouts, shared memory and sizes of TMA copies, with the heuristic's tiles."""
+    """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies."""
     traced = jax.jit(functools.partial(decode_attention, **LLAMA.options)).trace(*shapes(LLAMA))
     assert str(traced.lower(lowering_platforms=("cuda",)).compiler_ir()).count("@mosaic_gpu_v2") == 1
 
@@ -270,7 +275,7 @@ def test_lowers_for_cuda():
     "case",
     [
         LLAMA,
-        dataclasses.replace(LLAMA, tokens=8, group=8),  # the most queries
+        dataclasses.replace(LLAMA, tokens=8, group=8),  # the maximum number of queries
         dataclasses.replace(LLAMA, tokens=8, head_dim=256),
         dataclasses.replace(LLAMA, int8=True),
         dataclasses.replace(LLAMA, positions=(0,) * 8, norms=True, window=1000, softcap=30.0, alibi=True),
@@ -286,7 +291,7 @@ def test_one_launch_that_writes_in_place(case):
     assert {"UTMALDG", "HMMA", "LDSM"} <= set(kernel.resources.features)
     assert kernel.shared_bytes < 227 << 10
     assert report.aliased == report.donated
-    assert report.temp_bytes < 5 << 20  # what splits give one another; the cache has 128 MiB
+    assert report.temp_bytes < 5 << 20  # partial results of splits; the cache has 128 MiB
 
 
 @pytest.mark.aot

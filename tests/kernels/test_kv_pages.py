@@ -1,4 +1,4 @@
-"""Writing KV pages: float against a loop; int8 against the tokens that each page should hold, and its exact scales."""
+"""Writing KV pages: float against a loop; int8 against the tokens each page should hold, with exact scales."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def tokens(count: int, seed: int = 0) -> np.ndarray:
 
 
 def values(pages: KVPages) -> list[np.ndarray]:
-    """What the keys and the values of the pages stand for."""
+    """The keys and values of the pages, dequantised."""
     if pages.k_scale is None or pages.v_scale is None:
         return [np.asarray(pages.k, np.float32), np.asarray(pages.v, np.float32)]
     pairs = ((pages.k, pages.k_scale), (pages.v, pages.v_scale))
@@ -37,18 +37,18 @@ def indices(*numbers: int) -> jax.Array:
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    ("page", "slot"),
+    ("page", "offset"),
     [([3], [2]), ([PAGES], [1]), ([5, 5, 0, PAGES, 8], [0, 1, 3, 0, 3])],
     ids=["one", "one of padding", "many"],
 )
-def test_float_tokens_land_in_their_slots(page, slot, dtype):
+def test_float_tokens_are_written_at_their_offsets(page, offset, dtype):
     filled = jax.tree.map(lambda x: x + 7, empty(dtype=dtype))
     k, v = tokens(len(page)), tokens(len(page), seed=1)
     expected = [np.full((PAGES, SIZE, HEADS, DIM), 7, np.float32) for _ in "kv"]
-    for i, (p, s) in enumerate(zip(page, slot, strict=True)):
+    for i, (p, s) in enumerate(zip(page, offset, strict=True)):
         if p < PAGES:
             expected[0][p, s], expected[1][p, s] = (np.float32(x[i].astype(dtype)) for x in (k, v))
-    written = write(filled, k, v, indices(*page), indices(*slot))
+    written = write(filled, k, v, indices(*page), indices(*offset))
     assert written.k.dtype == dtype
     for actual, wanted in zip(values(written), expected, strict=True):
         np.testing.assert_array_equal(actual, wanted)
@@ -66,7 +66,7 @@ def test_int8_rounds_a_whole_page_once():
 
 
 def test_int8_scale_grows_token_by_token():
-    """Each token is twice the one before: the steps it was rounded with add up to less than twice the last."""
+    """Each token is twice the one before: the quantisation steps of its roundings sum to less than twice the last."""
     k = tokens(SIZE) * 2.0 ** np.arange(SIZE)[:, None, None]
     pages = empty(int8=True)
     for i in range(SIZE):
@@ -77,10 +77,10 @@ def test_int8_scale_grows_token_by_token():
         assert (abs(values(pages)[0][6, : i + 1] - k[: i + 1]) <= 1.5 * step).all()
 
 
-def test_int8_page_starts_afresh_at_slot_0():
+def test_int8_page_is_reset_at_offset_0():
     k = tokens(SIZE)
-    at = jnp.full(SIZE, 4, jnp.int32), jnp.arange(SIZE)
-    pages = write(empty(int8=True), 1000 * k, 1000 * k, *at)
+    index = jnp.full(SIZE, 4, jnp.int32), jnp.arange(SIZE)
+    pages = write(empty(int8=True), 1000 * k, 1000 * k, *index)
     pages = write(pages, k[:1], k[:1], indices(4), indices(0))
     assert pages.k_scale is not None
     np.testing.assert_allclose(pages.k_scale[4], abs(k[0]).max(-1) / 127, rtol=1e-6)
@@ -106,7 +106,7 @@ def test_int8_leaves_other_pages_alone():
 
 
 def test_int8_runs_of_one_page_apart():
-    """Two sequences never share a page that they write, but nothing here relies on it."""
+    """Sequences never share a page that they write to, but `write_pages` does not rely on that."""
     k = tokens(4)
     pages = write(empty(int8=True), k[:1], k[:1], indices(3), indices(0))
     pages = write(pages, 5 * k[1:], 5 * k[1:], indices(3, 8, 3), indices(1, 2, 2))
@@ -116,28 +116,28 @@ def test_int8_runs_of_one_page_apart():
 
 
 class Sequences:
-    """Random sequences on pages of their own, and where their next tokens go."""
+    """Random sequences on separate pages, and where their next tokens are written."""
 
     def __init__(self, count: int, rng: np.random.Generator):
         self.rng = rng
         self.pages = rng.permutation(PAGES)[: count * 3].reshape(count, 3)
         self.lengths = np.zeros(count, int)
-        self.held = np.zeros((PAGES, SIZE, HEADS, DIM), np.float32)
+        self.expected = np.zeros((PAGES, SIZE, HEADS, DIM), np.float32)
 
     def chunk(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Up to `width` more tokens of each, padded: [N, H, K], page [N], slot [N]."""
+        """Up to `width` more tokens of each sequence, padded: [N, H, K], page [N], offset [N]."""
         count = len(self.lengths)
         new = tokens(count * width, seed=int(self.rng.integers(1 << 30))) * 2.0 ** self.rng.integers(
             -3, 4, (1, HEADS, 1)
         )
-        page, slot = np.full((count, width), PAGES), np.ones((count, width), int)
+        page, offset = np.full((count, width), PAGES), np.ones((count, width), int)
         for row in range(count):
             size = min(int(self.rng.integers(width + 1)), 3 * SIZE - self.lengths[row])
-            at = self.lengths[row] + np.arange(size)
-            page[row, :size], slot[row, :size] = self.pages[row, at // SIZE], at % SIZE
-            self.held[page[row, :size], slot[row, :size]] = new.reshape(count, width, HEADS, DIM)[row, :size]
+            index = self.lengths[row] + np.arange(size)
+            page[row, :size], offset[row, :size] = self.pages[row, index // SIZE], index % SIZE
+            self.expected[page[row, :size], offset[row, :size]] = new.reshape(count, width, HEADS, DIM)[row, :size]
             self.lengths[row] += size
-        return new.astype(np.float32), page.reshape(-1).astype(np.int32), slot.reshape(-1).astype(np.int32)
+        return new.astype(np.float32), page.reshape(-1).astype(np.int32), offset.reshape(-1).astype(np.int32)
 
 
 @settings(max_examples=30, deadline=None)
@@ -146,24 +146,27 @@ def test_int8_holds_what_was_written(count, width, seed):
     sequences = Sequences(count, np.random.default_rng(seed))
     pages = empty(int8=True)
     for _ in range(4):
-        k, page, slot = sequences.chunk(width)
-        pages = write(pages, k, k, page, slot, rows=count)
-    step = abs(sequences.held).max((1, 3)) / 127
+        k, page, offset = sequences.chunk(width)
+        pages = write(pages, k, k, page, offset, rows=count)
+    step = abs(sequences.expected).max((1, 3)) / 127
     assert pages.k_scale is not None
     np.testing.assert_allclose(pages.k_scale, step, rtol=1e-6, atol=1e-30)
-    # Rounded once when written and once whenever a later write grew the scale, of which there are SIZE - 1 at most.
-    written = sequences.held != 0
-    error = np.where(written, abs(values(pages)[0] - sequences.held), 0)
+    # Rounded once when written, and again by each later write that raised the scale: at most SIZE - 1.
+    written = sequences.expected != 0
+    error = np.where(written, abs(values(pages)[0] - sequences.expected), 0)
     assert (error <= 0.501 * SIZE * step[:, None, :, None]).all()
 
 
 def test_int8_chunks_agree_with_single_tokens():
     k, count = tokens(11) * np.linspace(0.5, 2, 11, dtype=np.float32)[:, None, None], 11
-    page, slot = np.array([8, 1, 4])[np.arange(count) // SIZE].astype(np.int32), np.arange(count, dtype=np.int32) % SIZE
-    at_once = write(empty(int8=True), k, k, page, slot, rows=1)
+    page, offset = (
+        np.array([8, 1, 4])[np.arange(count) // SIZE].astype(np.int32),
+        np.arange(count, dtype=np.int32) % SIZE,
+    )
+    at_once = write(empty(int8=True), k, k, page, offset, rows=1)
     one_by_one = empty(int8=True)
     for i in range(count):
-        one_by_one = write(one_by_one, k[i : i + 1], k[i : i + 1], page[i : i + 1], slot[i : i + 1])
+        one_by_one = write(one_by_one, k[i : i + 1], k[i : i + 1], page[i : i + 1], offset[i : i + 1])
     assert at_once.k_scale is not None
     np.testing.assert_array_equal(at_once.k_scale, one_by_one.k_scale)
     assert abs(np.int32(at_once.k) - np.int32(one_by_one.k)).max() <= 2
@@ -172,7 +175,7 @@ def test_int8_chunks_agree_with_single_tokens():
 @pytest.mark.parametrize("count", [1, 6])
 @pytest.mark.parametrize("int8", [False, True])
 def test_pages_are_written_in_place(int8, count):
-    """A copy of the pages would cost more than the rest of a step."""
+    """A copy of the pages would cost more than the rest of an engine step."""
     cache = KVPages.shapes(1024, 16, HEADS, 64, np.dtype(np.float32), int8=int8)
     new = jax.ShapeDtypeStruct((count, HEADS, 64), np.float32)
     index = jax.ShapeDtypeStruct((count,), np.int32)

@@ -1,4 +1,4 @@
-"""Matrix products against float64 numpy, over row counts that platforms treat differently."""
+"""Linear layers against float64 numpy, for row counts that platforms handle differently."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from pallas_kernels import Weights, quantize_rows, small_batch_linear
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 def test_linear(leading, dtype, tolerance):
     rng = np.random.default_rng(0)
-    x, kernel, bias = rng.normal(size=(*leading, 40)), rng.normal(size=(24, 40)) / 6, rng.normal(size=24)
-    args = (jnp.asarray(x, dtype), jnp.asarray(kernel, dtype), jnp.asarray(bias, jnp.float32))
-    y = jax.jit(lambda x, kernel, bias: small_batch_linear(x, Weights(kernel), bias))(*args)
-    rounded = [np.asarray(jnp.asarray(a, dtype)).astype(np.float64) for a in (x, kernel)]
+    x, weight, bias = rng.normal(size=(*leading, 40)), rng.normal(size=(24, 40)) / 6, rng.normal(size=24)
+    args = (jnp.asarray(x, dtype), jnp.asarray(weight, dtype), jnp.asarray(bias, jnp.float32))
+    y = jax.jit(lambda x, weight, bias: small_batch_linear(x, Weights(weight), bias))(*args)
+    rounded = [np.asarray(jnp.asarray(a, dtype)).astype(np.float64) for a in (x, weight)]
     exact = rounded[0] @ rounded[1].T + bias
     assert y.dtype == dtype
     np.testing.assert_allclose(np.asarray(y).astype(np.float64), exact, atol=tolerance, rtol=tolerance)
@@ -30,23 +30,23 @@ def test_linear(leading, dtype, tolerance):
     inputs=st.integers(1, 70),
     outputs=st.integers(1, 20),
 )
-def test_quantized_linear_is_the_product_of_its_quantised_operands(seed, rows, inputs, outputs):
+def test_quantized_linear_is_the_matmul_of_its_quantised_operands(seed, rows, inputs, outputs):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, inputs)).astype(np.float32)
-    kernel = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
+    weight = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
     scale = rng.uniform(0.01, 0.1, outputs).astype(np.float32)
     q, x_scale = map(np.asarray, jax.jit(quantize_rows)(x))
-    exact = (q.astype(np.int64) @ kernel.T.astype(np.int64)) * x_scale.astype(np.float64) * scale
-    y = jax.jit(small_batch_linear)(x, Weights(kernel, scale))
+    exact = (q.astype(np.int64) @ weight.T.astype(np.int64)) * x_scale.astype(np.float64) * scale
+    y = jax.jit(small_batch_linear)(x, Weights(weight, scale))
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_quantised_weights_stay_close_to_the_float_product():
     rng = np.random.default_rng(1)
-    x, kernel = rng.normal(size=(5, 256)).astype(np.float32), rng.normal(size=(64, 256)).astype(np.float32)
-    q, scale = map(np.asarray, quantize_rows(kernel))
+    x, weight = rng.normal(size=(5, 256)).astype(np.float32), rng.normal(size=(64, 256)).astype(np.float32)
+    q, scale = map(np.asarray, quantize_rows(weight))
     y = small_batch_linear(x, Weights(q, scale[:, 0]), jnp.ones(64))
-    error = np.abs(np.asarray(y) - (x @ kernel.T + 1))
+    error = np.abs(np.asarray(y) - (x @ weight.T + 1))
     # Two roundings of relative size 1/254 of the largest element, averaged over 256 terms.
     assert error.max() < 1.0
     assert error.mean() < 0.2

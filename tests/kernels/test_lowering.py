@@ -1,4 +1,4 @@
-"""Every kernel at every shape of the kernel table: lowered for CUDA here, and compiled for an H200 (marker `aot`)."""
+"""Every kernel at every shape of the kernel table: lowered for CUDA, and compiled for an H200 (marker `aot`)."""
 
 import json
 
@@ -26,7 +26,7 @@ def traced(case):
 
 @pytest.mark.parametrize("op", [pytest.param(op, marks=[pytest.mark.slow] * (op in SLOW)) for op in LIMITS])
 def test_lowers_for_cuda(op):
-    """With the tiles of a tuned table or of the heuristic. Checks layouts, shared memory, sizes of TMA copies."""
+    """With the tiles of a tuned table or the heuristic: checks layouts, shared memory and sizes of TMA copies."""
     for case in CASES:
         if case.op == op:
             with jax.sharding.use_abstract_mesh(H200):
@@ -34,21 +34,21 @@ def test_lowers_for_cuda(op):
             assert module.count("@mosaic_gpu_v2") == case.kernels, case.title
 
 
-def test_every_tuned_entry_is_that_of_a_case():
-    """So that what ships is lowered above."""
-    found = [json.loads(table.read_text()) for table in tables().iterdir()] if tables().is_dir() else []
-    entries = {(op, key) for table in found for op, keys in table.items() for key in keys}
+def test_every_tuned_entry_belongs_to_a_case():
+    """So that all shipped tile sizes are lowered above."""
+    shipped = [json.loads(table.read_text()) for table in tables().iterdir()] if tables().is_dir() else []
+    entries = {(op, key) for table in shipped for op, keys in table.items() for key in keys}
     trial = Trial()
     if entries:
-        with trial.running():
+        with trial.active():
             for case in CASES:
                 traced(case)
-    assert entries <= set(trial.asked)
+    assert entries <= set(trial.lookups)
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("op", LIMITS)
-def test_keeps_to_its_limits(op):
+def test_stays_within_its_limits(op):
     limit = LIMITS[op]
     for case in [case for case in CASES if case.op == op]:
         rows = rows_of(case)
@@ -70,8 +70,8 @@ def test_every_operation_has_cases_and_limits():
     [
         (64, 100_000, 128, 2),  # shared memory: 228 KiB / (98 + 1)
         (64, 232_448, 128, 1),
-        (255, 0, 128, 2),  # registers: 4 warps of 8192, where a quarter of an SM holds 2
-        (168, 0, 384, 1),  # 12 warps of 5376, three in each quarter
+        (255, 0, 128, 2),  # registers: 4 warps of 8192 each; a quarter of an SM fits 2
+        (168, 0, 384, 1),  # registers: 12 warps of 5376 each, three per quarter
         (16, 0, 128, 16),  # threads: 2048 / 128
         (16, 0, 32, 32),
     ],
@@ -82,7 +82,7 @@ def test_blocks_per_sm(registers, shared_bytes, threads, blocks):
 
 def test_markdown():
     row = Row(
-        op="linear", case="1 x 8", least_us=1.234, launches=(2, 1), kernel="first", registers=40, spill_bytes=0,
+        op="linear", case="1 x 8", min_us=1.234, launches=(2, 1), kernel="first", registers=40, spill_bytes=0,
         shared_bytes=2048, grid=264, cluster=2, threads=128, per_sm=4, waves=0.5, features=("HMMA", "LDSM"),
     )  # fmt: skip
     head, rule, line = markdown([row]).splitlines()

@@ -1,4 +1,4 @@
-"""Token merging against a reference that sorts and adds one by one, ToMe's invariants, and the compiled kernels."""
+"""Token merging against a reference that sorts and adds token by token, ToMe's invariants, the compiled kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def reference(x, size, metric, r, protected):
 
 
 def case(batch, count, features, metric_features, *, dtype=np.float32, seed=0):
-    """Sizes are whole numbers, as in use; keys lie far apart, so that rounding chooses no other pair."""
+    """Sizes are integers, as in practice; scores differ by more than rounding errors, so that the pairs are unique."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(size=(batch, count, features)), dtype)
     metric = jnp.asarray(rng.normal(size=(batch, count, metric_features)), dtype)
@@ -80,7 +80,7 @@ def test_no_merging_changes_nothing():
 
 @pytest.mark.parametrize("r", [3, 12])
 def test_invariants_layer_after_layer(r):
-    """Sizes add up to the tokens there were, the weighted mean stays, and the class token keeps value and size."""
+    """Sizes sum to the original token count, the weighted mean is preserved, and the class token does not change."""
     x, _, metric = case(2, 33, 5, 8)
     mean, first, size = np.mean(x, axis=1), x[:, 0], None
     for _ in range(3):
@@ -109,7 +109,7 @@ def test_token_counts_of_vit_base(r, expected):
     assert found == list(expected)
 
 
-def test_of_equally_similar_pairs_the_earlier_merge():
+def test_ties_are_merged_in_order():
     x = jnp.arange(8.0).reshape(1, 8, 1)
     y, size = merge_tokens(x, None, jnp.ones((1, 8, 4)), 2)
     np.testing.assert_allclose(
@@ -122,7 +122,7 @@ KERNEL_CASES = [
     # count, features, metric, r, protected
     (5, 8, 8, 2, 1),
     (70, 72, 32, 20, 1),  # features beyond a tile; one tile of tokens
-    (133, 64, 80, 64, 2),  # two tiles, two slabs of the metric, r at its most
+    (133, 64, 80, 64, 2),  # two tiles of tokens, two of the metric's features, the maximum r
     (140, 16, 16, 9, 7),  # protected on both sides; even
 ]
 
@@ -151,21 +151,21 @@ def test_kernels_on_ties_and_float16():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": np.float32}, "the kernels multiply halves, got x in float32"),
+        ({"dtype": np.float32}, "the kernels take bfloat16 or float16, got x in float32"),
         ({"count": 1025}, "at most 1024 tokens, got 1025"),
-        ({"features": 12}, "rows of whole 16 bytes, got 12 features of x"),
-        ({"metric_features": 20}, "rows of whole 16 bytes, got 20 features of the metric"),
+        ({"features": 12}, "rows of a multiple of 16 bytes, got 12 features of x"),
+        ({"metric_features": 20}, "rows of a multiple of 16 bytes, got 20 features of the metric"),
         ({"count": 1024, "metric_features": 128}, "got 1024 tokens of 128"),
     ],
 )
-def test_refusals(changes, message):
+def test_unsupported(changes, message):
     args = case(**({"batch": 1, "count": 16, "features": 8, "metric_features": 8, "dtype": jnp.bfloat16} | changes))
     with pytest.raises(UnsupportedError, match=message):
         _kernels(*args, r=3, protected=1)
 
 
 @pytest.mark.interpreted
-def test_other_arguments_run_the_definition():
+def test_unsupported_arguments_run_the_reference():
     args = case(1, 16, 12, 8, dtype=jnp.bfloat16)
     with interpreted():
         check(merge_tokens(*args, 3), args, 3, 1, 1e-2)

@@ -1,4 +1,4 @@
-"""Mixture of experts: the definitions against loops and against one-hot products."""
+"""Mixture of experts: the plain-JAX references against loops and against one-hot matmuls."""
 
 import functools
 
@@ -16,20 +16,20 @@ def reference(logits, k, capacity, normalize) -> Routing:
     """Token by token, choice by choice, in float64."""
     count, num_experts = logits.shape
     order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
-    powers = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    chosen = np.take_along_axis(powers, order, axis=1)
-    weights = chosen / (chosen if normalize else powers).sum(axis=1, keepdims=True)
-    places = [[] for _ in range(num_experts)]  # (token, choice) of each expert's rows
+    exps = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    chosen = np.take_along_axis(exps, order, axis=1)
+    weights = chosen / (chosen if normalize else exps).sum(axis=1, keepdims=True)
+    assigned = [[] for _ in range(num_experts)]  # (token, choice) of each expert's rows
     for token in range(count):
         for choice in range(k):
-            places[order[token, choice]].append((token, choice))
-    kept = [place[:capacity] for place in places]
-    sizes = [len(place) for place in kept]
+            assigned[order[token, choice]].append((token, choice))
+    kept = [choices[:capacity] for choices in assigned]
+    sizes = [len(choices) for choices in kept]
     offsets = np.cumsum([0, *sizes[:-1]]) if capacity is None else np.arange(num_experts) * capacity
     size = count * k if capacity is None else num_experts * capacity
     rows, tokens = np.full((count, k), size), np.full(size, count)
-    for offset, place in zip(offsets, kept, strict=True):
-        for row, (token, choice) in enumerate(place, offset):
+    for offset, choices in zip(offsets, kept, strict=True):
+        for row, (token, choice) in enumerate(choices, offset):
             rows[token, choice], tokens[row] = row, token
     return Routing(order, np.where(rows < size, weights, 0), rows, tokens, offsets, np.array(sizes))
 
@@ -47,7 +47,7 @@ def random_logits(tokens, experts, seed, *, ties=False):
 
 
 def dense(x, logits, k, normalize, w_in, w_out):
-    """Every token through each of its experts, relu between two matrices, in float64."""
+    """Each token through each of its experts (two matrices with relu between them), in float64."""
     routing = reference(logits, k, None, normalize)
     y = np.zeros((len(x), w_out.shape[1]))
     for token in range(len(x)):
@@ -66,7 +66,7 @@ def layer(x, logits, w_in, w_out, *, k, normalize=True, capacity=None):
     return unpermute(grouped_matmul(hidden, w_out, routing.offsets, routing.sizes), routing)
 
 
-# Few shapes, since compiling takes the time, and any contents.
+# Few shapes, since compiling takes most of the time, but arbitrary contents.
 @settings(max_examples=60, deadline=None)
 @given(
     shape=st.sampled_from([(1, 1, 1), (1, 12, 12), (3, 5, 2), (20, 5, 1), (20, 12, 4)]),
@@ -87,13 +87,13 @@ def test_equal_logits_go_to_the_lower_experts():
 
 
 def test_normalised_weights_are_the_softmax_of_the_chosen_logits():
-    """Mixtral's definition."""
+    """As in Mixtral."""
     logits = jnp.asarray(random_logits(7, 8, 0))
     np.testing.assert_allclose(top_k_gating(logits, 2).weights, jax.nn.softmax(jax.lax.top_k(logits, 2)[0]), rtol=1e-6)
 
 
 def test_plain_weights_are_probabilities_among_all():
-    """Qwen-MoE with norm_topk_prob=false; with every expert chosen they sum to 1."""
+    """As in Qwen-MoE with norm_topk_prob=false; if every expert is chosen, they sum to 1."""
     logits = jnp.asarray(random_logits(7, 8, 0))
     np.testing.assert_allclose(
         gate(logits, 2, normalize=False).weights, jax.lax.top_k(jax.nn.softmax(logits), 2)[0], rtol=1e-6
@@ -115,7 +115,7 @@ def test_capacity_drops_the_later_tokens():
     ("k", "capacity", "message"),
     [(0, None, "1 <= k <= 4 experts, got k=0"), (5, None, "got k=5"), (1, 0, "capacity of at least 1, got 0")],
 )
-def test_senseless_options_are_refused(k, capacity, message):
+def test_invalid_options_are_rejected(k, capacity, message):
     with pytest.raises(ValueError, match=message):
         top_k_gating(jnp.zeros((3, 4)), k, capacity=capacity)
 
@@ -127,8 +127,8 @@ def test_senseless_options_are_refused(k, capacity, message):
     bias=st.sampled_from([0, 20]),
     seed=st.integers(0, 1000),
 )
-def test_a_layer_is_the_dense_computation(shape, normalize, bias, seed):
-    """With a bias every token goes to expert 0 first."""
+def test_a_layer_equals_the_dense_computation(shape, normalize, bias, seed):
+    """With the bias, every token's first choice is expert 0."""
     tokens, experts, k = shape
     rng = np.random.default_rng(seed)
     x, w_in, w_out = rng.normal(size=(tokens, 6)), rng.normal(size=(experts, 10, 6)), rng.normal(size=(experts, 4, 10))
@@ -158,7 +158,7 @@ def test_halves_keep_their_dtype(dtype):
 
 
 def by_one_hot(x, logits, *, k, capacity):
-    """Dispatch and combine as products with masks, as in the first implementations (GShard, arXiv:2006.16668)."""
+    """Dispatch and combine as matmuls with one-hot masks, as in GShard (arXiv:2006.16668)."""
     routing = top_k_gating(logits, k, capacity=capacity)
     experts = logits.shape[1]
     position = routing.rows - routing.offsets[routing.experts]
@@ -176,8 +176,8 @@ def by_table(x, logits, *, k, capacity):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_tables_take_a_tenth_of_the_operations_of_one_hot_products(k):
-    """At 128 experts, by XLA's own count."""
+def test_tables_take_a_tenth_of_the_flops_of_one_hot_matmuls(k):
+    """With 128 experts, by XLA's cost analysis."""
     tokens, experts, width = 512, 128, 256
     capacity = 2 * k * tokens // experts
     x, logits = jnp.asarray(random_logits(tokens, width, 0)), jnp.asarray(random_logits(tokens, experts, 1))

@@ -1,4 +1,4 @@
-"""The kernels of mixture of experts: interpreted with races looked for, lowered for CUDA, compiled for an H200."""
+"""The MoE kernels: interpreted with race detection, lowered for CUDA, compiled for an H200."""
 
 import functools
 
@@ -12,9 +12,9 @@ from jaxinfer.compiled.target import Target, compile_for
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
 from pallas_kernels.moe import gating as gating_module
-from pallas_kernels.moe.gating import _gating_definition, _gating_kernel
+from pallas_kernels.moe.gating import _gating_kernel, _gating_reference
 from pallas_kernels.moe.grouped_matmul import Tiles, _grouped_matmul_kernel
-from pallas_kernels.moe.layout import _permute_definition, _permute_kernel, _unpermute_definition, _unpermute_kernel
+from pallas_kernels.moe.layout import _permute_kernel, _permute_reference, _unpermute_kernel, _unpermute_reference
 from pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
 
@@ -44,7 +44,7 @@ def logits_of(tokens, experts, seed=0, kind="random"):
 def check_gating(logits, **options):
     with without_races():
         routing = _gating_kernel(logits, **options)
-    for name, actual, expected in zip(Routing._fields, routing, _gating_definition(logits, **options), strict=True):
+    for name, actual, expected in zip(Routing._fields, routing, _gating_reference(logits, **options), strict=True):
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), name
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7, err_msg=name)
 
@@ -54,11 +54,11 @@ def check_gating(logits, **options):
     ("tokens", "experts", "k", "capacity", "normalize", "kind"),
     [
         (1, 4, 1, None, True, "random"),
-        (1, 8, 2, None, True, "random"),  # 2 choices: less than a copy can end within
-        (3, 8, 8, None, False, "ties"),  # every expert
+        (1, 8, 2, None, True, "random"),  # 2 choices: fewer than a TMA copy can write
+        (3, 8, 8, None, False, "ties"),  # all experts are chosen
         (3, 60, 5, None, True, "one"),
         (8, 12, 2, 3, False, "random"),  # choices are dropped
-        (5, 132, 4, None, False, "masked"),  # experts of probability 0; two a thread
+        (5, 132, 4, None, False, "masked"),  # experts of probability 0; two experts per thread
     ],
 )
 def test_gating_interpreted(tokens, experts, k, capacity, normalize, kind):
@@ -68,7 +68,7 @@ def test_gating_interpreted(tokens, experts, k, capacity, normalize, kind):
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("tokens", "k", "capacity"), [(8, 2, None), (11, 1, None), (10, 2, 4)])
 def test_gating_in_tiles_interpreted(tokens, k, capacity, monkeypatch):
-    """Tiles of 4 tokens, whose counts are added up two tiles at a time; the last is not full."""
+    """Tiles of 4 tokens, whose counts are summed two tiles at a time; the last tile is partial."""
     monkeypatch.setattr(gating_module, "_TILE", 4)
     monkeypatch.setattr(gating_module, "_TILES", 2)
     check_gating(logits_of(tokens, 8), k=k, capacity=capacity, normalize=True)
@@ -86,30 +86,30 @@ def test_more_gating_interpreted(tokens, experts, k):
     ("tokens", "k", "capacity", "columns"), [(1, 1, None, 128), (3, 2, None, 384), (9, 2, 2, 2048)]
 )
 def test_layout_interpreted(tokens, k, capacity, columns, dtype):
-    routing = _gating_definition(logits_of(tokens, 4), k=k, capacity=capacity, normalize=True)
+    routing = _gating_reference(logits_of(tokens, 4), k=k, capacity=capacity, normalize=True)
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(tokens, columns)), dtype)
     y = jnp.asarray(rng.normal(size=(len(routing.tokens), columns)), dtype)
     with without_races():
-        rows, mixed = _permute_kernel(x, routing), _unpermute_kernel(y, routing)
-    np.testing.assert_array_equal(rows, _permute_definition(x, routing))
-    assert mixed.dtype == dtype
+        rows, combined = _permute_kernel(x, routing), _unpermute_kernel(y, routing)
+    np.testing.assert_array_equal(rows, _permute_reference(x, routing))
+    assert combined.dtype == dtype
     tolerance = 1e-6 if dtype == jnp.float32 else 2**-8  # one rounding of the sum
-    expected = np.asarray(_unpermute_definition(y, routing), np.float32)
-    np.testing.assert_allclose(np.asarray(mixed, np.float32), expected, rtol=tolerance, atol=tolerance)
+    expected = np.asarray(_unpermute_reference(y, routing), np.float32)
+    np.testing.assert_allclose(np.asarray(combined, np.float32), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.interpreted
 def test_layout_of_many_rows_interpreted(monkeypatch):
-    """Eight rows a block, the last block with fewer; rows that were dropped are not read."""
-    monkeypatch.setattr("pallas_kernels.moe.layout._FEW", 4)
-    routing = _gating_definition(logits_of(11, 4), k=2, capacity=3, normalize=True)
+    """Eight rows per thread block, fewer in the last one; dropped rows are not read."""
+    monkeypatch.setattr("pallas_kernels.moe.layout._FEW_ROWS", 4)
+    routing = _gating_reference(logits_of(11, 4), k=2, capacity=3, normalize=True)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 128)), jnp.float32)
     with without_races():
         rows = _permute_kernel(x, routing)
-        mixed = _unpermute_kernel(jnp.where((routing.tokens < 11)[:, None], rows, jnp.nan), routing)
-    np.testing.assert_array_equal(rows, _permute_definition(x, routing))
-    np.testing.assert_allclose(mixed, _unpermute_definition(rows, routing), rtol=1e-6, atol=1e-6)
+        combined = _unpermute_kernel(jnp.where((routing.tokens < 11)[:, None], rows, jnp.nan), routing)
+    np.testing.assert_array_equal(rows, _permute_reference(x, routing))
+    np.testing.assert_allclose(combined, _unpermute_reference(rows, routing), rtol=1e-6, atol=1e-6)
 
 
 def check_products(sizes, outputs, inputs, *, offsets=None, rows=None, dtype=jnp.bfloat16, tiles=None):
@@ -119,13 +119,13 @@ def check_products(sizes, outputs, inputs, *, offsets=None, rows=None, dtype=jnp
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(rows, inputs)), dtype)
     weights = jnp.asarray(rng.normal(size=(len(sizes), outputs, inputs)) / inputs**0.5, dtype)
-    with without_races(), Trial("grouped_matmul", tiles).running():
+    with without_races(), Trial("grouped_matmul", tiles).active():
         y = _grouped_matmul_kernel(x, weights, jnp.asarray(offsets), jnp.asarray(sizes))
     assert (y.dtype, y.shape) == (dtype, (rows, outputs))
     x, weights, y = (np.asarray(a, np.float64) for a in (x, weights, y))
     for expert, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
-        mine = slice(first, first + size)
-        np.testing.assert_allclose(y[mine], x[mine] @ weights[expert].T, rtol=2**-8, atol=2**-8)
+        rows_of = slice(first, first + size)
+        np.testing.assert_allclose(y[rows_of], x[rows_of] @ weights[expert].T, rtol=2**-8, atol=2**-8)
 
 
 @pytest.mark.interpreted
@@ -134,8 +134,8 @@ def check_products(sizes, outputs, inputs, *, offsets=None, rows=None, dtype=jnp
     [
         ([1], 64, 64, jnp.bfloat16),
         ([0, 2, 0, 1, 0], 64, 192, jnp.float16),  # experts without rows
-        ([3, 0, 7, 2], 128, 128, jnp.bfloat16),  # rows that share a copy's 8 with the expert before
-        ([0, 0, 40], 64, 64, jnp.bfloat16),  # all to one
+        ([3, 0, 7, 2], 128, 128, jnp.bfloat16),  # a TMA tile of 8 rows holds rows of two experts
+        ([0, 0, 40], 64, 64, jnp.bfloat16),  # all rows belong to one expert
     ],
 )
 def test_products_interpreted(sizes, outputs, inputs, dtype):
@@ -145,13 +145,13 @@ def test_products_interpreted(sizes, outputs, inputs, dtype):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("rows", [8, 64])
 def test_products_of_several_tiles_interpreted(rows):
-    """More rows than a tile, and a ring that is refilled."""
+    """More rows than a tile has, and stages that are refilled."""
     check_products([21, 0, 5, 38], 128, 320, tiles={"rows": rows, "outputs": 64, "stages": 2})
 
 
 @pytest.mark.interpreted
 def test_products_with_gaps_interpreted():
-    """As with a capacity: what lies between the experts' rows belongs to none."""
+    """As with a capacity: rows between those of the experts belong to no expert."""
     check_products([2, 0, 8, 5], 64, 64, offsets=[0, 8, 16, 24], rows=32)
 
 
@@ -167,15 +167,15 @@ def test_more_products_interpreted(rows, stages):
     [
         (lambda: _gating_kernel(jnp.zeros((2, 260)), k=1, capacity=None, normalize=True), "up to 256 experts.*260"),
         (lambda: _gating_kernel(jnp.zeros((2, 6)), k=1, capacity=None, normalize=True), "a multiple of 4, got 6"),
-        (lambda: _gating_kernel(jnp.zeros((2, 32)), k=17, capacity=None, normalize=True), "16 choices.*got 17"),
-        (lambda: _permute_kernel(jnp.zeros((2, 100)), abstract_routing(2, 4, 1)), "multiples of 128, got 100"),
-        (lambda: _unpermute_kernel(jnp.zeros((34, 128)), abstract_routing(2, 32, 17)), "16 choices.*got 17"),
+        (lambda: _gating_kernel(jnp.zeros((2, 32)), k=17, capacity=None, normalize=True), "16 experts per.*got 17"),
+        (lambda: _permute_kernel(jnp.zeros((2, 100)), abstract_routing(2, 4, 1)), "multiple of 128, got 100"),
+        (lambda: _unpermute_kernel(jnp.zeros((34, 128)), abstract_routing(2, 32, 17)), "16 experts per.*got 17"),
         (lambda: products(jnp.float32, 64, 64), "bfloat16 or float16, got float32"),
         (lambda: products(jnp.bfloat16, 64, 72), "got K=72, N=64"),
         (lambda: products(jnp.bfloat16, 96, 64), "got K=64, N=96"),
     ],
 )
-def test_refusals_name_the_constraint(call, message):
+def test_unsupported_names_the_constraint(call, message):
     with pytest.raises(UnsupportedError, match=message):
         call()
 
@@ -186,7 +186,7 @@ def products(dtype, outputs, inputs):
 
 
 def abstract_routing(tokens, experts, k):
-    """Its shapes, without a capacity."""
+    """The shapes of a routing without a capacity."""
     return jax.eval_shape(functools.partial(top_k_gating, k=k), jax.ShapeDtypeStruct((tokens, experts), jnp.float32))
 
 
@@ -209,7 +209,7 @@ def calls(model, tokens):
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
 def test_lowers_for_cuda(model, tokens):
-    """With the tiles of the heuristic: layouts, shared memory and sizes of copies are checked."""
+    """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies."""
     with use_abstract_mesh(H200):
         for name, (function, shapes) in calls(model, tokens).items():
             lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
@@ -217,7 +217,7 @@ def test_lowers_for_cuda(model, tokens):
             assert str(lowered.compiler_ir()).count("@mosaic_gpu_v2") == kernels, name
 
 
-def test_tiles_hold_a_usual_expert():
+def test_tiles_usually_hold_all_rows_of_an_expert():
     with use_abstract_mesh(H200):
         assert Tiles.choose(8, 128, 1536) == Tiles(rows=8, outputs=64, stages=5)
         assert Tiles.choose(512, 128, 1536).rows == 16
@@ -229,7 +229,7 @@ def test_tiles_hold_a_usual_expert():
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("model", MODELS)
 def test_ahead_of_time(model, tokens):
-    """Without spills; two blocks or more an SM where many are needed; and no launch besides."""
+    """No spills, at least two thread blocks per SM where there are many, and no other launches."""
     few = tokens <= 64
     features = {
         "moe_gate": {"UTMALDG"},

@@ -1,4 +1,4 @@
-"""Paged attention, blocked and gathered, against `attention` over the same keys side by side."""
+"""Paged attention, tiled and gathered, against `attention` over the same keys, contiguous."""
 
 import functools
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import KVPages, attention, paged_attention, write_pages
-from pallas_kernels.paged_attention import gathered_attention
+from pallas_kernels.paged_attention import paged_attention_reference
 
 SIZE, HEADS, DIM, SCALE = 16, 4, 8, 0.4
 ALIBI = (0.5, 0.25, 0.125, 0.0625)
@@ -25,7 +25,7 @@ OPTIONS = {
 
 
 class Case(NamedTuple):
-    """Queries over ragged rows whose pages lie shuffled among others that hold unrelated keys."""
+    """Queries over ragged rows, whose pages are shuffled among pages with unrelated keys."""
 
     q: jax.Array
     pages: KVPages
@@ -35,16 +35,16 @@ class Case(NamedTuple):
     v: jax.Array
 
 
-def case(rows: int, tokens: int, *, kv_heads=1, width=20, dtype=np.float32, int8=False, seed=0) -> Case:
-    """Rows of `tokens` queries each, at the end of contexts of any length up to `width` pages."""
+def make_case(rows: int, tokens: int, *, kv_heads=1, width=20, dtype=np.float32, int8=False, seed=0) -> Case:
+    """Rows of `tokens` queries each, at the end of contexts of random lengths up to `width` pages."""
     rng = np.random.default_rng(seed)
     num_pages = rows * width + 3
     page_table = jnp.asarray(rng.permutation(num_pages)[: rows * width].reshape(rows, width), jnp.int32)
     shapes = KVPages.shapes(num_pages, SIZE, kv_heads, DIM, np.dtype(dtype), int8=int8)
     stale = jax.tree.map(lambda x: jnp.asarray(rng.integers(-9, 9, x.shape), x.dtype), shapes)
     k, v = (jnp.asarray(x, dtype) for x in rng.normal(size=(2, rows, width * SIZE, kv_heads, DIM)))
-    flat_k, flat_v = (x.reshape(-1, kv_heads, DIM) for x in (k, v))
-    pages = write_pages(stale, flat_k, flat_v, jnp.repeat(page_table, SIZE), jnp.tile(jnp.arange(SIZE), rows * width))
+    new_k, new_v = (x.reshape(-1, kv_heads, DIM) for x in (k, v))
+    pages = write_pages(stale, new_k, new_v, jnp.repeat(page_table, SIZE), jnp.tile(jnp.arange(SIZE), rows * width))
     first = rng.integers(0, width * SIZE - tokens + 1, rows)
     positions = jnp.asarray(first[:, None] + np.arange(tokens), jnp.int32)
     return Case(jnp.asarray(rng.normal(size=(rows, tokens, HEADS, DIM)), dtype), pages, page_table, positions, k, v)
@@ -56,51 +56,51 @@ def run(function, *args, **options) -> np.ndarray:
     return np.asarray(result, np.float32)
 
 
-def check(at: Case, atol: float, **options):
-    lengths = jnp.full(len(at.k), at.k.shape[1])
-    expected = run(attention, at.q, at.k, at.v, at.positions, lengths, **options)
-    real = at.positions >= 0
-    for function in (paged_attention, gathered_attention):
-        actual = run(function, at.q, at.pages, at.page_table, at.positions, **options)
+def check(case: Case, atol: float, **options):
+    lengths = jnp.full(len(case.k), case.k.shape[1])
+    expected = run(attention, case.q, case.k, case.v, case.positions, lengths, **options)
+    valid = case.positions >= 0
+    for function in (paged_attention, paged_attention_reference):
+        actual = run(function, case.q, case.pages, case.page_table, case.positions, **options)
         assert np.isfinite(actual).all()
-        np.testing.assert_allclose(actual[real], expected[real], atol=atol)
+        np.testing.assert_allclose(actual[valid], expected[valid], atol=atol)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, tokens):
-    check(case(3, tokens, kv_heads=2), 1e-5, **OPTIONS[name])
+    check(make_case(3, tokens, kv_heads=2), 1e-5, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (8, 1), (4, 3), (2, 64)])
 def test_shapes_and_groups(rows, tokens, kv_heads):
-    check(case(rows, tokens, kv_heads=kv_heads), 1e-5)
+    check(make_case(rows, tokens, kv_heads=kv_heads), 1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_bfloat16(tokens):
-    check(case(3, tokens, dtype=jnp.bfloat16), 0.03)
+    check(make_case(3, tokens, dtype=jnp.bfloat16), 0.03)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_int8(name, tokens):
-    check(case(3, tokens, kv_heads=2, int8=True), 0.05, **OPTIONS[name])
+    check(make_case(3, tokens, kv_heads=2, int8=True), 0.05, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("width", [1, 3, 9])
-def test_tables_that_are_no_multiple_of_a_block(width):
-    check(case(2, 4, width=width), 1e-5)
+def test_tables_that_are_not_a_multiple_of_a_tile(width):
+    check(make_case(2, 4, width=width), 1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_padding(window):
-    """Padded tokens, rows of padding, and a whole group of them."""
-    at = case(16, 1)
-    check(at._replace(positions=at.positions.at[jnp.array([3, *range(8, 16)])].set(-1)), 1e-5, window=window)
-    at = case(2, 5)
-    check(at._replace(positions=at.positions.at[0, 3:].set(-1).at[1].set(-1)), 1e-5, window=window)
+    """Padding tokens, rows of padding, and a whole group of such rows."""
+    case = make_case(16, 1)
+    check(case._replace(positions=case.positions.at[jnp.array([3, *range(8, 16)])].set(-1)), 1e-5, window=window)
+    case = make_case(2, 5)
+    check(case._replace(positions=case.positions.at[0, 3:].set(-1).at[1].set(-1)), 1e-5, window=window)
 
 
 @settings(max_examples=8, deadline=None)
@@ -113,35 +113,37 @@ def test_padding(window):
     seed=st.integers(0, 1 << 30),
 )
 def test_any_shape(rows, tokens, width, window, int8, seed):
-    at = case(rows, tokens, kv_heads=2, width=width, int8=int8, seed=seed)
-    check(at, 0.1 if int8 else 1e-5, window=window)
+    case = make_case(rows, tokens, kv_heads=2, width=width, int8=int8, seed=seed)
+    check(case, 0.1 if int8 else 1e-5, window=window)
 
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_other_rows_and_the_table_change_no_bit(tokens, name, int8):
-    at = case(3, tokens, kv_heads=2, int8=int8)
+    case = make_case(3, tokens, kv_heads=2, int8=int8)
     short = jnp.tile(jnp.arange(10, 10 + tokens), (3, 1))
     long = short.at[1:].add(300)
-    alone = run(paged_attention, at.q, at.pages, at.page_table[:, :2], short, **OPTIONS[name])
-    among_longer = run(paged_attention, at.q, at.pages, at.page_table, long, **OPTIONS[name])
+    alone = run(paged_attention, case.q, case.pages, case.page_table[:, :2], short, **OPTIONS[name])
+    among_longer = run(paged_attention, case.q, case.pages, case.page_table, long, **OPTIONS[name])
     np.testing.assert_array_equal(alone[0], among_longer[0])
 
 
 def test_keys_beyond_the_longest_row_are_not_read():
-    at = case(2, 1)
+    case = make_case(2, 1)
     positions = jnp.array([[20], [100]])
-    beyond = at.page_table[:, 8:]  # all but the first block
-    poisoned = at.pages._replace(k=at.pages.k.at[beyond].set(jnp.nan), v=at.pages.v.at[beyond].set(jnp.nan))
-    expected = run(paged_attention, at.q, at.pages, at.page_table, positions)
-    np.testing.assert_array_equal(run(paged_attention, at.q, poisoned, at.page_table, positions), expected)
+    beyond = case.page_table[:, 8:]  # all but the first tile
+    poisoned = case.pages._replace(k=case.pages.k.at[beyond].set(jnp.nan), v=case.pages.v.at[beyond].set(jnp.nan))
+    expected = run(paged_attention, case.q, case.pages, case.page_table, positions)
+    np.testing.assert_array_equal(run(paged_attention, case.q, poisoned, case.page_table, positions), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("int8", [False, True])
 def test_lowers_for_cuda_as_the_definition(tokens, int8):
-    at = case(2, tokens, int8=int8)
-    traced = jax.jit(functools.partial(paged_attention, scale=SCALE)).trace(at.q, at.pages, at.page_table, at.positions)
+    case = make_case(2, tokens, int8=int8)
+    traced = jax.jit(functools.partial(paged_attention, scale=SCALE)).trace(
+        case.q, case.pages, case.page_table, case.positions
+    )
     loops = {p: "stablehlo.while" in traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda")}
     assert loops == {"cpu": True, "cuda": False}

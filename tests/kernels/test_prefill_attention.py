@@ -1,4 +1,4 @@
-"""Attention with many queries: the kernel against the definition, what it refuses, and what it compiles to."""
+"""The prefill attention kernel: against the reference, what it does not support, and what it compiles to."""
 
 import dataclasses
 import functools
@@ -17,9 +17,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxinfer.compiled.target import Target, compile_for
 from pallas_kernels import KVPages, attention, paged_attention
-from pallas_kernels.attention import plain_attention
+from pallas_kernels.attention import attention_reference
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.paged_attention import gathered_attention
+from pallas_kernels.paged_attention import paged_attention_reference
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
@@ -27,18 +27,19 @@ from tests.kernels.interpreting import without_races
 attention_module = importlib.import_module("pallas_kernels.attention")  # the package has a function of that name
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-SHARED_BYTES = 232_448  # of an SM of Hopper, for one block of threads
-LARGEST_BLOCK = 128  # of keys
-SMALL = {"block": 64, "stages": 2, "warpgroups": 2}  # tiles with which a short context goes around the rings
+SMEM_BYTES = 232_448  # of a thread block on Hopper, at most
+MAX_TILE_KV = 128
+SMALL = {"tile_kv": 64, "stages": 2, "consumers": 2}  # small enough that a short context refills the stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call's shape. starts: the first position of each row, -1 for a row of padding; real: its tokens, if not all."""
+    """The parameters of a call. starts: the first position of each row, -1 for a row of padding; lengths: how many of
+    each row's tokens are not padding, if not all."""
 
     starts: tuple[int, ...]
     tokens: int
-    real: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
     kv_heads: int = 1
     group: int = 1
     head_dim: int = 64
@@ -66,7 +67,7 @@ class Case:
         return q, pages, table, positions
 
     def args(self) -> tuple[jax.Array, KVPages, jax.Array, jax.Array]:
-        """Numbers; the pages lie shuffled among others, and those in no block of keys that a query sees hold NaN."""
+        """Random arguments. Pages are shuffled among others; those in no tile that a query sees hold NaN."""
         rng = np.random.default_rng(0)
         q, pages, table, _ = self.shapes()
 
@@ -79,24 +80,22 @@ class Case:
 
         pages = jax.tree.map(numbers, pages)
         table = rng.permutation(len(pages.k))[: table.size].reshape(table.shape).astype(np.int32)
-        starts, real = np.array(self.starts)[:, None], np.array(self.real or [self.tokens] * len(self.starts))[:, None]
-        places = np.arange(self.tokens)
-        positions = np.where((starts >= 0) & (places < real), starts + places, -1).astype(np.int32)
-        seen = np.zeros(len(pages.k), bool)
-        for row, found in zip(table, positions, strict=True):
-            if (found >= 0).any():
-                first = 0 if self.window is None else max(found[found >= 0].min() - self.window + 1, 0)
-                first -= first % LARGEST_BLOCK  # blocks are read whole
-                seen[row[first // self.page_size : found.max() // self.page_size + 1]] = True
-        if self.int8:  # which has no NaN, but its scales do
-            pages = pages._replace(**{x: getattr(pages, x).at[~seen].set(jnp.nan) for x in ("k_scale", "v_scale")})
-        else:
-            pages = pages._replace(**{x: getattr(pages, x).at[~seen].set(jnp.nan) for x in "kv"})
+        lengths = np.array(self.lengths or [self.tokens] * len(self.starts))[:, None]
+        starts, index = np.array(self.starts)[:, None], np.arange(self.tokens)
+        positions = np.where((starts >= 0) & (index < lengths), starts + index, -1).astype(np.int32)
+        visible = np.zeros(len(pages.k), bool)
+        for row, at in zip(table, positions, strict=True):
+            if (at >= 0).any():
+                first = 0 if self.window is None else max(at[at >= 0].min() - self.window + 1, 0)
+                first -= first % MAX_TILE_KV  # tiles are read whole
+                visible[row[first // self.page_size : at.max() // self.page_size + 1]] = True
+        poisoned = ("k_scale", "v_scale") if self.int8 else ("k", "v")  # int8 has no NaN, but its scales do
+        pages = pages._replace(**{x: getattr(pages, x).at[~visible].set(jnp.nan) for x in poisoned})
         return numbers(q), pages, jnp.asarray(table), jnp.asarray(positions)
 
 
 def exact(pages: KVPages, dtype: Any) -> KVPages:
-    """The pages as the definition takes them, in float32; what nobody sees is 0, which the definition multiplies by."""
+    """The pages in float32, for the reference. Pages that no query sees are 0, since the reference multiplies them."""
     k, v = pages.k, pages.v
     if pages.k_scale is not None:
         k, v = (x * s[:, None, :, None] for x, s in ((k, pages.k_scale), (v, pages.v_scale)))
@@ -105,36 +104,38 @@ def exact(pages: KVPages, dtype: Any) -> KVPages:
 
 def check(case: Case, tiles: dict[str, int] | None = SMALL) -> None:
     q, pages, table, positions = case.args()
-    expected = gathered_attention(q.astype(jnp.float32), exact(pages, case.dtype), table, positions, **case.options)
-    with without_races(), Trial("prefill_attention", tiles).running():
+    expected = paged_attention_reference(
+        q.astype(jnp.float32), exact(pages, case.dtype), table, positions, **case.options
+    )
+    with without_races(), Trial("prefill_attention", tiles).active():
         actual = np.asarray(prefill_attention(q, pages, table, positions, **case.options), np.float32)
     assert actual.shape == q.shape
     assert np.isfinite(actual).all()
-    real = np.asarray(positions) >= 0
-    np.testing.assert_allclose(actual[real], expected[real], atol=tolerance(case.dtype, exact(pages, case.dtype).v))
+    valid = np.asarray(positions) >= 0
+    np.testing.assert_allclose(actual[valid], expected[valid], atol=tolerance(case.dtype, exact(pages, case.dtype).v))
 
 
 def tolerance(dtype: Any, v: jax.Array) -> float:
-    """Weights and the result are rounded to `dtype`, each by half a unit in the last place of at most |v|; float32 adds
-    less than another."""
+    """Softmax weights and the result are rounded to `dtype`, each by at most half a unit in the last place of max |v|;
+    float32 errors add less than another half."""
     return 1.5 * float(jnp.finfo(dtype).eps) * float(jnp.abs(v).max())
 
 
 CASES = {
-    "a ragged tile": Case(starts=(150, 0), tokens=19, real=(19, 11), group=4),
+    "a ragged tile": Case(starts=(150, 0), tokens=19, lengths=(19, 11), group=4),
     "several tiles and a row of padding": Case(starts=(60, -1), tokens=24, group=8),
     "all in float16": Case(
         starts=(140,), tokens=8, group=8, dtype=jnp.float16, window=70, softcap=2.0, alibi=True, page_size=8, width=20
     ),
     "all in int8": Case(starts=(170,), tokens=8, kv_heads=2, group=8, int8=True, window=100, softcap=2.0, alibi=True),
-    "pages larger than blocks": Case(starts=(250,), tokens=8, group=8, page_size=128, width=3),
+    "pages larger than tiles": Case(starts=(250,), tokens=8, group=8, page_size=128, width=3),
 }
 
 MORE = {
-    "no power of two": Case(starts=(64,), tokens=1, group=3),
+    "not a power of two": Case(starts=(64,), tokens=1, group=3),
     "window": Case(starts=(170,), tokens=9, group=8, window=40),
-    "a query a head": Case(starts=(130,), tokens=1),
-    "heads of their own": Case(starts=(0,), tokens=136, kv_heads=2),
+    "one query per head": Case(starts=(130,), tokens=1),
+    "ungrouped heads": Case(starts=(0,), tokens=136, kv_heads=2),
     "window of one": Case(starts=(127,), tokens=3, window=1),
     "a table of one page": Case(starts=(3,), tokens=8, width=1),
     "int8": Case(starts=(100, 0), tokens=16, kv_heads=2, group=2, int8=True, page_size=8, width=20),
@@ -143,20 +144,20 @@ MORE = {
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_definition(name):
+def test_equals_the_reference(name):
     check(CASES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_equals_the_definition_elsewhere(name):
+def test_equals_the_reference_in_more_cases(name):
     check(MORE[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("int8", [False, True])
-def test_equals_the_definition_in_the_tiles_it_comes_with(head_dim, int8):
+def test_equals_the_reference_with_the_heuristics_tiles(head_dim, int8):
     check(Case(starts=(400,), tokens=3, group=2, head_dim=head_dim, int8=int8, width=26), tiles=None)
 
 
@@ -172,13 +173,13 @@ def test_equals_the_definition_in_the_tiles_it_comes_with(head_dim, int8):
     window=st.sampled_from([None, 1, 63, 64, 65]),
     softcap=st.sampled_from([None, 3.0]),
     alibi=st.booleans(),
-    warpgroups=st.sampled_from([1, 2]),
+    consumers=st.sampled_from([1, 2]),
 )
-def test_any_shape(starts, tokens, heads, page_size, warpgroups, **options):
+def test_any_shape(starts, tokens, heads, page_size, consumers, **options):
     kv_heads, group = heads
     width = -(-(max(starts) + 1 + tokens) // page_size)
     shape = {"kv_heads": kv_heads, "group": group, "page_size": page_size, "width": width}
-    check(Case(starts=tuple(starts), tokens=tokens, **shape, **options), tiles=SMALL | {"warpgroups": warpgroups})
+    check(Case(starts=tuple(starts), tokens=tokens, **shape, **options), tiles=SMALL | {"consumers": consumers})
 
 
 @pytest.mark.parametrize(
@@ -190,18 +191,18 @@ def test_any_shape(starts, tokens, heads, page_size, warpgroups, **options):
     ],
 )
 def test_attention_without_pages(tokens, lengths, options):
-    """Each row's keys are a page, of a length that is no multiple of anything."""
+    """Each row's keys are one page, of odd length."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(len(lengths), tokens, h, 64)), jnp.bfloat16) for h in (8, 1, 1))
-    places, ends = jnp.arange(tokens), jnp.array(lengths)
-    positions = jnp.where(places < ends[:, None], places, -1)
-    in_float = (x.astype(jnp.float32) for x in (q, k, v))
-    expected = plain_attention(*in_float, positions, ends, scale=0.2, **options)
-    with without_races(), Trial("prefill_attention", SMALL).running():
+    index, ends = jnp.arange(tokens), jnp.array(lengths)
+    positions = jnp.where(index < ends[:, None], index, -1)
+    in_float32 = (x.astype(jnp.float32) for x in (q, k, v))
+    expected = attention_reference(*in_float32, positions, ends, scale=0.2, **options)
+    with without_races(), Trial("prefill_attention", SMALL).active():
         actual = np.asarray(attention(q, k, v, positions, ends, scale=0.2, **options), np.float32)
     assert np.isfinite(actual).all()
-    real = np.asarray(positions) >= 0
-    np.testing.assert_allclose(actual[real], expected[real], atol=tolerance(jnp.bfloat16, v))
+    valid = np.asarray(positions) >= 0
+    np.testing.assert_allclose(actual[valid], expected[valid], atol=tolerance(jnp.bfloat16, v))
 
 
 @pytest.mark.parametrize(
@@ -213,13 +214,13 @@ def test_attention_without_pages(tokens, lengths, options):
         ({"page_size": 48}, "pages of 8, 16, 32, 64 or a multiple of 128 tokens, got 48"),
     ],
 )
-def test_refuses(changes, message):
+def test_unsupported(changes, message):
     case = Case(**{"starts": (0,), "tokens": 8} | changes)
     with pytest.raises(UnsupportedError, match=message):
         jax.eval_shape(functools.partial(prefill_attention, **case.options), *case.shapes())
 
 
-def test_refuses_keys_of_another_dtype():
+def test_keys_of_another_dtype_are_unsupported():
     q, pages, *rest = Case(starts=(0,), tokens=8).shapes()
     pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16), pages)
     with pytest.raises(UnsupportedError, match="int8 or bfloat16 as the queries, got float16"):
@@ -232,9 +233,9 @@ def real_size(tokens: int, kv_heads: int, group: int, head_dim: int, **options) 
 
 REAL = {
     "Llama 3 8B": real_size(32, 8, 4, 128),
-    "Llama 3 8B, long pieces": real_size(512, 8, 4, 128),
+    "Llama 3 8B, long chunks": real_size(512, 8, 4, 128),
     "Llama 3 8B, int8": real_size(32, 8, 4, 128, int8=True),
-    "Llama 3 8B, drafts": real_size(5, 8, 4, 128),
+    "Llama 3 8B, draft tokens": real_size(5, 8, 4, 128),
     "Llama 2 7B, float16": real_size(32, 32, 1, 128, dtype=jnp.float16),
     "Qwen 2 7B": real_size(32, 4, 7, 128),
     "Gemma 2 9B": real_size(512, 8, 2, 256, window=4096, softcap=50.0),
@@ -265,7 +266,7 @@ def test_without_kernels_for_a_gpu_before_hopper():
 
 
 def encoder_program(dtype: Any, **options) -> str:
-    """What `attention` is traced to for an encoder of BERT's size on an H200."""
+    """The jaxpr of `attention` for an encoder of BERT's size on an H200."""
     x = jax.ShapeDtypeStruct((8, 128, 12, 64), dtype)
     positions, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 128), (8,)))
     with use_abstract_mesh(H200):
@@ -274,7 +275,7 @@ def encoder_program(dtype: Any, **options) -> str:
 
 
 def test_encoders_run_cudnn_if_it_is_there(monkeypatch):
-    """Only that JAX takes the call: no machine of ours with cuDNN has run it."""
+    """Checks only that JAX accepts the call: it has not been run with cuDNN."""
     monkeypatch.setattr(attention_module, "cuda_versions", None)
     assert "name=prefill_attention" in encoder_program(jnp.bfloat16)
     found = SimpleNamespace(cudnn_get_version=lambda: 91_200)
@@ -296,10 +297,10 @@ def test_on_an_h200(name):
     )
     (kernel,) = report.kernels
     assert report.temp_bytes == 0
-    assert kernel.shared_bytes <= SHARED_BYTES
+    assert kernel.shared_bytes <= SMEM_BYTES
     assert kernel.resources is not None
     assert kernel.resources.spill_bytes == 0
-    assert kernel.resources.registers <= (168 if kernel.threads == 384 else 255)  # of 65,536, for one block of threads
+    assert kernel.resources.registers <= (168 if kernel.threads == 384 else 255)  # of 65,536, for one thread block
     instructions = " ".join(kernel.resources.instructions)
     assert all(name in instructions for name in ("HGMMA", "UTMALDG", "UTMASTG"))
 

@@ -1,6 +1,6 @@
-"""The small-batch kernel with int8, int4 and fp8 weights: interpreted with races detected, lowered and compiled ahead.
+"""The small-batch kernel with int8, int4 and fp8 weights: interpreted with race detection, lowered, and compiled.
 
-Errors are bounded against float64 and the dequantised weights: what quantising itself costs is `test_weights.py`'s.
+Errors are bounded against float64 matmuls of the dequantised weights; `test_weights.py` bounds the quantisation errors.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from jaxinfer.compiled.target import Target, compile_for
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.norm_linear import norm_linear
-from pallas_kernels.small_batch_linear import Norm, small_batch_linear, small_batch_product
+from pallas_kernels.small_batch_linear import Norm, fused_small_batch_linear, small_batch_linear
 from pallas_kernels.tuning import Trial
-from pallas_kernels.weights import GROUP, Weights, dequantize, product, quantize, quantize_rows
+from pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize, quantize_rows
 from tests.kernels.interpreting import without_races
 
 FORMATS = ["int8", "int4", "fp8"]
@@ -30,7 +30,7 @@ each_format = pytest.mark.parametrize("fmt", FORMATS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A product; `outputs` are those of the result. norm: "rms" or "layer"."""
+    """A linear layer. outputs: columns of the result. norm: "rms" or "layer"."""
 
     rows: int
     inputs: int
@@ -48,7 +48,7 @@ CASES = [
     Case(rows=3, inputs=5 * GROUP, outputs=128, norm="layer", bias=True),
     Case(rows=9, inputs=4 * GROUP, outputs=64, residual=True),
 ]
-UNEVEN = [  # the inputs end within 128, the outputs within a block's; int4 takes neither
+UNEVEN = [  # inputs are not a multiple of 128, outputs not of 64; int4 supports neither
     Case(rows=1, inputs=5 * 64, outputs=72, norm="layer", bias=True),
     Case(rows=3, inputs=3 * 64, outputs=75, bias=True),
     Case(rows=9, inputs=7 * 64, outputs=40, gated=True, bias=True),
@@ -63,7 +63,7 @@ WIDE = [
 
 
 def arguments(case: Case, fmt: Any) -> dict[str, Any]:
-    """Those of `small_batch_product`."""
+    """The arguments of `fused_small_batch_linear`."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, dtype: Any = case.dtype) -> jax.Array:
@@ -86,7 +86,7 @@ def arguments(case: Case, fmt: Any) -> dict[str, Any]:
 
 
 def exact(x, weights, bias, residual, norm, eps, activation, gated) -> np.ndarray:
-    """In float64, but for what the formats round: rows to int8, or normalised ones to x's dtype."""
+    """In float64, except for the roundings that the formats imply: rows to int8, or normalised rows to x's dtype."""
     y = np.asarray(x, np.float64)
     if norm is not None:
         if norm.shift is not None:
@@ -94,9 +94,9 @@ def exact(x, weights, bias, residual, norm, eps, activation, gated) -> np.ndarra
         y = y / np.sqrt(np.mean(y * y, axis=-1, keepdims=True) + eps) * np.asarray(norm.scale, np.float64)
         if norm.shift is not None:
             y += np.asarray(norm.shift, np.float64)
-        if weights.kernel.dtype != jnp.int8:
+        if weights.weight.dtype != jnp.int8:
             y = np.asarray(jnp.asarray(y, x.dtype), np.float64)
-    if weights.kernel.dtype == jnp.int8:
+    if weights.weight.dtype == jnp.int8:
         q, scale = quantize_rows(jnp.asarray(y, jnp.float32))
         y = np.asarray(q, np.float64) * np.asarray(scale, np.float64)
     y = y @ np.asarray(dequantize(weights, jnp.float32), np.float64).T
@@ -108,21 +108,22 @@ def exact(x, weights, bias, residual, norm, eps, activation, gated) -> np.ndarra
     return y if residual is None else y + np.asarray(residual, np.float64)
 
 
-def two_shares(tile_k: int) -> Trial:
-    """Of an odd number of tiles the second share ends past the inputs. The interpreter may lack threads for more."""
+def two_splits(tile_k: int) -> Trial:
+    """With an odd number of tiles the second split ends past the inputs. More splits may exceed the interpreter's
+    threads."""
     return Trial("small_batch_linear", {"tile_k": tile_k, "stages": 2, "split": 2})
 
 
 def check(case: Case, fmt: Any, tile_k: int = GROUP) -> None:
     args = arguments(case, fmt)
-    with two_shares(tile_k).running(), without_races():
-        y = small_batch_product(**args)
+    with two_splits(tile_k).active(), without_races():
+        y = fused_small_batch_linear(**args)
     assert y.dtype == case.dtype
-    # The result is rounded once; float32 sums are no more exact than it. A few numbers of a normalised row may round to
-    # the other side in x's dtype, and in int8 by a whole step, of max |x| / 127: times a weight of 0.1 and a gate of 5,
-    # 0.02 (that sums are exact, the next test says).
+    # The result is rounded once, and float32 sums have an error of that size. A few elements of a normalised row may
+    # round the other way: by a unit of x's dtype, or in int8 by a step of max |x| / 127, which times a weight of 0.1
+    # and a gate of 5 is 0.02 (the next test shows that int8 sums are exact).
     eps = float(jnp.finfo(case.dtype).eps)
-    atol = max(4 * eps, 4e-6, 0.02 if args["weights"].kernel.dtype == jnp.int8 else 0)
+    atol = max(4 * eps, 4e-6, 0.02 if args["weights"].weight.dtype == jnp.int8 else 0)
     np.testing.assert_allclose(np.asarray(y, np.float64), exact(**args), rtol=eps, atol=atol)
 
 
@@ -136,24 +137,24 @@ def test_kernel(case, fmt):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("fmt", ["int8", "fp8"])
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
-def test_edges_within_a_tile(case, fmt):
+def test_partial_tiles(case, fmt):
     check(case, fmt, tile_k=64)
 
 
 @pytest.mark.slow
 @each_format
 @pytest.mark.parametrize("case", WIDE, ids=str)
-def test_kernel_widely(case, fmt):
+def test_kernel_in_more_cases(case, fmt):
     check(case, fmt)
 
 
 @pytest.mark.interpreted
 def test_int8_accumulates_exactly():
-    """Rows are rounded as the definition does, so that nothing but the scaling in float32 can differ."""
+    """Rows are rounded in the same way as by the reference, so only the scaling in float32 can differ."""
     args = arguments(Case(rows=2, inputs=4 * GROUP, outputs=64, dtype=jnp.float32), "int8")
-    with two_shares(GROUP).running(), without_races():
-        y = small_batch_product(**args)
-    np.testing.assert_allclose(y, product(args["x"], args["weights"]), rtol=1e-6, atol=1e-6)
+    with two_splits(GROUP).active(), without_races():
+        y = fused_small_batch_linear(**args)
+    np.testing.assert_allclose(y, matmul(args["x"], args["weights"]), rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=6, deadline=None)
@@ -179,14 +180,14 @@ def test_operations_through_dispatch(seed, fmt, rows, groups, outputs):
             exact(x, weights, bias, None, **{**plain, "norm": Norm(scale, None)}),
         ),
     ]
-    # A row that rounds to the other side in float32 moves an int8 result by a quantum of x, 0.1 at most here.
+    # An element that rounds the other way changes an int8 result by one quantisation step of x, here at most 0.1.
     tolerance = 0.2 if fmt == "int8" else 1e-3
     for actual, expected in calls:
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=tolerance)
 
 
 def shapes(fmt: str, outputs: int, inputs: int) -> Weights:
-    """Of weights in this format."""
+    """The shapes of weights in this format."""
     matrix = jax.ShapeDtypeStruct((outputs, inputs), jnp.float32)
     return jax.eval_shape(lambda matrix: quantize(matrix, fmt=fmt), matrix)  # pyright: ignore[reportArgumentType]
 
@@ -200,10 +201,10 @@ def shapes(fmt: str, outputs: int, inputs: int) -> Weights:
         ("int8", 28672, 64, "quantised rows of 28672 inputs"),
     ],
 )
-def test_refusals_name_the_constraint(fmt, inputs, outputs, message):
+def test_unsupported_names_the_constraint(fmt, inputs, outputs, message):
     x = jax.ShapeDtypeStruct((2, inputs), jnp.bfloat16)
     with pytest.raises(UnsupportedError, match=message):
-        jax.eval_shape(small_batch_product, x, shapes(fmt, outputs, inputs))
+        jax.eval_shape(fused_small_batch_linear, x, shapes(fmt, outputs, inputs))
 
 
 H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
@@ -221,7 +222,7 @@ REALISTIC = {
     "gpt-2 large qkv, float16": Case(rows=3, inputs=1280, outputs=3840, norm="layer", dtype=jnp.float16),
     "gpt-2 large down, float32": Case(rows=16, inputs=5120, outputs=1280, residual=True, dtype=jnp.float32),
 }
-EXPECTED = {  # what the tensor core multiplies, and how the weights come to it
+EXPECTED = {  # SASS: TMA loads of the weights, ldmatrix, and the mma of each format
     "int8": {"UTMALDG", "LDSM", "IMMA"},
     "int4": {"UTMALDG", "LDSM", "HMMA"},
     "fp8": {"UTMALDG", "HMMA"},
@@ -229,7 +230,7 @@ EXPECTED = {  # what the tensor core multiplies, and how the weights come to it
 
 
 def calls(fmt: str, case: Case) -> tuple[Any, tuple]:
-    """The operation and its shapes."""
+    """The operation and the shapes of its arguments."""
 
     def of(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, case.dtype)
@@ -245,7 +246,7 @@ def calls(fmt: str, case: Case) -> tuple[Any, tuple]:
     return small_batch_linear, (x, weights, bias)
 
 
-CALLS = [  # matrices that groups of 128 inputs do not divide, and vocabularies, are held in int8 under int4
+CALLS = [  # an int4 model keeps matrices that groups of 128 do not divide, and vocabularies, in int8
     (name, fmt)
     for name, case in REALISTIC.items()
     for fmt in FORMATS
@@ -255,7 +256,7 @@ CALLS = [  # matrices that groups of 128 inputs do not divide, and vocabularies,
 
 @pytest.mark.parametrize(("name", "fmt"), CALLS)
 def test_lowers_for_cuda(name, fmt):
-    """As one kernel, without a product of XLA's."""
+    """As one kernel, without an XLA matmul."""
     operation, args = calls(fmt, REALISTIC[name])
     with jax.sharding.use_abstract_mesh(H200):
         module = jax.jit(operation).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
@@ -268,7 +269,7 @@ def test_lowers_for_cuda(name, fmt):
 def test_compiles_to_one_kernel_without_spills(name, fmt):
     report = compile_for(Target.load("h200"), *calls(fmt, REALISTIC[name]), resources=True)
     (kernel,) = [kernel for kernel in report.kernels if kernel.kind == "mosaic"]
-    # XLA pads what belongs to a vocabulary, and takes the slice of it that TMA could not write.
+    # For a vocabulary XLA pads the scales and slices the result, which TMA writes in padded rows.
     assert len(report.kernels) == 1 or REALISTIC[name].outputs % 64
     assert kernel.resources is not None
     assert kernel.resources.spill_bytes == 0
@@ -281,17 +282,17 @@ def test_compiles_to_one_kernel_without_spills(name, fmt):
 
 @pytest.mark.aot
 def test_int4_unpacks_with_few_instructions():
-    """A lane of an H200 has three for each weight while memory delivers 4.8 TB/s; half of them for logic."""
+    """A lane of an H200 can issue three per weight while memory delivers 4.8 TB/s, half of them logic instructions."""
     inputs, outputs = 4096, 4096
     weights = shapes("int4", outputs, inputs)
     x = jax.ShapeDtypeStruct((1, inputs), jnp.bfloat16)
-    with Trial("small_batch_linear", {"tile_k": 512, "stages": 3, "split": 4}).running():
+    with Trial("small_batch_linear", {"tile_k": 512, "stages": 3, "split": 4}).active():
         report = compile_for(Target.load("h200"), small_batch_linear, (x, weights), resources=True)
     resources = report.kernels[0].resources
     assert resources is not None
     counts = resources.instructions
-    weights_of_a_lane = 64 * 512 / 128
+    weights_per_lane = 64 * 512 / 128
     logic = sum(count for name, count in counts.items() if name.startswith(("LOP3", "SHF", "PRMT")))
     arithmetic = sum(count for name, count in counts.items() if name.startswith("HADD2"))
-    assert logic < 1.25 * weights_of_a_lane
-    assert arithmetic <= 0.5 * weights_of_a_lane
+    assert logic < 1.25 * weights_per_lane
+    assert arithmetic <= 0.5 * weights_per_lane

@@ -1,4 +1,4 @@
-"""Int8 products of many rows: the kernels against the definitions, those against float64, and what they compile to."""
+"""W8A8 matmul of many rows: the kernels against the references, those against float64, and the compiled kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,13 @@ def case(rows, inputs, outputs, *, dtype=jnp.bfloat16, seed=0):
         "norm": (jnp.asarray(rng.normal(size=inputs), jnp.float32), jnp.asarray(rng.normal(size=inputs), jnp.float32)),
         "q": jnp.asarray(rng.integers(-127, 128, (rows, inputs)), jnp.int8),
         "q_scale": jnp.asarray(rng.uniform(0.01, 0.1, (rows, 1)), jnp.float32),
-        "kernel": jnp.asarray(rng.integers(-127, 128, (outputs, inputs)), jnp.int8),
+        "weight": jnp.asarray(rng.integers(-127, 128, (outputs, inputs)), jnp.int8),
         "scale": jnp.asarray(rng.uniform(0.01, 0.1, outputs), jnp.float32),
         "bias": jnp.asarray(rng.normal(size=outputs), jnp.float32),
     }
 
 
-PRODUCT = ("q", "q_scale", "kernel", "scale", "bias")
+MATMUL = ("q", "q_scale", "weight", "scale", "bias")
 
 
 @settings(max_examples=10, deadline=None)
@@ -47,11 +47,11 @@ PRODUCT = ("q", "q_scale", "kernel", "scale", "bias")
     biased=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_the_product_is_exact_before_it_is_scaled(rows, inputs, outputs, biased, seed):
-    q, q_scale, kernel, scale, bias = (case(rows, inputs, outputs, seed=seed)[name] for name in PRODUCT)
-    y = quantized_matmul(q, q_scale, kernel, scale, bias if biased else None, dtype=jnp.float32)
+def test_the_matmul_is_exact_before_scaling(rows, inputs, outputs, biased, seed):
+    q, q_scale, weight, scale, bias = (case(rows, inputs, outputs, seed=seed)[name] for name in MATMUL)
+    y = quantized_matmul(q, q_scale, weight, scale, bias if biased else None, dtype=jnp.float32)
     exact = (
-        np.asarray(q, np.int64) @ np.asarray(kernel, np.int64).T * np.asarray(q_scale, np.float64) * np.asarray(scale)
+        np.asarray(q, np.int64) @ np.asarray(weight, np.int64).T * np.asarray(q_scale, np.float64) * np.asarray(scale)
     )
     np.testing.assert_allclose(y, exact + np.asarray(bias if biased else 0), rtol=1e-5, atol=1e-4)
 
@@ -84,7 +84,7 @@ def test_quantize_kernels(rows, inputs, dtype):
         expected, expected_scale = operation(x)
         assert (q.dtype, q.shape, q_scale.shape) == (jnp.int8, x.shape, (*rows, 1))
         np.testing.assert_allclose(q_scale, expected_scale, rtol=1e-6 if dtype == jnp.float32 else 2**-7)
-        # A sum in another order may round one element of x's dtype, and so one int8, to the other side.
+        # A sum in a different order may round one element of x, and so one int8, the other way.
         assert np.abs(np.asarray(q, np.int32) - np.asarray(expected, np.int32)).max() <= 1
         assert np.mean(np.asarray(q) != np.asarray(expected)) < 0.02
 
@@ -94,29 +94,29 @@ def test_quantize_kernels(rows, inputs, dtype):
 @pytest.mark.parametrize(
     ("shape", "tiles"),
     [
-        ((37, 256, 96), None),  # edges of rows and outputs
-        ((130, 464, 136), Tiles(rows=128, outputs=128, stages=2)),  # edges everywhere; the ring goes round
+        ((37, 256, 96), None),  # partial tiles of rows and outputs
+        ((130, 464, 136), Tiles(rows=128, outputs=128, stages=2)),  # partial tiles everywhere; stages are refilled
         ((70, 128, 64), Tiles(rows=64, outputs=64, stages=1)),
     ],
 )
-def test_product_kernel(shape, tiles, dtype):
-    q, q_scale, kernel, scale, bias = (case(*shape)[name] for name in PRODUCT)
+def test_matmul_kernel(shape, tiles, dtype):
+    q, q_scale, weight, scale, bias = (case(*shape)[name] for name in MATMUL)
     with without_races():
         if tiles is None:
-            y = quantized_matmul(q, q_scale, kernel, scale, bias, dtype=dtype)
+            y = quantized_matmul(q, q_scale, weight, scale, bias, dtype=dtype)
         else:
-            y = _matmul(q, q_scale[:, 0], kernel, scale, bias, dtype=jnp.dtype(dtype), tiles=tiles)
-    expected = quantized_matmul(q, q_scale, kernel, scale, bias, dtype=dtype)
+            y = _matmul(q, q_scale[:, 0], weight, scale, bias, dtype=jnp.dtype(dtype), tiles=tiles)
+    expected = quantized_matmul(q, q_scale, weight, scale, bias, dtype=dtype)
     assert y.dtype == dtype
-    tolerance = 1e-6 if dtype == jnp.float32 else 2**-8  # the integers agree; one rounding
+    tolerance = 1e-6 if dtype == jnp.float32 else 2**-8  # the integer sums are equal; one rounding
     y, expected = (np.asarray(part, np.float32) for part in (y, expected))
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=1e-4)
 
 
 @pytest.mark.interpreted
-def test_product_kernel_without_bias_over_more_dimensions():
-    q, q_scale, kernel, scale, _ = (case(40, 128, 64)[name] for name in PRODUCT)
-    args = (q.reshape(2, 20, 128), q_scale.reshape(2, 20, 1), kernel, scale)
+def test_matmul_kernel_without_bias_over_more_dimensions():
+    q, q_scale, weight, scale, _ = (case(40, 128, 64)[name] for name in MATMUL)
+    args = (q.reshape(2, 20, 128), q_scale.reshape(2, 20, 1), weight, scale)
     with without_races():
         y = quantized_matmul(*args, dtype=jnp.float32)
     np.testing.assert_allclose(y, quantized_matmul(*args, dtype=jnp.float32), rtol=1e-6)
@@ -125,18 +125,18 @@ def test_product_kernel_without_bias_over_more_dimensions():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((20, 264, 64), "whole 16 bytes, got 264 bytes of inputs"),
-        ((20, 256, 60), "whole 16 bytes, got 120 bytes of outputs"),
-        ((20, 64, 64), "a slot holds 128 inputs, got 64"),
+        ((20, 264, 64), "a multiple of 16 bytes, got 264 bytes of inputs"),
+        ((20, 256, 60), "a multiple of 16 bytes, got 120 bytes of outputs"),
+        ((20, 64, 64), "a stage holds 128 inputs, got 64"),
     ],
 )
-def test_product_refusals(shape, message):
+def test_matmul_unsupported(shape, message):
     with pytest.raises(UnsupportedError, match=message):
-        _matmul_kernel(*(case(*shape)[name] for name in PRODUCT), dtype=jnp.dtype(jnp.bfloat16))
+        _matmul_kernel(*(case(*shape)[name] for name in MATMUL), dtype=jnp.dtype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("inputs", [100, 16_512])
-def test_quantize_refusals(inputs):
+def test_quantize_unsupported(inputs):
     with pytest.raises(UnsupportedError, match=f"a multiple of 128, at most 16384 inputs, got {inputs}"):
         _quantize_kernel(jnp.ones((2, inputs)))
 
@@ -151,7 +151,7 @@ def test_quantize_refusals(inputs):
         (20, 128, (32, 64)),
     ],
 )
-def test_tiles_make_a_block_for_every_sm(rows, outputs, expected):
+def test_tiles_give_every_sm_a_thread_block(rows, outputs, expected):
     tiles = choose_tiles(rows, 4096, outputs)
     assert (tiles.rows, tiles.outputs) == expected
 
@@ -159,18 +159,18 @@ def test_tiles_make_a_block_for_every_sm(rows, outputs, expected):
 SHAPES = [(2048, 4096, 16_384), (512, 4096, 4096), (256, 11_008, 4096), (33, 4096, 4096)]
 
 
-def step(x, scale, shift, kernel, channel, bias):
+def step(x, scale, shift, weight, channel, bias):
     q, q_scale = norm_quantize(x, scale, shift, eps=1e-5)
-    y = quantized_matmul(q, q_scale, kernel, channel, bias, dtype=x.dtype)
+    y = quantized_matmul(q, q_scale, weight, channel, bias, dtype=x.dtype)
     return y, quantize_rows(y)
 
 
 def shapes(rows, inputs, outputs):
     args = jax.eval_shape(lambda: case(1, 1, 1))
-    sizes = {"x": (rows, inputs), "kernel": (outputs, inputs), "scale": (outputs,), "bias": (outputs,)}
+    sizes = {"x": (rows, inputs), "weight": (outputs, inputs), "scale": (outputs,), "bias": (outputs,)}
     of = {name: jax.ShapeDtypeStruct(size, args[name].dtype) for name, size in sizes.items()}
     vector = jax.ShapeDtypeStruct((inputs,), jnp.float32)
-    return of["x"], vector, vector, of["kernel"], of["scale"], of["bias"]
+    return of["x"], vector, vector, of["weight"], of["scale"], of["bias"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -192,8 +192,8 @@ def test_ahead_of_time(shape):
     assert kernels.keys() == {"norm_quantize", "quantized_matmul", "quantize_rows"}
     assert all(kernel.resources.spill_bytes == 0 for kernel in kernels.values())
     matmul = kernels["quantized_matmul"]
-    assert matmul.resources.registers * matmul.threads * 2 <= 65_536  # two blocks an SM
+    assert matmul.resources.registers * matmul.threads * 2 <= 65_536  # two thread blocks per SM
     assert (matmul.shared_bytes + 1024) * 2 <= 228 << 10
     assert {"UTMALDG", "UTMASTG", "LDSM", "IMMA"} <= set(matmul.resources.features)
-    if shape[1] % 1024 == 0:  # else fewer bytes divide over 128 lanes
+    if shape[1] % 1024 == 0:  # else the vector size is smaller
         assert "LDG.128" in kernels["norm_quantize"].resources.features

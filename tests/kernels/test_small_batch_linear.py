@@ -1,4 +1,4 @@
-"""The products of a few rows, with norm, activation, gate and residual: kernels and definitions against float64."""
+"""Linear layers of a few rows with norm, activation, gate and residual: kernels and fallbacks against float64."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from pallas_kernels.activations import activate, approximate_erf
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.norm_linear import norm_linear
-from pallas_kernels.small_batch_linear import Norm, Tiles, choose_tiles, small_batch_linear, small_batch_product
+from pallas_kernels.small_batch_linear import Norm, Tiles, choose_tiles, fused_small_batch_linear, small_batch_linear
 from pallas_kernels.small_batch_operands import Operand
 from pallas_kernels.tuning import Trial
 from pallas_kernels.weights import Weights
@@ -29,7 +29,7 @@ H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What to compute. norm: "layer", "rms" or None; outputs: of the result."""
+    """What to compute. norm: "layer", "rms" or None; outputs: columns of the result."""
 
     rows: int
     inputs: int
@@ -42,7 +42,7 @@ class Problem:
     residual: bool = False
 
     def arrays(self, seed=0) -> Any:
-        """x, weights, bias, residual, scale and shift; None for what there is not."""
+        """x, weights, bias, residual, scale and shift; None for those that the problem does not have."""
         rng = np.random.default_rng(seed)
         channels = self.outputs * (2 if self.gated else 1)
         x = rng.normal(size=(self.rows, self.inputs)) + 0.5
@@ -56,7 +56,7 @@ class Problem:
         )
 
     def shapes(self) -> Any:
-        """Of the same, without their values."""
+        """The shapes of the same."""
         channels = self.outputs * (2 if self.gated else 1)
         shape: Any = jax.ShapeDtypeStruct
         return (
@@ -70,18 +70,18 @@ class Problem:
 
     def kernel(self, x, weights, bias, residual, scale, shift):
         norm = None if scale is None else Norm(scale, shift)
-        return small_batch_product(
+        return fused_small_batch_linear(
             x, weights, bias, residual, norm, eps=EPS, activation=self.activation, gated=self.gated
         )
 
     def op(self, x, weights, bias, residual, scale, shift):
-        """Through the public operation that the problem is one of."""
+        """The public operation that computes this problem."""
         if scale is not None:
             return norm_linear(x, scale, shift, weights, bias, eps=EPS, activation=self.activation, gated=self.gated)
         return small_batch_linear(x, weights, bias) if residual is None else linear_residual(x, weights, residual, bias)
 
     def exact(self, x, weights, bias, residual, scale, shift):
-        """The result in float64; normalised rows are rounded to the dtype, as they are defined."""
+        """The result in float64; normalised rows are rounded to the dtype, as the operation specifies."""
 
         def double(array):
             return np.asarray(array).astype(np.float64)
@@ -92,7 +92,7 @@ class Problem:
                 x = x - x.mean(axis=-1, keepdims=True)
             x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPS) * double(scale)
             x = double(jnp.asarray(x if shift is None else x + double(shift), self.dtype))
-        y = x @ double(weights.kernel).T
+        y = x @ double(weights.weight).T
         if bias is not None:
             y = y + double(bias)
         gate, up = (y[:, ::2], y[:, 1::2]) if self.gated else (y, 1)
@@ -114,10 +114,10 @@ def nonlinear(y, name):
 
 
 def check(y, exact, dtype, *, roundings=1):
-    """Results are sums in float32, of order 1, rounded so many times to the dtype.
+    """Results are float32 sums of order 1, rounded `roundings` times to the dtype.
 
-    A normalised input that lies between two numbers of the dtype may be rounded the other way, which changes a sum of
-    products by at most one of its terms' last digits: 3 x 2^-8 x 3 / sqrt(inputs).
+    A normalised input may round the other way in the dtype, which changes a sum by at most a unit in the last place of
+    one of its terms: 3 x 2^-8 x 3 / sqrt(inputs).
     """
     digits = {jnp.float32: 2e-6, jnp.float16: 2**-11, jnp.bfloat16: 2**-8}[dtype]
     assert y.dtype == dtype
@@ -140,11 +140,11 @@ def test_unknown_activations_are_named():
 
 P = Problem
 KERNELS = {
-    "one row, ragged": (P(rows=1, inputs=192, outputs=72, residual=True), Tiles(tile_k=128, stages=2, split=1)),
-    "a ring that turns": (P(rows=3, inputs=320, outputs=64, bias=True), Tiles(tile_k=64, stages=2, split=1)),
+    "one row, partial tiles": (P(rows=1, inputs=192, outputs=72, residual=True), Tiles(tile_k=128, stages=2, split=1)),
+    "stages are refilled": (P(rows=3, inputs=320, outputs=64, bias=True), Tiles(tile_k=64, stages=2, split=1)),
     "a vocabulary": (P(rows=9, inputs=128, outputs=75), Tiles(tile_k=64, stages=2, split=1)),
-    "unequal shares": (P(rows=8, inputs=192, outputs=64, activation="gelu"), Tiles(tile_k=64, stages=3, split=2)),
-    "an empty share": (P(rows=2, inputs=192, outputs=64, residual=True), Tiles(tile_k=128, stages=1, split=3)),
+    "unequal splits": (P(rows=8, inputs=192, outputs=64, activation="gelu"), Tiles(tile_k=64, stages=3, split=2)),
+    "an empty split": (P(rows=2, inputs=192, outputs=64, residual=True), Tiles(tile_k=128, stages=1, split=3)),
     "float16": (P(rows=16, inputs=128, outputs=64, dtype=jnp.float16), Tiles(tile_k=64, stages=1, split=2)),
     "float32": (
         P(rows=3, inputs=96, outputs=64, dtype=jnp.float32, bias=True, residual=True, activation="gelu_tanh"),
@@ -171,7 +171,7 @@ KERNELS = {
 def test_kernel(name):
     problem, tiles = KERNELS[name]
     arrays = problem.arrays()
-    with Trial("small_batch_linear", dataclasses.asdict(tiles)).running(), without_races():
+    with Trial("small_batch_linear", dataclasses.asdict(tiles)).active(), without_races():
         y = problem.kernel(*arrays)
     check(y, problem.exact(*arrays), problem.dtype)
 
@@ -181,7 +181,7 @@ def test_kernel(name):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("norm", [None, "layer", "rms"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_kernel_everywhere(rows, dtype, norm, gated):
+def test_kernel_in_more_cases(rows, dtype, norm, gated):
     problem = P(
         rows=rows, inputs=448, outputs=136, dtype=dtype, norm=norm, gated=gated, residual=not gated, activation="gelu"
     )
@@ -208,7 +208,7 @@ def test_operations_on_any_platform(data):
     )
     arrays = problem.arrays(seed=data.draw(st.integers(0, 100)))
     y, exact = jax.jit(problem.op)(*arrays), problem.exact(*arrays)
-    # Norm, product, bias, activation and gate or residual are rounded one by one, also where they nearly cancel.
+    # Norm, matmul, bias, activation, gate and residual are each rounded, even if they nearly cancel.
     tolerance = 1e-5 if problem.dtype == jnp.float32 else 6e-2
     assert y.shape == exact.shape
     assert y.dtype == problem.dtype
@@ -218,14 +218,14 @@ def test_operations_on_any_platform(data):
 @pytest.mark.interpreted
 def test_leading_dimensions_and_the_dtype_are_kept():
     x, weights, _, residual, *_ = P(rows=6, inputs=64, outputs=16, residual=True).arrays()
-    flat = linear_residual(x, weights, residual)
+    expected = linear_residual(x, weights, residual)
     y = linear_residual(x.reshape(2, 3, 64), weights, residual.reshape(2, 3, 16))
-    np.testing.assert_array_equal(y.reshape(6, 16), flat)
+    np.testing.assert_array_equal(y.reshape(6, 16), expected)
     with without_races():
-        y = small_batch_linear(x.reshape(2, 3, 64), weights, jnp.ones(16))  # a bias that blocks do not divide
+        y = small_batch_linear(x.reshape(2, 3, 64), weights, jnp.ones(16))  # a bias that is not a multiple of TILE_N
     assert y.shape == (2, 3, 16)
     assert y.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.float32(y), np.float32(x @ weights.kernel.T + 1).reshape(2, 3, 16), atol=3e-2)
+    np.testing.assert_allclose(np.float32(y), np.float32(x @ weights.weight.T + 1).reshape(2, 3, 16), atol=3e-2)
 
 
 @pytest.mark.parametrize(
@@ -240,17 +240,17 @@ def test_leading_dimensions_and_the_dtype_are_kept():
         (P(rows=16, inputs=64 * 1024, outputs=64, norm="rms"), "normalised rows of 65536 inputs"),
     ],
 )
-def test_refusals_name_the_constraint(problem, message):
+def test_unsupported_names_the_constraint(problem, message):
     with pytest.raises(UnsupportedError, match=message):
         jax.eval_shape(problem.kernel, *problem.shapes())
 
 
-def test_refuses_other_dtypes_of_weights_and_residual():
+def test_other_dtypes_of_weights_and_residual_are_unsupported():
     x, weights, _, residual, *_ = P(rows=1, inputs=64, outputs=64, residual=True).arrays()
     with pytest.raises(UnsupportedError, match="weights in x's dtype bfloat16, got float32"):
-        small_batch_product(x, Weights(weights.kernel.astype(jnp.float32)))
+        fused_small_batch_linear(x, Weights(weights.weight.astype(jnp.float32)))
     with pytest.raises(UnsupportedError, match="residual in x's dtype bfloat16, got float32"):
-        small_batch_product(x, weights, None, residual.astype(jnp.float32))
+        fused_small_batch_linear(x, weights, None, residual.astype(jnp.float32))
 
 
 REALISTIC = {
@@ -279,7 +279,7 @@ REALISTIC = {
 
 @pytest.mark.parametrize("name", REALISTIC)
 def test_lowers_for_cuda(name):
-    """As one kernel: with nothing of XLA's own before or after it but changes of shape."""
+    """As one kernel; XLA does nothing but reshapes before and after it."""
     problem = REALISTIC[name]
     shapes = problem.shapes()
     with jax.sharding.use_abstract_mesh(H200):
@@ -290,7 +290,7 @@ def test_lowers_for_cuda(name):
 
 @pytest.mark.parametrize("name", REALISTIC)
 def test_heuristic(name):
-    """No share without inputs; a block for every SM, and 64 KB of weights on their way to it, or all there are."""
+    """No split without inputs; a thread block for every SM; 64 KB of weights in flight to each SM, or all there are."""
     problem = REALISTIC[name]
     dtype = jnp.dtype(problem.dtype)
     tiles = choose_tiles(
@@ -302,12 +302,12 @@ def test_heuristic(name):
         gated=problem.gated,
     )
     total = math.ceil(problem.inputs / tiles.tile_k)
-    share = math.ceil(total / tiles.split)
-    assert (tiles.split - 1) * share < total
-    assert tiles.stages <= share
-    assert math.ceil(problem.outputs / 64) * tiles.split >= 132 or share <= 2
-    slot = (2 if problem.gated else 1) * 64 * tiles.tile_k * dtype.itemsize
-    assert slot * tiles.stages >= 32_768 or tiles.stages == share
+    tiles_per_split = math.ceil(total / tiles.split)
+    assert (tiles.split - 1) * tiles_per_split < total
+    assert tiles.stages <= tiles_per_split
+    assert math.ceil(problem.outputs / 64) * tiles.split >= 132 or tiles_per_split <= 2
+    stage_bytes = (2 if problem.gated else 1) * 64 * tiles.tile_k * dtype.itemsize
+    assert stage_bytes * tiles.stages >= 32_768 or tiles.stages == tiles_per_split
 
 
 @pytest.mark.aot

@@ -12,13 +12,13 @@ def _kernel(x):
     return x + (tuned("add", str(len(x))) or {"by": 1})["by"]
 
 
-def _definition(x):
+def _fallback(x):
     return x - 1.0
 
 
 @jax.jit
 def add(x):
-    return dispatch("add", _kernel, _definition, x)
+    return dispatch("add", _kernel, _fallback, x)
 
 
 def test_a_table_is_named_after_its_device():
@@ -26,7 +26,7 @@ def test_a_table_is_named_after_its_device():
 
 
 @pytest.mark.parametrize(("names", "expected"), [((), -1.0), (("add",), -1.0), (("multiply",), 1.0)])
-def test_definitions_replace_the_kernels_that_are_named(names, expected):
+def test_fallbacks_replace_the_named_kernels(names, expected):
     with interpreted():
         assert jax.jit(lambda x: add(x) * 1.0)(jnp.zeros(3))[0] == 1.0
         with without_kernels(*names):
@@ -34,15 +34,15 @@ def test_definitions_replace_the_kernels_that_are_named(names, expected):
         assert add(jnp.zeros(3))[0] == 1.0
 
 
-def test_what_a_kernel_does_not_take_runs_its_definition():
+def test_unsupported_arguments_run_the_fallback():
     with interpreted():
-        assert dispatch("add", _kernel, _definition, jnp.zeros((1, 1)))[0, 0] == -1.0
+        assert dispatch("add", _kernel, _fallback, jnp.zeros((1, 1)))[0, 0] == -1.0
 
 
-def test_a_trial_decides_the_tiles_of_its_operation_alone():
+def test_a_trial_sets_the_tiles_of_its_operation_only():
     with interpreted():
         for trial, expected in ((Trial("add", {"by": 5}), 5.0), (Trial("other", {"by": 5}), 1.0), (Trial(), 1.0)):
-            with trial.running():
+            with trial.active():
                 assert add(jnp.zeros(4))[0] == expected
-            assert trial.asked == [("add", "4")]
+            assert trial.lookups == [("add", "4")]
         assert add(jnp.zeros(4))[0] == 1.0

@@ -1,4 +1,4 @@
-"""Formats of weights: round trips, what rounding costs, and products against float64 numpy."""
+"""Weight formats: round trips, quantisation errors, and matmuls against float64 numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import weights
-from pallas_kernels.weights import GROUP, Weights, dequantize, product, quantize
+from pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize
 
 FORMATS = ["int8", "int4", "fp8"]
 SEEDS = st.integers(0, 10_000)
@@ -22,26 +22,26 @@ def _normal(seed: int, *shape: int) -> jax.Array:
 @given(seed=SEEDS, outputs=st.integers(1, 5), groups=st.integers(1, 3))
 def test_packing_loses_nothing(seed, outputs, groups):
     levels = np.random.default_rng(seed).integers(-8, 8, (outputs, groups, GROUP)).astype(np.int8)
-    words = np.asarray(weights._pack(jnp.asarray(levels)))
+    words = np.asarray(weights._pack_int4(jnp.asarray(levels)))
     assert words.shape == (outputs, groups * GROUP // 4)
-    np.testing.assert_array_equal(weights._unpack(jnp.asarray(words)), levels)
+    np.testing.assert_array_equal(weights._unpack_int4(jnp.asarray(words)), levels)
 
 
-def test_a_shift_and_a_mask_of_a_groups_words_are_a_run_of_its_inputs():
+def test_a_shift_and_mask_of_a_groups_words_give_consecutive_inputs():
     levels = np.arange(GROUP) % 16 - 8
-    words = np.asarray(weights._pack(jnp.asarray(levels)[None, None]))[0]
+    words = np.asarray(weights._pack_int4(jnp.asarray(levels)[None, None]))[0]
     for run in range(4):
         np.testing.assert_array_equal((words >> 4 * run) & 15, levels[32 * run : 32 * (run + 1)] + 8)
 
 
 @settings(max_examples=10, deadline=None)
 @given(seed=SEEDS, fmt=st.sampled_from(FORMATS), outputs=st.integers(1, 5), groups=st.integers(1, 3))
-def test_what_a_format_holds_survives_a_round_trip(seed, fmt, outputs, groups):
-    held = quantize(_normal(seed, outputs, groups * GROUP), fmt)
-    matrix = dequantize(held, jnp.float32)
-    assert held.shape == matrix.shape == (outputs, groups * GROUP)
+def test_quantised_values_survive_a_round_trip(seed, fmt, outputs, groups):
+    quantized = quantize(_normal(seed, outputs, groups * GROUP), fmt)
+    matrix = dequantize(quantized, jnp.float32)
+    assert quantized.shape == matrix.shape == (outputs, groups * GROUP)
     again = dequantize(quantize(matrix, fmt), jnp.float32)
-    # Clipped int4 may settle on the scale below; it never gets worse than a rounding of what it holds.
+    # Clipped int4 may choose a smaller scale the second time; the error stays within one rounding.
     tolerance = 0.15 * np.abs(matrix).max() if fmt == "int4" else 1e-6
     np.testing.assert_allclose(again, matrix, atol=tolerance)
 
@@ -65,40 +65,40 @@ def test_int4_beats_the_largest_weight_over_seven():
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_zeros_stay_zeros(fmt):
-    held = quantize(jnp.zeros((3, 2 * GROUP)), fmt)
-    np.testing.assert_array_equal(dequantize(held, jnp.float32), 0)
-    assert np.isfinite(np.asarray(held.scale, np.float32)).all()
+    quantized = quantize(jnp.zeros((3, 2 * GROUP)), fmt)
+    np.testing.assert_array_equal(dequantize(quantized, jnp.float32), 0)
+    assert np.isfinite(np.asarray(quantized.scale, np.float32)).all()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("leading", [(), (1,), (3, 1), (2, 9)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_product_is_that_of_the_dequantised_weights(fmt, leading, dtype):
-    held = quantize(_normal(2, 24, 2 * GROUP) / 16, fmt)
+def test_matmul_equals_that_of_the_dequantised_weights(fmt, leading, dtype):
+    quantized = quantize(_normal(2, 24, 2 * GROUP) / 16, fmt)
     x = _normal(3, *leading, 2 * GROUP).astype(dtype)
-    y = jax.jit(product)(x, held)
-    exact = np.asarray(x, np.float64) @ np.asarray(dequantize(held, jnp.float32), np.float64).T
+    y = jax.jit(matmul)(x, quantized)
+    exact = np.asarray(x, np.float64) @ np.asarray(dequantize(quantized, jnp.float32), np.float64).T
     assert y.dtype == dtype
-    # Int8 rounds x too: 256 errors of at most max|x| / 254 each, spread evenly, times weights of 1/16.
+    # int8 also rounds x: 256 uniformly distributed errors of at most max|x| / 254 each, times weights of 1/16.
     rounding = 4 / 254 / np.sqrt(3) if fmt == "int8" else 0.0
     tolerance = 4 * rounding + (2e-2 if dtype == jnp.bfloat16 else 1e-5)
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, atol=tolerance, rtol=tolerance)
 
 
-def test_int8_product_rounds_x_row_by_row_and_accumulates_exactly():
-    held, x = quantize(_normal(4, 24, 200), "int8"), _normal(5, 3, 200)
+def test_int8_matmul_rounds_x_row_by_row_and_accumulates_exactly():
+    quantized, x = quantize(_normal(4, 24, 200), "int8"), _normal(5, 3, 200)
     q, x_scale = (np.asarray(a, np.float64) for a in weights.quantize_rows(x))
-    exact = q @ np.asarray(held.kernel, np.float64).T * x_scale * np.asarray(held.scale, np.float64)
-    np.testing.assert_allclose(product(x, held), exact, rtol=1e-6)
+    exact = q @ np.asarray(quantized.weight, np.float64).T * x_scale * np.asarray(quantized.scale, np.float64)
+    np.testing.assert_allclose(matmul(x, quantized), exact, rtol=1e-6)
 
 
 def test_float_weights_are_multiplied_as_they_are():
     x, matrix = _normal(6, 5, 40), _normal(7, 24, 40)
-    np.testing.assert_allclose(product(x, Weights(matrix)), x @ matrix.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(matmul(x, Weights(matrix)), x @ matrix.T, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(dequantize(Weights(matrix), jnp.float32), matrix)
 
 
-def test_refusals():
+def test_unsupported():
     with pytest.raises(ValueError, match="groups of 128: a matrix of 100 inputs"):
         quantize(jnp.ones((2, 100)), "int4")
     with pytest.raises(ValueError, match=r"'int3'.*int8, int4, fp8"):

@@ -2,7 +2,7 @@
 
 Pure: numpy arrays and dictionaries in, the same out; no file is opened here. `Source` says how one of our leaves is
 made from their tensors, `plan` checks a whole checkpoint against the sources before any tensor is read. Leaves have
-the canonical layout: kernels [outputs, inputs], like `torch.nn.Linear`.
+the canonical layout: weights [outputs, inputs], like `torch.nn.Linear`.
 """
 
 import dataclasses
@@ -142,25 +142,25 @@ def linear(
       outputs: the number of outputs of each.
       inputs: the number of inputs, the same for all.
       bias: whether they have biases.
-      combine: joins or reorders their output rows; the same for kernels and biases.
+      combine: joins or reorders their output rows; the same for weights and biases.
       conv1d: they store [inputs, outputs] (GPT-2).
     """
     shapes: tuple[Shape, ...] = tuple((rows, inputs) for rows in outputs)
-    join_kernels = combine
+    join_weights = combine
     if conv1d:
         shapes = tuple((inputs, rows) for rows in outputs)
 
-        def join_kernels(*kernels: np.ndarray) -> np.ndarray:
-            return combine(*(kernel.T for kernel in kernels))
+        def join_weights(*weights: np.ndarray) -> np.ndarray:
+            return combine(*(weight.T for weight in weights))
 
-    found = {f"{leaf}.kernel": Source(tuple(f"{name}.weight" for name in names), shapes, join_kernels)}
+    found = {f"{leaf}.kernel": Source(tuple(f"{name}.weight" for name in names), shapes, join_weights)}
     if bias:
         rows = tuple((n,) for n in outputs)
         found[f"{leaf}.bias"] = Source(tuple(f"{name}.bias" for name in names), rows, combine)
     return found
 
 
-# Rows: the order of a linear's outputs. All of these take kernels [rows, inputs] and biases [rows].
+# Rows: the order of a linear's outputs. All of these take weights [rows, inputs] and biases [rows].
 
 
 def qkv_rows(attention: AttentionConfig) -> tuple[int, int, int]:
