@@ -1,12 +1,12 @@
 """A pass through the decoder in parts."""
 
-import goldens
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxinfer.models import Decoder, TokenRows
+from tests.models import goldens
 
 
 @pytest.mark.parametrize("name", ["gemma2_awkward", "opt_tied"])

@@ -34,7 +34,7 @@ EXPECTED = {
 def test_the_same_tokens(quantize):
     llm = LLM(DEMO, dtype="float32", quantize=quantize, context=128, max_batch=2)
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
-    assert [list(output.completions[0].token_ids) for output in outputs] == EXPECTED[quantize]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == EXPECTED[quantize]
 
 
 def test_the_same_leaf_names(tmp_path):

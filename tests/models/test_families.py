@@ -2,7 +2,6 @@
 
 import json
 
-import goldens
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import AttentionConfig, BlockKind, RopeScaling
 from jaxinfer.models.families import FAMILIES, family_of, gemma2, mapping, plan
+from tests.models import goldens
 
 
 def hf_config(name: str) -> dict:

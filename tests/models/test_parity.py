@@ -1,8 +1,9 @@
 """Every family against `transformers`, in float32, on every path that generation uses."""
 
-import goldens
 import numpy as np
 import pytest
+
+from tests.models import goldens
 
 
 def close(actual, expected):

@@ -34,10 +34,8 @@ class BaseExecutor[Buckets]:
     ):
         self.config, self.depth = config, int(config.overlap and can_overlap(model))
         self.programs = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels)
-        self._clock, self._records = (
-            clock,
-            CostRecords(f"{model.config} {model.weights} {model.mesh} {config} {num_pages}"),
-        )
+        self._records = CostRecords(f"{model.config} {model.weights} {model.mesh} {config} {num_pages}")
+        self._clock = clock
         self._collected = 0.0  # when the last step had come back
 
     @property

@@ -13,7 +13,7 @@ from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.params import StructuredOutputsParams
 from tests.schemas import random_schema
 
-DEMO = Path(__file__).parents[2] / "examples/demo_model"
+DEMO = Path(__file__).parents[3] / "examples/demo_model"
 
 
 def test_grammars_of_every_kind_share_a_batch_with_free_text(llm):

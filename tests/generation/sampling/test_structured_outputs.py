@@ -14,7 +14,7 @@ from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler, Gra
 from tests.schemas import random_schema
 from tests.tiny import byte_tokenizer
 
-DEMO = Path(__file__).parents[2] / "examples/demo_model/tokenizer.json"
+DEMO = Path(__file__).parents[3] / "examples/demo_model/tokenizer.json"
 END = 256
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 
-import goldens
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from jaxinfer.generation.lora.peft import adapter_shapes, read_adapter
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import Activation, MlpConfig
 from jaxinfer.models.families import FAMILIES, Source, family_of, plan
+from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
 

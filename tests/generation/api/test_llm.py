@@ -1,5 +1,7 @@
 """Generation against the model run without a cache, token by token."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from scipy.special import log_softmax
 
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.engine.output import request_output
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -74,6 +77,30 @@ def test_long_prompts_run_in_chunks(llm, logits_of):
         best = [next(iter(p.top)) for p in sequence.prompt_logprobs[1:]]
         assert best == expected.argmax(-1)[: len(prompt) - 1].tolist()
     assert engine.scheduler.pages.free == SMALL_PAGES
+
+
+def test_times_are_the_clocks(llm):
+    """A virtual clock, which ticks when it is asked, is the only time that an engine has."""
+    ticks = itertools.count()
+    engine = build_engine(llm.model, None, SMALL_CONFIG, num_pages=SMALL_PAGES, clock=lambda: float(next(ticks)))
+    (sequence,) = engine.prepare([1, 2, 3], GREEDY).sequences()
+    for _ in engine.run([[sequence]]):
+        pass
+    timings = request_output([sequence]).outputs[0].timings
+    assert timings.first_token_s == int(timings.first_token_s) >= 1
+    assert timings.first_token_s < timings.total_s == int(timings.total_s) < next(ticks)
+
+
+def test_prepared_requests_run_as_their_prompts_do(llm):
+    prompts = prompts_of(5, 9)
+    requests = [llm.prepare(prompt, GREEDY) for prompt in prompts]
+    expected = completions(llm.generate(prompts, GREEDY))
+    assert completions(llm.generate(requests)) == expected
+    assert completions(llm.generate(requests[0])) == expected[:1]
+    with pytest.raises(ValueError, match="has its SamplingParams: give none beside it"):
+        llm.generate(requests, GREEDY)
+    with pytest.raises(ValueError, match="A prepared request is given twice"):
+        llm.generate([requests[0], requests[0]])
 
 
 def test_sampling_is_the_same_alone_and_in_a_batch(llm):

@@ -17,7 +17,7 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import MAX_PRIORITY
 from jaxinfer.models.conversion import convert
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "roberta_plain"
+GOLDEN = pathlib.Path(__file__).parents[2] / "goldens" / "roberta_plain"
 LONG = list(b"a text of several pieces, each of sixteen tokens, and several pages")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
