@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,8 +64,7 @@ class Chunk:
         return self.last and not self.sequence.request.pooling
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """A sequence that decodes: one token, and perhaps speculative ones, in every pass.
 
     Attributes:
@@ -138,8 +138,7 @@ class Batch:
             yield row.sequence, self.passes, self.passes * (1 + self.num_speculative_tokens)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """What a step found for one chunk or row.
 
     Attributes:
@@ -151,7 +150,7 @@ class SequenceOutput:
       num_accepted_tokens: those of them that were right.
     """
 
-    token_ids: list[int] = dataclasses.field(default_factory=list)
+    token_ids: list[int] | tuple[()] = ()
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[tuple[int, TokenLogprob]] | None = None
     embedding: np.ndarray | None = None

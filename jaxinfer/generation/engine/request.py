@@ -1,6 +1,7 @@
 """`Request`: what was asked. `Sequence`: one completion of it, its tokens and its text."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Request:
         assert isinstance(self.params, SamplingParams)
         return self.params
 
-    @property
+    @functools.cached_property
     def max_cached_tokens(self) -> int:
         """How many tokens can need a place in the KV cache: an output's last token is never fed back."""
         return self.max_length if self.pooling else self.max_length - 1

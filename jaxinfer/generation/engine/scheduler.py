@@ -212,6 +212,9 @@ class DecoderScheduler:
         remaining = max(allocation.max_remaining for allocation in decoding)
         passes = min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
 
+        if (passes, speculative) == (1, 0):  # which has its pages already
+            return passes, speculative
+
         def length(allocation: Allocation) -> int:
             return _length(allocation) + passes * (1 + speculative) - 1
 

@@ -41,7 +41,7 @@ class DecodeOutput(NamedTuple):
     passes: jax.Array
 
 
-class _Rows(NamedTuple):
+class _PassInputs(NamedTuple):
     """What all passes of a step have in common."""
 
     model: Decoder
@@ -80,7 +80,7 @@ def decode(
       speculation_limit: int32 [B], how many speculative tokens each row may have in a pass, at most
         `num_speculative_tokens`.
     """
-    fixed = _Rows(model, adapters, rows, options_of(state.slots, rows.slot), bitmask, processors)
+    inputs = _PassInputs(model, adapters, rows, options_of(state.slots, rows.slot), bitmask, processors)
     batch = len(rows.slot)
     zeros = jnp.zeros(batch, jnp.int32)
     shape = batch, max_passes * (1 + num_speculative_tokens)
@@ -91,7 +91,7 @@ def decode(
         return (jnp.sum(output.passes) < passes) & jnp.any(state.slots.active[rows.slot])
 
     def plain(carry: _Carry) -> _Carry:
-        return _pass(fixed, carry, jnp.zeros((batch, 0), jnp.int32), zeros)
+        return _pass(inputs, carry, jnp.zeros((batch, 0), jnp.int32), zeros)
 
     def speculative(carry: _Carry) -> _Carry:
         slots, output = carry[0].slots, carry[1]
@@ -100,15 +100,15 @@ def decode(
         # A row whose speculative tokens were mostly wrong gets no more in this step.
         good = output.accepted * MIN_ACCEPTED >= output.proposed
         count = jnp.where(slots.active[rows.slot] & good, jnp.minimum(jnp.minimum(count, speculation_limit), room), 0)
-        return lax.cond(jnp.any(count > 0), lambda carry: _pass(fixed, carry, tokens, count), plain, carry)
+        return lax.cond(jnp.any(count > 0), lambda carry: _pass(inputs, carry, tokens, count), plain, carry)
 
     return lax.while_loop(going, speculative if num_speculative_tokens else plain, (state, output))
 
 
-def _pass(fixed: _Rows, carry: _Carry, speculative: jax.Array, count: jax.Array) -> _Carry:
+def _pass(inputs: _PassInputs, carry: _Carry, speculative: jax.Array, count: jax.Array) -> _Carry:
     """One pass over 1 + W tokens a row; speculative: int32 [B, W], `count` [B] of them real."""
     state, output = carry
-    rows, options = fixed.rows, fixed.options
+    rows, options = inputs.rows, inputs.options
     slots, length = state.slots, state.slots.length[rows.slot]
     last, index = last_tokens(slots, rows), jnp.arange(speculative.shape[1] + 1)
     used = (index <= count[:, None]) & (last.positions >= 0)
@@ -116,9 +116,9 @@ def _pass(fixed: _Rows, carry: _Carry, speculative: jax.Array, count: jax.Array)
         ids=jnp.concatenate([last.ids, speculative], axis=1),
         positions=jnp.where(used, last.positions + index, -1),
     )
-    (hidden,), caches = fixed.model.forward((group,), state.caches, fixed.adapters)
+    (hidden,), caches = inputs.model.forward((group,), state.caches, inputs.adapters)
     assert caches is not None
-    tokens, logprobs = _choose(fixed, hidden, slots, speculative)
+    tokens, logprobs = _choose(inputs, hidden, slots, speculative)
     right = jnp.cumprod((tokens[:, :-1] == speculative) & (index[:-1] < count[:, None]), axis=1)
     accepted = jnp.sum(right, axis=1)
     produced = _until_stop(tokens, accepted + 1, options.stop_token_ids)
@@ -138,10 +138,10 @@ def _pass(fixed: _Rows, carry: _Carry, speculative: jax.Array, count: jax.Array)
     return DeviceState(caches, slots), output
 
 
-def _choose(fixed: _Rows, hidden: jax.Array, slots: Slots, speculative: jax.Array) -> tuple[jax.Array, Logprobs]:
+def _choose(inputs: _PassInputs, hidden: jax.Array, slots: Slots, speculative: jax.Array) -> tuple[jax.Array, Logprobs]:
     """The token after each one of a row, and its log probabilities: [B, W]; speculative tokens count as text."""
     batch, width = hidden.shape[:2]
-    slot = fixed.rows.slot
+    slot = inputs.rows.slot
     length = slots.length[slot]
     if width > 1:  # penalties read speculative tokens from the history, where what is chosen replaces them
         at = jnp.where(slots.active[slot][:, None], length[:, None] + jnp.arange(width - 1), slots.history.shape[1])
@@ -152,13 +152,13 @@ def _choose(fixed: _Rows, hidden: jax.Array, slots: Slots, speculative: jax.Arra
 
     lengths = (length[:, None] + jnp.arange(width)).reshape(-1)
     tokens, logprobs = sample(
-        fixed.model.logits(hidden.reshape(batch * width, -1)),
+        inputs.model.logits(hidden.reshape(batch * width, -1)),
         slots.history,
         repeated(slot),
         lengths,
-        jax.tree.map(repeated, fixed.options),
-        repeated(fixed.bitmask),
-        fixed.processors,
+        jax.tree.map(repeated, inputs.options),
+        repeated(inputs.bitmask),
+        inputs.processors,
     )
     return jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), (tokens, logprobs))
 
