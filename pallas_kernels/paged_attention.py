@@ -82,6 +82,15 @@ def _flash_attention(
     return heads.reshape(q.shape)
 
 
+_OnlineSoftmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Of the keys so far: m_i: the largest score; l_i: sum of exp(score - m_i); acc: sum of exp(score - m_i) * value."""
+
+
+def _first_visible(q_positions: jax.Array, last: jax.Array, window: int) -> jax.Array:
+    """The first position that a query's window reaches; negative positions are padding, `last` is the largest."""
+    return jnp.maximum(jnp.min(jnp.where(q_positions < 0, last, q_positions)) - window + 1, 0)
+
+
 def _flash_attention_rows(
     q: jax.Array,
     pages: KVPages,
@@ -141,11 +150,7 @@ def _flash_attention_rows(
             visible &= distance > -window
         return jnp.where(visible, scores, MASKED_SCORE)
 
-    # The online softmax of the keys so far. m_i: maximum of the scores; l_i: sum of exp(score - m_i); acc: sum of
-    # exp(score - m_i) * value.
-    def iteration(
-        i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def iteration(i: jax.Array, state: _OnlineSoftmax) -> _OnlineSoftmax:
         m_i, l_i, acc = state
         page = lax.dynamic_slice(page_table, (0, i * count), (batch, count)).reshape(-1)
         scores = scores_of(i, page)
@@ -156,10 +161,7 @@ def _flash_attention_rows(
         return m_new, l_i, acc * alpha + jnp.einsum("bhrs,bshk->bhrk", p, gather(pages.v, page))
 
     last = jnp.max(q_positions, initial=0)
-    first = 0
-    if window is not None:
-        min_position = jnp.min(jnp.where(q_positions < 0, last, q_positions))
-        first = jnp.maximum(min_position - window + 1, 0) // size
+    first = 0 if window is None else _first_visible(q_positions, last, window) // size
     zeros = jnp.zeros((batch, kv_heads, group * tokens, 1), jnp.float32)
     state = (zeros + MASKED_SCORE, zeros, jnp.zeros_like(rows))
     _, l_i, acc = lax.fori_loop(first, last // size + 1, iteration, state)
