@@ -30,7 +30,7 @@ aot: .venv-aot/.aot
 
 # The newest JAX, where it could break us first. GPU kernels are for JAX 0.11 (pallas_kernels/dispatch.py).
 newest: .venv-newest/.newest
-	.venv-newest/bin/python -m pytest -n 2 --dist worksteal tests/models tests/compiled $(addprefix tests/kernels/test_,linear.py weights.py kv_pages.py rotary.py)
+	.venv-newest/bin/python -m pytest -n 2 --dist worksteal tests/models tests/compiled tests/generation/lora/test_peft.py $(addprefix tests/kernels/test_,linear.py weights.py kv_pages.py rotary.py)
 
 peers: .venv-peers/.peers
 
