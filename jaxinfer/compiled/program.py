@@ -44,11 +44,6 @@ class Cost:
         """What a call takes beside its arguments."""
         return self.temp_bytes + self.output_bytes - self.alias_bytes
 
-    @property
-    def pass_seconds(self) -> float | None:
-        """A pass, on average; None before the first."""
-        return self.total_seconds / self.passes if self.passes else None
-
     def record(self, seconds: float, *, passes: int = 1) -> None:
         """Add one timed call."""
         self.calls += 1

@@ -27,7 +27,6 @@ class ProgramSpec[Buckets]:
       donate: positions of arguments that results of the same shape overwrite.
       out_shardings: where results are placed, a pytree prefix; None leaves it to the compiler.
       compiler_options: XLA's options, for given sizes.
-      runs_model: whether it makes passes through the model's layers.
     """
 
     name: str
@@ -37,7 +36,11 @@ class ProgramSpec[Buckets]:
     donate: tuple[int, ...] = ()
     out_shardings: Any = None
     compiler_options: Callable[[Sizes], dict[str, str | bool | int]] = lambda sizes: {}
-    runs_model: bool = False
+
+    def lower(self, sizes: Sizes) -> jax.stages.Lowered:
+        """Trace for these sizes, in the context of the caller: its mesh, and whether it lets kernels run."""
+        jitted = jax.jit(self.function(sizes), donate_argnums=self.donate, out_shardings=self.out_shardings)
+        return jitted.lower(*self.arguments(sizes))
 
     def compile(self, sizes: Sizes, *, mesh: jax.sharding.Mesh | None = None, kernels: bool = True) -> Program:
         """Compile for these sizes.
@@ -53,7 +56,6 @@ class ProgramSpec[Buckets]:
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
             if not kernels:
                 stack.enter_context(without_kernels())
-            jitted = jax.jit(self.function(sizes), donate_argnums=self.donate, out_shardings=self.out_shardings)
-            lowered = jitted.lower(*self.arguments(sizes))
+            lowered = self.lower(sizes)
         executable = lowered.compile(compiler_options=self.compiler_options(sizes))
         return Program(self.name, tuple(sizes.items()), executable, time.perf_counter() - start)

@@ -34,5 +34,4 @@ def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
         function=lambda sizes: function,
         arguments=arguments,
         reachable=lambda shapes: ({"batch": rows, "tokens": length} for rows, length in shapes),
-        runs_model=True,
     )

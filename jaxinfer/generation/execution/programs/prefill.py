@@ -149,5 +149,4 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
         donate=(2,),
         out_shardings=None if layout.mesh is None else (layout.state_shardings, None),
         compiler_options=lambda sizes: layout.compiler_options(tokens=sizes["batch"] + sizes["chunks"] * chunk_size),
-        runs_model=True,
     )
