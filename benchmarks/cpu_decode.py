@@ -108,7 +108,7 @@ def host_overhead() -> float:
     page_table = jnp.arange(8, dtype=jnp.int32)[None]
     spec = ProgramSpec[None](
         name="step",
-        function=lambda sizes: step,
+        build=lambda static, sizes: step,
         arguments=lambda sizes: (leaves, caches, tokens, positions, page_table),
         reachable=lambda buckets: ({},),
         donate=(1,),

@@ -1,10 +1,13 @@
-"""Executables: compiled ahead of time for fixed shapes, cached, measured.
+"""Executables: compiled ahead of time for fixed shapes, kept on disk, measured.
 
 Knows nothing of requests or models. Start at `spec.py` (what a program is), then `program.py` (one executable and its
-cost) and `cache.py` (all of a model's); `target.py` compiles for a GPU on a machine without one.
+cost) and `cache.py` (all of a model's). `keys.py` says what an executable depends on, `executables.py` keeps it by
+that key, in `files.py`'s folders. `target.py` compiles for a GPU on a machine without one.
 """
 
-from jaxinfer.compiled.cache import CompileMissError, CostRecords, ProgramCache, cache_folder, enable_persistent_cache
+from jaxinfer.compiled.cache import CompileMissError, CostRecords, ProgramCache
+from jaxinfer.compiled.executables import ExecutableStore
+from jaxinfer.compiled.files import cache_folder
 from jaxinfer.compiled.options import compiler_options
 from jaxinfer.compiled.program import Bucket, Cost, Program
 from jaxinfer.compiled.spec import ProgramSpec, Sizes
@@ -14,11 +17,11 @@ __all__ = [
     "CompileMissError",
     "Cost",
     "CostRecords",
+    "ExecutableStore",
     "Program",
     "ProgramCache",
     "ProgramSpec",
     "Sizes",
     "cache_folder",
     "compiler_options",
-    "enable_persistent_cache",
 ]

@@ -4,42 +4,24 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 
+from jaxinfer.compiled.executables import ExecutableStore
+from jaxinfer.compiled.files import cache_folder
 from jaxinfer.compiled.program import Bucket, Program, bucket_text
 from jaxinfer.compiled.spec import ProgramSpec
+
+_log = logging.getLogger("jaxinfer.compiled")
 
 
 class CompileMissError(RuntimeError):
     """A program was needed that was not compiled ahead, while compiling was forbidden."""
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for jaxinfer: $JAXINFER_CACHE, else $XDG_CACHE_HOME/jaxinfer, else ~/.cache/jaxinfer."""
-    if folder := os.environ.get("JAXINFER_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
-
-
-def enable_persistent_cache() -> None:
-    """Keep compiled executables on disk between processes, unless the user has set a folder for it already."""
-    if jax.config.jax_compilation_cache_dir:
-        return
-    folder = cache_folder() / "xla"
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    # By default JAX leaves out what compiles in under a second; a start-up consists of many of those.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # Programs with oneDNN products (`compiler_options`) cannot be written there; they are compiled in every process.
-    warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry.*bad_alloc")
 
 
 class CostRecords:
@@ -81,22 +63,28 @@ class CostRecords:
 
 
 class ProgramCache[Buckets]:
-    """Finds the executable of a (name, sizes), compiling it if it must.
+    """Finds the executable of a (name, sizes), reading it from disk or compiling it if it must.
 
     Args:
       specs: the programs there are.
       mesh: the devices they are divided over, or None for one device.
       kernels: whether operations may run as kernels.
+      store: where executables are kept between processes; None: nowhere.
 
     Attributes:
-      misses: programs that were compiled because a call needed them, rather than ahead of time.
+      misses: programs that were made because a call needed them, rather than ahead of time.
     """
 
     def __init__(
-        self, specs: Iterable[ProgramSpec[Buckets]], *, mesh: jax.sharding.Mesh | None = None, kernels: bool = True
+        self,
+        specs: Iterable[ProgramSpec[Buckets]],
+        *,
+        mesh: jax.sharding.Mesh | None = None,
+        kernels: bool = True,
+        store: ExecutableStore | None = None,
     ):
         self._specs = {spec.name: spec for spec in specs}
-        self._mesh, self._kernels = mesh, kernels
+        self._mesh, self._kernels, self._store = mesh, kernels, store
         self._programs: dict[tuple[str, Bucket], Program] = {}
         self._locks: dict[tuple[str, Bucket], threading.Lock] = {}
         self._forbidden = False
@@ -136,7 +124,12 @@ class ProgramCache[Buckets]:
         with self._locks.setdefault(key, threading.Lock()):
             if key not in self._programs:
                 name, bucket = key
-                self._programs[key] = self._specs[name].compile(dict(bucket), mesh=self._mesh, kernels=self._kernels)
+                program = self._specs[name].compile(
+                    dict(bucket), mesh=self._mesh, kernels=self._kernels, store=self._store
+                )
+                if not program.kept:
+                    _log.info("compiled %s(%s) in %.1f s", name, bucket_text(bucket), program.cost.compile_seconds)
+                self._programs[key] = program
 
     @contextlib.contextmanager
     def forbid_compile(self) -> Iterator[None]:

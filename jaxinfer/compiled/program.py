@@ -23,7 +23,7 @@ class Cost:
       output_bytes: results.
       alias_bytes: the part of the results that is written in place.
       temp_bytes: workspace while it runs.
-      compile_seconds: tracing, lowering and compiling (or reading the persistent cache).
+      compile_seconds: tracing, lowering and compiling, or reading what was kept.
       calls: timed calls.
       passes: passes through the model in them (several where a program has a loop).
       total_seconds: of the timed calls, from dispatch, or from the results of the call before if that came later, to
@@ -52,10 +52,22 @@ class Cost:
 
 
 class Program:
-    """A compiled executable under a name and a bucket, callable with arrays of exactly its shapes."""
+    """A compiled executable under a name and a bucket, callable with arrays of exactly its shapes.
 
-    def __init__(self, name: str, bucket: Bucket, executable: jax.stages.Compiled, compile_seconds: float):
-        self.name, self.bucket, self.executable = name, bucket, executable
+    Attributes:
+      kept: whether it was read from disk rather than compiled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bucket: Bucket,
+        executable: jax.stages.Compiled,
+        compile_seconds: float,
+        *,
+        kept: bool = False,
+    ):
+        self.name, self.bucket, self.executable, self.kept = name, bucket, executable, kept
         memory = executable.memory_analysis()
         assert memory is not None, "every backend of ours reports its memory"
         self.cost = Cost(

@@ -5,9 +5,11 @@ Loading takes one leaf at a time: it places the leaf where it will be used and q
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,25 @@ def abstract_model(config: ModelConfig, weights: WeightFormat) -> Decoder | Enco
     if isinstance(config, DecoderConfig):
         return nnx.eval_shape(lambda: Decoder(config, weights, rngs=nnx.Rngs(0)))
     return nnx.eval_shape(lambda: Encoder(config, weights, rngs=nnx.Rngs(0)))
+
+
+@functools.cache
+def _split_abstract(config: ModelConfig, weights: WeightFormat) -> tuple[nnx.GraphDef, Any, list[Any]]:
+    """The abstract model's graph, the tree of its state, and the shapes of its leaves."""
+    graphdef, state = nnx.split(abstract_model(config, weights))
+    shapes, treedef = jax.tree.flatten(state)
+    return graphdef, treedef, shapes
+
+
+def abstract_leaves(config: ModelConfig, weights: WeightFormat) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of the weights, in the order in which `merge_model` takes them."""
+    return list(_split_abstract(config, weights)[2])
+
+
+def merge_model(config: ModelConfig, weights: WeightFormat, leaves: list[jax.Array]) -> Decoder | Encoder:
+    """The model with these weights, in the order of `jax.tree.leaves(LoadedModel.state)`."""
+    graphdef, treedef, _ = _split_abstract(config, weights)
+    return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
 
 
 def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:

@@ -14,7 +14,7 @@ def spec_of(name, function, *arguments, **options):
     """A program of one size."""
     return ProgramSpec(
         name=name,
-        function=lambda sizes: function,
+        build=lambda static, sizes: function,
         arguments=lambda sizes: arguments,
         reachable=lambda buckets: ({},),
         **options,
@@ -47,13 +47,13 @@ def test_programs_are_made_without_kernels_on_request():
 def cache_of_add(calls):
     """A cache of a program that adds 1 to `n` numbers; its buckets are those numbers. `calls`: what was traced."""
 
-    def function(sizes):
+    def function(static, sizes):
         calls.append(dict(sizes))
         return lambda x: x + 1
 
     spec = ProgramSpec(
         name="add",
-        function=function,
+        build=function,
         arguments=lambda sizes: (jax.ShapeDtypeStruct((sizes["n"],), jnp.float32),),
         reachable=lambda buckets: ({"n": n} for n in buckets),
     )

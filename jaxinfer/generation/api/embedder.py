@@ -7,7 +7,6 @@ from typing import Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinfer.compiled import enable_persistent_cache
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.llm import LLM
@@ -77,7 +76,6 @@ class Embedder:
             raise ValueError(f"Embedder.context must be in [2, {longest}] for this model, got {context}.")
         options.setdefault("token_budget", ENCODER_TOKENS)
         config = EngineConfig(max_batch=max_batch, context=context or longest, **options)
-        enable_persistent_cache()
         self.model = load_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
         self.tokenizer = Tokenizer.of(self.model.folder)
         self.engine = build_engine(self.model, self.tokenizer, config)

@@ -7,7 +7,6 @@ from typing import Unpack, cast
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinfer.compiled import enable_persistent_cache
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.api.embedding import embed
@@ -80,7 +79,6 @@ class LLM:
         known = EngineOptions.__annotations__
         if unknown := options.keys() - known.keys():
             raise TypeError(f"LLM has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
-        enable_persistent_cache()
         self.model = load_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
         model = self.model.config
         if not isinstance(model, DecoderConfig):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxinfer.compiled import CostRecords, ProgramCache, ProgramSpec
+from jaxinfer.compiled import CostRecords, ExecutableStore, ProgramCache, ProgramSpec
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.execution.platforms import can_overlap
@@ -20,6 +20,7 @@ class BaseExecutor[Buckets]:
       num_pages: the size of the cache, where there is one.
 
     Attributes:
+      store: where executables are kept between processes.
       programs: all executables.
       depth: as in `Executor`.
     """
@@ -33,7 +34,8 @@ class BaseExecutor[Buckets]:
         num_pages: int = 0,
     ):
         self.config, self.depth = config, int(config.overlap and can_overlap(model))
-        self.programs = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels)
+        self.store = ExecutableStore()
+        self.programs = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels, store=self.store)
         self._records = CostRecords(f"{model.config} {model.weights} {model.mesh} {config} {num_pages}")
         self._clock = clock
         self._collected = 0.0  # when the last step had come back

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.compiled import Program
@@ -16,7 +15,7 @@ from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.execution.base import BaseExecutor
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import ALL_TOKENS, Packer
-from jaxinfer.generation.execution.programs import decoder_programs
+from jaxinfer.generation.execution.programs import decoder_programs, zeros
 from jaxinfer.generation.execution.programs.decode import DecodeOutput
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
@@ -52,8 +51,11 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         self._layout = DeviceLayout.of(model, config, num_pages=num_pages, processors=tuple(logits_processors.values()))
         super().__init__(model, config, decoder_programs(self._layout), clock, num_pages)
         self._packer = Packer(self._layout, buckets, logits_processors)
-        self._state: DeviceState = _zeros(self._layout.state)
-        self._adapters: list[LayerAdapters] | None = _zeros(self._layout.adapters)
+        self._empty_state = zeros.spec(self._layout.state).compile({}, mesh=model.mesh, store=self.store)
+        self._state: DeviceState = self._empty_state()
+        self._adapters: list[LayerAdapters] | None = None
+        if config.max_adapters:
+            self._adapters = zeros.spec(self._layout.adapters).compile({}, mesh=model.mesh, store=self.store)()
         self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
 
     def restart(self) -> None:
@@ -61,7 +63,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         super().restart()
         for array in jax.tree.leaves(self._state):
             array.delete()  # there is no room for two
-        self._state = _zeros(self._layout.state)
+        self._state = self._empty_state()
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile every program that these sequences, or any (None), can need; returns how many were missing.
@@ -127,7 +129,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         if bitmask is None:
             if count not in self._all_tokens:
                 shape = self._layout.place(self._layout.bitmask(count))
-                self._all_tokens[count] = jnp.full(shape.shape, ALL_TOKENS, shape.dtype, device=shape.sharding)
+                self._all_tokens[count] = jax.device_put(np.full(shape.shape, ALL_TOKENS), shape.sharding)
             return self._all_tokens[count]
         return bitmask
 
@@ -148,8 +150,3 @@ class DecoderExecutor(BaseExecutor[Buckets]):
             plain_passes=plain,
             speculative_passes=speculative,
         )
-
-
-def _zeros(shapes: Any) -> Any:
-    """Arrays of these shapes, where they say."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)

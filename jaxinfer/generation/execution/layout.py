@@ -1,22 +1,22 @@
 """The shapes of everything on the device and where each array lives; has no array but the weights."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxinfer.compiled import compiler_options
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
 from jaxinfer.generation.lora.peft import Adapter, adapter_shapes
 from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
-from jaxinfer.generation.sampling.sampler import LogitsProcessor
+from jaxinfer.generation.sampling.sampler import LogitsProcessors
 from jaxinfer.generation.sampling.structured_outputs import bitmask_words
 from jaxinfer.models import Decoder, DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
-from jaxinfer.models.loading import LoadedModel, abstract_model
+from jaxinfer.models.loading import LoadedModel, abstract_leaves, merge_model
 
 LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "gate_up": "mlp.up", "down": "mlp.down"}
 """The fields of `LayerAdapters` -> their linears in a layer."""
@@ -34,6 +34,32 @@ def flags(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.bool_)
 
 
+@dataclasses.dataclass(frozen=True)
+class DecoderStatic:
+    """All that a decoder's programs depend on beside the shapes of their arguments.
+
+    Attributes:
+      config: the model's. weights: the format of its leaves.
+      engine: the engine's sizes.
+      processors: logits processors, compiled into the programs that choose tokens; these are never kept on disk.
+    """
+
+    config: DecoderConfig
+    weights: WeightFormat
+    engine: EngineConfig
+    processors: LogitsProcessors = ()
+
+    def with_model(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of (weights, *rest) from one of (model, *rest)."""
+
+        def function(leaves: list[jax.Array], *rest: Any) -> Any:
+            model = merge_model(self.config, self.weights, leaves)
+            assert isinstance(model, Decoder)
+            return body(model, *rest)
+
+        return function
+
+
 class DeviceLayout:
     """The device side of one decoder, in shapes.
 
@@ -47,6 +73,7 @@ class DeviceLayout:
       family: the model's, for adapters.
 
     Attributes:
+      static: what programs depend on beside shapes.
       leaves: the weights, or their shapes.
       state: the shapes of `DeviceState`.
       adapters: the shapes of the adapters on the device, or None.
@@ -60,25 +87,22 @@ class DeviceLayout:
         engine: EngineConfig,
         *,
         num_pages: int,
-        processors: Sequence[LogitsProcessor] = (),
+        processors: LogitsProcessors = (),
         model: LoadedModel | None = None,
         platform: str,
         family: str = "",
     ):
         self.config, self.weights, self.engine, self.num_pages = config, weights, engine, num_pages
-        self.processors, self.platform, self._model = tuple(processors), platform, model
+        self.static = DecoderStatic(config, weights, engine, processors)
+        self.platform, self._model = platform, model
         self.mesh = None if model is None else model.mesh
-        if model is None:
-            self._graphdef, values = nnx.split(abstract_model(config, weights))
-        else:
-            self._graphdef, values = model.graphdef, model.state
-        self.leaves, self._treedef = jax.tree.flatten(values)
+        self.leaves = abstract_leaves(config, weights) if model is None else jax.tree.leaves(model.state)
         self.state = self._state()
         self.adapters = self._adapters(family) if engine.max_adapters else None
 
     @classmethod
     def of(
-        cls, model: LoadedModel, engine: EngineConfig, *, num_pages: int, processors: Sequence[LogitsProcessor] = ()
+        cls, model: LoadedModel, engine: EngineConfig, *, num_pages: int, processors: LogitsProcessors = ()
     ) -> "DeviceLayout":
         """The layout of a loaded model."""
         assert isinstance(model.config, DecoderConfig)
@@ -110,7 +134,7 @@ class DeviceLayout:
         """`Slots` of `count` rows."""
         options = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype),
-            sampling_arrays([idle_options(len(self.processors))]),
+            sampling_arrays([idle_options(len(self.static.processors))]),
         )
         vector = integers(count)
         return Slots(integers(count, self.engine.context), vector, flags(count), vector, vector, options)
@@ -169,17 +193,6 @@ class DeviceLayout:
         ]
 
     # What programs have in common
-
-    def with_model(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of (weights, *rest) from one of (model, *rest)."""
-        graphdef, treedef = self._graphdef, self._treedef
-
-        def function(leaves: list[jax.Array], *rest: Any) -> Any:
-            model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-            assert isinstance(model, Decoder)
-            return body(model, *rest)
-
-        return function
 
     @property
     def state_shardings(self) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from rich.filesize import decimal
 
-from jaxinfer.compiled import ProgramCache
+from jaxinfer.compiled import ExecutableStore, ProgramCache
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
@@ -93,9 +93,8 @@ def plan_memory(model: LoadedModel, config: EngineConfig, *, cache_bytes: int | 
 
 def workspace_bytes(layout: DeviceLayout, buckets: Buckets) -> int:
     """What the largest programs need while they run, on each device; compiles them."""
-    programs = ProgramCache(
-        [prefill.spec(layout), decode.spec(layout)], mesh=layout.mesh, kernels=layout.engine.kernels
-    )
+    specs = [prefill.spec(layout), decode.spec(layout)]
+    programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=ExecutableStore())
     programs.compile_ahead(buckets.largest)
     return max(program.cost.workspace_bytes for program in programs)
 

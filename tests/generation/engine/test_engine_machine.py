@@ -15,7 +15,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxinfer.compiled import enable_persistent_cache
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
@@ -169,7 +168,6 @@ def check_same(sequence, expected):
 @pytest.fixture(scope="module")
 def engines(model_dir):
     """Engines without and with speculation, each by whether steps overlap; both of a pair share their programs."""
-    enable_persistent_cache()
     model, tokenizer = load_model(model_dir), Tokenizer.of(model_dir)
     speculative = dataclasses.replace(SMALL_CONFIG, num_speculative_tokens=3, token_budget=8)
 

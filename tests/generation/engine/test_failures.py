@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.compiled import enable_persistent_cache
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
@@ -22,7 +21,6 @@ PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=25, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model(model_dir):
-    enable_persistent_cache()
     return load_model(model_dir)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import psutil
 import pytest
 
-from jaxinfer.compiled import enable_persistent_cache
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.output import request_output
@@ -58,7 +57,6 @@ def without_d(scores, history, length):
 
 @pytest.fixture
 def engine(model_dir, tmp_path):
-    enable_persistent_cache()
     engine = build_engine(
         load_model(model_dir), Tokenizer.of(model_dir), CONFIG, num_pages=PAGES, logits_processors={"no d": without_d}
     )

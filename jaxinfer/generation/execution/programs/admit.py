@@ -1,8 +1,11 @@
 """`admit`: requests get their slots."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
-from jaxinfer.compiled import ProgramSpec
+from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout, integers
 from jaxinfer.generation.execution.state import DeviceState, Slots
@@ -14,11 +17,16 @@ def admit(state: DeviceState, slot: jax.Array, requests: Slots) -> DeviceState:
     return DeviceState(state.caches, slots)
 
 
+def build(static: None, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return admit
+
+
 def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
     """Sizes: `count` requests."""
     return ProgramSpec(
         name="admit",
-        function=lambda sizes: admit,
+        build=build,
         arguments=lambda sizes: (
             layout.state,
             *layout.inputs(integers(sizes["count"]), layout.slots(sizes["count"])),

@@ -1,8 +1,11 @@
 """`copy_pages`: a request that shares a part of a page gets a copy of it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
-from jaxinfer.compiled import ProgramSpec
+from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout, integers
 from jaxinfer.generation.execution.state import DeviceState
@@ -14,11 +17,16 @@ def copy_pages(state: DeviceState, source: jax.Array, target: jax.Array) -> Devi
     return DeviceState(caches, state.slots)
 
 
+def build(static: None, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return copy_pages
+
+
 def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
     """Sizes: `count` pages."""
     return ProgramSpec(
         name="copy_pages",
-        function=lambda sizes: copy_pages,
+        build=build,
         arguments=lambda sizes: (layout.state, *layout.inputs(integers(sizes["count"]), integers(sizes["count"]))),
         reachable=lambda buckets: (
             {"count": count} for count in (buckets.admissions if layout.engine.prefix_caching else ())

@@ -1,15 +1,16 @@
 """`decode`: several passes in one loop, each over a token of every row, with speculative tokens if asked."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.compiled import ProgramSpec
+from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
-from jaxinfer.generation.execution.layout import DeviceLayout, integers
+from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
 from jaxinfer.generation.execution.programs.ngram import propose
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots, append, last_tokens, options_of
 from jaxinfer.generation.sampling.arrays import SamplingArrays
@@ -170,18 +171,19 @@ def _until_stop(tokens: jax.Array, count: jax.Array, stop_token_ids: jax.Array) 
     return jnp.minimum(count, first)
 
 
+def build(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    body = functools.partial(
+        decode,
+        max_passes=static.engine.max_decode_passes,
+        num_speculative_tokens=sizes["speculative"],
+        processors=static.processors,
+    )
+    return static.with_model(body)
+
+
 def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
     """Sizes: `batch` rows, `speculative` tokens of each in a pass, `pages` of a page table."""
-
-    def function(sizes):
-        return layout.with_model(
-            functools.partial(
-                decode,
-                max_passes=layout.engine.max_decode_passes,
-                num_speculative_tokens=sizes["speculative"],
-                processors=layout.processors,
-            )
-        )
 
     def arguments(sizes):
         batch = sizes["batch"]
@@ -190,7 +192,8 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
 
     return ProgramSpec(
         name="decode",
-        function=function,
+        build=build,
+        static=layout.static,
         arguments=arguments,
         reachable=lambda buckets: (
             {"batch": batch, "speculative": speculative, "pages": pages}

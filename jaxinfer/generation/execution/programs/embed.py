@@ -1,14 +1,14 @@
 """`embed`: an encoder's vectors of a batch of prompts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from jaxinfer.compiled import ProgramSpec
-from jaxinfer.models import Encoder
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.compiled import ProgramSpec, Sizes
+from jaxinfer.models import Encoder, EncoderConfig, WeightFormat
+from jaxinfer.models.loading import LoadedModel, merge_model
 
 
 def embed(model: Encoder, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -16,14 +16,28 @@ def embed(model: Encoder, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     return model.pool(model(tokens, positions), positions)
 
 
-def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
-    """Sizes: `batch` rows of `tokens`; buckets are pairs of these."""
-    leaves, treedef = jax.tree.flatten(model.state)
+class EncoderStatic(NamedTuple):
+    """All that the program depends on beside the shapes of its arguments."""
+
+    config: EncoderConfig
+    weights: WeightFormat
+
+
+def build(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
 
     def function(leaves: list[jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        module = nnx.merge(model.graphdef, jax.tree.unflatten(treedef, leaves))
-        assert isinstance(module, Encoder)
-        return embed(module, tokens, positions)
+        model = merge_model(static.config, static.weights, leaves)
+        assert isinstance(model, Encoder)
+        return embed(model, tokens, positions)
+
+    return function
+
+
+def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
+    """Sizes: `batch` rows of `tokens`; buckets are pairs of these."""
+    assert isinstance(model.config, EncoderConfig)
+    leaves = jax.tree.leaves(model.state)
 
     def arguments(sizes):
         shape = jax.ShapeDtypeStruct((sizes["batch"], sizes["tokens"]), jnp.int32)
@@ -31,7 +45,8 @@ def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
 
     return ProgramSpec(
         name="embed",
-        function=lambda sizes: function,
+        build=build,
+        static=EncoderStatic(model.config, model.weights),
         arguments=arguments,
         reachable=lambda shapes: ({"batch": rows, "tokens": length} for rows, length in shapes),
     )

@@ -1,8 +1,11 @@
 """`place_adapter`: a LoRA adapter comes to the device."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
-from jaxinfer.compiled import ProgramSpec
+from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout, integers
 from jaxinfer.models import LayerAdapters, LowRankStack
@@ -18,11 +21,16 @@ def place_adapter(adapters: list[LayerAdapters], index: jax.Array, one: list[Lay
     return jax.tree.map(fill, adapters, one, is_leaf=lambda x: isinstance(x, LowRankStack))
 
 
+def build(static: None, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return place_adapter
+
+
 def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
     """No sizes. Nothing is donated: a step that fails here leaves the adapters that are there."""
     return ProgramSpec(
         name="place_adapter",
-        function=lambda sizes: place_adapter,
+        build=build,
         arguments=lambda sizes: (layout.adapters, integers(), layout.adapter_layers(None)),
         reachable=lambda buckets: () if layout.adapters is None else ({},),
         out_shardings=None if layout.mesh is None else jax.tree.map(lambda x: x.sharding, layout.adapters),

@@ -2,15 +2,16 @@
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.compiled import ProgramSpec
+from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
-from jaxinfer.generation.execution.layout import DeviceLayout, flags, integers
+from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, flags, integers
 from jaxinfer.generation.execution.state import DeviceState, Rows, append, last_tokens, options_of
 from jaxinfer.generation.sampling.logprobs import Logprobs, logprobs_of, no_logprobs
 from jaxinfer.generation.sampling.sampler import LogitsProcessors, sample
@@ -121,6 +122,12 @@ def _prompt_logprobs(model: Decoder, hidden: jax.Array, following: jax.Array) ->
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:]), found)
 
 
+def build(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    body = functools.partial(prefill, chunk_size=static.engine.chunk_size, processors=static.processors)
+    return static.with_model(body)
+
+
 def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
     """Sizes: `chunks`, `batch` decoding rows beside them, `pages` of a page table."""
     chunk_size = layout.engine.chunk_size
@@ -135,10 +142,10 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
         )
         return (layout.leaves, layout.adapters, layout.state, *inputs)
 
-    body = functools.partial(prefill, chunk_size=chunk_size, processors=layout.processors)
     return ProgramSpec(
         name="prefill",
-        function=lambda sizes: layout.with_model(body),
+        build=build,
+        static=layout.static,
         arguments=arguments,
         reachable=lambda buckets: (
             {"chunks": chunks, "batch": batch, "pages": pages}

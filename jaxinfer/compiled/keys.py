@@ -1,0 +1,182 @@
+"""What a compiled program depends on, in full: two programs with equal keys have the same executable.
+
+A key is made of plain values (JSON), part by part, so that a person can see why two differ.
+"""
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from pallas_kernels import dispatch
+
+PACKAGES = ("jaxinfer", "pallas_kernels", "sharding")
+"""The code that programs are traced from. Every file of theirs is part of every key."""
+LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "einops", "ml-dtypes")
+"""The libraries that decide what is traced and compiled."""
+_ENVIRONMENT = ("XLA_", "TF_XLA_", "NVIDIA_TF32_OVERRIDE", "NPROC", "OMP_NUM_THREADS")
+"""Variables that XLA and its libraries read begin with these; JAX's own are in its config."""
+_NOT_COMPILED = ("jax_compilation_cache_", "jax_persistent_cache_", "jax_log", "jax_debug_log", "jax_explain_")
+"""Options of JAX that begin with these say what is kept and what is printed, not what is compiled."""
+
+_STARTED = time.time()
+
+
+class NoKeyError(ValueError):
+    """A program depends on something that has no description; the message says what."""
+
+
+def digest(parts: dict[str, Any]) -> str:
+    """A key as one word."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def environment_key() -> dict[str, Any]:
+    """What every program of this process depends on. Raises NoKeyError if its code has changed since it started."""
+    return {
+        "code": source_digest(),
+        **_machine(),
+        # As this thread sees them, inside context managers too.
+        "config": {
+            name: str(getattr(jax.config, name, value))
+            for name, value in jax.config.values.items()
+            if not name.startswith(_NOT_COMPILED)
+        },
+        "environment": _environment(),
+        "kernels": describe(dispatch.tracing_state()),
+        "mesh of the context": describe(jax.sharding.get_abstract_mesh()),
+    }
+
+
+def describe(value: Any) -> Any:
+    """A value as JSON, such that different values have different descriptions.
+
+    Raises NoKeyError for anything that is not plain data, functions above all: what they do is not in their names.
+    """
+    match value:
+        case enum.Enum():
+            return [type(value).__qualname__, value.name]
+        case None | bool() | str() | int():
+            return value
+        case float():
+            return ["float", value.hex()]
+        case np.dtype():
+            return ["dtype", value.name]
+        case frozenset() | set():
+            return ["set", *sorted((describe(item) for item in value), key=json.dumps)]
+        case list() | tuple():
+            return [type(value).__qualname__, *(describe(item) for item in value)]
+        case dict():
+            return ["dict", *sorted(([describe(k), describe(v)] for k, v in value.items()), key=json.dumps)]
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return [type(value).__qualname__, fields]
+        case jax.sharding.AbstractMesh() | Mesh() | NamedSharding() | SingleDeviceSharding():
+            return _describe_devices(value)
+        case jax.Array() | jax.ShapeDtypeStruct():
+            sharding = None if value.sharding is None else describe(value.sharding)
+            return ["array", list(value.shape), value.dtype.name, bool(value.weak_type), sharding]
+        case np.ndarray() | np.generic():
+            return ["numpy", list(value.shape), value.dtype.name]
+    raise NoKeyError(f"it depends on a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def describe_tree(tree: Any) -> Any:
+    """A pytree of arrays, shapes or shardings: its structure and its leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return [str(treedef), [describe(leaf) for leaf in leaves]]
+
+
+def describe_function(function: Callable[..., Any]) -> str:
+    """A function of our packages by its name, which with their source says what it does.
+
+    Raises NoKeyError for one that is not the whole of what it does: from elsewhere, or with values of its own.
+    """
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+    if not isinstance(function, FunctionType) or name.partition(".")[0] not in PACKAGES:
+        raise NoKeyError(f"{name} is not a function of {', '.join(PACKAGES)}")
+    if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or "<locals>" in name:
+        raise NoKeyError(f"{name} has values of its own; what a program depends on belongs into ProgramSpec.static")
+    return name
+
+
+def _describe_devices(value: Any) -> Any:
+    match value:
+        case jax.sharding.AbstractMesh():
+            kinds = [kind.name for kind in value.axis_types]
+            return ["mesh", list(value.axis_names), list(value.axis_sizes), kinds, str(value.abstract_device)]
+        case Mesh():
+            return [*_describe_devices(value.abstract_mesh), [device.id for device in value.devices.flat]]
+        case NamedSharding():
+            return ["named", _describe_devices(value.mesh), str(value.spec), value.memory_kind]
+        case SingleDeviceSharding():
+            return ["device", *sorted(device.id for device in value.device_set), value.memory_kind]
+
+
+@functools.cache
+def source_digest() -> str:
+    """Of every file of our packages. Raises NoKeyError if one was written after this process started.
+
+    The process runs what it imported then, so what is on disk now does not describe it.
+    """
+    found = hashlib.sha256()
+    for package in PACKAGES:
+        for folder in importlib.import_module(package).__path__:
+            for path in sorted(Path(folder).rglob("*")):
+                if not path.is_file() or "__pycache__" in path.parts:
+                    continue
+                if path.stat().st_mtime > _STARTED:
+                    raise NoKeyError(f"{path} has changed since this process started")
+                content = path.read_bytes()
+                found.update(f"{package}/{path.relative_to(folder)} {len(content)}\n".encode())
+                found.update(content)
+    return found.hexdigest()
+
+
+@functools.cache
+def _machine() -> dict[str, Any]:
+    """Versions, devices and processor, which do not change while the process runs."""
+    device = jax.devices()[0]
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES} | {"python": sys.version},
+        "devices": [
+            [device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))],
+            [device.id for device in jax.devices()],
+            device.client.platform_version,
+        ],
+        # XLA compiles for the processor's instructions and divides loops by the number of cores.
+        "processor": [platform.machine(), _cpu_features(), len(os.sched_getaffinity(0))],
+    }
+
+
+def _cpu_features() -> list[str]:
+    """The processor's model and instruction sets, of the first core."""
+    wanted = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return [platform.processor()]
+    lines = [line.partition(":") for line in first.splitlines()]
+    return [value.strip() for name, _, value in lines if name.strip() in wanted]
+
+
+def _environment() -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
+    if "xla_dump" in found.get("XLA_FLAGS", ""):
+        raise NoKeyError("XLA_FLAGS asks for dumps, which only compiling writes")
+    return found

@@ -1,0 +1,30 @@
+"""`zeros`: what the device starts with, made there in one call, whatever the number of layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.compiled import ProgramSpec, Sizes
+
+
+def build(static: Any, sizes: Sizes) -> Callable[..., Any]:
+    """The function without arguments that returns zeros of these shapes."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), static)
+
+    return zeros
+
+
+def spec(shapes: Any) -> ProgramSpec[Any]:
+    """No sizes. shapes: a pytree of `jax.ShapeDtypeStruct`s, which say where the arrays will live."""
+    return ProgramSpec(
+        name="zeros",
+        build=build,
+        static=shapes,
+        arguments=lambda sizes: (),
+        reachable=lambda buckets: ({},),
+        out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
+    )

@@ -1,0 +1,167 @@
+"""Files kept between processes: whole or not at all, private, bounded; under kills, full disks and many writers."""
+
+import importlib.util
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxinfer.compiled import files
+from jaxinfer.compiled.files import KeptFiles
+
+# A process that has nothing but the module: it starts in no time.
+LOAD = f"""
+import importlib.util, sys
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("files", {importlib.util.find_spec("jaxinfer.compiled.files").origin!r})
+files = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(files)
+kept = files.KeptFiles(Path(sys.argv[1]), max_bytes=1 << 40)
+"""
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return KeptFiles(tmp_path / "kept", max_bytes=10_000)
+
+
+def child(program, *arguments):
+    return subprocess.Popen([sys.executable, "-c", LOAD + program, *map(str, arguments)])
+
+
+def temporaries(kept):
+    return list(kept.folder.glob(".*.tmp"))
+
+
+def test_what_was_put_is_found_again(kept):
+    assert kept.get("a") is None
+    kept.put("a", b"one")
+    kept.put("b", b"")
+    kept.put("a", b"two")
+    assert (kept.get("a"), kept.get("b")) == (b"two", b"")
+    assert kept.sizes().keys() == {"a", "b"}
+    kept.remove("a")
+    assert kept.get("a") is None
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 60])
+def test_half_a_file_is_deleted(kept, length):
+    kept.put("a", bytes(100))
+    path = kept.folder / "a"
+    path.write_bytes(path.read_bytes()[:length])
+    assert kept.get("a") is None
+    assert not path.exists()
+
+
+def test_a_changed_bit_is_found_out(kept):
+    kept.put("a", bytes(100))
+    path = kept.folder / "a"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    assert kept.get("a") is None
+    assert not path.exists()
+
+
+def test_nobody_else_can_read_or_write(kept):
+    kept.put("a", b"one")
+    assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((kept.folder / "a").stat().st_mode) == 0o600
+    kept.folder.chmod(0o777)
+    assert kept.get("a") == b"one"
+    assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_another_user_is_not_used(kept, monkeypatch, caplog):
+    kept.put("a", b"one")
+    monkeypatch.setattr(os, "geteuid", lambda: kept.folder.stat().st_uid + 1)
+    assert kept.get("a") is None
+    kept.put("b", b"two")
+    assert [record.message for record in caplog.records] == [f"{kept.folder} is not used: it belongs to another user"]
+    monkeypatch.undo()
+    assert kept.sizes().keys() == {"a"}
+
+
+def test_what_was_used_longest_ago_goes_first(kept):
+    for name, used in (("a", 1000), ("b", 2000), ("c", 3000)):
+        kept.put(name, bytes(3000))
+        os.utime(kept.folder / name, (used, used))
+    assert kept.get("a") is not None  # used now
+    kept.put("d", bytes(3000))
+    assert kept.sizes().keys() == {"a", "c", "d"}
+    kept.put("e", bytes(6000))
+    assert kept.sizes().keys() == {"d", "e"}
+    kept.put("f", bytes(10_001))
+    assert "e" in kept.sizes()
+
+
+def test_what_a_killed_writer_left_is_deleted_once_it_is_old(kept):
+    kept.put("a", b"one")
+    for name, used in ((".old.tmp", 0), (".new.tmp", time.time())):
+        (kept.folder / name).touch()
+        os.utime(kept.folder / name, (used, used))
+    kept.put("b", b"two")
+    assert [path.name for path in temporaries(kept)] == [".new.tmp"]
+
+
+def test_a_full_disk_leaves_nothing_and_is_said_once(kept, caplog):
+    kept.put("a", bytes(100))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        for _ in range(2):
+            kept.put("a", bytes(5000))
+            kept.put("b", bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not temporaries(kept)
+    assert (kept.get("a"), kept.get("b")) == (bytes(100), None)
+    assert [record.message for record in caplog.records] == [
+        f"nothing can be kept in {kept.folder}: [Errno 27] File too large"
+    ]
+    kept.put("b", bytes(5000))
+    assert kept.get("b") == bytes(5000)
+
+
+def test_a_killed_writer_leaves_no_half_file(kept):
+    size = 32 << 20
+    writer = "while True:\n  for i in range(256): kept.put('a', bytes([i]) * int(sys.argv[2]))"
+    for _ in range(5):
+        process = child(writer, kept.folder, size)
+        try:
+            while process.poll() is None and not any(file.stat().st_size for file in temporaries(kept)):
+                pass
+        except FileNotFoundError:
+            pass  # renamed meanwhile: as good a moment as any
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        content = kept.get("a")
+        assert content is None or content == content[:1] * size
+
+
+def test_ten_processes_on_an_empty_folder(tmp_path):
+    """Every process finds a file whole or not at all, whatever the others write and delete."""
+    program = """
+kept.max_bytes = 200_000  # of 480,000
+for turn in range(40):
+    for name in "abcdefgh":
+        content = name.encode() * 60_000
+        assert kept.get(name) in (None, content)
+        kept.put(name, content)
+"""
+    processes = [child(program, tmp_path / "kept") for _ in range(10)]
+    assert [process.wait() for process in processes] == [0] * 10
+    kept = KeptFiles(tmp_path / "kept", max_bytes=200_000)
+    assert 0 < sum(kept.sizes().values()) <= kept.max_bytes
+    assert not temporaries(kept)
+
+
+def test_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAXINFER_CACHE")
+    assert files.cache_folder() == tmp_path / "jaxinfer"
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "mine"))
+    assert files.cache_folder() == tmp_path / "mine"
