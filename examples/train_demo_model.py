@@ -41,10 +41,10 @@ from jaxinfer.models.config import (
     PositionsConfig,
 )
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.linear import WeightFormat
 from jaxinfer.models.loading import save_model
 from jaxinfer.models.mlp import Mlp
 from jaxinfer.models.rotary import rotary_table
+from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.rotary import rotate
 
 END_OF_TEXT = "<|endoftext|>"

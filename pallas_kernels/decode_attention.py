@@ -32,12 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.pallas.mosaic_gpu.helpers import inline_ptx
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.mosaic import inline_ptx, pl, plgpu
 from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
 
@@ -52,10 +50,13 @@ _MASKED = -1e30  # finite, so that sums over masked keys alone get the weight ex
 _LOG2E = math.log2(math.e)
 _SMS = 132
 _SMEM_BYTES = 227 << 10  # of a thread block, at most
-# For rows of the QKV projection: of every 8 rows each warp holds 2, with 16 adjacent features across its lanes.
-_QKV_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 16), (2, 16), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
+
+
+def _qkv_layout() -> Any:
+    """For rows of the QKV projection: of every 8 rows each warp holds 2, with 16 adjacent features across its lanes."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((8, 16), (2, 16), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -416,14 +417,14 @@ def _prepare(plan: _Plan, refs: SimpleNamespace, row: jax.Array) -> None:
 
     def broadcast(ref: Ref, shape: tuple[int, int]) -> jax.Array:
         """A vector of features, repeated for every row of `shape`."""
-        vector = plgpu.load(ref, layout=_QKV_LAYOUT.reduce(0), optimized=False)
+        vector = plgpu.load(ref, layout=_qkv_layout().reduce(0), optimized=False)
         return lax.broadcast_in_dim(vector, shape, (1,))
 
     @pl.loop(0, plan.tokens)
     def _(token):
         slices = [(slice(None), pl.ds(start, size)) for start, size in plan.rotary_slices]
-        loaded = [plgpu.load(refs.qkv_rows.at[token].at[s], layout=_QKV_LAYOUT, optimized=False) for s in slices]
-        index = [plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_QKV_LAYOUT) for shape in shapes]
+        loaded = [plgpu.load(refs.qkv_rows.at[token].at[s], layout=_qkv_layout(), optimized=False) for s in slices]
+        index = [plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_qkv_layout()) for shape in shapes]
         xs = [x.astype(jnp.float32) for x in loaded]
         if plan.norms:
             mean_square = sum(jnp.sum(x * x, axis=1) for x in xs) * (1.0 / plan.head_dim)

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from jax import lax
 from jax._src.interpreters import mlir  # no public way to give a primitive a lowering
-from jax._src.pallas.mosaic_gpu import primitives as mosaic_primitives
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, get_abstract_mesh
+
+from pallas_kernels.mosaic import plgpu, primitives
 
 _HOPPER_OR_NEWER = re.compile(r"\b(H100|H200|H800|H20|GH200|B100|B200|B300|GB200|GB300)\b")
 
@@ -154,7 +154,7 @@ def _register_mma() -> None:
         return acc + lax.dot(a, b, preferred_element_type=acc.dtype)
 
     rule = mlir.lower_fun(mma, multiple_results=False)
-    mlir.register_lowering(mosaic_primitives.mma_p, rule, platform="cpu")
+    mlir.register_lowering(primitives.mma_p, rule, platform="cpu")
 
 
 def tracing_state() -> tuple[bool, frozenset[str]]:

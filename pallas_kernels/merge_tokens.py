@@ -15,17 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
 
 TILE = 64  # tokens, or features, of a tile: 128 bytes in a 16-bit dtype, the widest swizzle
 MMA_TOKENS = 32  # tokens per mma
 MAX_TOKENS = 1024
 _SMEM_BYTES = 200 << 10  # of a thread block, for the metric of all tokens
-_SWIZZLED = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]  # pyright takes it for abstract
+
+
+def _swizzled() -> tuple[Any, ...]:
+    """How a tile lies in shared memory."""
+    return (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]  # pyright takes it for abstract
 
 
 def merge_tokens(
@@ -196,7 +199,7 @@ def _select(metric: jax.Array, r: int, protected: int) -> jax.Array:
         body,
         out_type=jax.ShapeDtypeStruct((batch, rows, 2), jnp.int32),
         scratch_types=[
-            plgpu.SMEM((2, feature_tiles, rows, TILE), unit.dtype, transforms=_SWIZZLED),
+            plgpu.SMEM((2, feature_tiles, rows, TILE), unit.dtype, transforms=_swizzled()),
             *(plgpu.SMEM((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32)),
             plgpu.Barrier(num_arrivals=2 * feature_tiles * tiles),
         ],
@@ -265,10 +268,10 @@ def _merge(x: jax.Array, size: jax.Array, target: jax.Array, r: int) -> tuple[ja
             jax.ShapeDtypeStruct((batch, pl.cdiv(outputs, TILE) * TILE), jnp.float32),
         ),
         scratch_types=[
-            plgpu.SMEM((tokens, TILE), x.dtype, transforms=_SWIZZLED),
+            plgpu.SMEM((tokens, TILE), x.dtype, transforms=_swizzled()),
             plgpu.SMEM((tokens,), jnp.float32),
             plgpu.SMEM((tokens,), jnp.int32),
-            plgpu.SMEM(shape, x.dtype, transforms=_SWIZZLED),
+            plgpu.SMEM(shape, x.dtype, transforms=_swizzled()),
             plgpu.SMEM((TILE,), jnp.float32),
             plgpu.Barrier(num_arrivals=3 * tokens // TILE),
         ],

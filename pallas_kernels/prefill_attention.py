@@ -25,23 +25,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError, interpreting
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
 
 _TILE_Q = 64  # rows of queries per consumer warpgroup: the M of a wgmma
-_ACC_LAYOUT = plgpu.Layout.WGMMA
-_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # a vector with one number per row of an accumulator
-_ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _LOG2E = math.log2(math.e)
 
 # A power of two, so that its product with any factor is exact: while a row has seen only masked keys, its weights are
 # exp2(x - x) = 1, even if the compiler fuses the product and the difference without rounding in between.
 _MASKED = np.float32(-(2.0**100))
+
+
+def _row_layout() -> Any:
+    """Of a vector with one number per row of an accumulator."""
+    return plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,9 +261,9 @@ def _kernel(
     def compute_bounds() -> None:
         """Done by one warpgroup for all: reducing to a scalar needs scratch space, and there is only one."""
         min_position, max_position = np.int32(2**30), np.int32(-1)
-        token = plgpu.layout_cast(lax.iota(jnp.int32, _TILE_Q), _ROW_LAYOUT)
+        token = plgpu.layout_cast(lax.iota(jnp.int32, _TILE_Q), _row_layout())
         for w in range(consumers):
-            positions = plgpu.load(s.positions.at[w], layout=_ROW_LAYOUT, optimized=False)
+            positions = plgpu.load(s.positions.at[w], layout=_row_layout(), optimized=False)
             # The copied positions run on into the next tile's tokens and into the next row's.
             valid = (positions >= 0) & (token < wg_tokens) & (token < tokens - first_token - w * wg_tokens)
             min_position = jnp.minimum(min_position, jnp.min(jnp.where(valid, positions, np.int32(2**30))))
@@ -279,8 +280,8 @@ def _kernel(
 
         One number at a time, since no layout can repeat a vector; the first keys are in flight meanwhile.
         """
-        token = lax.rem(plgpu.layout_cast(lax.iota(jnp.int32, _TILE_Q), _ROW_LAYOUT), wg_tokens)
-        zeros = plgpu.layout_cast(jnp.zeros(_TILE_Q, jnp.int32), _ROW_LAYOUT)
+        token = lax.rem(plgpu.layout_cast(lax.iota(jnp.int32, _TILE_Q), _row_layout()), wg_tokens)
+        zeros = plgpu.layout_cast(jnp.zeros(_TILE_Q, jnp.int32), _row_layout())
         return lax.fori_loop(0, wg_tokens, lambda t, x: jnp.where(token == t, s.positions[warpgroup, t], x), zeros)
 
     def page_of(i: Any, copy: int) -> tuple[Any, Any]:
@@ -300,15 +301,15 @@ def _kernel(
         """int8 -> q's dtype, times each page's scale; 64 keys by 128 features at a time, to save registers."""
         width = min(head_dim, 128)
         for first_key in range(0, tile_kv, 64):
-            scale_of = plgpu.layout_cast(jnp.zeros(64, jnp.float32), _ROW_LAYOUT)
-            key = plgpu.layout_cast(lax.iota(jnp.int32, 64), _ROW_LAYOUT)
+            scale_of = plgpu.layout_cast(jnp.zeros(64, jnp.float32), _row_layout())
+            key = plgpu.layout_cast(lax.iota(jnp.int32, 64), _row_layout())
             for copy in range(first_key // copy_keys, pl.cdiv(first_key + 64, copy_keys)):
                 page, _ = page_of(i, copy)
                 scale_of = jnp.where(key >= copy * copy_keys - first_key, scales[page, kv_head], scale_of)
             for feature in range(0, head_dim, width):
                 index = pl.ds(first_key, 64), pl.ds(feature, width)
                 x = plgpu.load(source.at[index], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-                x = plgpu.layout_cast(x, _ACC_LAYOUT).astype(jnp.float32)
+                x = plgpu.layout_cast(x, plgpu.Layout.WGMMA).astype(jnp.float32)
                 target.at[index][...] = (x * _broadcast(scale_of, width)).astype(target.dtype)
 
     pipelines = (
@@ -362,13 +363,13 @@ def _kernel(
             scores, factor = jnp.tanh(scores * np.float32(scale / softcap)), softcap * _LOG2E
         if slopes is None:
             return mask(i, scores, positions), factor
-        key = i * tile_kv + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_ACC_LAYOUT)
+        key = i * tile_kv + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
         distance = (key - _broadcast(positions, tile_kv)).astype(jnp.float32)
         return mask(i, scores * np.float32(factor) + _broadcast(slopes, tile_kv) * distance, positions), 1.0
 
     def mask(i: Any, scores: Any, positions: Any) -> Any:
         def apply_mask(scores: Any) -> Any:
-            key = i * tile_kv + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_ACC_LAYOUT)
+            key = i * tile_kv + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
             visible = key <= (s.bounds[2] if inputs.lengths is not None else _broadcast(positions, tile_kv))
             if window is not None:
                 visible &= key > _broadcast(positions, tile_kv) - window
@@ -391,7 +392,7 @@ def _kernel(
         positions = None
         if inputs.lengths is None or window is not None or inputs.slopes is not None:
             positions = load_row_positions()
-        slopes = None if s.slopes is None else plgpu.load(s.slopes, layout=_ROW_LAYOUT, optimized=False)
+        slopes = None if s.slopes is None else plgpu.load(s.slopes, layout=_row_layout(), optimized=False)
         q, p_smem = s.q.at[warpgroup], s.p.at[warpgroup]
 
         def release(barrier: Ref, i: Any) -> None:
@@ -420,9 +421,9 @@ def _kernel(
             release(s.v_empty.at[stage], i)
             return m_new, l_i, acc
 
-        m_i = plgpu.layout_cast(jnp.full(_TILE_Q, -jnp.inf, jnp.float32), _ROW_LAYOUT)
-        l_i = plgpu.layout_cast(jnp.zeros(_TILE_Q, jnp.float32), _ROW_LAYOUT)
-        acc = plgpu.layout_cast(jnp.zeros((_TILE_Q, head_dim), jnp.float32), _ACC_LAYOUT)
+        m_i = plgpu.layout_cast(jnp.full(_TILE_Q, -jnp.inf, jnp.float32), _row_layout())
+        l_i = plgpu.layout_cast(jnp.zeros(_TILE_Q, jnp.float32), _row_layout())
+        acc = plgpu.layout_cast(jnp.zeros((_TILE_Q, head_dim), jnp.float32), plgpu.Layout.WGMMA)
         _, l_i, acc = lax.fori_loop(start, end, iteration, (m_i, l_i, acc))
         inverse = 1.0 / jnp.where(l_i == 0, np.float32(1), l_i)  # l_i is 0 if there were no tiles
         q[...] = (acc * _broadcast(inverse, head_dim)).astype(q.dtype)  # its own rows, which nothing reads any more
@@ -445,11 +446,11 @@ def _matmul(a: Ref, b: Ref) -> Any:
         plgpu.wgmma(acc, a, b)
         return acc[...]  # waits for the wgmma
 
-    return pl.run_scoped(multiply, _ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _accumulate(acc: Any, a: Ref, b: Ref) -> Any:
     """acc + a b, in the registers of `acc`: a second accumulator of 256 columns would spill."""
     if interpreting():  # it does not support accumulators with an initial value
         return acc + _matmul(a, b)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(_ACC.init(acc))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))  # pyright: ignore[reportPrivateImportUsage]

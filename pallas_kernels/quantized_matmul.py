@@ -16,11 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import weights as formats
 from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.norm import normalize
 from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
@@ -33,7 +32,7 @@ _MAX_INPUTS = 16_384  # of a row in registers
 _STORE_BYTES = 64  # of each row, written at once: more would leave no shared memory for a second thread block
 
 
-def _swizzled(width: int) -> tuple[plgpu.SwizzleTransform, ...]:
+def _swizzled(width: int) -> "tuple[plgpu.SwizzleTransform, ...]":
     return (plgpu.SwizzleTransform(width),)  # pyright: ignore[reportAbstractUsage]  # pyright takes JAX's class for abstract
 
 

@@ -29,18 +29,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.pallas.mosaic_gpu.helpers import inline_ptx  # no public way to fence
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array as registers
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.activations import activate, approximate_erf
 from pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting
 from pallas_kernels.linear import linear_fallback
+from pallas_kernels.mosaic import fragmented_array, inline_ptx, pl, plgpu
 from pallas_kernels.refs import Ref
 from pallas_kernels.small_batch_operands import (
-    ACC,
     Operand,
+    acc_layout,
     broadcast,
     broadcast_columns,
     broadcast_outputs,
@@ -418,7 +415,7 @@ def _kernel(*refs: Ref, plan: Plan, weights_s, x_s, transpose_s, out_s, full, **
 
         return accs
 
-    zeros = plgpu.layout_cast(jnp.zeros((TILE_N, plan.columns), plan.operand.accumulator), ACC)
+    zeros = plgpu.layout_cast(jnp.zeros((TILE_N, plan.columns), plan.operand.accumulator), acc_layout())
     accs = lax.fori_loop(0, iterations, iteration, (zeros,) * plan.matrices)
     if partial:
         _write_partial_sums(accs, partial[0].at[:, block], split, smem["sums_full"])
@@ -428,7 +425,7 @@ def _kernel(*refs: Ref, plan: Plan, weights_s, x_s, transpose_s, out_s, full, **
         sums = list(accs)
         for other in range(plan.tiles.split - 1):  # always in the same order, so that results are deterministic
             for matrix in range(plan.matrices):
-                sums[matrix] += plgpu.load(partial[0].at[other, block, matrix], layout=ACC, optimized=False)
+                sums[matrix] += plgpu.load(partial[0].at[other, block, matrix], layout=acc_layout(), optimized=False)
         for matrix in range(plan.matrices):
             sums[matrix] = sums[matrix].astype(jnp.float32)
             if plan.operand.quantizes:
@@ -537,10 +534,10 @@ def _row_layout(inputs: int) -> tuple[Any, int]:
     """
     for width in (8, 4, 2, 1):
         if inputs % (128 * width) == 0:
-            tiling = registers.Tiling(((1, 128 * width), (32 * width,), (width,)))
+            tiling = fragmented_array.Tiling(((1, 128 * width), (32 * width,), (width,)))
             return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1), inputs // 128
-    tiling = registers.Tiling(((1, 64), (2,)))
-    everyone = (registers.Replicated(4),)
+    tiling = fragmented_array.Tiling(((1, 64), (2,)))
+    everyone = (fragmented_array.Replicated(4),)
     return plgpu.Layout.TILED(tiling, warp_dims=everyone, lane_dims=(-2,), vector_dim=-1), inputs // 32
 
 

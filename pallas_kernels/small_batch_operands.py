@@ -19,19 +19,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array, utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.dispatch import UnsupportedError, interpreting
+from pallas_kernels.mosaic import fragmented_array, llvm, pl, plgpu, utils
 from pallas_kernels.refs import Ref
 from pallas_kernels.weights import GROUP, NIBBLES, Weights, is_int4
 
-ACC = plgpu.Layout.MMA_ACC(jnp.bfloat16)  # the same for all dtypes
-_LHS, _RHS = plgpu.Layout.MMA_LHS(jnp.bfloat16), plgpu.Layout.MMA_RHS(jnp.bfloat16)  # for 16 bits
-_INT8_LHS, _INT8_RHS = plgpu.Layout.MMA_LHS(jnp.int8), plgpu.Layout.MMA_RHS(jnp.int8)
+
+def acc_layout() -> Any:
+    """Of an accumulator, the same for all dtypes."""
+    return plgpu.Layout.MMA_ACC(jnp.bfloat16)
+
+
+def _lhs(dtype: Any = jnp.bfloat16) -> Any:
+    """Of a left operand; the default stands for all dtypes of 16 bits."""
+    return plgpu.Layout.MMA_LHS(dtype)
+
+
+def _rhs(dtype: Any = jnp.bfloat16) -> Any:
+    """Of a right operand."""
+    return plgpu.Layout.MMA_RHS(dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +73,7 @@ class Operand:
         acc: [outputs, columns]. In shared memory: weights [outputs, inputs / per_element]; x [columns, inputs], or one
         row for all columns; scales, for a grouped format: one ref [outputs] per group of inputs.
         """
-        w, x = _load(weights, _LHS), _load_x(x, _RHS, acc)
+        w, x = _load(weights, _lhs()), _load_x(x, _rhs(), acc)
         if self.dtype != jnp.float32:
             return plgpu.mma(acc, w, x)
         # As in XLA's BF16_BF16_F32_X6: the six products that matter, the smallest first.
@@ -82,7 +91,7 @@ class Int8Operand(Operand):
 
     @override
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:
-        return plgpu.mma(acc, _load(weights, _INT8_LHS), _load_x(x, _INT8_RHS, acc))
+        return plgpu.mma(acc, _load(weights, _lhs(jnp.int8)), _load_x(x, _rhs(jnp.int8), acc))
 
 
 class Fp8Operand(Operand):
@@ -94,10 +103,10 @@ class Fp8Operand(Operand):
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:
         for first in range(0, weights.shape[1], self.swizzle):  # in slices, to save registers
             inputs = pl.ds(first, self.swizzle)
-            w = _load(weights.at[:, inputs], _LHS).astype(jnp.float16)  # exact; the only conversion that an H200 has
+            w = _load(weights.at[:, inputs], _lhs()).astype(jnp.float16)  # exact; the only conversion that an H200 has
             if self.dtype != jnp.float16:
                 w = w.astype(jnp.float32).astype(jnp.bfloat16)
-            acc = _multiply_exact(acc, w, _load_x(x.at[:, inputs], _RHS, acc))
+            acc = _multiply_exact(acc, w, _load_x(x.at[:, inputs], _rhs(), acc))
         return acc
 
 
@@ -111,12 +120,12 @@ class Int4Operand(Operand):
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:
         run = GROUP // NIBBLES
         for group, scale in enumerate(scales):
-            words = _load(weights.at[:, pl.ds(group * run, run)], _LHS)
-            partial = plgpu.layout_cast(jnp.zeros(acc.shape, acc.dtype), ACC)
+            words = _load(weights.at[:, pl.ds(group * run, run)], _lhs())
+            partial = plgpu.layout_cast(jnp.zeros(acc.shape, acc.dtype), acc_layout())
             for nibble in range(NIBBLES):
                 w = _levels(words, nibble, jnp.float16 if self.dtype == jnp.float16 else jnp.bfloat16)
                 inputs = pl.ds(group * GROUP + nibble * run, run)
-                partial = _multiply_exact(partial, w, _load_x(x.at[:, inputs], _RHS, acc))
+                partial = _multiply_exact(partial, w, _load_x(x.at[:, inputs], _rhs(), acc))
             acc += partial * broadcast_outputs(scale, acc.shape)
         return acc
 
@@ -138,12 +147,12 @@ def operand_of(weights: Weights, dtype: np.dtype) -> Operand:
 
 def broadcast_outputs(vector: Ref, shape: tuple[int, ...]) -> jax.Array:
     """Load one number per output [outputs] and repeat it for every column of an accumulator, in float32."""
-    return broadcast(_load(vector, ACC.reduce(1)).astype(jnp.float32), 0, shape, ACC)
+    return broadcast(_load(vector, acc_layout().reduce(1)).astype(jnp.float32), 0, shape, acc_layout())
 
 
 def broadcast_columns(vector: Ref, shape: tuple[int, ...]) -> jax.Array:
     """Load one number per row of x [columns] and repeat it for every output of an accumulator, in float32."""
-    return broadcast(_load(vector, ACC.reduce(0)).astype(jnp.float32), 1, shape, ACC)
+    return broadcast(_load(vector, acc_layout().reduce(0)).astype(jnp.float32), 1, shape, acc_layout())
 
 
 def broadcast(vector: jax.Array, axis: int, shape: tuple[int, ...], layout: Any) -> jax.Array:
@@ -197,7 +206,7 @@ def _shift_and_mask(words: jax.Array, shift: int, bits: int, dtype: Any) -> jax.
     if interpreting():  # it does not support inline PTX
         return lax.bitcast_convert_type(((words >> shift) & 15) | jnp.uint16(bits), dtype)
 
-    @plgpu.inline_mgpu(arg_types=(_LHS,), return_type=plgpu.ShapeDtypeStruct(words.shape, dtype, layout=_LHS))
+    @plgpu.inline_mgpu(arg_types=(_lhs(),), return_type=plgpu.ShapeDtypeStruct(words.shape, dtype, layout=_lhs()))
     def both(_: Any, words: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), ir.F16Type.get() if dtype == jnp.float16 else ir.BF16Type.get())

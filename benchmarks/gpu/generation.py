@@ -21,8 +21,8 @@ from jaxinfer.generation.execution.programs.prefill import Chunks
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
 from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.models import DecoderConfig, WeightFormat
+from jaxinfer.models.abstract import abstract_model
 from jaxinfer.models.config import PositionKind
-from jaxinfer.models.loading import abstract_model
 from pallas_kernels.dispatch import without_kernels
 
 

@@ -26,7 +26,7 @@ def info(
     from jaxinfer.models import WeightFormat
     from jaxinfer.models.description import Description, weight_format
     from jaxinfer.models.devices import bytes_per_device
-    from jaxinfer.models.loading import cache_leaves, canonical_leaves
+    from jaxinfer.models.leaves import cache_leaves, canonical_leaves
     from sharding import MeshConfig, ShardingRules
 
     manifest, description = read_manifest(directory), Description.read(directory)

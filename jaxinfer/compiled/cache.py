@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 from jaxinfer.compiled.executables import ExecutableStore
-from jaxinfer.compiled.files import cache_folder
 from jaxinfer.compiled.program import Bucket, Program, bucket_text
 from jaxinfer.compiled.spec import ProgramSpec
+from jaxinfer.disk_cache import cache_folder
 
 _log = logging.getLogger("jaxinfer.compiled")
 

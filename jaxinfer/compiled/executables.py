@@ -22,8 +22,7 @@ from jax._src.interpreters import pxla
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxinfer.compiled import keys
-from jaxinfer.compiled.files import KeptFiles, cache_folder
+from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
 
 MAX_BYTES = 4 << 30
 """Of all executables together; what was used longest ago is deleted first."""
@@ -38,7 +37,7 @@ class NotKeptError(ValueError):
 
 
 class ExecutableStore:
-    """Executables on disk by their keys (`keys.py`).
+    """Executables on disk by their keys (`disk_cache/keys.py`).
 
     Whatever goes wrong here costs time, not correctness: the program is compiled.
 

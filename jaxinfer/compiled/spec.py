@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxinfer.compiled import keys
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.program import Program
+from jaxinfer.disk_cache import keys
 from pallas_kernels.dispatch import without_kernels
 
 Sizes = Mapping[str, int]

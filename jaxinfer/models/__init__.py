@@ -4,13 +4,18 @@ No scheduling. Start at `config.py` (what a model is), `decoder.py` and `layer.p
 (how it gets onto its devices). Only loading, conversion, verification and adapters open files.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
-from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.encoder import Encoder
 from jaxinfer.models.forward_context import ForwardContext, TokenRows
-from jaxinfer.models.linear import WeightFormat
 from jaxinfer.models.low_rank import LayerAdapters, LowRankStack
+from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages
+
+if TYPE_CHECKING:
+    from jaxinfer.models.decoder import Decoder
+    from jaxinfer.models.encoder import Encoder
 
 __all__ = [
     "Decoder",
@@ -25,3 +30,12 @@ __all__ = [
     "TokenRows",
     "WeightFormat",
 ]
+
+_MODULES = {"Decoder": "jaxinfer.models.decoder", "Encoder": "jaxinfer.models.encoder"}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used, since they import Flax.
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxinfer.models' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -8,9 +8,10 @@ from flax import nnx
 
 from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig, alibi_slopes
 from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
-from jaxinfer.models.linear import Linear, WeightFormat
+from jaxinfer.models.linear import Linear
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
+from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages, attention, cached_attention, split_heads
 
 

@@ -18,7 +18,7 @@ from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling
 from jaxinfer.models.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
 from jaxinfer.models.devices import host_device
 from jaxinfer.models.families import Source, family_of, plan
-from jaxinfer.models.loading import canonical_leaves, quantized_format, scale_name
+from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.models.tokenizer_files import tokenizer_files
 from pallas_kernels.weights import QuantizedFormat
 from pallas_kernels.weights import quantize as quantize_matrix

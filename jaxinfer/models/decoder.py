@@ -8,10 +8,11 @@ from flax import nnx
 from jaxinfer.models.config import DecoderConfig, PositionKind
 from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
 from jaxinfer.models.layer import TransformerLayer
-from jaxinfer.models.linear import Embedding, Linear, WeightFormat
+from jaxinfer.models.linear import Embedding, Linear
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.rotary import rotary_table
+from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages
 
 

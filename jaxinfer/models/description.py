@@ -11,7 +11,7 @@ import msgspec
 
 from checkpoints import CheckpointError
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
-from jaxinfer.models.linear import WeightFormat
+from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.weights import STORED_AS, QuantizedFormat
 
 CONFIG = "config.json"

@@ -7,8 +7,9 @@ from flax import nnx
 from jaxinfer.models.config import EncoderConfig, Pooling
 from jaxinfer.models.forward_context import ForwardContext, TokenRows
 from jaxinfer.models.layer import TransformerLayer
-from jaxinfer.models.linear import Embedding, WeightFormat
+from jaxinfer.models.linear import Embedding
 from jaxinfer.models.norm import Norm
+from jaxinfer.models.weight_format import WeightFormat
 
 
 class Encoder(nnx.Module):

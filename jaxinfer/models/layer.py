@@ -8,10 +8,10 @@ from flax import nnx
 from jaxinfer.models.attention import Attention
 from jaxinfer.models.config import BlockKind, ModelConfig
 from jaxinfer.models.forward_context import ForwardContext
-from jaxinfer.models.linear import WeightFormat
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.mlp import Mlp
 from jaxinfer.models.norm import Norm
+from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages
 
 

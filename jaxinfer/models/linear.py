@@ -1,10 +1,8 @@
-"""Matrices: the format they are stored in, and the two modules that have one, `Linear` and `Embedding`.
+"""Matrices: the two modules that have one, `Linear` and `Embedding`.
 
 Matrices take the format's dtype or are quantised; vectors (norms, biases, scales) stay in float32. Every parameter
 names its dimensions (`axes`), which `sharding.ShardingRules` maps onto a mesh.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -14,35 +12,9 @@ from flax import nnx
 from jaxinfer.models.config import Activation
 from jaxinfer.models.low_rank import AdapterDelta
 from jaxinfer.models.norm import Norm
+from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import Weights, activate_outputs, linear_residual, norm_linear, small_batch_linear
-from pallas_kernels.weights import GROUP, STORED_AS, QuantizedFormat, quantize
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightFormat:
-    """How the matrices of a model are stored.
-
-    Attributes:
-      dtype: of float matrices; a quantised model computes in it.
-      quantized: the format of quantised matrices (`pallas_kernels/weights.py`), or None.
-    """
-
-    dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
-    quantized: QuantizedFormat | None = None
-
-    def of_matrix(self, inputs: int) -> QuantizedFormat | None:
-        """The format of a matrix with this many inputs: int4 needs whole groups of them, other matrices are int8."""
-        return "int8" if self.quantized == "int4" and inputs % GROUP else self.quantized
-
-    @property
-    def of_table(self) -> QuantizedFormat | None:
-        """The format of an embedding, which is never int4: its rows are looked up, and in a tied model multiplied."""
-        return "int8" if self.quantized == "int4" else self.quantized
-
-    @property
-    def matrix_dtype(self) -> np.dtype:
-        """The dtype of the stored arrays of most matrices."""
-        return np.dtype({None: self.dtype, **STORED_AS}[self.quantized])
+from pallas_kernels.weights import QuantizedFormat, quantize
 
 
 def _matrix(

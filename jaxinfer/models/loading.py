@@ -8,104 +8,40 @@ import dataclasses
 import functools
 import os
 import pathlib
+import types
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 import checkpoints
 from checkpoints import CheckpointError, Leaf, Manifest
 from checkpoints.reading import GROUP_BYTES
 from jaxinfer.models import devices
-from jaxinfer.models.config import DecoderConfig, ModelConfig
-from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.description import CONFIG, Description, weight_format
-from jaxinfer.models.encoder import Encoder
-from jaxinfer.models.linear import WeightFormat
-from pallas_kernels.weights import STORED_AS, QuantizedFormat
+from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
+from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.weights import quantize as quantize_matrix
 from sharding import MeshConfig, ShardingRules
 
-# Models without weights.
+if TYPE_CHECKING:
+    from flax import nnx
 
-
-def abstract_model(config: ModelConfig, weights: WeightFormat) -> Decoder | Encoder:
-    """The model with shapes in place of arrays."""
-    if isinstance(config, DecoderConfig):
-        return nnx.eval_shape(lambda: Decoder(config, weights, rngs=nnx.Rngs(0)))
-    return nnx.eval_shape(lambda: Encoder(config, weights, rngs=nnx.Rngs(0)))
-
-
-@functools.cache
-def _split_abstract(config: ModelConfig, weights: WeightFormat) -> tuple[nnx.GraphDef, Any, list[Any]]:
-    """The abstract model's graph, the tree of its state, and the shapes of its leaves."""
-    graphdef, state = nnx.split(abstract_model(config, weights))
-    shapes, treedef = jax.tree.flatten(state)
-    return graphdef, treedef, shapes
-
-
-def abstract_leaves(config: ModelConfig, weights: WeightFormat) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of the weights, in the order in which `merge_model` takes them."""
-    return list(_split_abstract(config, weights)[2])
-
-
-def merge_model(config: ModelConfig, weights: WeightFormat, leaves: list[jax.Array]) -> Decoder | Encoder:
-    """The model with these weights, in the order of `jax.tree.leaves(LoadedModel.state)`."""
-    graphdef, treedef, _ = _split_abstract(config, weights)
-    return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-
-
-def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:
-    """Shape, dtype and logical axes of every leaf, by its name on disk."""
-    return {
-        name: Leaf(variable.shape, variable.dtype.name, variable.get_metadata("axes"))
-        for name, variable in _variables(model).items()
-    }
-
-
-def canonical_leaves(config: ModelConfig, weights: WeightFormat) -> dict[str, Leaf]:
-    """The leaves of a checkpoint of this model in this format."""
-    return describe_leaves(abstract_model(config, weights))
-
-
-def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context: int) -> dict[str, Leaf]:
-    """Keys and values of `batch` requests of `context` tokens, as leaves; an encoder has none."""
-    if not isinstance(config, DecoderConfig):
-        return {}
-    shape = (batch, context, config.attention.kv_heads, config.attention.head_dim)
-    pages = Leaf(shape, weights.dtype.name, ("pages", "page", "kv_heads", "head_dim"))
-    return {f"{name}.{layer}": pages for layer in range(config.layers) for name in ("keys", "values")}
-
-
-def _variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
-    state = model if isinstance(model, nnx.State) else nnx.state(model, nnx.Param)
-    return {leaf_name(path): variable for path, variable in nnx.to_flat_state(state)}
-
-
-# The parts of a path that are spelled differently on disk. No attribute may have a name from the right side.
-_NAMES_ON_DISK = {"weight": "kernel", "gate_up": "up"}
-
-
-def leaf_name(path: tuple[object, ...]) -> str:
-    """A parameter's name on disk, from its path: `layers.0.mlp.up.kernel` for `layers[0].mlp.gate_up.weight`."""
-    return ".".join(_NAMES_ON_DISK.get(str(part), str(part)) for part in path)
-
-
-# Models with weights.
+    from jaxinfer.models import Decoder, Encoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A model on its devices, split for compiled programs: `nnx.merge(graphdef, state)` is the module.
+    """A model on its devices: `nnx.merge(graphdef, state)` is the module.
 
     Attributes:
       folder: the model directory, where the tokenizer is.
-      weights: the format of the leaves in `state`.
+      weights: the format of the leaves.
       mesh: the devices, or None for one device.
+      leaves: the weights by name, in the order in which programs take them.
     """
 
     folder: pathlib.Path
@@ -113,8 +49,15 @@ class LoadedModel:
     weights: WeightFormat
     mesh: Mesh | None
     rules: ShardingRules
-    graphdef: nnx.GraphDef
-    state: nnx.State
+    leaves: dict[str, jax.Array]
+
+    @functools.cached_property
+    def graphdef(self) -> "nnx.GraphDef":
+        return _abstract().split_model(self.config, self.weights)[0]
+
+    @functools.cached_property
+    def state(self) -> "nnx.State":
+        return _abstract().state_of(self.config, self.weights, self.leaves.values())
 
     @property
     def config(self) -> ModelConfig:
@@ -163,8 +106,7 @@ def load_model(
         dtype = devices.default_dtype(mesh)
     weights = weight_format(description, dtype=dtype, quantize=quantize)
     _check_leaves(folder, manifest, description)
-    model = abstract_model(description.config, weights)
-    targets = describe_leaves(model)
+    targets = canonical_leaves(description.config, weights)
     needed = devices.bytes_per_device(targets, mesh, rules) + min(manifest.bytes, GROUP_BYTES)
     devices.check_memory(folder, needed, mesh)
 
@@ -174,22 +116,26 @@ def load_model(
             leaf = targets[part]
             arrays[part] = jax.device_put(value, devices.sharding_on(mesh, rules, leaf.axes, leaf.shape))
             arrays[part].block_until_ready()  # otherwise reading runs ahead and the originals pile up
-    graphdef, state = nnx.split(model)
-    filled = {path: variable.replace(arrays[leaf_name(path)]) for path, variable in nnx.to_flat_state(state)}
     return LoadedModel(
         folder=folder,
         description=description,
         weights=weights,
         mesh=mesh,
         rules=rules,
-        graphdef=graphdef,
-        state=nnx.from_flat_state(filled),
+        leaves={name: arrays[name] for name in targets},
     )
+
+
+def _abstract() -> types.ModuleType:
+    """What needs Flax, which loading does not."""
+    from jaxinfer.models import abstract
+
+    return abstract
 
 
 def save_model(
     path: str | os.PathLike[str],
-    model: Decoder | Encoder,
+    model: "Decoder | Encoder",
     *,
     family: str,
     dtype: str = "float32",
@@ -206,7 +152,7 @@ def save_model(
       bos_id: the token that begins a text.
       eos_ids: the tokens that end one.
     """
-    variables = _variables(model)
+    variables = _abstract().variables(model)
     if any(quantized_format(variable.dtype) for variable in variables.values()):
         raise ValueError("save_model takes a float model; quantise with load_model(quantize=...) or convert.")
     description = Description(family=family, config=model.cfg, dtype=dtype, bos_id=bos_id, eos_ids=eos_ids)
@@ -251,13 +197,3 @@ def _adapt(name: str, array: jax.Array, target: Leaf) -> dict[str, jax.Array]:
     matrix, scale = quantize_matrix(array, wanted)
     assert scale is not None
     return {name: matrix, scale_name(name): scale}
-
-
-def scale_name(name: str) -> str:
-    """The leaf with the scales of a quantised matrix: `a.kernel` -> `a.scale`."""
-    return name.rpartition(".")[0] + ".scale"
-
-
-def quantized_format(dtype: jax.typing.DTypeLike) -> QuantizedFormat | None:
-    """The format whose matrices have this dtype; None for a float."""
-    return next((name for name, stored in STORED_AS.items() if stored == jnp.dtype(dtype)), None)

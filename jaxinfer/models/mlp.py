@@ -5,9 +5,10 @@ from flax import nnx
 
 from jaxinfer.models.config import MlpConfig
 from jaxinfer.models.forward_context import ForwardContext
-from jaxinfer.models.linear import Linear, WeightFormat
+from jaxinfer.models.linear import Linear
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
+from jaxinfer.models.weight_format import WeightFormat
 
 
 class Mlp(nnx.Module):

@@ -24,7 +24,7 @@ from jaxinfer.models.config import (
 )
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
-from jaxinfer.models.linear import WeightFormat
+from jaxinfer.models.weight_format import WeightFormat
 
 _LAYER_NORM = NormConfig(kind=NormKind.LAYER, eps=1e-5)
 

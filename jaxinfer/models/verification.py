@@ -16,7 +16,8 @@ from checkpoints import CheckpointError
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.conversion import HuggingFaceModel
 from jaxinfer.models.description import Description
-from jaxinfer.models.loading import load_model, quantized_format, scale_name
+from jaxinfer.models.leaves import quantized_format, scale_name
+from jaxinfer.models.loading import load_model
 from pallas_kernels.weights import GROUP, Weights, dequantize
 
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
 
 
@@ -104,8 +103,10 @@ _MAX_K = 16
 _BATCH = 8  # choices that are read together
 _TILES = 64  # tiles whose counts are in shared memory together
 
-_BY_ROW = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-"""A row per warp, four adjacent elements per lane."""
+
+def _by_row() -> Any:
+    """A row per warp, four adjacent elements per lane."""
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 class _Plan(NamedTuple):
@@ -219,12 +220,12 @@ def _top_k(
     weights are raw_probs * inverse_sums.
     """
     shape = (plan.tile, plan.width)
-    column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _BY_ROW)
+    column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _by_row())
     # Experts already taken and padding are -inf, below every logit: logits of -inf are clamped, so that they can still
     # be chosen, last.
     taken = -jnp.inf
     min_logit = float(jnp.finfo(jnp.float32).min)
-    x = jnp.maximum(plgpu.load(logits.at[:, 0], layout=_BY_ROW), min_logit)
+    x = jnp.maximum(plgpu.load(logits.at[:, 0], layout=_by_row()), min_logit)
     remaining = jnp.where(column < plan.experts, x, taken)
 
     def broadcast(vector):
@@ -393,7 +394,7 @@ def _store(source_s: Ref, target_g: Ref, plan: _Plan) -> None:
         plgpu.copy_smem_to_gmem(source_s.at[pl.ds(start, size)], target_g.at[pl.ds(first + start, size)])
 
 
-def _padded_slice(width: int) -> pl.Slice:
+def _padded_slice(width: int) -> "pl.Slice":
     """0 to `width`. It may end out of bounds, which JAX rejects for a constant start."""
     return pl.ds(pl.multiple_of(lax.axis_index("tile") * 0, 128), width)
 

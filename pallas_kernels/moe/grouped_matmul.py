@@ -11,10 +11,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
 from pallas_kernels.weights import xla_matmul

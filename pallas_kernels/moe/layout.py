@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedError, dispatch
 from pallas_kernels.moe.gating import Routing
+from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
 
 

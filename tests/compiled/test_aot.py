@@ -12,7 +12,7 @@ from jaxinfer.cli.inspect import decode_program
 from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.models import KVPages, WeightFormat
-from jaxinfer.models.loading import abstract_model
+from jaxinfer.models.abstract import abstract_model
 from jaxinfer.models.presets import preset
 
 BF16 = WeightFormat(dtype=np.dtype(jnp.bfloat16))

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxinfer.compiled import ExecutableStore, ProgramCache, ProgramSpec, compiler_options, keys
+from jaxinfer.compiled import ExecutableStore, ProgramCache, ProgramSpec, compiler_options
 from jaxinfer.compiled.options import LARGE_WEIGHTS
+from jaxinfer.disk_cache import keys
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import admit, copy_pages, decode, decoder_programs, embed, zeros

@@ -12,8 +12,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, KVPages, ModelConfig, WeightFormat
+from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.families import family_of, plan
-from jaxinfer.models.loading import leaf_name
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
 NAMES = sorted(path.parent.name for path in DIRECTORY.glob("*/config.json"))

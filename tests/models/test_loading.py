@@ -13,7 +13,8 @@ from flax import nnx
 
 import checkpoints
 from checkpoints import CheckpointError
-from jaxinfer.models import Decoder, DecoderConfig, Encoder, WeightFormat, devices, loading
+from jaxinfer.models import Decoder, DecoderConfig, Encoder, WeightFormat, devices
+from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
@@ -25,7 +26,8 @@ from jaxinfer.models.config import (
 )
 from jaxinfer.models.conversion import HuggingFaceModel, convert
 from jaxinfer.models.description import Description
-from jaxinfer.models.loading import leaf_name, load_model, save_model
+from jaxinfer.models.leaves import cache_leaves, canonical_leaves
+from jaxinfer.models.loading import load_model, save_model
 from sharding import MeshConfig, ShardingRules
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -217,13 +219,13 @@ def test_too_little_memory_is_said_before_loading(saved, monkeypatch):
 
 
 def test_memory_is_that_of_the_leaves(saved):
-    leaves = loading.canonical_leaves(CONFIG, WeightFormat())
+    leaves = canonical_leaves(CONFIG, WeightFormat())
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(load_model(saved).state))
     assert devices.bytes_per_device(leaves, None, ShardingRules()) == total
     split = devices.bytes_per_device(leaves, MeshConfig(tensor=2).abstract(), ShardingRules())
     assert total / 2 < split < total * 0.52
     assert devices.available_bytes() > 2**20
-    cache = loading.cache_leaves(CONFIG, WeightFormat(), batch=2, context=40)
+    cache = cache_leaves(CONFIG, WeightFormat(), batch=2, context=40)
     assert sum(leaf.bytes for leaf in cache.values()) == 2 * 3 * (2 * 40) * 2 * 8 * 4
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-import jax
 import numpy as np
 
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
@@ -20,7 +19,7 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
 
     def __init__(self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock):
         super().__init__(model, config, [embed.spec(model)], clock)
-        self._leaves, self._buckets = jax.tree.leaves(model.state), buckets
+        self._leaves, self._buckets = list(model.leaves.values()), buckets
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile what these sequences need together, or any (None); returns how many programs were missing."""

@@ -15,8 +15,9 @@ from jaxinfer.generation.lora.peft import Adapter, adapter_shapes
 from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.generation.sampling.sampler import LogitsProcessors
 from jaxinfer.generation.sampling.structured_outputs import bitmask_words
-from jaxinfer.models import Decoder, DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
-from jaxinfer.models.loading import LoadedModel, abstract_leaves, merge_model
+from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
+from jaxinfer.models.leaves import abstract_leaves
+from jaxinfer.models.loading import LoadedModel
 
 LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "gate_up": "mlp.up", "down": "mlp.down"}
 """The fields of `LayerAdapters` -> their linears in a layer."""
@@ -53,9 +54,9 @@ class DecoderStatic:
         """A function of (weights, *rest) from one of (model, *rest)."""
 
         def function(leaves: list[jax.Array], *rest: Any) -> Any:
-            model = merge_model(self.config, self.weights, leaves)
-            assert isinstance(model, Decoder)
-            return body(model, *rest)
+            from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
+
+            return body(merge_model(self.config, self.weights, leaves), *rest)
 
         return function
 
@@ -96,7 +97,7 @@ class DeviceLayout:
         self.static = DecoderStatic(config, weights, engine, processors)
         self.platform, self._model = platform, model
         self.mesh = None if model is None else model.mesh
-        self.leaves = abstract_leaves(config, weights) if model is None else jax.tree.leaves(model.state)
+        self.leaves = abstract_leaves(config, weights) if model is None else list(model.leaves.values())
         self.state = self._state()
         self.adapters = self._adapters(family) if engine.max_adapters else None
 

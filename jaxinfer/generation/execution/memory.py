@@ -83,7 +83,7 @@ def plan_memory(model: LoadedModel, config: EngineConfig, *, cache_bytes: int | 
         )
     pages = budget // size
     return MemoryPlan(
-        weights=_device_bytes(model.state) + adapters,
+        weights=_device_bytes(model.leaves) + adapters,
         available=available,
         workspace=workspace,
         page_bytes=size,

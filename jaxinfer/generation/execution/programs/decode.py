@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,10 @@ from jaxinfer.generation.execution.state import DeviceState, Rows, Slots, append
 from jaxinfer.generation.sampling.arrays import SamplingArrays
 from jaxinfer.generation.sampling.logprobs import Logprobs, no_logprobs
 from jaxinfer.generation.sampling.sampler import LogitsProcessors, sample
-from jaxinfer.models import Decoder, LayerAdapters
+from jaxinfer.models import LayerAdapters
+
+if TYPE_CHECKING:
+    from jaxinfer.models import Decoder
 
 MIN_ACCEPTED = 4
 """One speculative token of this many must have been right, or a row gets no more in this step."""
@@ -45,7 +48,7 @@ class DecodeOutput(NamedTuple):
 class _PassInputs(NamedTuple):
     """What all passes of a step have in common."""
 
-    model: Decoder
+    model: "Decoder"
     adapters: list[LayerAdapters] | None
     rows: Rows
     options: SamplingArrays
@@ -57,7 +60,7 @@ _Carry = tuple[DeviceState, DecodeOutput]
 
 
 def decode(
-    model: Decoder,
+    model: "Decoder",
     adapters: list[LayerAdapters] | None,
     state: DeviceState,
     rows: Rows,

@@ -1,17 +1,20 @@
 """`embed`: an encoder's vectors of a batch of prompts."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.compiled import ProgramSpec, Sizes
-from jaxinfer.models import Encoder, EncoderConfig, WeightFormat
-from jaxinfer.models.loading import LoadedModel, merge_model
+from jaxinfer.models import EncoderConfig, WeightFormat
+from jaxinfer.models.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from jaxinfer.models import Encoder
 
 
-def embed(model: Encoder, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+def embed(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """tokens, positions: int32 [B, T], positions negative for padding. Returns float32 [B, D], of length 1."""
     return model.pool(model(tokens, positions), positions)
 
@@ -27,9 +30,9 @@ def build(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
     """The function of these sizes."""
 
     def function(leaves: list[jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        model = merge_model(static.config, static.weights, leaves)
-        assert isinstance(model, Encoder)
-        return embed(model, tokens, positions)
+        from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
+
+        return embed(merge_model(static.config, static.weights, leaves), tokens, positions)
 
     return function
 
@@ -37,7 +40,7 @@ def build(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
 def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
     """Sizes: `batch` rows of `tokens`; buckets are pairs of these."""
     assert isinstance(model.config, EncoderConfig)
-    leaves = jax.tree.leaves(model.state)
+    leaves = list(model.leaves.values())
 
     def arguments(sizes):
         shape = jax.ShapeDtypeStruct((sizes["batch"], sizes["tokens"]), jnp.int32)

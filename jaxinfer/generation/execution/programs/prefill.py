@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,10 @@ from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, fl
 from jaxinfer.generation.execution.state import DeviceState, Rows, append, last_tokens, options_of
 from jaxinfer.generation.sampling.logprobs import Logprobs, logprobs_of, no_logprobs
 from jaxinfer.generation.sampling.sampler import LogitsProcessors, sample
-from jaxinfer.models import Decoder, LayerAdapters, TokenRows
+from jaxinfer.models import LayerAdapters, TokenRows
+
+if TYPE_CHECKING:
+    from jaxinfer.models import Decoder
 
 PROMPT_LOGPROB_POSITIONS = 64
 """How many prompt positions' logits exist at once, at most."""
@@ -60,7 +63,7 @@ class PrefillOutput(NamedTuple):
 
 
 def prefill(
-    model: Decoder,
+    model: "Decoder",
     adapters: list[LayerAdapters] | None,
     state: DeviceState,
     chunks: Chunks,
@@ -107,7 +110,7 @@ def prefill(
     return DeviceState(caches, slots), PrefillOutput(tokens, produced, logprobs, prompt_logprobs, pooled)
 
 
-def _prompt_logprobs(model: Decoder, hidden: jax.Array, following: jax.Array) -> Logprobs:
+def _prompt_logprobs(model: "Decoder", hidden: jax.Array, following: jax.Array) -> Logprobs:
     """Log probabilities of the following tokens, some positions at a time: the logits of all would be large."""
     batch, tokens = following.shape
     size = math.gcd(PROMPT_LOGPROB_POSITIONS, tokens)

@@ -49,7 +49,7 @@ def digest(parts: dict[str, Any]) -> str:
 def environment_key() -> dict[str, Any]:
     """What every program of this process depends on. Raises NoKeyError if its code has changed since it started."""
     return {
-        "code": source_digest(),
+        **code_key(),
         **_machine(),
         # As this thread sees them, inside context managers too.
         "config": {
@@ -61,6 +61,11 @@ def environment_key() -> dict[str, Any]:
         "kernels": describe(dispatch.tracing_state()),
         "mesh of the context": describe(jax.sharding.get_abstract_mesh()),
     }
+
+
+def code_key() -> dict[str, Any]:
+    """What everything that our code makes depends on. Raises NoKeyError if it has changed since the process started."""
+    return {"code": source_digest(), "versions": _versions()}
 
 
 def describe(value: Any) -> Any:
@@ -149,11 +154,15 @@ def source_digest() -> str:
 
 
 @functools.cache
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in LIBRARIES} | {"python": sys.version}
+
+
+@functools.cache
 def _machine() -> dict[str, Any]:
-    """Versions, devices and processor, which do not change while the process runs."""
+    """Devices and processor, which do not change while the process runs."""
     device = jax.devices()[0]
     return {
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES} | {"python": sys.version},
         "devices": [
             [device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))],
             [device.id for device in jax.devices()],

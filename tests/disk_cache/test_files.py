@@ -11,14 +11,14 @@ import time
 
 import pytest
 
-from jaxinfer.compiled import files
-from jaxinfer.compiled.files import KeptFiles
+from jaxinfer.disk_cache import files
+from jaxinfer.disk_cache.files import KeptFiles
 
 # A process that has nothing but the module: it starts in no time.
 LOAD = f"""
 import importlib.util, sys
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("files", {importlib.util.find_spec("jaxinfer.compiled.files").origin!r})
+spec = importlib.util.spec_from_file_location("files", {importlib.util.find_spec("jaxinfer.disk_cache.files").origin!r})
 files = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(files)
 kept = files.KeptFiles(Path(sys.argv[1]), max_bytes=1 << 40)

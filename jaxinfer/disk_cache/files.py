@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_log = logging.getLogger("jaxinfer.compiled")
+_log = logging.getLogger("jaxinfer.disk_cache")
 
 _DIGEST = hashlib.sha256
 _ABANDONED = 3600.0

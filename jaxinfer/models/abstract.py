@@ -1,0 +1,64 @@
+"""Models with shapes in place of arrays, and how they and their weights come together.
+
+Only this side of a model needs Flax, whose import takes a quarter as long as JAX's: a start that finds its executables
+on disk does without (`leaves.py` remembers what such a model has).
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from checkpoints import Leaf
+from jaxinfer.models.config import DecoderConfig, ModelConfig
+from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.encoder import Encoder
+from jaxinfer.models.weight_format import WeightFormat
+
+
+def abstract_model(config: ModelConfig, weights: WeightFormat) -> Decoder | Encoder:
+    """The model with shapes in place of arrays."""
+    if isinstance(config, DecoderConfig):
+        return nnx.eval_shape(lambda: Decoder(config, weights, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Encoder(config, weights, rngs=nnx.Rngs(0)))
+
+
+@functools.cache
+def split_model(config: ModelConfig, weights: WeightFormat) -> tuple[nnx.GraphDef, nnx.State]:
+    """The abstract model's graph, and the shapes of its leaves."""
+    return nnx.split(abstract_model(config, weights))
+
+
+def state_of(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Array]) -> nnx.State:
+    """The state that has these leaves, in the order of `describe_leaves`."""
+    return jax.tree.unflatten(jax.tree.structure(split_model(config, weights)[1]), leaves)
+
+
+def merge_model(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Array]) -> Any:
+    """The `Decoder` or `Encoder` with these leaves, in the order of `describe_leaves`."""
+    return nnx.merge(split_model(config, weights)[0], state_of(config, weights, leaves))
+
+
+def variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
+    """The parameters by their names on disk, in the order of `jax.tree.leaves`."""
+    state = model if isinstance(model, nnx.State) else nnx.state(model, nnx.Param)
+    return {leaf_name(path): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:
+    """Shape, dtype and logical axes of every leaf, by its name on disk."""
+    return {
+        name: Leaf(variable.shape, variable.dtype.name, variable.get_metadata("axes"))
+        for name, variable in variables(model).items()
+    }
+
+
+# The parts of a path that are spelled differently on disk. No attribute may have a name from the right side.
+_NAMES_ON_DISK = {"weight": "kernel", "gate_up": "up"}
+
+
+def leaf_name(path: tuple[object, ...]) -> str:
+    """A parameter's name on disk, from its path: `layers.0.mlp.up.kernel` for `layers[0].mlp.gate_up.weight`."""
+    return ".".join(_NAMES_ON_DISK.get(str(part), str(part)) for part in path)

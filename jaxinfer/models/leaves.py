@@ -1,0 +1,73 @@
+"""What leaves a model has: their names, shapes, dtypes and axes."""
+
+import functools
+import json
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from checkpoints import Leaf
+from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
+from jaxinfer.models.config import DecoderConfig, ModelConfig
+from jaxinfer.models.weight_format import WeightFormat
+from pallas_kernels.weights import STORED_AS, QuantizedFormat
+
+MAX_BYTES = 16 << 20
+"""Of all descriptions on disk together."""
+
+
+@functools.cache
+def canonical_leaves(config: ModelConfig, weights: WeightFormat) -> Mapping[str, Leaf]:
+    """The leaves of a model in this format, by name, in the order in which programs take them.
+
+    The model itself says what they are, which takes building it without arrays; so the answer is kept on disk.
+    """
+    files = KeptFiles(cache_folder() / "leaves", max_bytes=MAX_BYTES)
+    name = _key(config, weights)
+    if name and (content := files.get(name)):
+        return types.MappingProxyType(_read(content))
+    from jaxinfer.models import abstract
+
+    leaves = abstract.describe_leaves(abstract.split_model(config, weights)[1])
+    if name:
+        files.put(name, json.dumps({k: [v.shape, v.dtype, v.axes] for k, v in leaves.items()}).encode())
+    return types.MappingProxyType(leaves)
+
+
+def _key(config: ModelConfig, weights: WeightFormat) -> str | None:
+    try:
+        return keys.digest({"leaves": keys.describe((config, weights)), **keys.code_key()})
+    except keys.NoKeyError:
+        return None
+
+
+def _read(content: bytes) -> dict[str, Leaf]:
+    described: dict[str, Any] = json.loads(content)
+    return {name: Leaf(tuple(shape), dtype, tuple(axes)) for name, (shape, dtype, axes) in described.items()}
+
+
+def abstract_leaves(config: ModelConfig, weights: WeightFormat) -> list[jax.ShapeDtypeStruct]:
+    """Shapes in place of the leaves."""
+    return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in canonical_leaves(config, weights).values()]
+
+
+def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context: int) -> dict[str, Leaf]:
+    """Keys and values of `batch` requests of `context` tokens, as leaves; an encoder has none."""
+    if not isinstance(config, DecoderConfig):
+        return {}
+    shape = (batch, context, config.attention.kv_heads, config.attention.head_dim)
+    pages = Leaf(shape, weights.dtype.name, ("pages", "page", "kv_heads", "head_dim"))
+    return {f"{name}.{layer}": pages for layer in range(config.layers) for name in ("keys", "values")}
+
+
+def scale_name(name: str) -> str:
+    """The leaf with the scales of a quantised matrix: `a.kernel` -> `a.scale`."""
+    return name.rpartition(".")[0] + ".scale"
+
+
+def quantized_format(dtype: jax.typing.DTypeLike) -> QuantizedFormat | None:
+    """The format whose matrices have this dtype; None for a float."""
+    return next((name for name, stored in STORED_AS.items() if stored == jnp.dtype(dtype)), None)
