@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from jaxinfer.cli import app
 from jaxinfer.cli.generate import _summary
 from jaxinfer.generation import LLM, CompletionOutput, FinishReason, RequestOutput, SamplingParams, Timings
+from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.conversion import convert
@@ -109,6 +110,15 @@ def test_a_bad_prompt_is_prepared_once_too(model_dir, calls):
     bad, good = map(json.loads, done.stdout.splitlines())
     assert (bad["index"], good["index"]) == (0, 1)
     assert bad["error"].startswith("The prompt has 200 tokens")
+
+
+def test_a_prompt_that_cannot_run_compiles_no_grammar(llm, calls):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{2,3}"))
+    with pytest.raises(ValueError, match="The prompt has 200 tokens"):
+        llm.prepare("a" * 200, params)
+    assert calls == {"encode": ["a" * 200], "_compile": []}
+    assert llm.prepare("a", params).matcher is not None
+    assert [params.regex for params in calls["_compile"]] == ["[ab]{2,3}"]
 
 
 def test_structured_outputs(model_dir, tmp_path):
