@@ -214,6 +214,11 @@ class EncoderConfig(_TransformerConfig):
         super().__post_init__()
         if self.positions.kind is not PositionKind.LEARNED:
             raise ValueError(f"EncoderConfig.positions.kind={self.positions.kind} is not implemented; use learned.")
+        if any(window is not None for window in self.attention.windows):
+            raise ValueError(
+                f"EncoderConfig.attention.windows={self.attention.windows} is not implemented: an encoder's tokens "
+                "see each other; use (None,)."
+            )
 
 
 ModelConfig = DecoderConfig | EncoderConfig

@@ -25,17 +25,10 @@ def change(part, **values):
     return lambda: dataclasses.replace(part, **values)
 
 
-def encoder_with_rotary():
-    return EncoderConfig(
-        vocab=8,
-        embed=8,
-        layers=1,
-        context=8,
-        attention=LLAMA.attention,
-        positions=LLAMA.positions,
-        mlp=LLAMA.mlp,
-        norm=LLAMA.norm,
-    )
+def encoder(**changes):
+    """Makes an encoder with attention and MLP of a decoder."""
+    fields = {"attention": LLAMA.attention, "positions": PositionsConfig(kind=PositionKind.LEARNED)} | changes
+    return lambda: EncoderConfig(vocab=8, embed=8, layers=1, context=8, mlp=LLAMA.mlp, norm=LLAMA.norm, **fields)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +46,11 @@ def encoder_with_rotary():
         (change(LLAMA, tied=True, head_bias=True), "head_bias needs an untied head"),
         (lambda: RopeScaling(kind="dynamic", factor=2.0), "kind='dynamic' is not implemented"),
         (lambda: RopeScaling(kind="yarn", factor=2.0), "original_context must be >= 1 for yarn"),
-        (encoder_with_rotary, "kind=rotary is not implemented; use learned"),
+        (encoder(positions=LLAMA.positions), "kind=rotary is not implemented; use learned"),
+        (
+            encoder(attention=dataclasses.replace(LLAMA.attention, windows=(None, 4))),
+            r"EncoderConfig\.attention\.windows=\(None, 4\) is not implemented",
+        ),
     ],
 )
 def test_refusals_name_the_field(make, message):
