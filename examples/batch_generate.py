@@ -52,7 +52,6 @@ SCHEMA = {
     },
     "required": ["name", "arguments", "public"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_pattern": ""},  # no whitespace, of which a small model would generate too much
 }
 ASSIGNMENT = r"[a-z_]{3,10} = [0-9]{1,4}"
 

@@ -250,7 +250,7 @@ def attend(module: Attention, x: jax.Array, rotary: tuple[jax.Array, jax.Array])
         jnp.einsum("bthgk->bhgtk", y.reshape(batch, tokens, cfg.kv_heads, cfg.group + 2, cfg.head_dim))
         for y in (rotate(heads, rotary), heads)
     )
-    mixed = causal_attention(rotated[:, :, :-2], rotated[:, :, -2], plain[:, :, -1], cfg.score_scale)
+    mixed = causal_attention(rotated[:, :, :-2], rotated[:, :, -2], plain[:, :, -1], module.scale)
     return linear(jnp.einsum("bhgtk->bthgk", mixed).reshape(batch, tokens, -1), module.out.weight[...])
 
 
@@ -269,6 +269,7 @@ def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
     for layer in model.layers:
         x += attend(layer.attention, layer.attention_norm(x), rotary)
         x += feed_forward(layer.mlp, layer.mlp_norm(x))
+    assert model.final_norm is not None
     return linear(model.final_norm(x), model.embed.table[...]).astype(jnp.float32)
 
 

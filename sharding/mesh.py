@@ -69,7 +69,7 @@ class MeshConfig:
         path = pathlib.Path(path)
         try:
             document = msgspec.toml.decode(path.read_bytes())
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: not valid TOML: {error}.") from error
         if set(document) != {"mesh"} or not isinstance(document["mesh"], dict):
             raise ValueError(f"{path}: expected exactly one table, [mesh]; found {sorted(document)}.")

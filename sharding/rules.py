@@ -19,6 +19,7 @@ class ShardingRules:
     kv_heads: str | None = "tensor"
     mlp: str | None = "tensor"
     embed: str | None = None
+    word_embed: str | None = None
     norm: str | None = None
     positions: str | None = None
     pages: str | None = None

@@ -32,7 +32,21 @@ def parse_mesh(text: str | None) -> "MeshConfig | None":
 
     if text is None:
         return None
-    return MeshConfig.parse(text) if "=" in text else MeshConfig.read(text)
+    if "=" in text:
+        return MeshConfig.parse(text)
+    if not Path(text).is_file():
+        raise ValueError(f"--mesh {text}: no such file; name a TOML file, or give axes such as tensor=2.")
+    return MeshConfig.read(text)
+
+
+def read_text(option: str, file: Path) -> str:
+    """The text of the file that an option names. Raises ValueError naming both."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {file}: {error.strerror}; name a file that can be read.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {file}: not text in UTF-8 ({error}).") from error
 
 
 def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
@@ -53,7 +67,7 @@ def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "
     """The prompts of all three options. Raises ValueError naming the invalid option or line."""
     prompts: list[Prompt] = list(texts)
     if file is not None:
-        lines = file.read_text().splitlines()
+        lines = read_text("--prompts-file", file).splitlines()
         if file.suffix == ".jsonl":
             prompts += [_json_prompt(f"{file}:{number}", line) for number, line in enumerate(lines, 1)]
         else:

@@ -17,6 +17,7 @@ from jaxinfer.cli.common import (
     SpeculationOption,
     load_llm,
     read_prompts,
+    read_text,
 )
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ def generate(
     kernels: KernelsOption = True,
     adapter: Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="The text must satisfy this file's JSON schema.")] = None,
+    whitespace_pattern: Annotated[
+        str | None,
+        typer.Option(help="With --json-schema: what may stand between two tokens of JSON (default: nothing)."),
+    ] = None,
     regex: Annotated[str | None, typer.Option(help="The whole text must match (Rust's syntax).")] = None,
     grammar: Annotated[Path | None, typer.Option(help="The text must follow the Lark grammar in this file.")] = None,
     choice: Annotated[list[str] | None, typer.Option(help="The text must be one of these; may be repeated.")] = None,
@@ -82,7 +87,7 @@ def generate(
         seed=seed,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
-        structured_outputs=_structured_outputs(json_schema, regex, grammar, choice),
+        structured_outputs=_structured_outputs(json_schema, regex, grammar, choice, whitespace_pattern),
         adapter=ADAPTER if adapter else None,
     )
     start = time.perf_counter()
@@ -96,18 +101,30 @@ def generate(
 
 
 def _structured_outputs(
-    json_schema: Path | None, regex: str | None, grammar: Path | None, choice: list[str] | None
+    json_schema: Path | None,
+    regex: str | None,
+    grammar: Path | None,
+    choice: list[str] | None,
+    whitespace_pattern: str | None,
 ) -> "StructuredOutputsParams | None":
-    """What the four options ask for; more than one of them is a ValueError."""
+    """What the options ask for; more than one of the first four is a ValueError."""
     from jaxinfer import StructuredOutputsParams
 
     given = {
-        "json": json_schema and json_schema.read_text(),
+        "json": json_schema and _read_schema(json_schema),
         "regex": regex,
-        "grammar": grammar and grammar.read_text(),
+        "grammar": grammar and read_text("--grammar", grammar),
         "choice": tuple(choice) if choice else None,
+        "whitespace_pattern": whitespace_pattern,
     }
     return StructuredOutputsParams(**given) if any(value is not None for value in given.values()) else None
+
+
+def _read_schema(file: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(read_text("--json-schema", file), type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"--json-schema {file}: {error}; the file must hold a JSON object.") from error
 
 
 def _memory(llm: "LLM") -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxinfer.generation.renamed import renamed
 
@@ -17,16 +17,18 @@ MAX_PRIORITY = 1000
 @renamed(json_schema="json")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    r"""What a generated text must look like, from its first character to its last. Exactly one of:
+    r"""What a generated text must look like, from its first character to its last: exactly one of the first four.
 
     Attributes:
       json: JSON that satisfies this schema, given as a dict or as its text, kept as text without blanks.
-        Properties come in the schema's order; `{}` is any JSON. Keywords: llguidance's docs/json_schema.md. Up to 32
-        blanks may stand between two tokens of JSON; none with `"x-guidance": {"whitespace_pattern": ""}` in the schema.
+        Properties come in the schema's order; `{}` is any JSON. Keywords: llguidance's docs/json_schema.md.
       regex: the whole text matches, in the syntax of Rust's `regex` crate: no look-around, no back-references; `\d` is
         any Unicode digit.
       grammar: a context-free grammar in llguidance's dialect of Lark (its docs/syntax.md); it begins at `start`.
       choice: one of these texts.
+      whitespace_pattern: with `json`, what may stand between two of its tokens, in the syntax of `regex`, such as
+        `[ \n]{1,8}`; None: nothing, since a small model that may write blanks often writes nothing else. The schema's
+        own `x-guidance` comes first.
 
     Whether llguidance can compile it is known only when `GrammarCompiler.matcher` does.
 
@@ -38,13 +40,21 @@ class StructuredOutputsParams:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
+    whitespace_pattern: str | None = None
+
+    KINDS: ClassVar[tuple[str, ...]] = ("json", "regex", "grammar", "choice")
 
     def __post_init__(self) -> None:
-        names = [field.name for field in dataclasses.fields(self)]
-        given = [name for name in names if getattr(self, name) is not None]
+        given = [name for name in self.KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"StructuredOutputsParams needs exactly one of {', '.join(names)}; got {', '.join(given) or 'none'}."
+                f"StructuredOutputsParams needs exactly one of {', '.join(self.KINDS)}; "
+                f"got {', '.join(given) or 'none'}."
+            )
+        if self.whitespace_pattern is not None and (self.json is None or not isinstance(self.whitespace_pattern, str)):
+            raise ValueError(
+                "StructuredOutputsParams.whitespace_pattern must be a string, given with json, "
+                f"got {self.whitespace_pattern!r} with {self.kind}."
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -56,7 +66,7 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """The name of the attribute that is given."""
-        return next(field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None)
+        return next(name for name in self.KINDS if getattr(self, name) is not None)
 
 
 def _schema_text(schema: object) -> str:

@@ -32,11 +32,12 @@ class Attention(nnx.Module):
         norm: NormConfig,
         weights: WeightFormat,
         *,
-        window: int | None = None,
+        layer: int,
         causal: bool = True,
         rngs: nnx.Rngs,
     ):
-        self.cfg, self.window, self.causal, self.norm_eps = cfg, window, causal, norm.eps
+        self.cfg, self.causal, self.norm_eps = cfg, causal, norm.eps
+        self.scale, self.window = cfg.score_scale(layer), cfg.window(layer)
         self.alibi = alibi_slopes(cfg.q_heads) if positions.kind is PositionKind.ALIBI else None
         qkv, width = cfg.kv_heads * (cfg.group + 2) * cfg.head_dim, cfg.q_heads * cfg.head_dim
         self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale[...], self.k_norm.scale[...])
         preparation: dict[str, Any] = {"rotary": rotary, "norms": norms, "norm_eps": self.norm_eps}
         options: dict[str, Any] = {
-            "scale": cfg.score_scale,
+            "scale": self.scale,
             "window": self.window,
             "softcap": cfg.softcap,
             "alibi": self.alibi,

@@ -32,7 +32,7 @@ class BlockKind(enum.StrEnum):
     PARALLEL = "parallel"  # x += attention(n) + mlp(n), with one n = norm(x) (GPT-J)
     PARALLEL_TWO_NORMS = "parallel_two_norms"  # x += attention(norm1(x)) + mlp(norm2(x)) (GPT-NeoX)
     SANDWICH = "sandwich"  # x += norm(attention(norm(x))); x += norm(mlp(norm(x))) (Gemma 2)
-    POST_NORM = "post_norm"  # x = norm(x + attention(x)); x = norm(x + mlp(x)) (BERT)
+    POST_NORM = "post_norm"  # x = norm(x + attention(x)); x = norm(x + mlp(x)) (BERT, OPT-350m)
 
 
 class Activation(enum.StrEnum):
@@ -110,6 +110,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     scale: float | None = None  # multiplies the scores; None means head_dim ** -0.5
+    scale_by_inverse_layer: bool = False  # and divide the scores of layer i by i + 1 (GPT-2)
     softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
     windows: tuple[int | None, ...] = (None,)  # cycled over layers; None: all earlier tokens, w: the last w
     qk_norm: bool = False  # normalise each query and key head before rotation (Qwen3)
@@ -129,9 +130,14 @@ class AttentionConfig:
         """Query heads that share one KV head."""
         return self.q_heads // self.kv_heads
 
-    @property
-    def score_scale(self) -> float:
-        return self.head_dim**-0.5 if self.scale is None else self.scale
+    def score_scale(self, layer: int) -> float:
+        """What multiplies the scores in one layer."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return scale / (layer + 1) if self.scale_by_inverse_layer else scale
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a query of one layer sees, itself the last; None: all."""
+        return self.windows[layer % len(self.windows)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,10 +171,10 @@ class _TransformerConfig:
                 f"rotary_dim={self.positions.rotary_dim} is larger than head_dim={self.attention.head_dim}."
             )
 
-    def window(self, layer: int) -> int | None:
-        """The attention window of one layer."""
-        windows = self.attention.windows
-        return windows[layer % len(windows)]
+    @property
+    def output_width(self) -> int:
+        """The width of the hidden vectors that the model returns."""
+        return self.embed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,16 +184,22 @@ class DecoderConfig(_TransformerConfig):
     block: BlockKind = BlockKind.SEQUENTIAL
     embed_norm: bool = False  # normalise the embeddings (BLOOM)
     embed_scale: float = 1.0  # multiply the embeddings (Gemma: sqrt(embed))
+    word_embed: int | None = None  # width of the embeddings and the head, projected to and from embed (OPT-350m)
+    final_norm: bool = True  # normalise after the last layer
     tied: bool = False  # the output projection is the embedding table
     head_bias: bool = False
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block is BlockKind.POST_NORM:
-            raise ValueError("DecoderConfig.block=post_norm is not implemented for decoders.")
+        if self.word_embed is not None:
+            _require_positive(self, "word_embed")
         if self.tied and self.head_bias:
             raise ValueError("DecoderConfig.head_bias needs an untied head (tied=False).")
+
+    @property
+    def output_width(self) -> int:
+        return self.embed if self.word_embed is None else self.word_embed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,6 +214,11 @@ class EncoderConfig(_TransformerConfig):
         super().__post_init__()
         if self.positions.kind is not PositionKind.LEARNED:
             raise ValueError(f"EncoderConfig.positions.kind={self.positions.kind} is not implemented; use learned.")
+        if any(window is not None for window in self.attention.windows):
+            raise ValueError(
+                f"EncoderConfig.attention.windows={self.attention.windows} is not implemented: an encoder's tokens "
+                "see each other; use (None,)."
+            )
 
 
 ModelConfig = DecoderConfig | EncoderConfig

@@ -1,6 +1,7 @@
 """From a Hugging Face directory to a model directory, tensor by tensor."""
 
 import dataclasses
+import logging
 import os
 import pathlib
 import shutil
@@ -22,6 +23,8 @@ from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_nam
 from jaxinfer.models.tokenizer_files import tokenizer_files
 from pallas_kernels.weights import QuantizedFormat
 from pallas_kernels.weights import quantize as quantize_matrix
+
+log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 64 << 20  # of float32, quantised at once
 
@@ -64,14 +67,18 @@ class HuggingFaceModel:
         return source.combine(*(self._tensors.read(tensor) for tensor in source.names))
 
     def token_ids(self, role: str) -> tuple[int, ...]:
-        """The ids of `bos_token_id` or `eos_token_id`: none, one or several."""
-        value = self.fields.get(role)
+        """The ids of `bos_token_id` or `eos_token_id`: none, one or several.
+
+        Ids outside the vocabulary, which small checkpoints often keep from a larger one, are left out with a warning:
+        the model can neither read nor write them.
+        """
+        value, vocab = self.fields.get(role), self.config.vocab
         ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
-        if wrong := [i for i in ids if type(i) is not int or not 0 <= i < self.config.vocab]:
-            raise CheckpointError(
-                f"{self.path}: {role}={wrong[0]!r} is not in the vocabulary of {self.config.vocab} tokens; correct it."
-            )
-        return ids
+        if any(type(i) is not int for i in ids):
+            raise CheckpointError(f"{self.path}: {role}={value!r} must be a token id or a list of them; correct it.")
+        for outside in (i for i in ids if not 0 <= i < vocab):
+            log.warning("%s: %s=%d is left out: the vocabulary has %d tokens.", self.path, role, outside, vocab)
+        return tuple(i for i in ids if 0 <= i < vocab)
 
 
 def convert(

@@ -17,11 +17,26 @@ from pallas_kernels import KVPages
 
 
 class Decoder(nnx.Module):
-    """Token ids to hidden vectors, through every layer, with or without a paged cache."""
+    """Token ids to hidden vectors, through every layer, with or without a paged cache.
+
+    Widths: D inside the layers; W of the embeddings, of the hidden vectors that leave, and of the head. W is D unless
+    the config has `word_embed`.
+
+    Attributes:
+      project_in: embeddings to the layers, [..., W] -> [..., D]; None where W is D.
+      project_out: hidden vectors after the last norm, [..., D] -> [..., W]; the same.
+    """
 
     def __init__(self, cfg: DecoderConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
         self.cfg, self.dtype = cfg, weights.dtype
-        self.embed = Embedding(cfg.vocab, cfg.embed, weights, axes=("vocab", "embed"), rngs=rngs)
+
+        def linear(inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool = False) -> Linear:
+            return Linear(inputs, outputs, weights, axes=axes, bias=bias, rngs=rngs)
+
+        projected = cfg.word_embed is not None
+        width, axis = cfg.output_width, "word_embed" if projected else "embed"
+        self.embed = Embedding(cfg.vocab, width, weights, axes=("vocab", axis), rngs=rngs)
+        self.project_in = linear(width, cfg.embed, ("embed", axis)) if projected else None
         table = WeightFormat(dtype=weights.dtype)  # added, not multiplied: never int8
         self.positions = (
             Embedding(cfg.context + cfg.positions.offset, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)
@@ -29,15 +44,10 @@ class Decoder(nnx.Module):
             else None
         )
         self.embed_norm = Norm(cfg.embed, cfg.norm) if cfg.embed_norm else None
-        self.layers = nnx.List(
-            [TransformerLayer(cfg, weights, window=cfg.window(i), rngs=rngs) for i in range(cfg.layers)]
-        )
-        self.final_norm = Norm(cfg.embed, cfg.norm)
-        self.head = (
-            None
-            if cfg.tied
-            else Linear(cfg.embed, cfg.vocab, weights, axes=("vocab", "embed"), bias=cfg.head_bias, rngs=rngs)
-        )
+        self.layers = nnx.List([TransformerLayer(cfg, weights, layer=i, rngs=rngs) for i in range(cfg.layers)])
+        self.final_norm = Norm(cfg.embed, cfg.norm) if cfg.final_norm else None
+        self.project_out = linear(cfg.embed, width, (axis, "embed")) if projected else None
+        self.head = None if cfg.tied else linear(width, cfg.vocab, ("vocab", axis), bias=cfg.head_bias)
 
     def __call__(
         self,
@@ -46,7 +56,7 @@ class Decoder(nnx.Module):
         caches: list[KVPages] | None = None,
         page_table: jax.Array | None = None,
     ) -> tuple[jax.Array, list[KVPages] | None]:
-        """`forward` for a single group of rows: hidden vectors [B, T, D], and the new caches."""
+        """`forward` for a single group of rows: hidden vectors [B, T, W], and the new caches."""
         (hidden,), caches = self.forward((TokenRows(tokens, positions, page_table),), caches)
         return hidden, caches
 
@@ -64,8 +74,8 @@ class Decoder(nnx.Module):
           groups: rows of tokens.
           caches: one KVPages per layer, or None to let each row attend to itself alone.
           adapters: one LayerAdapters per layer, or None.
-        Returns: hidden vectors after the last norm, [B, T, D] of each group, and the caches with this pass's keys and
-          values written (None without caches).
+        Returns: what `leave` returns, hidden vectors [B, T, W] of each group, and the caches with this pass's keys
+          and values written (None without caches).
         """
         x, forward_context = self.enter(groups, adapters)
         x, caches = self.run_layers(x, forward_context, caches, adapters)
@@ -79,6 +89,8 @@ class Decoder(nnx.Module):
         x = self.embed(pack(group.ids for group in groups))
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
+        if self.project_in is not None:
+            x = self.project_in(x)
         if self.positions is not None:
             positions = pack(group.positions for group in groups)
             x += self.positions(jnp.maximum(positions, 0) + cfg.positions.offset)
@@ -116,8 +128,12 @@ class Decoder(nnx.Module):
         return x, None if caches is None else new_caches
 
     def leave(self, x: jax.Array, forward_context: ForwardContext) -> list[jax.Array]:
-        """The last norm: [N, D] -> hidden vectors, [B, T, D] of each group."""
-        return unpack(self.final_norm(x), forward_context.groups)
+        """The last norm and projection: [N, D] -> hidden vectors, [B, T, W] of each group."""
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        if self.project_out is not None:
+            x = self.project_out(x)
+        return unpack(x, forward_context.groups)
 
     def forward_context(
         self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None = None
@@ -134,7 +150,7 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Scores of every next token, float32: [..., D] -> [..., V]."""
+        """Scores of every next token, float32: [..., W] -> [..., V]."""
         scores = self.embed.project(hidden) if self.head is None else self.head(hidden)
         scores = scores.astype(jnp.float32)
         if (cap := self.cfg.logit_softcap) is not None:

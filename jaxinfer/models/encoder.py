@@ -27,7 +27,9 @@ class Encoder(nnx.Module):
             else None
         )
         self.embed_norm = Norm(cfg.embed, cfg.norm)
-        self.layers = nnx.List([TransformerLayer(cfg, weights, causal=False, rngs=rngs) for _ in range(cfg.layers)])
+        self.layers = nnx.List(
+            [TransformerLayer(cfg, weights, layer=i, causal=False, rngs=rngs) for i in range(cfg.layers)]
+        )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
         """Hidden vectors [B, T, D].

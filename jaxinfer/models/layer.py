@@ -30,14 +30,14 @@ class TransformerLayer(nnx.Module):
         cfg: ModelConfig,
         weights: WeightFormat,
         *,
-        window: int | None = None,
+        layer: int,
         causal: bool = True,
         rngs: nnx.Rngs,
     ):
         self.block = cfg.block
         self.attention_norm = Norm(cfg.embed, cfg.norm)
         self.attention = Attention(
-            cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, window=window, causal=causal, rngs=rngs
+            cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, layer=layer, causal=causal, rngs=rngs
         )
         if self.block is not BlockKind.PARALLEL:
             self.mlp_norm = Norm(cfg.embed, cfg.norm)

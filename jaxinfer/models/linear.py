@@ -65,7 +65,7 @@ class Linear(nnx.Module):
         residual: jax.Array | None = None,
         adapter_delta: AdapterDelta | None = None,
     ) -> jax.Array:
-        """residual + act(norm(x) W^T + b); a residual comes without a norm and without an activation.
+        """act(norm(x) W^T + b), or x W^T + b + residual: no operation has a residual beside a norm or an activation.
 
         Args:
           x: [..., K].
@@ -74,7 +74,12 @@ class Linear(nnx.Module):
           gated: outputs alternate between gate and up; the result is act(gate) * up, [..., N / 2].
           residual: [..., N], added at the end.
           adapter_delta: what adapters add to the product, before the activation. The product then runs unfused.
+        Raises ValueError for a residual given with a norm, an activation or `gated`.
         """
+        if residual is not None and (norm is not None or activation is not None or gated):
+            raise ValueError(
+                "Linear adds a residual without a norm, an activation or a gate: apply those by themselves."
+            )
         weights, bias = _weights(self.weight, self.scale), None if self.bias is None else self.bias[...]
         if adapter_delta is None and norm is not None:
             scale, shift = norm.parameters

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from jaxinfer.cli import app
 from jaxinfer.cli.generate import _summary
 from jaxinfer.generation import LLM, CompletionOutput, FinishReason, RequestOutput, SamplingParams, Timings
+from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.conversion import convert
@@ -111,8 +112,17 @@ def test_a_bad_prompt_is_prepared_once_too(model_dir, calls):
     assert bad["error"].startswith("The prompt has 200 tokens")
 
 
+def test_a_prompt_that_cannot_run_compiles_no_grammar(llm, calls):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]{2,3}"))
+    with pytest.raises(ValueError, match="The prompt has 200 tokens"):
+        llm.prepare("a" * 200, params)
+    assert calls == {"encode": ["a" * 200], "_compile": []}
+    assert llm.prepare("a", params).matcher is not None
+    assert [params.regex for params in calls["_compile"]] == ["[ab]{2,3}"]
+
+
 def test_structured_outputs(model_dir, tmp_path):
-    (tmp_path / "schema.json").write_text('{"enum": ["red", "blue"], "x-guidance": {"whitespace_pattern": ""}}')
+    (tmp_path / "schema.json").write_text('{"enum": ["red", "blue"]}')
     (tmp_path / "grammar.lark").write_text('start: "up" | "down"')
     common = ("--prompt", "a", "--max-new-tokens", 16, "--json")
     for option, texts in (
@@ -153,7 +163,13 @@ def test_the_summary_counts_speculative_tokens():
         (("--prompt", "a" * 200), "error: The prompt has 200 tokens; the context of 128"),
         (("--prompt", "a", "--regex", "a", "--choice", "a"), "error: StructuredOutputsParams needs exactly one of"),
         (("--prompt", "a", "--regex", "("), "error: StructuredOutputsParams.regex does not compile"),
-        (("--prompts-file", "missing.txt"), "missing.txt"),
+        (("--prompts-file", "none.txt"), "error: --prompts-file none.txt: No such file or directory; name a file"),
+        (("--prompt", "a", "--json-schema", "none.json"), "error: --json-schema none.json: No such file or directory"),
+        (("--prompt", "a", "--json-schema", "."), "error: --json-schema .: Is a directory; name a file"),
+        (("--prompt", "a", "--grammar", "none.lark"), "error: --grammar none.lark: No such file or directory"),
+        (("--prompt", "a", "--mesh", "none.toml"), "error: --mesh none.toml: no such file; name a TOML file, or give"),
+        (("--prompt", "a", "--adapter", "none"), "error: none/adapter_config.json: no such file"),
+        (("--prompt", "a", "--whitespace-pattern", " "), "needs exactly one of json, regex, grammar, choice; got none"),
     ],
 )
 def test_errors_take_one_line(model_dir, arguments, message):
@@ -161,6 +177,21 @@ def test_errors_take_one_line(model_dir, arguments, message):
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{nope", r"JSON is malformed.*; the file must hold a JSON object\.$"),
+        (b"[1]", r"Expected `object`, got `array`; the file must hold a JSON object\.$"),
+        (b"\xff\xfe", r"not text in UTF-8 \('utf-8' codec can't decode byte 0xff.*\)\.$"),
+    ],
+)
+def test_an_unreadable_schema_is_named(model_dir, tmp_path, content, message):
+    file = tmp_path / "schema.json"
+    file.write_bytes(content)
+    stderr = run(model_dir, "--prompt", "a", "--json-schema", file, code=2).stderr
+    assert re.match(rf"error: --json-schema {re.escape(str(file))}: {message}", stderr), stderr
 
 
 def test_an_invalid_line_is_named(model_dir, tmp_path):

@@ -215,6 +215,22 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         BERT | {"vocab_size": 53, "pad_token_id": 3, "max_position_embeddings": 28, "intermediate_size": 37},
         {"bf16": True, "class": "RobertaForMaskedLM"},
     ),
+    "gpt2_inverse_layers": (
+        GPT2 | {"n_layer": 3, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+        {},
+    ),
+    "opt_projected": (OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}, {}),
+    "opt_projected_awkward": (
+        OPT
+        | {
+            "vocab_size": 53,
+            "word_embed_proj_dim": 10,
+            "_remove_final_layer_norm": True,
+            "enable_bias": False,
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

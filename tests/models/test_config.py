@@ -8,7 +8,6 @@ import pytest
 
 from jaxinfer.models.config import (
     AttentionConfig,
-    BlockKind,
     EncoderConfig,
     PositionKind,
     PositionsConfig,
@@ -26,17 +25,10 @@ def change(part, **values):
     return lambda: dataclasses.replace(part, **values)
 
 
-def encoder_with_rotary():
-    return EncoderConfig(
-        vocab=8,
-        embed=8,
-        layers=1,
-        context=8,
-        attention=LLAMA.attention,
-        positions=LLAMA.positions,
-        mlp=LLAMA.mlp,
-        norm=LLAMA.norm,
-    )
+def encoder(**changes):
+    """Makes an encoder with attention and MLP of a decoder."""
+    fields = {"attention": LLAMA.attention, "positions": PositionsConfig(kind=PositionKind.LEARNED)} | changes
+    return lambda: EncoderConfig(vocab=8, embed=8, layers=1, context=8, mlp=LLAMA.mlp, norm=LLAMA.norm, **fields)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +42,15 @@ def encoder_with_rotary():
         (change(LLAMA.positions, rotary_dim=5), "rotary_dim must be even and >= 2, got 5"),
         (change(LLAMA, positions=dataclasses.replace(LLAMA.positions, rotary_dim=66)), "larger than head_dim=64"),
         (change(LLAMA.mlp, hidden=0), r"MlpConfig\.hidden must be >= 1"),
-        (change(LLAMA, block=BlockKind.POST_NORM), "post_norm is not implemented for decoders"),
+        (change(LLAMA, word_embed=0), r"DecoderConfig\.word_embed must be >= 1, got 0"),
         (change(LLAMA, tied=True, head_bias=True), "head_bias needs an untied head"),
         (lambda: RopeScaling(kind="dynamic", factor=2.0), "kind='dynamic' is not implemented"),
         (lambda: RopeScaling(kind="yarn", factor=2.0), "original_context must be >= 1 for yarn"),
-        (encoder_with_rotary, "kind=rotary is not implemented; use learned"),
+        (encoder(positions=LLAMA.positions), "kind=rotary is not implemented; use learned"),
+        (
+            encoder(attention=dataclasses.replace(LLAMA.attention, windows=(None, 4))),
+            r"EncoderConfig\.attention\.windows=\(None, 4\) is not implemented",
+        ),
     ],
 )
 def test_refusals_name_the_field(make, message):
@@ -68,8 +64,16 @@ def test_configs_are_hashable():
 
 def test_windows_cycle_over_layers():
     attention = AttentionConfig(q_heads=1, kv_heads=1, head_dim=2, windows=(None, 7))
-    config = dataclasses.replace(LLAMA, attention=attention, positions=PositionsConfig(kind=PositionKind.LEARNED))
-    assert [config.window(i) for i in range(4)] == [None, 7, None, 7]
+    assert [attention.window(i) for i in range(4)] == [None, 7, None, 7]
+
+
+def test_scores_are_scaled_layer_by_layer():
+    attention = AttentionConfig(q_heads=1, kv_heads=1, head_dim=4)
+    assert [attention.score_scale(i) for i in range(3)] == [0.5, 0.5, 0.5]
+    by_layer = dataclasses.replace(attention, scale_by_inverse_layer=True)
+    assert [by_layer.score_scale(i) for i in range(3)] == [0.5, 0.5 / 2, 0.5 / 3]
+    unscaled = dataclasses.replace(by_layer, scale=1.0)
+    assert [unscaled.score_scale(i) for i in range(3)] == [1.0, 1 / 2, 1 / 3]
 
 
 def test_kv_bytes_per_token():

@@ -226,9 +226,20 @@ def test_configs(hf, out):
     _refuses(hf / "none", out, "no such directory")
 
 
-def test_special_tokens_outside_the_vocabulary(hf, out):
-    _edit(hf / "generation_config.json", eos_token_id=64)
-    _refuses(hf, out, "eos_token_id=64 is not in the vocabulary of 64 tokens")
+def test_special_tokens_outside_the_vocabulary_are_left_out(hf, out, caplog):
+    _edit(hf / "generation_config.json", bos_token_id=64, eos_token_id=[63, 50256, -1])
+    description = convert(hf, out)
+    assert (description.bos_id, description.eos_ids) == (None, (63,))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{hf}: {role} is left out: the vocabulary has 64 tokens."
+        for role in ("bos_token_id=64", "eos_token_id=50256", "eos_token_id=-1")
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["</s>", [1, "2"], True, 1.0])
+def test_special_tokens_that_are_no_ids(hf, out, wrong):
+    _edit(hf / "generation_config.json", eos_token_id=wrong)
+    _refuses(hf, out, "eos_token_id=.* must be a token id or a list of them")
 
 
 def test_values_beyond_float16(hf, out):

@@ -42,16 +42,12 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gpt2_tied", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ("gpt2_tied", {"add_cross_attention": True}, "add_cross_attention=True"),
         ("gpt2_tied", {"activation_function": "quick_gelu"}, "activation_function='quick_gelu'.*known: gelu"),
         ("gpt2_tied", {"n_head": 5}, "24 is not a multiple of the 5 heads"),
         ("gpt_neo_alternating", {"num_layers": 3}, "attention_types=.*each of 3 layers"),
         ("gpt_neo_alternating", {"attention_types": [[["strided"], 2]]}, "attention_types=.*must name global or local"),
         ("gptj_partial", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
-        ("opt_tied", {"do_layer_norm_before": False}, "do_layer_norm_before=False.*OPT-350m"),
-        ("opt_tied", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12 is not implemented, only 24"),
-        ("opt_tied", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True"),
         ("opt_tied", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
         ("bloom_tied", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post"),
         ("llama_linear", {"quantization_config": {"bits": 4}}, "quantization_config.*unquantised checkpoint"),

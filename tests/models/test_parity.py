@@ -42,7 +42,9 @@ def test_encoder(name):
     close(pooled, means / np.linalg.norm(means, axis=1, keepdims=True))
 
 
-@pytest.mark.parametrize("name", ["llama_linear", "gpt2_awkward"])  # a tied table and an untied head
+@pytest.mark.parametrize(
+    "name", ["llama_linear", "gpt2_awkward", "opt_projected"]
+)  # a tied table, an untied head, projections
 def test_int8_stays_close(name):
     golden = goldens.load(name)
     actual = goldens.through_cache(golden, goldens.build(golden, int8=True), chunk=7)

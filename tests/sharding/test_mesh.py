@@ -58,13 +58,14 @@ def test_read(tmp_path):
         ("[mesh]\ntensor = true", "tensor must be an integer >= 1, got True"),
         ("[mesh]\ntensor = 2.0", "got 2.0"),
         ("[mesh]\ntensor =", "not valid TOML"),
+        ("[mesh]\nténsor = 2", "not valid TOML"),  # in Latin-1
         ("[mesh]\n[other]\n", "expected exactly one table"),
         ("mesh = 2", "expected exactly one table"),
     ],
 )
 def test_read_refuses_and_names_the_file(tmp_path, text, message):
     file = tmp_path / "mesh.toml"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message) as error:
         MeshConfig.read(file)
     assert str(file) in str(error.value)

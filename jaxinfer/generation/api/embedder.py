@@ -82,4 +82,4 @@ class Embedder:
 
     def embed(self, texts: Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """Vectors of length 1, float32 [len(texts), D]. Raises ValueError for an empty or too long text, naming it."""
-        return embed(self.engine, texts, size=self.model.config.embed, adapter=adapter)
+        return embed(self.engine, texts, size=self.model.config.output_width, adapter=adapter)

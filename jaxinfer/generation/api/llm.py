@@ -158,7 +158,7 @@ class LLM:
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
-        return embed(self.engine, _as_list(texts), size=self.model.config.embed, adapter=adapter)
+        return embed(self.engine, _as_list(texts), size=self.model.config.output_width, adapter=adapter)
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation ({"role", "content"} messages) through the model's chat template."""

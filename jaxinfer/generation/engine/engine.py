@@ -61,7 +61,7 @@ class Engine:
         """A checked request, not yet queued. Raises ValueError for one that this engine could never run."""
         request = self.inputs.process(prompt, params)
         self.scheduler.check(request)
-        return request
+        return self.inputs.with_grammar(request)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue the sequences of a request (`Request.sequences`)."""

@@ -1,5 +1,6 @@
 """From what a caller gives to a checked `Request`: tokens, options, a compiled grammar."""
 
+import dataclasses
 import itertools
 import secrets
 from collections.abc import Collection
@@ -7,7 +8,7 @@ from collections.abc import Collection
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
-from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler, GrammarMatcher
+from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
 from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
 
 
@@ -42,10 +43,10 @@ class InputProcessor:
         self._ids = itertools.count()
 
     def process(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
-        """A request for one prompt.
+        """A request for one prompt, still without its grammar.
 
-        Raises ValueError for an empty prompt, unknown token ids, text without a tokenizer, a grammar that does not
-        compile, an unknown adapter or logits processor, or a request for text of an encoder.
+        Raises ValueError for an empty prompt, unknown token ids, text without a tokenizer, an unknown adapter or logits
+        processor, or a request for text of an encoder.
         """
         token_ids = encode_prompt(self.tokenizer, prompt, self._vocab)
         if not token_ids:
@@ -68,9 +69,21 @@ class InputProcessor:
             max_length=min(self._context, length),
             stop_token_ids=self._stop_token_ids(params),
             seed=secrets.randbits(32) if params.seed is None else params.seed,
-            matcher=self._matcher(params),
             tokenizer=self.tokenizer,
         )
+
+    def with_grammar(self, request: Request) -> Request:
+        """The request with the grammar it asks for, compiled: that may take seconds, so check all else before.
+
+        Raises ValueError for a grammar that does not compile, and without a tokenizer.
+        """
+        if request.pooling or request.sampling.structured_outputs is None:
+            return request
+        if self.tokenizer is None:
+            raise ValueError("SamplingParams.structured_outputs needs a tokenizer, and the model directory has none.")
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer.to_json(), vocab=self._vocab, eos_ids=self._eos_ids)
+        return dataclasses.replace(request, matcher=self._grammars.matcher(request.sampling.structured_outputs))
 
     def _check_sampling(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "logit_bias"):
@@ -105,12 +118,3 @@ class InputProcessor:
                 f"stop_token_ids and the model's end-of-text ids are {len(ids)}, at most {MAX_STOP_TOKEN_IDS}."
             )
         return ids
-
-    def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
-        if params.structured_outputs is None:
-            return None
-        if self.tokenizer is None:
-            raise ValueError("SamplingParams.structured_outputs needs a tokenizer, and the model directory has none.")
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self.tokenizer.to_json(), vocab=self._vocab, eos_ids=self._eos_ids)
-        return self._grammars.matcher(params.structured_outputs)

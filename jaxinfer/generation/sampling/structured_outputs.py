@@ -17,8 +17,6 @@ import tokenizers
 from jaxinfer.generation.params import StructuredOutputsParams
 
 _KEPT_GRAMMARS = 128  # compiled grammars that stay in memory
-# Blanks between two tokens of JSON; JSON itself sets no limit, and a model that likes blanks would never get past them.
-_JSON_SPACE = r"[ \t\r\n]{1,32}"
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)  # messages without the parser's internal state
 
 
@@ -173,7 +171,10 @@ class GrammarCompiler:
 def _grammar(params: StructuredOutputsParams) -> str:
     """The grammar in llguidance's own notation."""
     if params.json is not None:
-        return llguidance.LLMatcher.grammar_from_json_schema(params.json, defaults={"whitespace_pattern": _JSON_SPACE})
+        space = params.whitespace_pattern
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            params.json, defaults={"whitespace_flexible": False} if space is None else {"whitespace_pattern": space}
+        )
     if params.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:  # one terminal, which is one automaton; as rules, 2000 texts are too many

@@ -24,8 +24,7 @@ from jaxinfer.models.families.mapping import (
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    fields = Fields(hf)
-    fields.expect("scale_attn_by_inverse_layer_idx", False)
+    fields = Fields(hf)  # reorder_and_upcast_attn asks for scores in float32, which they always are
     embed, heads = fields.integer("n_embd", "hidden_size"), fields.integer("n_head", "num_attention_heads")
     return DecoderConfig(
         vocab=fields.integer("vocab_size"),
@@ -39,6 +38,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
             qkv_bias=True,
             out_bias=True,
             scale=None if fields.flag("scale_attn_weights", default=True) else 1.0,
+            scale_by_inverse_layer=fields.flag("scale_attn_by_inverse_layer_idx", default=False),
         ),
         positions=PositionsConfig(kind=PositionKind.LEARNED),
         mlp=MlpConfig(

@@ -1,9 +1,10 @@
-"""OPT: ReLU and learned positions that start at row 2."""
+"""OPT: ReLU and learned positions that start at row 2; OPT-350m alone has post-norm blocks and narrower embeddings."""
 
 from collections.abc import Mapping
 
 from jaxinfer.models.config import (
     AttentionConfig,
+    BlockKind,
     DecoderConfig,
     MlpConfig,
     NormConfig,
@@ -18,16 +19,18 @@ from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear,
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields(hf)
     embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    fields.expect("do_layer_norm_before", True, "only OPT-350m has it; take another size")
-    fields.expect("word_embed_proj_dim", embed, "only OPT-350m projects its embeddings; take another size")
-    fields.expect("_remove_final_layer_norm", False)
     fields.expect("layer_norm_elementwise_affine", True)
     bias = fields.flag("enable_bias", default=True)
+    word_embed = fields.integer("word_embed_proj_dim", default=embed)
+    norm_before = fields.flag("do_layer_norm_before", default=True)
     return DecoderConfig(
         vocab=fields.integer("vocab_size"),
         embed=embed,
         layers=fields.integer("num_hidden_layers"),
         context=fields.integer("max_position_embeddings", default=2048),
+        block=BlockKind.SEQUENTIAL if norm_before else BlockKind.POST_NORM,
+        word_embed=None if word_embed == embed else word_embed,
+        final_norm=norm_before and not fields.flag("_remove_final_layer_norm", default=False),
         attention=AttentionConfig(
             q_heads=heads,
             kv_heads=heads,
@@ -47,15 +50,18 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention, mlp, embed = config.attention, config.mlp, config.embed
+    attention, mlp, embed, width = config.attention, config.mlp, config.embed, config.output_width
     rows = config.context + config.positions.offset
-    found = (
-        table("embed.table", "embed_tokens.weight", config.vocab, embed)
-        | table("positions.table", "embed_positions.weight", rows, embed)
-        | norm("final_norm", "final_layer_norm", embed, bias=True)
+    found = table("embed.table", "embed_tokens.weight", config.vocab, width) | table(
+        "positions.table", "embed_positions.weight", rows, embed
     )
+    if config.word_embed is not None:
+        found |= linear("project_in", ("project_in",), (embed,), width, bias=False)
+        found |= linear("project_out", ("project_out",), (width,), embed, bias=False)
+    if config.final_norm:
+        found |= norm("final_norm", "final_layer_norm", embed, bias=True)
     if not config.tied:
-        found |= table("head.kernel", "lm_head.weight", config.vocab, embed)
+        found |= table("head.kernel", "lm_head.weight", config.vocab, width)
     for i in range(config.layers):
         layer = f"layers.{i}"
         q, k, v, out = (f"{layer}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.models import Decoder, WeightFormat
+from jaxinfer.models.config import BlockKind
 from jaxinfer.models.loading import save_model
 from sharding import MeshConfig
 from tests.tiny import CONFIG
@@ -15,10 +16,11 @@ from tests.tiny import CONFIG
 
 @pytest.fixture(scope="module")
 def even_model_dir(tmp_path_factory):
-    """The tiny model with a vocabulary that divides."""
+    """The tiny model with a vocabulary that divides, between projections of narrower embeddings."""
     path = tmp_path_factory.mktemp("models") / "even"
     weights = WeightFormat()
-    model = Decoder(dataclasses.replace(CONFIG, vocab=256), weights, rngs=nnx.Rngs(1))
+    config = dataclasses.replace(CONFIG, vocab=256, word_embed=16, block=BlockKind.POST_NORM, final_norm=False)
+    model = Decoder(config, weights, rngs=nnx.Rngs(1))
     save_model(path, model, family="tiny")
     return path
 

@@ -57,7 +57,7 @@ def test_structured_text_streams(llm):
 
 @pytest.mark.slow
 def test_outputs_of_two_hundred_random_schemas_are_valid():
-    """All that end; a small model goes on for ever where a schema sets no bound (digits, strings, blanks)."""
+    """All that end; a small model goes on for ever where a schema sets no bound (digits, strings)."""
     llm = LLM(DEMO, max_batch=8, context=1024, dtype="float32")
     schemas = [random_schema(np.random.default_rng(seed)) for seed in range(200)]
     params = [

@@ -56,8 +56,9 @@ class Model:
 
     def _closing(self, allowed: list[int]) -> list[int]:
         closing = [i for i in allowed if set(self.texts[i]) <= set('"]}')]
+        going_on = [i for i in allowed if self.texts[i] == ","]  # ends a number before a required property
         plain = [i for i in allowed if "\\" not in self.texts[i] and not self.texts[i].isspace()]
-        return closing or plain or allowed
+        return closing or going_on or plain or allowed
 
 
 def check_bitmask(matcher: GrammarMatcher, model: Model) -> list[int]:
@@ -108,7 +109,7 @@ def test_random_schemas_are_satisfied(any_model, block):
 
 
 def test_any_json_is_an_empty_schema(any_model):
-    assert any_model.accepts(StructuredOutputsParams(json={}), '{"a": [1, "b", null, {"c": -2.5e3}]}')
+    assert any_model.accepts(StructuredOutputsParams(json={}), '{"a":[1,"b",null,{"c":-2.5e3}]}')
     assert not any_model.accepts(StructuredOutputsParams(json={}), '{"a": 1')
 
 
@@ -118,13 +119,19 @@ def test_properties_come_in_the_order_of_the_schema(tiny):
     assert not tiny.accepts(params, '{"a":2,"b":1}')
 
 
-def test_blanks_in_json_are_bounded_unless_the_schema_says_otherwise(tiny):
-    schema = {"type": "array", "items": {"type": "null"}}
-    assert tiny.accepts(StructuredOutputsParams(json=schema), "[" + 32 * " " + "null\n]")
-    assert not tiny.accepts(StructuredOutputsParams(json=schema), "[" + 33 * " " + "null]")
-    compact = StructuredOutputsParams(json=schema | {"x-guidance": {"whitespace_pattern": ""}})
-    assert tiny.accepts(compact, "[null]")
-    assert not tiny.accepts(compact, "[ null]")
+def test_json_is_compact_unless_blanks_are_asked_for(tiny):
+    schema = {"type": "array", "items": {"type": "object", "properties": {"a b": {}}}}
+    compact, spaced = '[{"a b":"c d"},{}]', '[ {"a b": "c d"}, {}]'
+    params = StructuredOutputsParams(json=schema)
+    assert tiny.accepts(params, compact)
+    for blank in ("[ {}]", "[{} ]", "[{},\n{}]", '[{"a b": 1}]', '[{"a b":1 }]', " []", "[]\t"):
+        assert not tiny.accepts(params, blank), blank
+    flexible = StructuredOutputsParams(json=schema, whitespace_pattern=r"[ \n]{1,2}")
+    assert tiny.accepts(flexible, compact)
+    assert tiny.accepts(flexible, spaced)
+    assert not tiny.accepts(flexible, "[   {}]")
+    in_schema = StructuredOutputsParams(json=schema | {"x-guidance": {"whitespace_flexible": True}})
+    assert tiny.accepts(in_schema, "[" + 99 * " " + "{}]")
 
 
 @pytest.mark.parametrize(
@@ -251,6 +258,10 @@ def test_a_vocabulary_smaller_than_the_tokenizer():
         ({"json": {"not": {}}}, r'StructuredOutputsParams.json does not compile: Unimplemented keys: \["not"\]'),
         ({"json": {"minimum": 2, "maximum": 1, "type": "integer"}}, "Unsatisfiable schema: minimum"),
         ({"json": {"x-guidance": {"indent": 2}}}, "StructuredOutputsParams.json does not compile: unknown field"),
+        (
+            {"json": {}, "whitespace_pattern": "("},
+            "StructuredOutputsParams.json does not compile: (?s:.)*unclosed group",
+        ),
         ({"regex": "a("}, "StructuredOutputsParams.regex does not compile: (?s:.)*unclosed group"),
         ({"regex": "(?=a)a"}, "look-around(?s:.)*is not supported"),
         ({"regex": r"[^\s\S]"}, "StructuredOutputsParams.regex does not compile: (?s:.)*no text fits"),
@@ -288,6 +299,15 @@ def test_says_that_a_grammar_is_too_complex_to_follow(tiny):
         ({"json": {"const": float("nan")}}, "StructuredOutputsParams.json is not JSON: "),
         ({"json": {"const": {1}}}, "StructuredOutputsParams.json is not JSON: "),
         ({"json": "[1]"}, r"must be a dict or the text of a JSON object, got '\[1\]'"),
+        (
+            {"regex": "a", "whitespace_pattern": " "},
+            "whitespace_pattern must be .* given with json, got ' ' with regex",
+        ),
+        (
+            {"json": {}, "whitespace_pattern": 3},
+            "whitespace_pattern must be a string, given with json, got 3 with json",
+        ),
+        ({"whitespace_pattern": " "}, "exactly one of json, regex, grammar, choice; got none"),
         ({"regex": 5}, "StructuredOutputsParams.regex must be a string, got 5"),
         ({"grammar": b"start"}, "StructuredOutputsParams.grammar must be a string"),
         (
@@ -307,6 +327,7 @@ def test_equal_params_are_one_key():
     schema = {"type": "object", "properties": {"é": {"const": 1}}}
     same = {StructuredOutputsParams(json=schema), StructuredOutputsParams(json=json.dumps(schema, indent=2))}
     assert len(same) == 1
+    assert StructuredOutputsParams(json=schema, whitespace_pattern=" ") not in same
     listed: dict[str, Any] = {"choice": ["a", "b"]}  # as JSON has it
     assert StructuredOutputsParams(**listed) == StructuredOutputsParams(choice=("a", "b"))
     assert StructuredOutputsParams(regex="a") != StructuredOutputsParams(grammar="a")
