@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxinfer.generation import LLM, Embedder, FinishReason, PoolingParams, Request, RequestOutput, SamplingParams
+    from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
     from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams
+    from jaxinfer.generation.engine.driver import EngineDeadError
+    from jaxinfer.generation.engine.pending import EngineGenerateError
     from jaxinfer.generation.params import StructuredOutputsParams
     from jaxinfer.generation.sampling.sampler import LogitsProcessor
     from sharding import MeshConfig
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "Embedder",
+    "EngineDeadError",
+    "EngineGenerateError",
     "FinishReason",
     "LogitsProcessor",
     "MeshConfig",
+    "OutputStream",
     "PoolingParams",
     "Request",
     "RequestOutput",
@@ -31,10 +38,14 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncLLM": "jaxinfer.generation.api.async_llm",
     "BeamSearchOutput": "jaxinfer.generation.api.beam_search",
     "BeamSearchParams": "jaxinfer.generation.api.beam_search",
+    "EngineDeadError": "jaxinfer.generation.engine.driver",
+    "EngineGenerateError": "jaxinfer.generation.engine.pending",
     "LogitsProcessor": "jaxinfer.generation.sampling.sampler",
     "MeshConfig": "sharding",
+    "OutputStream": "jaxinfer.generation.api.async_llm",
     "StructuredOutputsParams": "jaxinfer.generation.params",
 }
 

@@ -83,6 +83,13 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt, vocab: int) -> li
     return ids
 
 
+def encode_chat(tokenizer: Tokenizer | None, messages: list[dict[str, Any]]) -> list[int]:
+    """A conversation as a prompt, by `Tokenizer.chat`. Raises ValueError without a tokenizer too."""
+    if tokenizer is None:
+        raise ValueError("The model directory has no tokenizer, so it cannot chat.")
+    return tokenizer.chat(messages)
+
+
 class TextStream:
     """Turns tokens into text as they come; characters that are still incomplete wait."""
 

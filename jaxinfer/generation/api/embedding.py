@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import PoolingParams
 from jaxinfer.generation.text import Prompt
 
@@ -14,15 +15,21 @@ def embed(engine: Engine, texts: Iterable[Prompt], *, size: int, adapter: str | 
 
     Raises ValueError for an invalid text, naming it, before anything runs; RuntimeError if a step fails.
     """
-    groups = []
-    for index, text in enumerate(texts):
-        try:
-            groups.append(engine.prepare(text, PoolingParams(adapter=adapter)).sequences())
-        except ValueError as error:
-            raise ValueError(f"Text {index}: {error}") from error
+    groups = [request.sequences() for request in pooling_requests(engine, texts, adapter)]
     for _ in engine.run(groups):
         pass
     for index, (sequence,) in enumerate(groups):
         if sequence.error is not None:
             raise RuntimeError(f"Text {index}: {sequence.error}")
     return np.array([sequence.embedding for (sequence,) in groups], np.float32).reshape(-1, size)
+
+
+def pooling_requests(engine: Engine, texts: Iterable[Prompt], adapter: str | None) -> list[Request]:
+    """A request for the vector of each text. Raises ValueError for an invalid one, naming it."""
+    requests = []
+    for index, text in enumerate(texts):
+        try:
+            requests.append(engine.prepare(text, PoolingParams(adapter=adapter)))
+        except ValueError as error:
+            raise ValueError(f"Text {index}: {error}") from error
+    return requests

@@ -19,7 +19,7 @@ from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
-from jaxinfer.generation.text import Prompt, Tokenizer
+from jaxinfer.generation.text import Prompt, Tokenizer, encode_chat
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.loading import load_model
 from sharding import MeshConfig, ShardingRules
@@ -151,23 +151,21 @@ class LLM:
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
-        return beam_search(self.engine, _as_list(prompts), params or BeamSearchParams())
+        return beam_search(self.engine, as_list(prompts), params or BeamSearchParams())
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """The mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
-        return embed(self.engine, _as_list(texts), size=self.model.config.output_width, adapter=adapter)
+        return embed(self.engine, as_list(texts), size=self.model.config.output_width, adapter=adapter)
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation ({"role", "content"} messages) through the model's chat template."""
-        if self.tokenizer is None:
-            raise ValueError("The model directory has no tokenizer, so it cannot chat.")
-        return self.generate([self.tokenizer.chat(messages)], params)[0]
+        return self.generate([encode_chat(self.tokenizer, messages)], params)[0]
 
     def _prepare(self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None) -> list[Request]:
-        batch = _as_list(prompts)
+        batch = as_list(prompts)
         if params is not None and any(isinstance(prompt, Request) for prompt in batch):
             raise ValueError("A prepared request has its SamplingParams: give none beside it.")
         given = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
@@ -184,7 +182,7 @@ class LLM:
         return requests
 
 
-def _as_list[T](prompts: T | Sequence[T]) -> list[T]:
+def as_list[T](prompts: T | Sequence[T]) -> list[T]:
     """One prompt (a text, a list of ids, a request) or several, as a list."""
     if isinstance(prompts, str | Request) or not isinstance(prompts, Sequence):
         return [cast(T, prompts)]

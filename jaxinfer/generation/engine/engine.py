@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out, one step at a time."""
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -44,6 +45,7 @@ class Engine:
         self.inputs, self.scheduler, self.executor = inputs, scheduler, executor
         self._outputs = OutputProcessor(clock)
         self._in_flight: deque[InFlightStep] = deque()
+        self._running = threading.Lock()  # held by `run`
 
     @property
     def config(self) -> EngineConfig:
@@ -58,7 +60,10 @@ class Engine:
     # Requests
 
     def prepare(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
-        """A checked request, not yet queued. Raises ValueError for one that this engine could never run."""
+        """A checked request, not yet queued; in any thread.
+
+        Raises ValueError for one that this engine could never run.
+        """
         request = self.inputs.process(prompt, params)
         self.scheduler.check(request)
         return self.inputs.with_grammar(request)
@@ -152,8 +157,20 @@ class Engine:
         Args:
           max_passes: as in `step`.
           compiled: whether what the requests need has been compiled ahead.
+
+        Raises RuntimeError while another run has not ended: each would take the other's sequences for its own.
         """
-        sequences = [s for group in groups for s in group]
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "This model runs other requests, in another thread or for a stream that was not read to its end: close "
+                "that stream, or use AsyncLLM, which runs the requests of many threads together."
+            )
+        try:
+            yield from self._run([s for group in groups for s in group], max_passes, compiled)
+        finally:
+            self._running.release()
+
+    def _run(self, sequences: list[Sequence], max_passes: int | None, compiled: bool) -> Iterator[list[Sequence]]:
         if sequences and not compiled:
             self.executor.compile_ahead(sequences)
         try:
@@ -161,7 +178,7 @@ class Engine:
             while not all(s.finished for s in sequences):
                 yield self.step(max_passes)
         finally:
-            for group in groups:
-                self.abort(group[0].request_id)
+            for request_id in dict.fromkeys(s.request_id for s in sequences):
+                self.abort(request_id)
             self.drain()
             self.executor.save_costs()

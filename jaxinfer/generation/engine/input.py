@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import secrets
+import threading
 from collections.abc import Collection
 
 from jaxinfer.generation.engine.request import Request
@@ -13,7 +14,7 @@ from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
 
 
 class InputProcessor:
-    """Makes requests for one engine.
+    """Makes requests for one engine, in any thread.
 
     Args:
       vocab: how many tokens the model has.
@@ -40,6 +41,7 @@ class InputProcessor:
         self._vocab, self._eos_ids, self._context, self._generates = vocab, eos_ids, context, generates
         self._logits_processors = logits_processors
         self._grammars: GrammarCompiler | None = None
+        self._grammars_lock = threading.Lock()
         self._ids = itertools.count()
 
     def process(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
@@ -60,7 +62,7 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             return Request(**common, params=params, max_length=len(token_ids))
         if not self._generates:
-            raise ValueError("This model is an encoder, which cannot generate: use Embedder.")
+            raise ValueError("This model is an encoder, which can only embed.")
         self._check_sampling(params)
         length = self._context if params.max_tokens is None else len(token_ids) + params.max_tokens
         return Request(
@@ -81,8 +83,9 @@ class InputProcessor:
             return request
         if self.tokenizer is None:
             raise ValueError("SamplingParams.structured_outputs needs a tokenizer, and the model directory has none.")
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self.tokenizer.to_json(), vocab=self._vocab, eos_ids=self._eos_ids)
+        with self._grammars_lock:  # to make it takes seconds for a large vocabulary: once is enough
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self.tokenizer.to_json(), vocab=self._vocab, eos_ids=self._eos_ids)
         return dataclasses.replace(request, matcher=self._grammars.matcher(request.sampling.structured_outputs))
 
     def _check_sampling(self, params: SamplingParams) -> None:

@@ -1,0 +1,222 @@
+"""`AsyncLLM`: one model for many threads and event loops at once."""
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self, overload
+
+import numpy as np
+
+from jaxinfer.generation.api.embedder import Embedder
+from jaxinfer.generation.api.embedding import pooling_requests
+from jaxinfer.generation.api.llm import LLM, as_list
+from jaxinfer.generation.engine.driver import Driver
+from jaxinfer.generation.engine.pending import EngineGenerateError, OutputReader, PendingRequest
+from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.outputs import RequestOutput
+from jaxinfer.generation.params import PoolingParams, SamplingParams
+from jaxinfer.generation.text import Prompt, encode_chat
+from jaxinfer.models.description import Description
+
+
+class AsyncLLM:
+    """A model that takes requests from many tasks and threads at once, and runs them together in a thread of its own.
+
+    Args:
+      path: a model directory; one that holds an encoder can `embed` only.
+      max_requests: how many requests can be in flight, waiting or running; further callers wait until one has ended.
+      options: those of `LLM`, for an encoder those of `Embedder`.
+
+    All programs are compiled before it takes requests, so that none ever waits for a compilation. Requests in flight
+    keep it alive; without any, dropping it ends its thread, as `close` does, and as the end of the process does.
+
+    A step that fails ends its own requests with EngineGenerateError, and the others go on. If the thread itself dies,
+    every request ends with EngineDeadError, and so does every later call.
+
+    Raises as `LLM` does.
+
+    >>> async def main():
+    ...     async with AsyncLLM("examples/demo_model") as llm:
+    ...         async for piece in llm.generate("def main():").text():
+    ...             print(piece, end="", flush=True)
+    >>> asyncio.run(main())  # doctest: +SKIP
+    """
+
+    def __init__(self, path: str | Path, *, max_requests: int = 1024, **options: Any):
+        if max_requests < 1:
+            raise ValueError(f"AsyncLLM.max_requests must be >= 1, got {max_requests}.")
+        loaded = (LLM if Description.read(path).kind == "decoder" else Embedder)(path, **options)
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self._engine = loaded.engine
+        self._engine.compile_ahead()
+        self._driver = Driver(self._engine, max_requests=max_requests)
+        # At the end of the process the driver is closed, which waits for its thread.
+        weakref.finalize(self, self._driver.stop).atexit = False
+
+    def prepare(self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None) -> Request:
+        """A request that other methods take in place of a prompt: tokenised and checked, its `request_id` known.
+
+        Raises the ValueError that they would raise for this prompt.
+        """
+        if not isinstance(prompt, Request):
+            return self._engine.prepare(prompt, params or SamplingParams())
+        if params is not None:
+            raise ValueError("A prepared request has its params: give none beside it.")
+        return prompt
+
+    # Tasks
+
+    def generate(self, prompt: Prompt | Request, params: SamplingParams | None = None) -> "OutputStream":
+        """Continue a prompt: `async for` its outputs or pieces of its text, or await the whole.
+
+        The request is made in a thread beside the event loop and begins when the stream is first read, which raises
+        ValueError for an invalid prompt. A task that is cancelled, or leaves the stream, gives the request up.
+        """
+        return self._stream(lambda: self.prepare(prompt, params))
+
+    def chat(self, messages: list[dict], params: SamplingParams | None = None) -> "OutputStream":
+        """Answer a conversation ({"role", "content"} messages) through the model's chat template, as `generate`."""
+        return self._stream(lambda: self.prepare(encode_chat(self.tokenizer, messages), params))
+
+    async def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
+        """The vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].
+
+        Raises ValueError for an invalid text, naming it, before anything runs; EngineGenerateError if a step fails.
+        """
+        requests = await asyncio.to_thread(pooling_requests, self._engine, as_list(texts), adapter)
+        pending = [PendingRequest(request.sequences(), owner=self, reader=OutputReader()) for request in requests]
+        vectors = []
+        async with self._running(*pending):
+            for index, request in enumerate(pending):
+                try:
+                    vectors.append(await request.wait())
+                except EngineGenerateError as error:
+                    raise EngineGenerateError(f"Text {index}: {error}") from error
+        return np.array(vectors, np.float32).reshape(-1, self.model.config.output_width)
+
+    def _stream(self, prepare: Callable[[], Request]) -> "OutputStream":
+        reader = OutputReader()
+        return OutputStream(self._outputs(prepare, reader), reader)
+
+    async def _outputs(self, prepare: Callable[[], Request], reader: OutputReader) -> AsyncGenerator[RequestOutput]:
+        sequences = await asyncio.to_thread(lambda: prepare().sequences())
+        pending, seen = PendingRequest(sequences, owner=self, reader=reader), None
+        async with self._running(pending):
+            while not pending.future.done():
+                await reader.wait()
+                if not pending.future.done() and reader.newest is not seen:
+                    seen = reader.newest
+                    assert seen is not None
+                    yield seen
+            final: RequestOutput = pending.future.result()
+            reader.newest = final
+            yield final
+
+    @contextlib.asynccontextmanager
+    async def _running(self, *pending: PendingRequest) -> AsyncIterator[None]:
+        """Run requests while a task reads them; given up if the task leaves before their end."""
+        try:
+            for request in pending:
+                assert request.reader is not None
+                request.reader.attach()
+                self._driver.submit(request)
+            yield
+        finally:
+            for request in pending:
+                self._driver.abort(request.request_id, request.future)
+
+    # Threads
+
+    @overload
+    def submit(
+        self, prompt: Prompt | Request, params: SamplingParams | None = None, *, block: bool = True
+    ) -> Future[RequestOutput]: ...
+
+    @overload
+    def submit(self, prompt: Prompt, params: PoolingParams, *, block: bool = True) -> Future[np.ndarray]: ...
+
+    def submit(
+        self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None, *, block: bool = True
+    ) -> Future[Any]:
+        """Continue a prompt, or with PoolingParams embed it, from any thread; cancelling the future gives it up.
+
+        Where `max_requests` are in flight, it waits, or raises queue.Full if `block` is false. A coroutine should
+        `generate` instead.
+
+        Raises ValueError for an invalid prompt.
+        """
+        pending = PendingRequest(self.prepare(prompt, params).sequences(), owner=self)
+        self._driver.submit(pending, block=block)
+        return pending.future
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up, from any thread: it ends as it is, with FinishReason.ABORT. Nothing if it has ended."""
+        self._driver.abort(request_id)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests have not ended: in flight, or waiting for one of those to end."""
+        return self._driver.num_requests
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken: not after `close`, nor if the engine's thread has died."""
+        return self._driver.is_running
+
+    # The end
+
+    def close(self, *, wait: bool = False) -> None:
+        """Take no more requests, and end the engine's thread; may be called again.
+
+        Requests in flight end with EngineDeadError, or with `wait` by themselves. In a coroutine `async with` closes
+        without holding up the event loop.
+        """
+        self._driver.close(finish=wait)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+
+class OutputStream(AsyncIterator[RequestOutput]):
+    """What comes of a request, for one task: `async for` yields its output, as far as it has come, when it has grown.
+
+    A task that reads slowly finds the newest output, which holds those that it has missed. Raises EngineGenerateError
+    where the request fails, and EngineDeadError where the engine does.
+    """
+
+    def __init__(self, outputs: AsyncGenerator[RequestOutput], reader: OutputReader):
+        self._outputs, self._reader = outputs, reader
+
+    async def __anext__(self) -> RequestOutput:
+        return await anext(self._outputs)
+
+    async def text(self) -> AsyncGenerator[str]:
+        """Pieces of the text as they come. Raises ValueError for a request of several completions."""
+        printed = 0
+        async with contextlib.aclosing(self):
+            async for output in self:
+                if len(output.outputs) > 1:
+                    raise ValueError(f"A stream of text has one completion, but n={len(output.outputs)}.")
+                text = output.outputs[0].text
+                if len(text) > printed:
+                    yield text[printed:]
+                    printed = len(text)
+
+    async def final(self) -> RequestOutput:
+        """The whole output, without those before it."""
+        self._reader.final_only = True
+        async for _ in self._outputs:
+            pass
+        if self._reader.newest is None:
+            raise RuntimeError("The stream was closed before it had an output.")
+        return self._reader.newest
+
+    async def aclose(self) -> None:
+        """Give the request up, unless it has ended."""
+        await self._outputs.aclose()

@@ -1,0 +1,237 @@
+"""The thread that steps an engine, for requests that come from any thread and any event loop."""
+
+import atexit
+import functools
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.engine.pending import PendingRequest, tell_readers
+
+log = logging.getLogger(__name__)
+
+
+class EngineDeadError(RuntimeError):
+    """The engine takes no requests, and has ended those it had: it was closed, or its thread died of `__cause__`."""
+
+
+class Driver:
+    """Steps an engine in a thread of its own while there are requests, and sleeps while there are none.
+
+    Nothing but this thread may touch the engine, except for `Engine.prepare`. What arrives during a step is added
+    before the next one, all together.
+
+    At most `max_requests` are accepted at a time. The next callers stand in line, first come, first served, and each is
+    held up until its turn: the inbox cannot grow.
+    """
+
+    def __init__(self, engine: Engine, *, max_requests: int):
+        self._engine, self._max_requests = engine, max_requests
+        self._lock = threading.RLock()  # a finalizer may call `stop` anywhere, also within these methods
+        self._work = threading.Condition(self._lock)  # there is something to do
+        self._room = threading.Condition(self._lock)  # somebody has left the line
+        self._accepted: dict[str, PendingRequest] = {}
+        self._line: dict[str, PendingRequest] = {}
+        self._arrivals: list[PendingRequest] = []  # accepted, and not in the engine yet
+        self._aborts: list[PendingRequest] = []
+        self._closed = self._finish = False  # no more requests; but those there are go on to their end
+        self._cause: BaseException | None = None  # what the thread died of
+        self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
+        _drivers.add(self)
+        self._thread.start()
+
+    # From any thread
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests have not ended, those in line included."""
+        with self._lock:
+            return len(self._accepted) + len(self._line)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return not self._closed
+
+    def submit(self, pending: PendingRequest, *, block: bool = True) -> None:
+        """Run a request.
+
+        Where `max_requests` are accepted already, a caller without a reader is held up here until its turn, one with
+        a reader while it reads.
+
+        Raises EngineDeadError; ValueError for a request that runs already; queue.Full rather than to wait, if `block`
+        is false or this is the engine's thread (a future's callback), which would wait for itself.
+        """
+        request_id = pending.request_id
+        with self._lock:
+            if self._closed:
+                raise self._dead_error()
+            if request_id in self._accepted or request_id in self._line:
+                raise ValueError(
+                    "This prepared request runs already: prepare the prompt once for each time it is to run."
+                )
+            pending.future.add_done_callback(functools.partial(_abort_if_cancelled, weakref.ref(self), request_id))
+            if len(self._accepted) < self._max_requests:
+                self._accept(pending)
+                return
+            if not block or threading.current_thread() is self._thread:
+                raise queue.Full(
+                    f"{len(self._accepted)} requests are in flight already, and max_requests allows no more."
+                )
+            self._line[request_id] = pending
+            if pending.reader is None:
+                self._wait_for_turn(request_id)
+
+    def abort(self, request_id: str, future: Future | None = None) -> None:
+        """Give a request up; does nothing if it has ended, or if it is another one than this future's."""
+        with self._lock:
+            pending = self._line.get(request_id) or self._accepted.get(request_id)
+            if pending is None or future not in (None, pending.future):
+                return
+            if request_id in self._line:  # beyond `max_requests`, but only to end at once
+                self._leave_line(request_id)
+            self._aborts.append(pending)
+
+    def stop(self, *, finish: bool = False) -> None:
+        """Take no more requests, and end the thread soon: when those there are have ended by themselves (`finish`), or
+        after this step, which ends them with EngineDeadError.
+        """
+        with self._lock:
+            self._finish = finish and (self._finish or not self._closed)
+            self._closed = True
+            self._work.notify()
+
+    def close(self, *, finish: bool = False) -> None:
+        """`stop`, and wait until the thread has ended."""
+        self.stop(finish=finish)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _wait_for_turn(self, request_id: str) -> None:
+        try:
+            self._room.wait_for(lambda: request_id not in self._line)
+        except BaseException:  # Ctrl-C
+            self.abort(request_id)
+            raise
+
+    def _leave_line(self, request_id: str) -> None:
+        self._accept(self._line.pop(request_id))
+        self._room.notify_all()
+
+    def _accept(self, pending: PendingRequest) -> None:
+        self._accepted[pending.request_id] = pending
+        self._arrivals.append(pending)
+        self._work.notify()
+
+    def _dead_error(self) -> EngineDeadError:
+        if self._cause is None:
+            return EngineDeadError("The engine is closed.")
+        error = EngineDeadError(f"The engine's thread has died: {type(self._cause).__name__}: {self._cause}")
+        error.__cause__ = self._cause
+        return error
+
+    # In the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+            self._give_up()
+        except BaseException as error:
+            log.critical("The engine's thread has died; all its requests end with an error.", exc_info=error)
+            self._cause = error
+        finally:
+            self._end_all()
+
+    def _turn(self) -> bool:
+        """One step, with what has come since the last one; false if it was the end."""
+        work = self._take()
+        if work is None:
+            return False
+        arrivals, aborts = work
+        self._engine.add(sequence for pending in arrivals for sequence in pending.sequences)
+        aborted = [p.request_id for p in aborts if self._accepted.get(p.request_id) is p]  # which has not ended since
+        for request_id in aborted:
+            self._engine.abort(request_id)
+        advanced = self._engine.step()
+        self._deliver(dict.fromkeys((*aborted, *(sequence.request_id for sequence in advanced))))
+        if not self._accepted:
+            self._rest()
+        return True
+
+    def _take(self) -> tuple[list[PendingRequest], list[PendingRequest]] | None:
+        """What has come since the last step, as soon as there is anything to do; None at the end."""
+        with self._lock:
+            while not (self._accepted or self._closed):
+                self._work.wait()
+            if self._closed and not (self._finish and self._accepted):
+                return None
+            arrivals, aborts = self._arrivals, self._aborts
+            self._arrivals, self._aborts = [], []
+            return arrivals, aborts
+
+    def _deliver(self, request_ids: Iterable[str]) -> None:
+        """Give callers what a step has brought, and end what has ended."""
+        changed = []
+        for request_id in request_ids:
+            pending = self._accepted.get(request_id)
+            if pending is None:  # it was in flight when it ended
+                continue
+            if pending.finished:
+                self._end(pending)
+                changed.append(pending)
+            elif pending.advance():
+                changed.append(pending)
+        for request_id in tell_readers(changed):
+            self.abort(request_id)
+
+    def _end(self, pending: PendingRequest) -> None:
+        result = pending.result()
+        with self._lock:
+            del self._accepted[pending.request_id]
+            while self._line and len(self._accepted) < self._max_requests:
+                self._leave_line(next(iter(self._line)))
+        pending.end(result)
+
+    def _rest(self) -> None:
+        """Leave nothing in flight."""
+        self._engine.drain()
+        self._engine.executor.save_costs()
+
+    def _give_up(self) -> None:
+        with self._lock:
+            request_ids = list(self._accepted)
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+        self._rest()
+
+    def _end_all(self) -> None:
+        """The end of every request there is."""
+        with self._lock:
+            self._closed = True
+            ending = [*self._accepted.values(), *self._line.values()]
+            self._accepted, self._line, self._arrivals, self._aborts = {}, {}, [], []
+            self._room.notify_all()
+        for pending in ending:
+            pending.end(self._dead_error())
+        tell_readers(ending)
+
+
+def _abort_if_cancelled(driver: weakref.ref[Driver], request_id: str, future: Future) -> None:
+    """A future's callback; it does not keep the driver, and so the model, alive."""
+    if future.cancelled() and (running := driver()) is not None:
+        running.abort(request_id, future)
+
+
+_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that still ran while the interpreter is taken down could crash it."""
+    for driver in list(_drivers):
+        driver.close()

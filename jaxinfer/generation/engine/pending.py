@@ -1,0 +1,158 @@
+"""A request between its caller, in any thread or event loop, and the thread that steps the engine."""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.generation.engine.output import request_output
+from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.outputs import FinishReason, RequestOutput
+
+
+class EngineGenerateError(RuntimeError):
+    """A request has ended with an error; others go on.
+
+    Attributes:
+      output: what had come of it, with each completion's error; None for a request for a vector.
+    """
+
+    def __init__(self, message: str, output: RequestOutput | None = None):
+        super().__init__(message)
+        self.output = output
+
+
+class OutputReader:
+    """Where one task reads what becomes of its request; the engine's thread writes.
+
+    It holds the newest output alone. Each says all that came before it, so that a task slower than the engine skips
+    some and loses nothing, holds nobody up, and lets nothing grow.
+
+    Attributes:
+      loop: the task's event loop, which is told of changes; known from `attach` on.
+      newest: the newest output; None before the first.
+      final_only: whether the task wants none but the last output.
+    """
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self) -> None:
+        self.newest: RequestOutput | None = None
+        self.final_only = False
+        self._changed = asyncio.Event()
+        self._told = False  # the loop knows of a change that the task has not looked at yet
+
+    def attach(self) -> None:
+        """Read in the event loop that runs now."""
+        self.loop = asyncio.get_running_loop()
+
+    def must_tell(self) -> bool:
+        """Whether the loop must be told of a change just made, which it then must be. In the engine's thread."""
+        if self._told:  # and the task will find this change too: it forgets that it was told before it looks
+            return False
+        self._told = True
+        return True
+
+    def wake(self) -> None:
+        """Tell of a change; in the loop's thread."""
+        self._changed.set()
+
+    async def wait(self) -> None:
+        """Wait for a change; there may be none after all."""
+        await self._changed.wait()
+        self._changed.clear()
+        self._told = False
+
+
+class PendingRequest:
+    """A request that has not ended.
+
+    Attributes:
+      sequences: its completions, which belong to the engine's thread.
+      reader: for the task that waits for it; None for callers that wait in threads.
+      future: ends once: with a RequestOutput or a vector, with an error, or cancelled by its caller.
+      owner: what must live until the request has ended.
+    """
+
+    def __init__(self, sequences: list[Sequence], *, owner: object, reader: OutputReader | None = None):
+        self.sequences, self.owner, self.reader = sequences, owner, reader
+        self.future: Future[Any] = Future()
+        self._num_output_tokens = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.sequences[0].request_id
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions have ended."""
+        return all(sequence.finished for sequence in self.sequences)
+
+    def advance(self) -> bool:
+        """Give the reader an output, if it wants one and there are new tokens; returns whether it got one."""
+        if self.reader is None or self.reader.final_only:
+            return False
+        count = sum(sequence.num_output_tokens for sequence in self.sequences)
+        if count == self._num_output_tokens:  # a part of the prompt was computed
+            return False
+        self._num_output_tokens = count
+        self.reader.newest = request_output(self.sequences)
+        return True
+
+    def result(self) -> RequestOutput | np.ndarray | EngineGenerateError:
+        """What has come of a request whose completions have ended."""
+        pooling = self.sequences[0].request.pooling
+        output = None if pooling else request_output(self.sequences)
+        for sequence in self.sequences:
+            if sequence.finish_reason is FinishReason.ERROR:
+                return EngineGenerateError(str(sequence.error), output)
+        if output is not None:
+            return output
+        vector = self.sequences[0].embedding
+        if vector is None or self.sequences[0].finish_reason is FinishReason.ABORT:
+            return EngineGenerateError("The request was aborted.")
+        return vector
+
+    def end(self, result: RequestOutput | np.ndarray | Exception) -> None:
+        """End the future, unless the caller has cancelled it."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Exception):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+
+    async def wait(self) -> Any:
+        """The future's result, for the task that reads."""
+        assert self.reader is not None
+        while not self.future.done():
+            await self.reader.wait()
+        return self.future.result()
+
+
+def tell_readers(changed: Iterable[PendingRequest]) -> list[str]:
+    """Wake the tasks that wait for these requests, by one call for each event loop.
+
+    Returns the ids of those whose loop is closed, so that nobody will read them.
+    """
+    loops: dict[asyncio.AbstractEventLoop, list[PendingRequest]] = defaultdict(list)
+    for pending in changed:
+        if pending.reader is not None:
+            loops[pending.reader.loop].append(pending)
+    unread = []
+    for loop, requests in loops.items():
+        if readers := [p.reader for p in requests if p.reader is not None and p.reader.must_tell()]:
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(_wake, readers)
+        if loop.is_closed():
+            unread += [pending.request_id for pending in requests]
+    return unread
+
+
+def _wake(readers: list[OutputReader]) -> None:
+    for reader in readers:
+        reader.wake()

@@ -1,0 +1,780 @@
+"""Requests of many tasks, event loops and threads, through one engine."""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import queue
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from random import Random
+
+import numpy as np
+import pytest
+
+from jaxinfer import (
+    LLM,
+    AsyncLLM,
+    Embedder,
+    EngineDeadError,
+    EngineGenerateError,
+    FinishReason,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from jaxinfer.generation.api import async_llm
+from jaxinfer.generation.engine import pending
+from jaxinfer.models.conversion import convert
+from tests.generation.api.test_embedding import GOLDEN
+from tests.generation.conftest import PAGE_BYTES, SMALL_PAGES
+
+OPTIONS = {"max_batch": 4, "context": 64, "page_size": 8, "token_budget": 32, "chunk_size": 8, "max_decode_passes": 4}
+CACHE_BYTES = SMALL_PAGES * PAGE_BYTES // 2
+LONG = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PATIENCE = 120.0
+"""Seconds after which something that must happen is taken not to: never a matter of speed."""
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir):
+    """The model of every test here, by itself; its programs are compiled once."""
+    llm = LLM(model_dir, cache_bytes=CACHE_BYTES, **OPTIONS)
+    llm.engine.compile_ahead()
+    return llm
+
+
+@pytest.fixture
+def start(llm, model_dir, monkeypatch):
+    """Makes an AsyncLLM around the model of `llm`; at the end nothing of its requests is left."""
+    monkeypatch.setattr(async_llm, "LLM", lambda path, **options: llm)
+    with contextlib.ExitStack() as stack:
+
+        def start(**options):
+            return stack.enter_context(contextlib.closing(AsyncLLM(model_dir, **options)))
+
+        yield start
+    scheduler = llm.engine.scheduler
+    scheduler.check_integrity()
+    assert not scheduler.waiting
+    assert not scheduler.running
+    assert scheduler.pages.free == scheduler.pages.count
+
+
+@pytest.fixture
+def served(start):
+    return start()
+
+
+class Gate:
+    """Holds the driver before a step; `entered` says that it waits there."""
+
+    def __init__(self, engine):
+        self.entered, self._passes = threading.Event(), threading.Semaphore(0)
+        self._step = engine.step
+
+    def step(self):
+        self.entered.set()
+        assert self._passes.acquire(timeout=PATIENCE)
+        return self._step()
+
+    def open(self, steps=1_000_000):
+        """Let this many steps pass."""
+        self._passes.release(steps)
+
+
+@pytest.fixture
+def gate(llm, start, monkeypatch):
+    """Before the AsyncLLM that `start` makes; one that a test leaves closed opens at its end, before that is closed."""
+    gate = Gate(llm.engine)
+    monkeypatch.setattr(llm.engine, "step", gate.step)
+    yield gate
+    gate.open()
+
+
+def prompts_of(count, seed=0):
+    random = Random(seed)
+    return [random.choices(range(97, 105), k=random.randint(1, 30)) for _ in range(count)]
+
+
+def tokens_of(output):
+    return [completion.token_ids for completion in output.outputs]
+
+
+def wait_until(condition):
+    """For a state that another thread reaches without telling."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+async def read_all(stream):
+    return [output async for output in stream]
+
+
+# Results
+
+
+def test_outputs_grow_to_what_llm_generates(llm, start):
+    prompts = prompts_of(6)
+    params = [SamplingParams(seed=i, max_tokens=20, ignore_eos=True, n=1 + i % 2, logprobs=1) for i in range(6)]
+    expected = llm.generate(prompts, params)
+    served = start()
+
+    async def main():
+        streams = [served.generate(p, q) for p, q in zip(prompts, params, strict=True)]
+        return await asyncio.gather(*map(read_all, streams))
+
+    for outputs, whole in zip(asyncio.run(main()), expected, strict=True):
+        assert tokens_of(outputs[-1]) == tokens_of(whole)
+        for before, after in itertools.pairwise(outputs):
+            pairs = list(zip(tokens_of(before), tokens_of(after), strict=True))
+            assert all(longer[: len(shorter)] == shorter for shorter, longer in pairs)
+            assert any(len(shorter) < len(longer) for shorter, longer in pairs) or after is outputs[-1]
+        assert len({output.request_id for output in outputs}) == 1
+        assert all(len(c.logprobs) == len(c.token_ids) for output in outputs for c in output.outputs)
+
+
+def test_pieces_of_text_and_the_whole(llm, start):
+    params = SamplingParams(temperature=0, max_tokens=30, stop=("zq",))
+    whole = llm.generate("import os", params)[0].outputs[0].text
+    chat = [{"role": "user", "content": "hi"}]
+    answer = llm.chat(chat, SHORT)
+    served = start()
+
+    async def main():
+        pieces = [piece async for piece in served.generate("import os", params).text()]
+        assert "".join(pieces) == whole
+        assert len(pieces) > 1
+        assert all(pieces)
+        assert (await served.generate("import os", params).final()).outputs[0].text == whole
+        assert tokens_of(await served.chat(chat, SHORT).final()) == tokens_of(answer)
+        stream = served.generate("import os", params)
+        await anext(stream)
+        assert (await stream.final()).outputs[0].text == whole
+        assert (await stream.final()).outputs[0].text == whole
+        with pytest.raises(ValueError, match="A stream of text has one completion, but n=2"):
+            await anext(served.generate("a", SamplingParams(n=2, max_tokens=50)).text())
+        closed = served.generate("a")
+        await closed.aclose()
+        with pytest.raises(RuntimeError, match="closed before it had an output"):
+            await closed.final()
+
+    asyncio.run(main())
+
+
+def test_final_builds_no_other_output(served, monkeypatch):
+    built = []
+    original = pending.request_output
+    monkeypatch.setattr(pending, "request_output", lambda s: built.append(s) or original(s))
+    asyncio.run(served.generate("a", LONG).final())
+    assert len(built) == 1
+    served.submit("a", LONG).result()
+    assert len(built) == 2
+
+
+def test_embeddings(llm, start):
+    texts = ["import os", [1, 2, 3], "x" * 40]
+    expected = llm.embed(texts)
+    served = start(max_requests=2)  # fewer than there are texts
+
+    async def main():
+        np.testing.assert_allclose(await served.embed(texts), expected, atol=1e-6)
+        assert (await served.embed([])).shape == (0, 32)
+        assert (await served.embed("x")).shape == (1, 32)
+        with pytest.raises(ValueError, match="Text 1: The prompt is empty"):
+            await served.embed(["a", ""])
+
+    asyncio.run(main())
+    np.testing.assert_allclose(served.submit(texts[0], PoolingParams()).result(), expected[0], atol=1e-6)
+
+
+def test_an_encoder_embeds_only(tmp_path):
+    convert(GOLDEN, tmp_path / "encoder")
+    prompts = [[1, 2, 3], [4] * 20]
+    expected = Embedder(tmp_path / "encoder", max_batch=2).embed(prompts)
+    served = AsyncLLM(tmp_path / "encoder", max_batch=2)
+
+    async def main():
+        async with served:
+            np.testing.assert_allclose(await served.embed(prompts), expected, atol=1e-6)
+            with pytest.raises(ValueError, match="is an encoder, which can only embed"):
+                await served.generate([1, 2]).final()
+            with pytest.raises(ValueError, match="has no tokenizer, so it cannot chat"):
+                await served.chat([]).final()
+
+    asyncio.run(main())
+    assert not served.is_running
+
+
+def test_what_is_refused(served, model_dir):
+    request = served.prepare("a", LONG)
+
+    async def main():
+        with pytest.raises(ValueError, match="The prompt is empty"):
+            await anext(served.generate(""))
+        with pytest.raises(ValueError, match="A prepared request has its params"):
+            await anext(served.generate(request, LONG))
+        first = served.generate(request)
+        await anext(first)
+        with pytest.raises(ValueError, match="This prepared request runs already"):
+            await anext(served.generate(request))
+        assert (await first.final()).outputs[0].finish_reason is FinishReason.LENGTH
+        await served.generate(request).final()  # again, after its end
+
+    asyncio.run(main())
+    with pytest.raises(ValueError, match="Token ids"):
+        served.submit([300])
+    with pytest.raises(ValueError, match=r"AsyncLLM\.max_requests must be >= 1, got 0"):
+        AsyncLLM(model_dir, max_requests=0)
+
+
+def test_options_are_those_of_llm(model_dir):
+    with pytest.raises(TypeError, match="LLM has no option page_sizes"):
+        AsyncLLM(model_dir, page_sizes=8)
+
+
+# Many at once
+
+
+class FailingStep:
+    """Makes one step fail; `requests` are those of its sequences."""
+
+    def __init__(self, executor, number, monkeypatch):
+        self.number, self.requests = number, set()
+        self._collect = executor.collect
+        monkeypatch.setattr(executor, "collect", self.collect)
+
+    def collect(self, step):
+        self.number -= 1
+        if self.number == 0:
+            self.requests = {sequence.request_id for sequence in step.batch.sequences if not sequence.finished}
+            raise RuntimeError("injected")
+        return self._collect(step)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_64_tasks_with_random_cancellations_and_a_failing_step(llm, start, monkeypatch, seed):
+    random = Random(seed)
+    prompts = prompts_of(64, seed)
+    params = [SamplingParams(seed=i, max_tokens=random.randint(1, 30), ignore_eos=True) for i in range(64)]
+    expected = [tokens_of(output) for output in llm.generate(prompts, params)]
+    doomed = {index: random.randint(0, 6) for index in random.sample(range(64), 20)}
+    served = start(max_requests=40)
+    failing = FailingStep(llm.engine.executor, random.randint(10, 60), monkeypatch)
+    requests = [served.prepare(p, q) for p, q in zip(prompts, params, strict=True)]
+
+    async def task(index):
+        read = []
+        async for output in served.generate(requests[index]):
+            read.append(output)
+            if doomed.get(index) == len(read):
+                asyncio.current_task().cancel()
+        return tokens_of(read[-1])
+
+    async def main():
+        tasks = [asyncio.create_task(task(index)) for index in range(64)]
+        for index, count in doomed.items():
+            if count == 0:
+                for _ in range(random.randint(0, 20)):
+                    await asyncio.sleep(0)
+                tasks[index].cancel()
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE)
+
+    results = asyncio.run(main())
+    assert failing.requests
+    kinds = {"as expected": 0, "cancelled": 0, "failed": 0}
+    for index, (request, result) in enumerate(zip(requests, results, strict=True)):
+        if isinstance(result, asyncio.CancelledError):
+            assert index in doomed
+            kinds["cancelled"] += 1
+        elif isinstance(result, EngineGenerateError):
+            assert request.request_id in failing.requests
+            assert str(result) == "RuntimeError: injected"
+            (got,), (whole,) = tokens_of(result.output), expected[index]
+            assert got == whole[: len(got)]
+            kinds["failed"] += 1
+        else:
+            assert result == expected[index]
+            kinds["as expected"] += 1
+    assert kinds["failed"] >= len(failing.requests - {requests[index].request_id for index in doomed})
+    assert kinds["cancelled"] >= 5
+    assert kinds["as expected"] >= 30
+    wait_until(lambda: served.num_requests == 0)
+
+
+def test_several_event_loops_and_threads(llm, start):
+    prompts = prompts_of(48)
+    expected = [tokens_of(output) for output in llm.generate(prompts, LONG)]
+    served = start(max_requests=8)
+
+    def with_tasks(share):
+        async def one(prompt):
+            return tokens_of((await read_all(served.generate(prompt, LONG)))[-1])
+
+        async def main():
+            return await asyncio.gather(*map(one, share))
+
+        return asyncio.run(main())
+
+    def with_futures(share):
+        return [tokens_of(future.result(PATIENCE)) for future in [served.submit(prompt, LONG) for prompt in share]]
+
+    with ThreadPoolExecutor(6) as pool:
+        ways = [with_tasks, with_futures] * 3
+        results = list(pool.map(lambda way, i: way(prompts[i::6]), ways, range(6)))
+    for i, found in enumerate(results):
+        assert found == expected[i::6]
+    assert served.num_requests == 0
+
+
+def test_grammars_are_compiled_in_many_threads_beside_the_engine(llm, start):
+    served = start()
+    grammars = [StructuredOutputsParams(regex=f"[ab]{{{3 + i % 5}}}c") for i in range(24)]
+
+    def one(grammar):
+        params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=grammar)
+        return served.submit("ab", params).result(PATIENCE).outputs[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(one, grammars))
+    assert [len(text) for text in texts] == [4 + i % 5 for i in range(24)]
+    assert all(text.strip("ab") == "c" for text in texts)
+
+
+def test_what_arrives_during_a_step_is_added_together(llm, start, gate):
+    served = start()
+    served.submit("a", SHORT)
+    assert gate.entered.wait(PATIENCE)
+    futures = [served.submit(prompt, SHORT) for prompt in ("b", "c", "d")]
+    assert not llm.engine.scheduler.running
+    admitted = []
+    schedule = llm.engine.scheduler.schedule
+
+    def watch(max_passes=None):
+        batch = schedule(max_passes)
+        admitted.append(len(batch.admissions))
+        return batch
+
+    llm.engine.scheduler.schedule = watch
+    try:
+        gate.open()
+        wait(futures, PATIENCE)
+    finally:
+        del llm.engine.scheduler.schedule
+    assert [count for count in admitted if count] == [1, 3]
+
+
+# Readers
+
+
+def test_a_slow_reader_finds_the_newest_output(llm, start):
+    prompts = prompts_of(2)
+    slow_params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = tokens_of(llm.generate(prompts[0], slow_params)[0])
+    served = start()
+
+    async def main():
+        slow = served.generate(prompts[0], slow_params)
+        first = await anext(slow)
+        await served.generate(prompts[1], LONG).final()  # begins later and takes longer, so the slow one has ended
+        rest = await read_all(slow)
+        assert len(first.outputs[0].token_ids) < 20
+        assert [tokens_of(output) for output in rest] == [expected]
+
+    asyncio.run(main())
+
+
+def test_an_event_loop_that_stands_still_holds_up_nobody(llm, start):
+    """And is told of changes once, however many there are."""
+    prompts = prompts_of(4)
+    expected = [tokens_of(output) for output in llm.generate(prompts, LONG)]
+    served = start()
+    standing, go_on, told = threading.Event(), threading.Event(), []
+
+    def stands_still():
+        async def main():
+            loop = asyncio.get_running_loop()
+            stream = served.generate(prompts[0], LONG)
+            await anext(stream)
+            call = loop.call_soon_threadsafe
+
+            def count(callback, *args):
+                told.append(callback)
+                return call(callback, *args)
+
+            loop.call_soon_threadsafe = count
+            standing.set()
+            assert go_on.wait(PATIENCE)
+            loop.call_soon_threadsafe = call
+            return tokens_of(await stream.final())
+
+        return asyncio.run(main())
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(stands_still)
+        assert standing.wait(PATIENCE)
+        others = [served.submit(prompt, LONG) for prompt in prompts[1:]]
+        assert [tokens_of(future.result(PATIENCE)) for future in others] == expected[1:]
+        wait_until(lambda: served.num_requests == 0)
+        assert len(told) <= 1
+        go_on.set()
+        assert found.result(PATIENCE) == expected[0]
+
+
+def test_a_loop_is_told_once_a_step(llm, served, monkeypatch):
+    steps, told = [], []
+    step, wake = llm.engine.step, pending._wake
+    monkeypatch.setattr(llm.engine, "step", lambda: steps.append(None) or step())
+    monkeypatch.setattr(pending, "_wake", lambda readers: told.append(len(readers)) or wake(readers))
+
+    async def main():
+        await asyncio.gather(*[read_all(served.generate(prompt, LONG)) for prompt in prompts_of(8)])
+
+    asyncio.run(main())
+    assert 0 < len(told) <= len(steps)
+    assert max(told) > 1
+
+
+def test_no_change_is_missed():
+    """A thread writes as fast as it can; the task always comes to the last."""
+    last = 20_000
+
+    async def main():
+        reader = pending.OutputReader()
+        reader.attach()
+
+        def write():
+            for number in range(1, last + 1):
+                reader.newest = number
+                if reader.must_tell():
+                    reader.loop.call_soon_threadsafe(reader.wake)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        seen = [0]
+        while seen[-1] < last:
+            await asyncio.wait_for(reader.wait(), PATIENCE)
+            seen.append(reader.newest)
+        writer.join()
+        assert seen == sorted(seen)
+
+    asyncio.run(main())
+
+
+def test_requests_of_a_closed_event_loop_are_given_up(llm, served, gate):
+    loop = asyncio.new_event_loop()
+    request = served.prepare("a", LONG)
+    stream = served.generate(request)
+    gate.open(3)
+    loop.run_until_complete(anext(stream))
+    (sequence,) = served._driver._accepted[request.request_id].sequences
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    gate.open()
+    wait_until(lambda: served.num_requests == 0)
+    assert sequence.finish_reason is FinishReason.ABORT
+
+
+# Giving up
+
+
+def test_cancelling_gives_the_request_up(llm, served):
+    async def main():
+        read = asyncio.Event()
+
+        async def reader():
+            async for _ in served.generate("a", LONG):
+                read.set()
+
+        task = asyncio.create_task(reader())
+        await read.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async for _ in served.generate("a", LONG):
+            break
+        async for _ in served.generate("a", LONG).text():
+            break
+        embedding = asyncio.create_task(served.embed(["a"] * 50))
+        await asyncio.sleep(0)
+        embedding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await embedding
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await served.generate("a", LONG).final()
+
+    asyncio.run(main())
+    wait_until(lambda: served.num_requests == 0)
+
+
+def test_a_cancelled_future_gives_the_request_up(llm, served, gate):
+    kept, cancelled = served.submit("a", SHORT), served.submit("b", LONG)
+    assert gate.entered.wait(PATIENCE)
+    assert cancelled.cancel()
+    gate.open()
+    assert kept.result(PATIENCE).outputs[0].finish_reason is FinishReason.LENGTH
+    wait_until(lambda: served.num_requests == 0)
+    done, _ = wait([cancelled], PATIENCE)
+    assert done == {cancelled}
+    with pytest.raises(CancelledError):
+        cancelled.result()
+
+
+def test_aborting_by_id_ends_a_request_as_it_is(llm, served, gate):
+    request = served.prepare("a", LONG)
+    future = served.submit(request)
+    vector = served.prepare("a" * 40, PoolingParams())
+    embedding = served.submit(vector)
+    assert gate.entered.wait(PATIENCE)
+    for request_id in (request.request_id, request.request_id, vector.request_id, "unknown"):
+        served.abort(request_id)
+    gate.open()
+    output = future.result(PATIENCE).outputs[0]
+    assert output.finish_reason is FinishReason.ABORT
+    assert len(output.token_ids) < LONG.max_tokens
+    with pytest.raises(EngineGenerateError, match="The request was aborted"):
+        embedding.result(PATIENCE)
+    served.abort(request.request_id)
+    again = served.submit(request)
+    assert again.result(PATIENCE).outputs[0].finish_reason is FinishReason.LENGTH
+
+
+# A full inbox
+
+
+@pytest.fixture(scope="module")
+def short_outputs(llm):
+    """Prompts, and what follows."""
+    prompts = prompts_of(6)
+    return prompts, [tokens_of(output) for output in llm.generate(prompts, SHORT)]
+
+
+def test_a_full_inbox_holds_callers_up_in_their_order(llm, short_outputs, start, gate, monkeypatch):
+    prompts, expected = short_outputs
+    added, arrive = [], llm.engine._outputs.arrive
+    monkeypatch.setattr(llm.engine._outputs, "arrive", lambda s: added.append(s.request.prompt_token_ids) or arrive(s))
+    served = start(max_requests=2)
+    accepted = [served.submit(prompt, SHORT) for prompt in prompts[:2]]
+    assert gate.entered.wait(PATIENCE)
+    with pytest.raises(queue.Full, match="2 requests are in flight already, and max_requests allows no more"):
+        served.submit(prompts[2], SHORT, block=False)
+
+    async def task():
+        return tokens_of(await served.generate(prompts[3], SHORT).final())
+
+    async def given_up():
+        await served.generate(prompts[4], SHORT).final()
+
+    with ThreadPoolExecutor(3) as pool:
+        thread = pool.submit(served.submit, prompts[2], SHORT)
+        wait_until(lambda: served.num_requests == 3)
+        in_task = pool.submit(asyncio.run, task())
+        wait_until(lambda: served.num_requests == 4)
+
+        async def cancelled():
+            doomed = asyncio.create_task(given_up())
+            while served.num_requests < 5:
+                await asyncio.sleep(0)
+            doomed.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await doomed
+
+        pool.submit(asyncio.run, cancelled()).result(PATIENCE)
+        assert not thread.done()
+        assert not in_task.done()
+        gate.open()
+        assert tokens_of(thread.result(PATIENCE).result(PATIENCE)) == expected[2]
+        assert in_task.result(PATIENCE) == expected[3]
+    assert [tokens_of(future.result(PATIENCE)) for future in accepted] == expected[:2]
+    assert tokens_of(served.submit(prompts[5], SHORT, block=False).result(PATIENCE)) == expected[5]
+    assert [ids for ids in added if ids != prompts[4]] == [prompts[i] for i in (0, 1, 2, 3, 5)]
+
+
+def test_the_engines_own_thread_never_waits_for_itself(start, gate):
+    served = start(max_requests=1)
+    refused = Future()
+
+    def again(_):
+        try:
+            served.submit("c", SHORT)
+        except queue.Full as error:
+            refused.set_result(error)
+
+    first = served.submit("a", SHORT)
+    assert gate.entered.wait(PATIENCE)
+    first.add_done_callback(again)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(served.submit, "b", SHORT)
+        wait_until(lambda: served.num_requests == 2)
+        gate.open()
+        assert isinstance(refused.result(PATIENCE), queue.Full)
+        second.result(PATIENCE).result(PATIENCE)
+
+
+# The end
+
+
+def test_a_close_ends_every_request_once(llm, start, gate):
+    served = start(max_requests=2)
+    ends = []
+    futures = [served.submit("a", LONG), served.submit("b", LONG)]
+    for future in futures:
+        future.add_done_callback(ends.append)
+    assert gate.entered.wait(PATIENCE)
+
+    async def task():
+        async for _ in served.generate("c", LONG):
+            pass
+
+    with ThreadPoolExecutor(3) as pool:
+        waiting = pool.submit(served.submit, "d", LONG)
+        wait_until(lambda: served.num_requests == 3)
+        reading = pool.submit(asyncio.run, task())
+        wait_until(lambda: served.num_requests == 4)
+        closing = pool.submit(served.close)
+        wait_until(lambda: not served.is_running)
+        gate.open()
+        closing.result(PATIENCE)
+        for future in (*futures, waiting.result(PATIENCE), reading):
+            with pytest.raises(EngineDeadError, match="The engine is closed"):
+                future.result(PATIENCE)
+    assert sorted(map(id, ends)) == sorted(map(id, futures))
+    served.close()
+    with pytest.raises(EngineDeadError, match="The engine is closed"):
+        served.submit("a")
+    with pytest.raises(EngineDeadError, match="The engine is closed"):
+        asyncio.run(served.embed("a"))
+
+
+def test_a_close_can_wait_for_the_requests(llm, start):
+    prompts = prompts_of(10)
+    expected = [tokens_of(output) for output in llm.generate(prompts, LONG)]
+    served = start()
+    futures = [served.submit(prompt, LONG) for prompt in prompts]
+    served.close(wait=True)
+    assert all(future.done() for future in futures)
+    assert [tokens_of(future.result()) for future in futures] == expected
+    with pytest.raises(EngineDeadError):
+        served.submit("a")
+
+
+def test_leaving_the_context_closes(served):
+    async def main():
+        async with served:
+            running = asyncio.create_task(served.generate("a", LONG).final())
+            await served.generate("b", SHORT).final()
+        with pytest.raises(EngineDeadError):
+            await running
+
+    with contextlib.suppress(EngineDeadError):
+        asyncio.run(main())
+    assert not served.is_running
+
+
+def test_a_thread_that_dies_ends_every_request_once(llm, start, monkeypatch):
+    served = start(max_requests=4)
+    schedule, left = llm.engine.scheduler.schedule, [6]
+
+    def die(max_passes=None):
+        left[0] -= 1
+        if left[0] <= 0:
+            raise LookupError("a page that is not there")
+        return schedule(max_passes)
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", die)
+    ends = []
+
+    def blocking(index):
+        future = served.submit("a" * (index + 1), LONG)
+        future.add_done_callback(ends.append)
+        return future
+
+    async def task(index):
+        async for _ in served.generate("b" * (index + 1), LONG):
+            pass
+
+    async def tasks():
+        return await asyncio.gather(*[task(index) for index in range(4)], return_exceptions=True)
+
+    with ThreadPoolExecutor(5) as pool:
+        reading = pool.submit(asyncio.run, tasks())
+        futures = [pool.submit(blocking, index) for index in range(4)]
+        errors = list(reading.result(PATIENCE))
+        for future in futures:
+            if isinstance(error := future.exception(PATIENCE), EngineDeadError):
+                errors.append(error)  # it came when the thread had died
+            else:
+                errors.append(future.result().exception(PATIENCE))
+    assert len(errors) == 8
+    assert len(ends) == len(set(ends))
+    for error in errors:
+        assert isinstance(error, EngineDeadError)
+        assert str(error) == "The engine's thread has died: LookupError: a page that is not there"
+        assert isinstance(error.__cause__, LookupError)
+    assert not served.is_running
+    assert served.num_requests == 0
+    with pytest.raises(EngineDeadError, match="a page that is not there"):
+        served.submit("a")
+    with pytest.raises(EngineDeadError, match="a page that is not there"):
+        asyncio.run(served.generate("a").final())
+    served.close()
+    for allocation in [*llm.engine.scheduler.waiting, *llm.engine.scheduler.running]:
+        llm.engine.abort(allocation.sequence.request_id)
+    llm.engine.drain()
+
+
+def test_dropping_it_ends_its_thread_when_its_requests_have_ended(llm, model_dir, monkeypatch):
+    monkeypatch.setattr(async_llm, "LLM", lambda path, **options: llm)
+    served = AsyncLLM(model_dir)
+    thread = served._driver._thread
+    served.submit("a", SHORT).result(PATIENCE)
+    del served
+    gc.collect()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+    served = AsyncLLM(model_dir)
+    thread = served._driver._thread
+    future = served.submit("a", LONG)
+    del served
+    gc.collect()
+    assert future.result(PATIENCE).outputs[0].finish_reason is FinishReason.LENGTH
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+SCRIPT = """
+import sys
+from jaxinfer import AsyncLLM, SamplingParams
+served = AsyncLLM(sys.argv[1], cache_bytes=int(sys.argv[2]), **eval(sys.argv[3]))
+forever = SamplingParams(max_tokens=None, ignore_eos=True)
+futures = [served.submit("a", forever) for _ in range(200)]
+print(futures[0].result().outputs[0].finish_reason)
+"""
+
+
+def test_the_end_of_the_process_ends_the_thread(llm, model_dir):
+    command = [sys.executable, "-c", SCRIPT, str(model_dir), str(CACHE_BYTES), repr(OPTIONS)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "length\n", "")
+
+
+# The engine beneath
+
+
+def test_one_run_at_a_time(llm):
+    first, second = llm.stream("a", LONG), llm.stream("b", LONG)
+    next(first)
+    with pytest.raises(RuntimeError, match="This model runs other requests, in another thread or for a stream"):
+        next(second)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="use AsyncLLM"):
+        pool.submit(llm.generate, "c", SHORT).result()
+    first.close()
+    assert len(llm.generate("c", SHORT)) == 1
