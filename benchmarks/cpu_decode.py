@@ -1,10 +1,10 @@
 """Prefill and decode on a CPU against CTranslate2, llama.cpp and transformers.
 
-    python -m benchmarks.cpu_decode [--quick] [--json benchmarks/results/cpu_decode.json]
+    python -m benchmarks.cpu_decode [--quick] [--json benchmarks/results/KIND/cpu_decode.json]
 
 One random Llama-shaped model (`peers/make_model.py`) in every engine's own format. Each engine is a process that
 loads it once; every figure is the median over rounds in which all engines take turns. Nothing is timed unless all
-engines generate the same greedy continuation of a prompt.
+engines generate the same greedy continuation of a prompt. The JSON is written anew after every figure.
 """
 
 import argparse
@@ -138,9 +138,9 @@ def weight_bytes(itemsize: int) -> int:
     return itemsize * (16 * layer + 1024 * 32_000)
 
 
-def add_checks(report: Report, rows: list[dict[str, Any]], bandwidth: float) -> None:
+def add_checks(report: Report, bandwidth: float) -> None:
     """The peers' times relative to ours, and our float32 decode relative to the memory's read bandwidth."""
-    ms = {(row["figure"], row["engine"], row["dtype"]): row["ms"] for row in rows}
+    ms = {(row["figure"], row["engine"], row["dtype"]): row["ms"] for row in report.rows if "ms" in row}
 
     def ratio(figure: str, dtype: str, *peers: str) -> float:
         return min(ms[figure, peer, dtype] for peer in peers) / ms[figure, "jaxinfer", dtype]
@@ -181,29 +181,29 @@ def main() -> None:
         raise SystemExit(f"No model directory at {args.demo}: give one as --demo.")
     peer_python = find_peers(args.peer_python)
     make_models(args.work_dir, peer_python)
-    rows: list[dict[str, Any]] = []
-    versions: dict[str, str] = {}
-    bandwidth = 0.0
+    start, report, bandwidth = time.monotonic(), Report(), 0.0
+    report.print_header()
+    report.row(figure="settings", context=args.context, steps=steps, rounds=rounds, peer_threads=args.threads)
     for dtype in ("float32", "int8", "bfloat16")[: 2 if args.quick else 3]:
         with workers(dtype, args.work_dir, peer_python, args.threads) as found:
-            versions |= {w.engine: w.version for w in found if w.engine != "jaxinfer"}
+            report.versions |= {w.engine: w.version for w in found if w.engine != "jaxinfer"}
             if dtype == "float32":
                 check_agreement(found)
-            rows += take_turns(found, rounds, f"prefill {PROMPT}", do="prefill", tokens=PROMPT)
-            if dtype == "bfloat16":  # not compared: on a CPU the other engines are not used to decode in it
-                continue
-            for batch in (1, 8):
+            figures: dict[str, dict[str, Any]] = {f"prefill {PROMPT}": {"do": "prefill", "tokens": PROMPT}}
+            if dtype != "bfloat16":  # not compared: on a CPU the other engines are not used to decode in it
+                for batch in (1, 8):
+                    request = {"do": "decode", "batch": batch, "context": args.context, "steps": steps}
+                    figures[f"decode batch {batch}"] = request
+            for figure, request in figures.items():
                 bandwidth = max(bandwidth, read_bandwidth())
-                request = {"batch": batch, "context": args.context, "steps": steps}
-                rows += take_turns(found, rounds, f"decode batch {batch}", do="decode", **request)
-    print_rows(rows)
-    report = Report(versions)
-    report.row(figure="settings", context=args.context, steps=steps, rounds=rounds, peer_threads=args.threads)
-    for row in rows:
-        report.row(**row)
-    add_checks(report, rows, bandwidth)
+                for row in take_turns(found, rounds, figure, **request):
+                    report.row(**row)
+                report.save(args.json)
+    print_rows([row for row in report.rows if "ms" in row])
+    add_checks(report, bandwidth)
     report.check("host_overhead_ms", 1e3 * host_overhead(), "ms", target=0.3, better="lower")
     report.check("demo_warm_start_s", demo_start(args.demo), "s", target=10, better="lower")
+    report.row(figure="part", part="all", seconds=round(time.monotonic() - start, 1))
     report.finish(args.json)
 
 

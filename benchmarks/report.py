@@ -1,8 +1,10 @@
-"""The result of a benchmark: rows, checks against targets, versions and machine."""
+"""The result of a benchmark: rows, checks against targets, versions, machine, commit and date."""
 
 import dataclasses
+import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ from rich.table import Table
 
 from jaxinfer.cli.bench.machine import machine
 
+INSTRUCTION_SETS = {"AMX": "amx_int8", "AVX-512": "avx512f", "AVX2": "avx2"}  # name -> the CPU's flag
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +37,7 @@ class Check:
 
 
 class Report:
-    """Collects a benchmark's rows and checks; `finish` prints the checks and writes the JSON.
+    """Collects a benchmark's rows and checks.
 
     Args:
       versions: of other software than our own packages: {"ctranslate2": "4.8.5"}.
@@ -43,6 +46,7 @@ class Report:
     def __init__(self, versions: Mapping[str, str] | None = None):
         self.rows: list[dict[str, Any]] = []
         self.checks: list[Check] = []
+        self.commit, self.date = commit(), today()
         self.versions = {
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES},
@@ -59,29 +63,65 @@ class Report:
         """Add a figure with a target."""
         self.checks.append(Check(name=name, value=round(value, 4), unit=unit, target=target, better=better))
 
+    def print_header(self) -> None:
+        """Print what is measured, and on which machine."""
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        print(f"{machine_text(machine())}\ncommit {self.commit}, {self.date}; {versions}")
+
+    def save(self, json_file: Path | None) -> None:
+        """Write the result so far to `json_file` if given."""
+        if json_file is None:
+            return
+        result = {
+            "machine": machine(),
+            "commit": self.commit,
+            "date": self.date,
+            "versions": self.versions,
+            "rows": self.rows,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+        }
+        write_whole(json_file, (json.dumps(result, indent=1) + "\n").encode())
+
     def finish(self, json_file: Path | None) -> None:
         """Print the table of checks; write the whole result to `json_file` if given."""
-        where = machine()
-        on_cpu = where["platform"] == "cpu"
-        title = f"{where['cpu']}, {where['cores']} cores" if on_cpu else where["device"]
-        table = Table("check", "value", "target", "", title=title)
+        table = Table("check", "value", "target", "", title=machine_text(machine()))
         for check in self.checks:
             sign = "≥" if check.better == "higher" else "≤"
             verdict = "[green]met[/]" if check.met else "[red]missed[/]"
             table.add_row(check.name, f"{check.value:.3g} {check.unit}", f"{sign} {check.target:g}", verdict)
         rich.print(table)
-        if json_file is None:
-            return
-        result = {
-            "machine": where,
-            "commit": commit(),
-            "versions": self.versions,
-            "rows": self.rows,
-            "checks": [dataclasses.asdict(check) for check in self.checks],
-        }
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-        rich.print(f"Wrote {json_file}")
+        self.save(json_file)
+        if json_file is not None:
+            rich.print(f"Wrote {json_file}")
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write all of `content` or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def machine_kind(where: Mapping[str, Any]) -> str:
+    """What makes machines alike, from `machine()`: "Intel(R) Xeon(R) Processor with AMX, AVX-512, AVX2, 2 cores"."""
+    if where["platform"] != "cpu":
+        return where["device"]
+    sets = [name for name, flag in INSTRUCTION_SETS.items() if flag in where["features"]]
+    return f"{where['cpu']}{' with ' if sets else ''}{', '.join(sets)}, {where['cores']} cores"
+
+
+def machine_text(where: Mapping[str, Any]) -> str:
+    """A machine's kind and memory."""
+    return f"{machine_kind(where)}, {where['memory_gib']} GiB"
+
+
+def today() -> str:
+    """The date in UTC, as in 2026-01-31."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def version(package: str) -> str:

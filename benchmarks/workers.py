@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,27 @@ ENGINES = {
 }
 
 
+REMEDY = (
+    "run `make peers` (after `rm -rf .venv-peers` if that is damaged), "
+    "or give an interpreter with benchmarks/peers/requirements.txt as --peer-python."
+)
+
+
+class EngineError(SystemExit):
+    """An engine cannot run; the message says how to install it. Ends the command unless it is caught."""
+
+
 class Worker:
-    """One engine's process; see `peers/worker.py` for what it answers."""
+    """One engine's process; see `peers/worker.py` for what it answers.
+
+    Raises EngineError if the process ends, here and from `ask`.
+    """
 
     def __init__(self, engine: str, dtype: str, command: list[str]):
         self.engine, self.dtype = engine, dtype
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        env = {**os.environ, "PYTHONPATH": str(ROOT)} if engine == "jaxinfer" else None  # this tree, however installed
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env)
         ready = self._answer()
         self.version: str = ready["version"]
         self.ways: list[dict[str, Any]] = ready["ways"]
@@ -46,36 +61,40 @@ class Worker:
     def ask(self, **request: Any) -> dict[str, Any]:
         """Send `request` and return the answer."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # the process has ended, which reading its answer will tell
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         if line := self.process.stdout.readline():
             return json.loads(line)
-        raise SystemExit(
-            f"{self.engine} in {self.dtype} ended with status {self.process.wait()}; its own message is above."
+        remedy = "" if self.engine == "jaxinfer" else f" If its packages are missing or damaged, {REMEDY}"
+        raise EngineError(
+            f"{self.engine} in {self.dtype} ended with status {self.close()}; its own message is above.{remedy}"
         )
 
-    def close(self) -> None:
-        """End the process."""
+    def close(self) -> int:
+        """End the process; returns its exit status."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        assert self.process.stdout is not None
+        with suppress(BrokenPipeError):  # of a request that an ended process has not read
+            self.process.stdin.close()
+        self.process.stdout.close()
+        return self.process.wait()
 
 
 def find_peers(given: Path | None) -> Path:
     """The interpreter that has all peers. Exits if there is none, or if it lacks some."""
     python = given or Path(os.environ.get("JAXINFER_PEERS") or ROOT / ".venv-peers/bin/python")
-    remedy = "run `make peers`, or give an interpreter with benchmarks/peers/requirements.txt as --peer-python."
     if not python.exists():
-        raise SystemExit(f"No interpreter at {python}: {remedy}")
+        raise EngineError(f"No interpreter at {python}: {REMEDY}")
     modules = ("torch", "transformers", "ctranslate2", "llama_cpp", "gguf", "safetensors", "tokenizers")
     code = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m) is None])"
     missing = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     if missing:
-        raise SystemExit(f"{python} lacks {', '.join(missing)}: {remedy}")
+        raise EngineError(f"{python} lacks {', '.join(missing)}: {REMEDY}")
     return python
 
 

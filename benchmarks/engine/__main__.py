@@ -1,15 +1,19 @@
 """The engine under many requests: its throughput against peers in the same run, and what its own parts gain.
 
-    python -m benchmarks.engine [--quick] [--only throughput,prefix] [--json benchmarks/results/engine.json]
+    python -m benchmarks.engine [--quick] [--only throughput,prefix] [--json benchmarks/results/KIND/engine.json]
 
 `throughput` gives every engine the same requests at once, with prompts and outputs of mixed lengths, on the model of
-`peers/make_model.py`. Each engine schedules them in its fastest way, which is found before the timed rounds on the same
-requests at half their lengths; ours has only one. The other parts run our engine alone, some of them on the demo model,
-because only a trained model's text is predictable.
+`peers/make_model.py`. Each engine schedules them in its two best ways, which are found by a race at an eighth of the
+lengths and remembered for the next run (`ways.py`); ours has only one. The other parts run our engine alone, some of
+them on the demo model, because only a trained model's text is predictable. The JSON is written anew after every part.
 """
 
 import argparse
+import time
 from collections.abc import Callable
+from pathlib import Path
+
+import rich
 
 from benchmarks.engine.compile_misses import compile_misses
 from benchmarks.engine.prefix import prefix
@@ -17,9 +21,12 @@ from benchmarks.engine.settings import Settings
 from benchmarks.engine.speculation import speculation
 from benchmarks.engine.step_gap import step_gap
 from benchmarks.engine.throughput import throughput_float32, throughput_int8
+from benchmarks.engine.ways import Memory
 from benchmarks.report import Report
-from benchmarks.workers import add_options
+from benchmarks.workers import EngineError, add_options
+from jaxinfer.compiled import cache_folder
 
+WAYS = cache_folder() / "benchmarks" / "ways.json"
 PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "throughput": throughput_float32,
     "throughput_int8": throughput_int8,
@@ -38,21 +45,60 @@ def read_parts(text: str) -> list[str]:
     return names
 
 
+def positive(text: str) -> int:
+    """A number of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one round instead of three, of 16 requests, not in int8")
+    parser.add_argument("--quick", action="store_true", help="16 requests instead of 64, fewer prompts, no int8")
+    parser.add_argument("--rounds", type=positive, default=1, help="of every engine's throughput (default: 1)")
     parser.add_argument("--only", type=read_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--search", action="store_true", help="try all ways of the peers, as if none were remembered")
+    parser.add_argument("--ways", type=Path, metavar="FILE", default=WAYS, help=f"remembers the ways (default: {WAYS})")
     add_options(parser)
     args = parser.parse_args()
     if not args.demo.exists():
         raise SystemExit(f"No model directory at {args.demo}: give one as --demo.")
-    settings = Settings(args.quick, args.work_dir, args.demo, args.peer_python, args.threads)
+    settings = Settings(
+        quick=args.quick,
+        rounds=args.rounds,
+        folder=args.work_dir,
+        demo=args.demo,
+        peer_python=args.peer_python,
+        threads=args.threads,
+        search=args.search,
+        memory=Memory(args.ways),
+    )
     report = Report()
-    for name in args.only or [part for part in PARTS if not (args.quick and part == "throughput_int8")]:
-        PARTS[name](report, settings)
+    report.print_header()
+    print(f"the peers' ways: {'searched for anew, then remembered' if args.search else 'remembered'} in {args.ways}")
+    report.row(figure="settings", quick=args.quick, rounds=args.rounds, search=args.search, peer_threads=args.threads)
+    names = args.only or [part for part in PARTS if not (args.quick and part == "throughput_int8")]
+    failed = [error for name in names if (error := run_part(name, report, settings, args.json))]
     report.finish(args.json)
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def run_part(name: str, report: Report, settings: Settings, json_file: Path | None) -> str:
+    """Run one part and save its result. Returns why a peer could not run, in which case the part has no figures."""
+    start, absent = time.monotonic(), ""
+    try:
+        PARTS[name](report, settings)
+    except EngineError as error:
+        absent = f"{name}: {error}"
+        rich.print(f"[red]{absent}[/]")
+    seconds = round(time.monotonic() - start, 1)
+    report.row(figure="part", part=name, seconds=seconds, **({"absent": absent} if absent else {}))
+    report.save(json_file)
+    rich.print(f"{name} took {seconds:.0f} s")
+    return absent
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.engine.ways import Memory
 from benchmarks.workers import find_peers, make_models
 
 
@@ -10,22 +11,24 @@ class Settings(NamedTuple):
     """Options of the command.
 
     Attributes:
-      quick: fewer rounds, requests and steps.
+      quick: fewer requests, rounds and steps.
+      rounds: of every engine's throughput.
       folder: of the peers' model, in every engine's format.
       demo: a trained model directory, whose text is predictable.
       peer_python: interpreter with the peers, or None for the default.
       threads: of the peers.
+      search: try all ways of the peers anew.
+      memory: how fast the peers' ways were in former runs.
     """
 
     quick: bool
+    rounds: int
     folder: Path
     demo: Path
     peer_python: Path | None
     threads: int
-
-    @property
-    def rounds(self) -> int:
-        return 1 if self.quick else 3
+    search: bool
+    memory: Memory
 
     def random_model(self) -> Path:
         """The peers' model in our format, written if it does not exist."""

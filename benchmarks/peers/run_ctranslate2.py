@@ -34,7 +34,7 @@ class CTranslate2:
 
         self.load, self.generators = load, {1: load(1)}
         # One batch at a time on all threads, or one batch per thread.
-        self.ways = [{"batch": batch, "workers": workers} for batch in (16, 32) for workers in {1, threads}]
+        self.ways = [{"batch": batch, "workers": workers} for batch in (32, 16) for workers in sorted({1, threads})]
 
     def _generate(self, prompts, count, callback=None, static=None):
         results = self.generators[1].generate_batch(
@@ -68,7 +68,7 @@ class CTranslate2:
     def greedy(self, prompt, count):
         return self._generate([prompt], count)[0]
 
-    def throughput(self, prompts, outputs, *, batch, workers):
+    def throughput(self, prompts, outputs, watch, *, batch, workers):
         """Batches of prompts of similar length, all queued at once, the longest first.
 
         A batch runs its prompts together up to the length of the shortest, and the rest of them token by token.
@@ -77,25 +77,28 @@ class CTranslate2:
             self.generators[workers] = self.load(workers)
         rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
         groups = [rows[at : at + batch] for at in range(0, len(rows), batch)]
-        start = time.perf_counter()
+        watch.start()
         queued = [
-            self._queue(self.generators[workers], [prompts[row] for row in group], [outputs[row] for row in group])
+            self._queue(
+                self.generators[workers], [prompts[row] for row in group], [outputs[row] for row in group], watch
+            )
             for group in groups
         ]
         tokens = [[] for _ in prompts]
         for group, results in zip(groups, queued, strict=True):
             for row, result in zip(group, results, strict=True):
                 tokens[row] = token_ids(result.result())
-        return time.perf_counter() - start, tokens
+        watch.check()
+        return tokens
 
     @staticmethod
-    def _queue(generator, prompts, outputs):
-        """Asynchronous results of one batch; each row leaves it after its own number of tokens."""
+    def _queue(generator, prompts, outputs, watch):
+        """Asynchronous results of one batch; each row leaves it after its own number of tokens, or over the limit."""
         left = list(outputs)
 
         def complete(step):
             left[step.batch_id] -= 1
-            return left[step.batch_id] == 0
+            return left[step.batch_id] == 0 or watch.is_over()
 
         return generator.generate_batch(
             words(prompts),

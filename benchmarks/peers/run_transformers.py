@@ -15,7 +15,7 @@ class Transformers:
     """Eager forward passes over a dynamic cache, greedy."""
 
     version = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    ways: ClassVar = [{"batch": batch, "order": order} for batch in (8, 16, 32, 64) for order in ("prompt", "output")]
+    ways: ClassVar = [{"batch": batch, "order": order} for batch in (64, 32, 16, 8) for order in ("output", "prompt")]
 
     def __init__(self, folder, dtype, threads):
         transformers.utils.logging.disable_progress_bar()
@@ -50,24 +50,35 @@ class Transformers:
             tokens.append(int(last))
         return tokens
 
-    def throughput(self, prompts, outputs, *, batch, order):
+    def throughput(self, prompts, outputs, watch, *, batch, order):
         """`generate` in fixed batches of similar prompt or output lengths; each runs until its longest output ends."""
         lengths = outputs if order == "output" else [len(prompt) for prompt in prompts]
         rows = sorted(range(len(prompts)), key=lengths.__getitem__)
         tokens = [[] for _ in prompts]
-        start = time.perf_counter()
-        for group in (rows[at : at + batch] for at in range(0, len(rows), batch)):
-            longest = max(outputs[row] for row in group)
-            for row, produced in zip(group, self._generate([prompts[row] for row in group], longest), strict=True):
-                tokens[row] = produced[: outputs[row]]
-        return time.perf_counter() - start, tokens
 
-    def _generate(self, prompts, count):
+        def check(*_, **__):
+            watch.check()
+            return False
+
+        watch.start()
+        for group in (rows[at : at + batch] for at in range(0, len(rows), batch)):
+            found = self._generate([prompts[row] for row in group], max(outputs[row] for row in group), check)
+            for row, produced in zip(group, found, strict=True):
+                tokens[row] = produced[: outputs[row]]
+        return tokens
+
+    def _generate(self, prompts, count, after_step):
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         produced = self.model.generate(
-            ids, attention_mask=mask, do_sample=False, min_new_tokens=count, max_new_tokens=count, pad_token_id=0
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            min_new_tokens=count,
+            max_new_tokens=count,
+            pad_token_id=0,
+            stopping_criteria=transformers.StoppingCriteriaList([after_step]),
         )
         return produced[:, width:].tolist()
 

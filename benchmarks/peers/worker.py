@@ -5,8 +5,9 @@ Runs in the peers' interpreter, so it imports only the standard library. Request
   {"do": "prefill", "tokens": 512}            -> {"seconds": s}: from a prompt to its first new token
   {"do": "decode", "batch": 8, "context": 384, "steps": 16} -> {"seconds": s}: of one step, mean over `steps`
   {"do": "greedy", "prompt": [...], "count": 8} -> {"tokens": [...]}
-  {"do": "throughput", "prompts": [[...]], "outputs": [64], "way": {...}} -> {"seconds": s, "tokens": [[...]]}: all
-      prompts at once, greedy, each to its own number of output tokens; `way` is one of the engine's `ways`
+  {"do": "throughput", "prompts": [[...]], "outputs": [64], "way": {...}, "limit": null} -> {"seconds": s, "tokens":
+      [[...]]}: all prompts at once, greedy, each to its own number of output tokens; `way` is one of the engine's
+      `ways`. A run that takes longer than `limit` seconds may be stopped, and is answered without tokens.
 
 Before the first request it writes {"version": "...", "ways": [...]}.
 """
@@ -15,20 +16,50 @@ import json
 import os
 import random
 import sys
+import time
 from typing import Any, Protocol
 
 VOCAB = 32_000
+
+
+class Stopwatch:
+    """Measures a run, and stops one that has taken too long.
+
+    Args:
+      limit: seconds, or None.
+    """
+
+    def __init__(self, limit: float | None):
+        self.limit, self._start = limit, 0.0
+
+    def start(self) -> None:
+        self._start = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Since `start`."""
+        return time.perf_counter() - self._start
+
+    def is_over(self) -> bool:
+        """Whether the limit has passed."""
+        return self.limit is not None and self.seconds() > self.limit
+
+    def check(self) -> None:
+        """Raise TimeoutError if the limit has passed."""
+        if self.is_over():
+            raise TimeoutError
 
 
 class Engine(Protocol):
     """The interface of a peer.
 
     `decode` may continue where the previous call with the same batch size stopped. `throughput` allocates what a way
-    needs (another context, another thread pool) before its clock starts.
+    needs (another context, another thread pool) before it starts the watch, and returns every prompt's tokens, or
+    raises TimeoutError soon after the watch's limit.
 
     Attributes:
       version: of the engine's packages.
-      ways: keyword arguments of `throughput` worth trying; each has "batch", the maximum of sequences running at once.
+      ways: keyword arguments of `throughput` worth trying, the most promising first; each has "batch", the maximum of
+        sequences running at once.
     """
 
     version: str
@@ -41,14 +72,24 @@ class Engine(Protocol):
     def greedy(self, prompt: list[int], count: int) -> list[int]: ...
 
     def throughput(
-        self, prompts: list[list[int]], outputs: list[int], *, batch: int, **way: Any
-    ) -> tuple[float, list[list[int]]]: ...
+        self, prompts: list[list[int]], outputs: list[int], watch: Stopwatch, *, batch: int, **way: Any
+    ) -> list[list[int]]: ...
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
     """Random prompts, the same for every engine."""
     source = random.Random(0)
     return [[source.randrange(3, VOCAB) for _ in range(length)] for _ in range(batch)]
+
+
+def timed_throughput(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a throughput request."""
+    watch = Stopwatch(request["limit"])
+    try:
+        tokens = engine.throughput(request["prompts"], request["outputs"], watch, **request["way"])
+    except TimeoutError:
+        return {"seconds": watch.seconds()}
+    return {"seconds": watch.seconds(), "tokens": tokens}
 
 
 def serve(load) -> None:
@@ -69,7 +110,6 @@ def serve(load) -> None:
         elif request["do"] == "decode":
             answer(seconds=engine.decode(prompts(request["batch"], request["context"]), request["steps"]))
         elif request["do"] == "throughput":
-            seconds, tokens = engine.throughput(request["prompts"], request["outputs"], **request["way"])
-            answer(seconds=seconds, tokens=tokens)
+            answer(**timed_throughput(engine, request))
         else:
             answer(tokens=engine.greedy(request["prompt"], request["count"]))

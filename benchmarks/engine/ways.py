@@ -1,0 +1,92 @@
+"""Which ways of an engine are timed: the two that are fastest at short lengths.
+
+All ways are tried the first time. Their seconds are remembered, so that the next run tries those that were fastest, and
+others only if these have become slower than the others were.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import rich
+
+from benchmarks.report import today, write_whole
+
+BEHIND = 1.25  # times the fastest way's seconds: when another is stopped
+TRIED = 2  # ways that every run tries again
+
+Way = dict[str, Any]
+"""Keyword arguments of an engine's `throughput`."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a run took in one way; if `stopped`, it was clearly behind another and would have taken longer."""
+
+    way: Way
+    seconds: float
+    stopped: bool = False
+    date: str = msgspec.field(default_factory=today)
+
+    def __str__(self) -> str:
+        name = ", ".join(f"{key} {value}" for key, value in self.way.items())
+        return f"{name}: {'stopped after ' if self.stopped else ''}{self.seconds:.1f} s"
+
+
+Measure = Callable[[Way, float | None], Trial]
+"""One run in a way, which is stopped after so many seconds."""
+
+
+def limit_after(trials: Sequence[Trial]) -> float | None:
+    """Seconds after which another way is clearly behind the fastest of these; None if none of them has finished."""
+    finished = [trial.seconds for trial in trials if not trial.stopped]
+    return BEHIND * min(finished) if finished else None
+
+
+def race(ways: Sequence[Way], remembered: Sequence[Trial], measure: Measure) -> list[Trial]:
+    """Measure ways until no other can be the fastest, and return these trials, the fastest first.
+
+    The order is that of their remembered seconds; those that are not remembered come first, as they are given. At least
+    `TRIED` are measured, then all that were faster than the fastest is now.
+    """
+
+    def before(way: Way) -> float:
+        return next((trial.seconds for trial in remembered if trial.way == way), 0.0)
+
+    trials: list[Trial] = []
+    for way in sorted(ways, key=before):
+        if len(trials) >= TRIED and before(way) > min(trial.seconds for trial in trials):
+            break
+        trials.append(measure(way, limit_after(trials)))
+    return sorted(trials, key=lambda trial: (trial.stopped, trial.seconds))
+
+
+class Memory:
+    """The newest trial of every way, in a JSON file: {subject: trials, the fastest first}.
+
+    A subject is all that decides which way is best: the machine, the engine's version and dtype, the work.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def recall(self, subject: str) -> list[Trial]:
+        """What was remembered."""
+        return self._read().get(subject, [])
+
+    def remember(self, subject: str, trials: Sequence[Trial]) -> None:
+        """Add trials, which replace older ones of the same ways."""
+        known = self._read()
+        newer = [trial.way for trial in trials]
+        kept = [trial for trial in known.get(subject, []) if trial.way not in newer]
+        known[subject] = sorted([*trials, *kept], key=lambda trial: trial.seconds)
+        write_whole(self.file, msgspec.json.format(msgspec.json.encode(known), indent=1))
+
+    def _read(self) -> dict[str, list[Trial]]:
+        if not self.file.exists():
+            return {}
+        try:
+            return msgspec.json.decode(self.file.read_bytes(), type=dict[str, list[Trial]])
+        except msgspec.DecodeError as error:
+            rich.print(f"{self.file} is damaged ({error}): every way is tried again.")
+            return {}

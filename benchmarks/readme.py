@@ -1,0 +1,177 @@
+"""The tables of README's section "Measured", from the results in `benchmarks/results`.
+
+    python -m benchmarks.readme            # prints them
+    python -m benchmarks.readme --write    # puts them into README.md, between its two markers
+
+A folder there is one kind of machine, with the files that `cpu_decode`, `engine` and `quality` wrote there. A result
+that is measured anew replaces one file; the other machines' stay as they are.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import ROOT, Check, machine_kind, machine_text
+
+RESULTS, README = ROOT / "benchmarks/results", ROOT / "README.md"
+BEGIN = "<!-- Written by `python -m benchmarks.readme --write`, from benchmarks/results. -->"
+END = "<!-- End of what benchmarks.readme writes. -->"
+OURS = "jaxinfer"
+
+Result = dict[str, Any]
+"""What `Report.save` wrote."""
+
+CHECKS = {
+    "decode_fp32_b1_vs_best_peer": "float32 decode, batch 1, against the best peer",
+    "decode_fp32_b1_vs_hf": "float32 decode, batch 1, against transformers",
+    "decode_fp32_b8_vs_best_peer": "float32 decode, batch 8, against the best peer",
+    "decode_int8_b1_vs_ctranslate2": "int8 decode, batch 1, against CTranslate2",
+    "prefill_vs_best_peer": "float32 prefill against the best peer",
+    "decode_fp32_b1_of_read_bandwidth": "float32 decode, batch 1, of the read bandwidth",
+    "host_overhead_ms": "host overhead of a decode step, 12 layers",
+    "demo_warm_start_s": "demo, warm cache: a whole `jaxinfer generate` of 16 tokens",
+    "throughput_vs_best_peer": "throughput against the best peer",
+    "throughput_vs_fixed_batches": "throughput against fixed batches (transformers)",
+    "prefix_hit_ttft_gain": "time to first token, none of the prompt in the cache against 512 of 528 tokens",
+    "speculation_gain_repetitive": "speculation on text that repeats, the worse of two models",
+    "speculation_worst": "speculation on text that cannot be predicted, the worse of two models",
+    "step_gap_ms": "device waiting for the host between steps, demo model",
+    "compile_misses": "compile misses in 200 random requests after compiling ahead",
+}
+"""What a check is called in the table; those that are not here are not in it."""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def best(cells: Sequence[float | None], choose: Callable[[Iterable[float]], float], places: int) -> list[str]:
+    """Figures as text; the best in bold, a missing one empty."""
+    winner = choose(cell for cell in cells if cell is not None)
+    texts = ["" if cell is None else f"{cell:.{places}f}" for cell in cells]
+    return [f"**{text}**" if cell == winner else text for cell, text in zip(cells, texts, strict=True)]
+
+
+def engine_name(engine: str) -> str:
+    return f"**{engine}**" if engine == OURS else engine
+
+
+def decode_section(result: Result) -> list[str]:
+    """Milliseconds of every engine: a column per figure, the best of a dtype in bold."""
+    rows = [row for row in result["rows"] if "ms" in row]
+    figures = list(dict.fromkeys(row["figure"] for row in rows))
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        ms = {(row["engine"], row["figure"]): row["ms"] for row in rows if row["dtype"] == dtype}
+        engines = list(dict.fromkeys(engine for engine, _ in ms))
+        measured = [figure for figure in figures if (OURS, figure) in ms]
+        columns = {figure: best([ms.get((engine, figure)) for engine in engines], min, 1) for figure in measured}
+        for index, engine in enumerate(engines):
+            cells = [columns[figure][index] if figure in columns else "" for figure in figures]
+            lines.append([engine_name(engine), dtype, *cells])
+    rounds = next(row["rounds"] for row in result["rows"] if row["figure"] == "settings")
+    return [
+        f"One request or batch: milliseconds of a prefill and of a decode step, medians of {rounds} rounds in turn.",
+        table(["engine", "dtype", *figures], lines),
+        checks_table(result),
+    ]
+
+
+def engine_section(result: Result) -> list[str]:
+    """Output tokens per second of every engine, the best of a dtype in bold."""
+    rows = [row for row in result["rows"] if row["figure"] == "throughput"]
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        same = sorted((row for row in rows if row["dtype"] == dtype), key=lambda row: -row["tokens_per_s"])
+        for row, rate in zip(same, best([row["tokens_per_s"] for row in same], max, 1), strict=True):
+            way = ", ".join(f"{name} {value}" for name, value in row["way"].items())
+            lines.append([engine_name(row["engine"]), dtype, str(row["requests"]), way, rate])
+    return [
+        "Many requests at once: output tokens per second of every engine in the best of its ways.",
+        table(["engine", "dtype", "requests", "way", "tokens/s"], lines),
+        checks_table(result),
+    ]
+
+
+def quality_section(result: Result) -> list[str]:
+    """Bits per byte of every format, in one line."""
+    rows = result["rows"]
+    size = rows[0]["bytes"] // 1000
+    return [
+        f"What precision costs: bits per byte of the demo model on {size} kB of the standard library, held out.",
+        table([row["name"] for row in rows], [[f"{row['bits_per_byte']:.4f}" for row in rows]]),
+    ]
+
+
+def checks_table(result: Result) -> str:
+    """Every check that has a name here, its target, and whether it was met."""
+    found = [Check(**check) for check in result["checks"] if check["name"] in CHECKS]
+    lines = []
+    for check in found:
+        unit = check.unit if check.unit in ("", "x") else f" {check.unit}"
+        sign = "≥" if check.better == "higher" else "≤"
+        verdict = "met" if check.met else "missed"
+        lines.append([CHECKS[check.name], f"{check.value:.3g}{unit}", f"{sign} {check.target:g}{unit}", verdict])
+    return table(["check", "value", "target", ""], lines)
+
+
+SECTIONS: dict[str, Callable[[Result], list[str]]] = {
+    "cpu_decode": decode_section,
+    "engine": engine_section,
+    "quality": quality_section,
+}
+"""The command `benchmarks.NAME`, whose result is NAME.json -> its paragraphs."""
+
+
+def source(command: str, result: Result) -> str:
+    """Where a section's figures come from: command, commit, date and versions."""
+    commit, changed, _ = result["commit"].partition("+")
+    text = commit[:10] + (" with changes" if changed else "")
+    peers = [peer for name, peer in result["versions"].items() if " " in peer and name != "python"]
+    versions = ", ".join([f"jax {result['versions']['jax']}", *peers])
+    return f"`benchmarks.{command}`, commit {text}, {result['date']}; {versions}."
+
+
+def render(results: Path) -> str:
+    """All that stands between README's markers: a section per folder, its machine as title."""
+    parts = []
+    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+        files = {name: folder / f"{name}.json" for name in SECTIONS}
+        read = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+        kinds = sorted({machine_kind(result["machine"]) for result in read.values()})
+        if len(kinds) != 1:
+            raise SystemExit(f"{folder} should have results of one kind of machine; it has {kinds or 'none'}.")
+        parts.append(f"### {machine_text(next(iter(read.values()))['machine'])}")
+        for name, result in read.items():
+            text, *rest = SECTIONS[name](result)
+            parts += [f"{text} {source(name, result)}", *rest]
+    return "\n\n".join([BEGIN, *parts, END])
+
+
+def insert(page: str, tables: str) -> str:
+    """The page with new tables between its markers. Exits if it does not have them."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"README.md lacks the lines between which the tables stand: {BEGIN!r} and {END!r}.")
+    return before + tables + after
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    args = parser.parse_args()
+    tables = render(RESULTS)
+    if not args.write:
+        print(tables)
+        return
+    README.write_text(insert(README.read_text(), tables))
+    print(f"Wrote {README}")
+
+
+if __name__ == "__main__":
+    main()
