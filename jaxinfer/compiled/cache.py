@@ -1,13 +1,10 @@
-"""All executables of one model: compiled ahead, found by bucket, their costs kept between runs."""
+"""All executables of one model: compiled ahead, found by bucket."""
 
 import contextlib
-import dataclasses
-import hashlib
-import json
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,44 +37,6 @@ def enable_persistent_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # Programs with oneDNN products (`compiler_options`) cannot be written there; they are compiled in every process.
     warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry.*bad_alloc")
-
-
-class CostRecords:
-    """Costs of programs on this kind of device, one JSON file per device kind in the user's cache folder.
-
-    Keys are "model/program/bucket", where `model` is a fingerprint of config, weight format and mesh.
-    """
-
-    def __init__(self, model: str):
-        self.model = hashlib.sha256(model.encode()).hexdigest()[:16]
-        kind = jax.devices()[0].device_kind.replace(" ", "_").replace("/", "_")
-        self.path = cache_folder() / "costs" / f"{kind}.json"
-        self._saved: Set[str] = set()
-
-    def read(self) -> dict[str, dict]:
-        """All records of this device kind; empty if there are none or the file is damaged."""
-        try:
-            return json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def save(self, programs: Iterable[Program]) -> None:
-        """Write the costs of every program that was timed, keeping the records of other models.
-
-        Nothing is written unless a program was timed that had not been at the last time: callers may save often.
-        """
-        timed = {
-            f"{self.model}/{p.name}/{bucket_text(p.bucket)}": dataclasses.asdict(p.cost)
-            for p in programs
-            if p.cost.calls
-        }
-        if timed.keys() <= self._saved:
-            return
-        self._saved = timed.keys()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.read() | timed, indent=1, sort_keys=True))
-        temporary.replace(self.path)
 
 
 class ProgramCache[Buckets]:

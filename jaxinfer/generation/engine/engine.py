@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.input import InputProcessor
@@ -164,4 +165,4 @@ class Engine:
             for group in groups:
                 self.abort(group[0].request_id)
             self.drain()
-            self.executor.save_costs()
+            self.executor.costs.save(every=SAVE_SECONDS)

@@ -97,7 +97,7 @@ def workspace_bytes(layout: DeviceLayout, buckets: Buckets) -> int:
         [prefill.spec(layout), decode.spec(layout)], mesh=layout.mesh, kernels=layout.engine.kernels
     )
     programs.compile_ahead(buckets.largest)
-    return max(program.cost.workspace_bytes for program in programs)
+    return max(program.memory.workspace_bytes for program in programs)
 
 
 def _device_bytes(tree: Any) -> int:
