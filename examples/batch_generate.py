@@ -153,8 +153,7 @@ def run(model: str, max_batch: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     outputs = [*prefix, samples, *options.values(), *priority, speculation]
     tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    steps = sum(program.cost.calls for program in llm.engine.executor.programs)
-    print(f"all these: {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s), {steps} steps")
+    print(f"all these: {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s)")
 
     beams = search_beams(llm)
     return {

@@ -17,10 +17,17 @@ if "gpu" not in sys.argv:  # `pytest -m gpu` alone lets JAX find the GPU
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory):
-    """Executables and cost records stay out of the user's cache, and serve all workers of this run."""
+    """Executables stay out of the user's cache, and serve all workers of this run. Measured costs serve none.
+
+    They cannot be kept where a file is in the way: so no test, nor a process that it starts, decides by what another
+    has measured.
+    """
     patch = pytest.MonkeyPatch()
     base = tmp_path_factory.getbasetemp()
-    patch.setenv("JAXINFER_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder.mkdir(exist_ok=True)
+    (folder / "costs").touch()
+    patch.setenv("JAXINFER_CACHE", str(folder))
     yield
     patch.undo()
 

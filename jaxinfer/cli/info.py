@@ -1,12 +1,21 @@
-"""`jaxinfer info`: the contents of a model directory, and the memory it needs."""
+"""`jaxinfer info`: the contents of a model directory, the memory it needs, and what its programs were seen to cost."""
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from jaxinfer.compiled.costs import KeptCosts
+    from jaxinfer.models.config import ModelConfig
+
+FEWEST_POINTS = 3
+"""Of a line that is worth showing: it goes through any two."""
 
 
 def info(
@@ -16,6 +25,9 @@ def info(
     batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Also what programs took on this machine, in all formats.")
+    ] = False,
 ) -> None:
     """Show family, sizes, dtype and bytes, and the memory per device for a mesh, a context and a batch."""
     from rich.console import Console
@@ -63,3 +75,61 @@ def info(
         if value != "":
             table.add_row(name, str(value))
     Console().print(table)
+    if costs:
+        _print_costs(config)
+
+
+def _print_costs(config: "ModelConfig") -> None:
+    """What the programs of a model took on this machine, a table for each format and choice of options."""
+    import jax
+    from rich.console import Console
+
+    from jaxinfer.compiled.costs import kept_costs
+    from jaxinfer.models.devices import device_name
+
+    device, console = device_name(jax.local_devices()[0]), Console()
+    found = [kept for kept in kept_costs(device) if kept.model.get("config") == str(config)]
+    if not found:
+        console.print(f"No programs of this model were measured on {device} yet.")
+    for kept in found:
+        what = "\n".join(text for name, text in kept.model.items() if text and name != "config")
+        for table in (_cost_table(kept, f"{device}, JAX {kept.jax}\n{what}"), _fit_table(kept)):
+            if table.row_count:
+                console.print(table)
+
+
+def _cost_table(kept: "KeptCosts", title: str) -> "Table":
+    from rich.table import Table
+
+    from jaxinfer.compiled.program import bucket_text
+
+    table = Table("program", "sizes", title=title, title_justify="left")
+    for name in ("calls", "mean ms", "p50 ms", "p95 ms"):
+        table.add_column(name, justify="right")
+    for (name, bucket), cost in sorted(kept.costs.items()):
+        times = (f"{1e3 * seconds:.3f}" for seconds in (cost.mean, cost.p50, cost.p95))
+        table.add_row(name, bucket_text(bucket), f"{cost.calls:,}", *times)
+    return table
+
+
+def _fit_table(kept: "KeptCosts") -> "Table":
+    """Lines through costs that differ in one size alone."""
+    from rich.table import Table
+
+    from jaxinfer.compiled import Costs
+    from jaxinfer.compiled.program import bucket_text
+
+    table, costs = Table("program", "line over", "at"), Costs(kept.costs)
+    for name in ("ms for one more", "ms for none", "R²", "points"):
+        table.add_column(name, justify="right")
+    held = {
+        (name, over, tuple(size for size in bucket if size[0] != over)): None
+        for name, bucket in sorted(kept.costs)
+        for over, _ in bucket
+    }
+    for name, over, rest in held:
+        fit = costs.fit(name, over, **dict(rest))
+        if fit and fit.points >= FEWEST_POINTS:
+            numbers = f"{1e3 * fit.slope:.4f}", f"{1e3 * fit.intercept:.4f}", f"{fit.r2:.3f}", str(fit.points)
+            table.add_row(name, over, bucket_text(rest), *numbers)
+    return table

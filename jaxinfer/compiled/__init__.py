@@ -1,14 +1,15 @@
 """Executables: compiled ahead of time for fixed shapes, kept on disk, measured.
 
-Knows nothing of requests or models. Start at `spec.py` (what a program is), then `program.py` (one executable and its
-cost) and `cache.py` (all of a model's); `executables.py` keeps what is compiled on disk, `target.py` compiles for a GPU
-on a machine without one.
+Knows nothing of requests or models. Start at `spec.py` (what a program is), then `program.py` (one executable),
+`cache.py` (all of a model's) and `costs.py` (how long they take); `executables.py` keeps what is compiled on disk,
+`target.py` compiles for a GPU that is not there.
 """
 
-from jaxinfer.compiled.cache import CompileMissError, CostRecords, ProgramCache
+from jaxinfer.compiled.cache import CompileMissError, ProgramCache
+from jaxinfer.compiled.costs import Cost, Costs, LinearFit
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.options import compiler_options
-from jaxinfer.compiled.program import Bucket, Cost, Program
+from jaxinfer.compiled.program import Bucket, MemoryUse, Program
 from jaxinfer.compiled.spec import ProgramSpec, Sizes
 from jaxinfer.disk_cache import cache_folder
 
@@ -16,8 +17,10 @@ __all__ = [
     "Bucket",
     "CompileMissError",
     "Cost",
-    "CostRecords",
+    "Costs",
     "ExecutableStore",
+    "LinearFit",
+    "MemoryUse",
     "Program",
     "ProgramCache",
     "ProgramSpec",

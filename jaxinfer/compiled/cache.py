@@ -1,13 +1,10 @@
-"""All executables of one model: compiled ahead, found by bucket, their costs kept between runs."""
+"""All executables of one model: compiled ahead, found by bucket."""
 
 import contextlib
-import dataclasses
-import hashlib
-import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -15,51 +12,12 @@ import jax
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.program import Bucket, Program, bucket_text
 from jaxinfer.compiled.spec import ProgramSpec
-from jaxinfer.disk_cache import cache_folder
 
 _log = logging.getLogger("jaxinfer.compiled")
 
 
 class CompileMissError(RuntimeError):
     """A program was needed that was not compiled ahead, while compiling was forbidden."""
-
-
-class CostRecords:
-    """Costs of programs on this kind of device, one JSON file per device kind in the user's cache folder.
-
-    Keys are "model/program/bucket", where `model` is a fingerprint of config, weight format and mesh.
-    """
-
-    def __init__(self, model: str):
-        self.model = hashlib.sha256(model.encode()).hexdigest()[:16]
-        kind = jax.devices()[0].device_kind.replace(" ", "_").replace("/", "_")
-        self.path = cache_folder() / "costs" / f"{kind}.json"
-        self._saved: Set[str] = set()
-
-    def read(self) -> dict[str, dict]:
-        """All records of this device kind; empty if there are none or the file is damaged."""
-        try:
-            return json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def save(self, programs: Iterable[Program]) -> None:
-        """Write the costs of every program that was timed, keeping the records of other models.
-
-        Nothing is written unless a program was timed that had not been at the last time: callers may save often.
-        """
-        timed = {
-            f"{self.model}/{p.name}/{bucket_text(p.bucket)}": dataclasses.asdict(p.cost)
-            for p in programs
-            if p.cost.calls
-        }
-        if timed.keys() <= self._saved:
-            return
-        self._saved = timed.keys()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.read() | timed, indent=1, sort_keys=True))
-        temporary.replace(self.path)
 
 
 class ProgramCache[Buckets]:
@@ -128,7 +86,7 @@ class ProgramCache[Buckets]:
                     dict(bucket), mesh=self._mesh, kernels=self._kernels, store=self._store
                 )
                 if not program.kept:
-                    _log.info("compiled %s(%s) in %.1f s", name, bucket_text(bucket), program.cost.compile_seconds)
+                    _log.info("compiled %s(%s) in %.1f s", name, bucket_text(bucket), program.compile_seconds)
                 self._programs[key] = program
 
     @contextlib.contextmanager

@@ -4,7 +4,10 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
+from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.conversion import convert
+from jaxinfer.models.loading import load_model
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -71,3 +74,21 @@ def test_no_model(tmp_path):
     done = CliRunner().invoke(app, ["info", str(tmp_path)])
     assert done.exit_code == 2
     assert "jaxinfer convert" in done.stderr
+
+
+def test_costs_that_were_measured_on_this_machine(model, tmp_path, monkeypatch):
+    def shown(path):
+        return CliRunner().invoke(app, ["info", str(path), "--costs"], env={"COLUMNS": "140"}).stdout
+
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
+    assert "No programs of this model were measured on" in shown(model)
+    engine = build_engine(load_model(model), None, EngineConfig(max_batch=1, context=16), num_pages=1)
+    for batch in (1, 2, 4):
+        for _ in range(3):
+            engine.executor.costs.record("decode", (("batch", batch), ("pages", 8)), 0.001 * batch + 0.5)
+    engine.executor.costs.save()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown(model).splitlines() if "│" in line]
+    assert ["decode", "batch=4, pages=8", "2", "504.000"] in [row[:4] for row in rows]
+    assert ["decode", "batch", "pages=8", "1.0000", "500.0000", "1.000", "3"] in rows
+    convert(GOLDENS / "bert_pooled", tmp_path / "other")
+    assert "No programs of this model were measured on" in shown(tmp_path / "other")

@@ -1,4 +1,4 @@
-"""Programs, buckets, the cache of executables, their costs on disk."""
+"""Programs, buckets, the cache of executables."""
 
 import threading
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.compiled import CompileMissError, CostRecords, ProgramCache, ProgramSpec
+from jaxinfer.compiled import CompileMissError, ProgramCache, ProgramSpec
 from pallas_kernels.dispatch import dispatch, interpreted
 
 
@@ -24,9 +24,9 @@ def spec_of(name, function, *arguments, **options):
 def test_a_program_knows_its_memory_and_writes_donated_arguments_in_place():
     array = jax.ShapeDtypeStruct((1000,), jnp.float32)
     program = spec_of("add", lambda x, y: (x + y, y[:1]), array, array, donate=(0,)).compile({"n": 1000})
-    assert program.cost.argument_bytes == 8000
-    assert program.cost.alias_bytes == 4000
-    assert program.cost.compile_seconds > 0
+    assert program.memory.argument_bytes == 8000
+    assert program.memory.alias_bytes == 4000
+    assert program.compile_seconds > 0
     assert repr(program) == "Program(add: n=1000)"
     x = jnp.ones(1000)
     where = x.unsafe_buffer_pointer()
@@ -90,29 +90,3 @@ def test_two_threads_compile_one_program_once():
     for thread in threads:
         thread.join()
     assert len(calls) == 1
-
-
-def test_costs_are_kept_for_this_kind_of_device(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
-    cache = cache_of_add([])
-    timed, untimed = cache.get("add", n=2), cache.get("add", n=4)
-    for seconds in (0.5, 0.25):
-        timed.cost.record(seconds)
-    CostRecords("one model").save(cache)
-    other = CostRecords("another model")
-    other.save([timed])
-    kept = other.read()
-    assert len(kept) == 2
-    (record,) = [kept[key] for key in kept if key.startswith(CostRecords("one model").model)]
-    assert record["calls"] == 2
-    assert record["passes"] == 2
-    assert record["total_seconds"] == 0.75
-    assert untimed.cost.calls == 0
-
-
-def test_damaged_cost_records_are_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
-    records = CostRecords("model")
-    records.path.parent.mkdir(parents=True)
-    records.path.write_text("{")
-    assert records.read() == {}

@@ -2,10 +2,11 @@
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import jax
+
+from jaxinfer.models.devices import cpu_fields, cpu_model
 
 FEATURES = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
 """CPU flags that matter for speed, as in /proc/cpuinfo."""
@@ -13,16 +14,11 @@ FEATURES = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_in
 
 def machine() -> dict[str, Any]:
     """The properties of this machine that affect speed."""
-    cpu, flags = platform.processor() or platform.machine(), set()
-    if (info := Path("/proc/cpuinfo")).exists():
-        fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-        fields = {name.strip(): value.strip() for name, value in fields.items()}
-        cpu, flags = fields.get("model name", cpu), set(fields.get("flags", "").split())
     device = jax.devices()[0]
     return {
-        "cpu": cpu,
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "features": sorted(flags & FEATURES),
+        "features": sorted(FEATURES & set(cpu_fields().get("flags", "").split())),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "platform": device.platform,

@@ -159,5 +159,5 @@ def _add_times(completion: CompletionOutput, first_token_s: list[float], per_out
 
 def _warm_up(llm: LLM, start: float) -> WarmUp:
     programs = llm.engine.executor.programs
-    seconds = {f"{p.name}: {bucket_text(p.bucket)}": p.cost.compile_seconds for p in programs}
+    seconds = {f"{p.name}: {bucket_text(p.bucket)}": p.compile_seconds for p in programs}
     return WarmUp(seconds=time.perf_counter() - start, compile_s=sum(seconds.values()), programs=seconds)

@@ -164,12 +164,6 @@ class StepOutput:
 
     Attributes:
       outputs: one for each of `Batch.parts`.
-      seconds: from launch, or from the results of the step before if those came later, to results on the host.
-      plain_passes: passes through the model with one token a row.
-      speculative_passes: passes with speculative tokens.
     """
 
     outputs: list[SequenceOutput]
-    seconds: float
-    plain_passes: int = 1
-    speculative_passes: int = 0

@@ -160,7 +160,7 @@ class Driver:
         advanced = self._engine.step()
         self._deliver(dict.fromkeys((*aborted, *(sequence.request_id for sequence in advanced))))
         if not self._accepted:
-            self._rest()
+            self._engine.drain()
         return True
 
     def _take(self) -> tuple[list[PendingRequest], list[PendingRequest]] | None:
@@ -197,17 +197,12 @@ class Driver:
                 self._leave_line(next(iter(self._line)))
         pending.end(result)
 
-    def _rest(self) -> None:
-        """Leave nothing in flight."""
-        self._engine.drain()
-        self._engine.executor.save_costs()
-
     def _give_up(self) -> None:
         with self._lock:
             request_ids = list(self._accepted)
         for request_id in request_ids:
             self._engine.abort(request_id)
-        self._rest()
+        self._engine.drain()
 
     def _end_all(self) -> None:
         """The end of every request there is."""

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.input import InputProcessor
@@ -138,8 +139,10 @@ class Engine:
         return batch.sequences
 
     def drain(self) -> list[Sequence]:
-        """Wait for the steps in flight; returns sequences that have advanced."""
-        return self._collect(0)
+        """Wait for the steps in flight, and keep what they cost; returns sequences that have advanced."""
+        advanced = self._collect(0)
+        self.executor.costs.save(every=SAVE_SECONDS)
+        return advanced
 
     def compile_ahead(self) -> int:
         """Compile every program that any request can need; returns how many were missing."""
@@ -181,4 +184,3 @@ class Engine:
             for request_id in dict.fromkeys(s.request_id for s in sequences):
                 self.abort(request_id)
             self.drain()
-            self.executor.save_costs()

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from jaxinfer.compiled import Program, ProgramCache
+from jaxinfer.compiled import Costs, Program, ProgramCache
 from jaxinfer.generation.engine.batch import Batch, StepOutput
 from jaxinfer.generation.engine.request import Request, Sequence
 
@@ -80,6 +80,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def costs(self) -> Costs:
+        """The record of their times, which every step is added to."""
+        ...
+
+    @property
     def workspace_bytes(self) -> int:
         """What the largest program compiled so far needs while it runs, on each device."""
         ...
@@ -101,8 +106,4 @@ class Executor(Protocol):
 
     def restart(self) -> None:
         """Begin anew, after a step that failed may have destroyed what is on the device."""
-        ...
-
-    def save_costs(self) -> None:
-        """Add what the programs cost to the records of this kind of device."""
         ...

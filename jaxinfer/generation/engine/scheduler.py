@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 
+from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.allocation import Allocation, Allocator
 from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow, Failure, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, round_up
@@ -49,7 +50,15 @@ class DecoderScheduler:
     requests comes before one of a higher number of priority. So none waits for ever.
     """
 
-    def __init__(self, config: EngineConfig, buckets: Buckets, pages: PagePool, adapters: AdapterCache | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        buckets: Buckets,
+        pages: PagePool,
+        adapters: AdapterCache | None = None,
+        *,
+        costs: Costs,
+    ):
         self.config, self.pages = config, pages
         self.waiting: list[Allocation] = []
         self.running: list[Allocation] = []
@@ -58,7 +67,7 @@ class DecoderScheduler:
         self._allocator = Allocator(config, pages, adapters)
         self._allocations: dict[Sequence, Allocation] = {}  # of all that have not finished
         self._arrivals = itertools.count()
-        self._costs = PassCosts()
+        self._costs = PassCosts(costs, config.num_speculative_tokens)
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never run."""
@@ -207,7 +216,7 @@ class DecoderScheduler:
             return 1, 0
         speculative = max(_speculative_tokens(allocation) for allocation in decoding)
         speculative = self.config.num_speculative_tokens if speculative else 0
-        seconds = self._costs.plain(self._bucket(decoding))  # None: one pass, to learn what it costs
+        seconds = self._costs.seconds(self._bucket(decoding))  # None: one pass, to learn what it costs
         affordable = 1 if seconds is None else max(1, int(STEP_SECONDS / seconds))
         remaining = max(allocation.max_remaining for allocation in decoding)
         passes = min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
@@ -252,7 +261,7 @@ class DecoderScheduler:
     def commit(self, batch: Batch, output: StepOutput) -> None:
         """After a step's results are in its sequences: release what has finished."""
         self._count_in_flight(batch, -1)
-        if not batch.chunks:
+        if batch.num_speculative_tokens:
             self._learn(batch, output)
         for sequence in batch.sequences:
             allocation = self._allocations.get(sequence)
@@ -264,10 +273,8 @@ class DecoderScheduler:
                 self._allocator.insert_prefix(allocation, allocation.num_computed_tokens, partial=False)
 
     def _learn(self, batch: Batch, output: StepOutput) -> None:
-        """From the time of a decode step, and what speculation gained in it."""
-        rows = self._bucket(batch.rows)
-        plain, speculative = output.plain_passes, output.speculative_passes
-        self._costs.record(rows, output.seconds, plain=plain, speculative=speculative)
+        """From what speculation gained in a decode step."""
+        cost = self._costs.ratio(self._bucket(batch.rows))
         for row, found in zip(batch.rows, output.outputs, strict=True):
             allocation = self._allocations.get(row.sequence)
             if allocation is not None and allocation.speculation is not None and found.num_draft_tokens:
@@ -275,7 +282,7 @@ class DecoderScheduler:
                     passes=-(-found.num_draft_tokens // batch.num_speculative_tokens),
                     accepted=found.num_accepted_tokens,
                     num_output_tokens=row.sequence.num_output_tokens,
-                    cost=self._costs.ratio(rows),
+                    cost=cost,
                 )
 
     def remove(self, request_id: str) -> list[Sequence]:

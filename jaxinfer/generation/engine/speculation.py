@@ -1,5 +1,7 @@
 """When speculation pays: a pass with speculative tokens takes longer than one without, and earns those accepted."""
 
+from jaxinfer.compiled import Bucket, Costs
+
 RETRY = 64
 """Output tokens after which a request that speculation did not pay for is tried again; the wait doubles each time."""
 SMOOTHING = 0.3
@@ -40,30 +42,33 @@ class SpeculationControl:
 
 
 class PassCosts:
-    """Seconds of a decode pass by its number of rows, plain and speculative."""
+    """Seconds of a decode pass by its number of rows, plain and speculative, in the record of all costs.
 
-    def __init__(self) -> None:
-        self._plain: dict[int, float] = {}
-        self._speculative: dict[int, float] = {}
+    A pass is recorded at its own sizes: `speculative` is 0 for the plain passes of a program that can speculate.
+    """
 
-    def record(self, rows: int, seconds: float, *, plain: int, speculative: int) -> None:
-        """Learn from a step of `plain` and `speculative` passes."""
+    def __init__(self, costs: Costs, num_speculative_tokens: int):
+        self._costs, self._speculative = costs, num_speculative_tokens
+
+    def record(self, bucket: Bucket, seconds: float, *, plain: int, speculative: int) -> None:
+        """Learn from a step of `plain` and `speculative` passes, made by the decode program of this bucket."""
+        sizes = dict(bucket) | {"speculative": 0}
         if not speculative:
-            _smooth(self._plain, rows, seconds / max(plain, 1))
-        elif rows in self._plain or not plain:
-            _smooth(self._speculative, rows, (seconds - plain * self._plain.get(rows, 0.0)) / speculative)
+            self._costs.record("decode", tuple(sizes.items()), seconds, passes=max(plain, 1))
+        elif not plain:
+            self._costs.record("decode", bucket, seconds, passes=speculative)
+        elif plain <= speculative and (mean := self._costs.mean("decode", **sizes)):  # else too little is left to tell
+            # A speculative pass does all that a plain one does.
+            self._costs.record("decode", bucket, max(seconds - plain * mean, speculative * mean), passes=speculative)
 
-    def plain(self, rows: int) -> float | None:
-        """A plain pass; None if there was none."""
-        return self._plain.get(rows)
+    def seconds(self, rows: int) -> float | None:
+        """A plain pass, or a speculative one as long as no plain one is known; None if none is."""
+        return self._mean(rows, 0) or self._mean(rows, self._speculative)
 
     def ratio(self, rows: int) -> float:
         """How much longer a speculative pass takes than a plain one."""
-        if rows not in self._plain or rows not in self._speculative:
-            return UNKNOWN_COST
-        return max(1.0, self._speculative[rows] / self._plain[rows])
+        plain, speculative = self._mean(rows, 0), self._mean(rows, self._speculative)
+        return UNKNOWN_COST if plain is None or speculative is None else max(1.0, speculative / plain)
 
-
-def _smooth(known: dict[int, float], key: int, value: float) -> None:
-    """Steps that overlap are timed to the host's notice of them: too short and too long in turn, right on average."""
-    known[key] = value if key not in known else known[key] + SMOOTHING * (value - known[key])
+    def _mean(self, rows: int, speculative: int) -> float | None:
+        return self._costs.mean("decode", batch=rows, speculative=speculative)

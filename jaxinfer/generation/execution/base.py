@@ -1,8 +1,8 @@
-"""What all executors have in common: programs, what they cost, and how long a step took."""
+"""What all executors have in common: programs, and the record of what they cost."""
 
 from collections.abc import Iterable
 
-from jaxinfer.compiled import CostRecords, ExecutableStore, ProgramCache, ProgramSpec
+from jaxinfer.compiled import Costs, ExecutableStore, ProgramCache, ProgramSpec
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.execution.platforms import can_overlap
@@ -17,7 +17,7 @@ class BaseExecutor[Buckets]:
       config: the engine's sizes.
       specs: the programs there are.
       clock: the engine's.
-      num_pages: the size of the cache, where there is one.
+      costs: the record of the programs' times, which every step is added to.
 
     Attributes:
       store: where executables are kept between processes.
@@ -31,22 +31,21 @@ class BaseExecutor[Buckets]:
         config: EngineConfig,
         specs: Iterable[ProgramSpec[Buckets]],
         clock: Clock,
-        num_pages: int = 0,
+        costs: Costs,
     ):
-        self.config, self.depth = config, int(config.overlap and can_overlap(model))
+        self.config, self.depth, self.costs = config, int(config.overlap and can_overlap(model)), costs
         self.store = ExecutableStore()
         self.programs = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels, store=self.store)
-        self._records = CostRecords(f"{model.config} {model.weights} {model.mesh} {config} {num_pages}")
         self._clock = clock
         self._collected = 0.0  # when the last step had come back
 
     @property
     def workspace_bytes(self) -> int:
         """What the largest program compiled so far needs while it runs, on each device."""
-        return max((program.cost.workspace_bytes for program in self.programs), default=0)
+        return max((program.memory.workspace_bytes for program in self.programs), default=0)
 
     def _seconds(self, step: InFlightStep) -> float:
-        """How long a step took that has just come back."""
+        """How long a step took that has just come back, as `Costs` says what a time is."""
         now = self._clock()
         seconds, self._collected = now - max(step.launched, self._collected), now
         return seconds
@@ -54,7 +53,3 @@ class BaseExecutor[Buckets]:
     def restart(self) -> None:
         """Forget the steps in flight."""
         self._collected = 0.0
-
-    def save_costs(self) -> None:
-        """Add what the programs cost to the records of this kind of device."""
-        self._records.save(self.programs)

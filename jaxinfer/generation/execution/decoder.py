@@ -6,17 +6,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.compiled import Program
+from jaxinfer.compiled import Costs, Program
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.base import BaseExecutor
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import ALL_TOKENS, Packer
 from jaxinfer.generation.execution.programs import decoder_programs, zeros
-from jaxinfer.generation.execution.programs.decode import DecodeOutput
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
 from jaxinfer.generation.execution.state import DeviceState
@@ -36,6 +36,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
       num_pages: the size of the cache.
       logits_processors: by name.
       clock: the engine's.
+      costs: as in `BaseExecutor`.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         num_pages: int,
         logits_processors: Mapping[str, LogitsProcessor],
         clock: Clock,
+        costs: Costs,
     ):
         self._layout = DeviceLayout.of(model, config, num_pages=num_pages, processors=tuple(logits_processors.values()))
-        super().__init__(model, config, decoder_programs(self._layout), clock, num_pages)
+        super().__init__(model, config, decoder_programs(self._layout), clock, costs)
+        self._pass_costs = PassCosts(costs, config.num_speculative_tokens)
         self._packer = Packer(self._layout, buckets, logits_processors)
         self._empty_state = zeros.spec(self._layout.state).compile({}, mesh=model.mesh, store=self.store)
         self._state: DeviceState = self._empty_state()
@@ -83,7 +86,6 @@ class DecoderExecutor(BaseExecutor[Buckets]):
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch to the device, without waiting for it."""
-        launched = self._clock()
         for index, adapter in batch.adapter_uploads:  # steps in flight keep the arrays they were given
             place, layers = self.programs.get("place_adapter"), self._layout.adapter_layers(adapter)
             self._adapters = place(self._adapters, np.int32(index - 1), layers)
@@ -91,7 +93,9 @@ class DecoderExecutor(BaseExecutor[Buckets]):
             self._update("copy_pages", *self._packer.copies(batch.copies))
         if batch.admissions:
             self._update("admit", *self._packer.admissions(batch.admissions))
-        program, output = self._prefill(batch) if batch.chunks else self._decode(batch)
+        program, inputs = self._prefill(batch) if batch.chunks else self._decode(batch)
+        launched = self._clock()
+        self._state, output = program(self._layout.leaves, self._adapters, self._state, *inputs)
         output = only_asked(batch, output)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
@@ -101,27 +105,21 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         """Change the state by a program of this name, for as many items as the arrays have."""
         self._state = self.programs.get(name, count=len(first))(self._state, first, second)
 
-    def _prefill(self, batch: Batch) -> tuple[Program, PrefillOutput]:
+    def _prefill(self, batch: Batch) -> tuple[Program, tuple[Any, ...]]:
         width = self._packer.page_table_width(batch)
         chunks = self._packer.chunks(batch.chunks, width)
         padded, size = len(chunks.slot), round_up(len(batch.rows), self._packer.buckets.prefill_rows)
         rows = self._packer.rows(batch.rows, size, width)
         parts = [*batch.chunks, *[None] * (padded - len(batch.chunks)), *batch.rows]
         program = self.programs.get("prefill", chunks=padded, batch=size, pages=width)
-        return program, self._run(program, chunks, rows, self._bitmask(parts, padded + size))
+        return program, (chunks, rows, self._bitmask(parts, padded + size))
 
-    def _decode(self, batch: Batch) -> tuple[Program, DecodeOutput]:
+    def _decode(self, batch: Batch) -> tuple[Program, tuple[Any, ...]]:
         width, speculative = self._packer.page_table_width(batch), batch.num_speculative_tokens
         size = round_up(len(batch.rows), self._packer.buckets.decode_rows)
         rows, limits = self._packer.rows(batch.rows, size, width), self._packer.speculation_limits(batch.rows, size)
         program = self.programs.get("decode", batch=size, speculative=speculative, pages=width)
-        bitmask = self._bitmask(list(batch.rows), size)
-        return program, self._run(program, rows, bitmask, np.int32(batch.passes), limits)
-
-    def _run(self, program: Program, *inputs: Any) -> Any:
-        """A program that runs the model: it changes the state and returns results."""
-        self._state, output = program(self._layout.leaves, self._adapters, self._state, *inputs)
-        return output
+        return program, (rows, self._bitmask(list(batch.rows), size), np.int32(batch.passes), limits)
 
     def _bitmask(self, parts: list[Chunk | DecodeRow | None], count: int) -> Any:
         """What each row may choose; kept on the device while all may choose anything."""
@@ -139,14 +137,8 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         output = jax.device_get(step.output)
         seconds = self._seconds(step)
         if isinstance(output, PrefillOutput):
-            program.cost.record(seconds)
-            found = read_prefill(batch, output, padded_chunks=dict(program.bucket)["chunks"])
-            return StepOutput(outputs=found, seconds=seconds)
+            self.costs.record(program.name, program.bucket, seconds)
+            return StepOutput(outputs=read_prefill(batch, output, padded_chunks=dict(program.bucket)["chunks"]))
         plain, speculative = map(int, output.passes)
-        program.cost.record(seconds, passes=max(1, plain + speculative))
-        return StepOutput(
-            outputs=read_decode(batch, output),
-            seconds=seconds,
-            plain_passes=plain,
-            speculative_passes=speculative,
-        )
+        self._pass_costs.record(program.bucket, seconds, plain=plain, speculative=speculative)
+        return StepOutput(outputs=read_decode(batch, output))

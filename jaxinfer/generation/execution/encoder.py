@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import EncoderBuckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
@@ -17,8 +18,10 @@ from jaxinfer.models.loading import LoadedModel
 class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
     """The device side of an engine on an encoder; arguments as of `DecoderExecutor`."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock):
-        super().__init__(model, config, [embed.spec(model)], clock)
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
+    ):
+        super().__init__(model, config, [embed.spec(model)], clock, costs)
         self._leaves, self._buckets = list(model.leaves.values()), buckets
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
@@ -29,13 +32,14 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch to the device, without waiting for it."""
-        launched, sequences = self._clock(), batch.sequences
+        sequences = batch.sequences
         rows, width = round_up(len(sequences), self._buckets.rows), self._buckets.length(sequences[0])
         tokens, positions = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
         for row, sequence in enumerate(sequences):
             length = sequence.num_prompt_tokens
             tokens[row, :length], positions[row, :length] = sequence.token_ids, np.arange(length)
         program = self.programs.get("embed", batch=rows, tokens=width)
+        launched = self._clock()
         vectors = program(self._leaves, tokens, positions)
         vectors.copy_to_host_async()
         return InFlightStep(batch, program, vectors, launched)
@@ -43,6 +47,5 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a batch; its vectors are pooled already, so that only their directions count."""
         vectors = np.asarray(step.output)[: len(step.batch.chunks)]  # the last rows are padding
-        seconds = self._seconds(step)
-        step.program.cost.record(seconds)
-        return StepOutput(outputs=[SequenceOutput(embedding=vector) for vector in vectors], seconds=seconds)
+        self.costs.record(step.program.name, step.program.bucket, self._seconds(step))
+        return StepOutput(outputs=[SequenceOutput(embedding=vector) for vector in vectors])

@@ -96,7 +96,7 @@ def workspace_bytes(layout: DeviceLayout, buckets: Buckets) -> int:
     specs = [prefill.spec(layout), decode.spec(layout)]
     programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=ExecutableStore())
     programs.compile_ahead(buckets.largest)
-    return max(program.cost.workspace_bytes for program in programs)
+    return max(program.memory.workspace_bytes for program in programs)
 
 
 def _device_bytes(tree: Any) -> int:

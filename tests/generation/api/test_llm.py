@@ -212,17 +212,12 @@ def test_caches_are_written_in_place_and_costs_recorded(llm):
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(executor._state))
     for name in ("prefill", "decode"):
         program = next(p for p in executor.programs if p.name == name)
-        assert program.cost.alias_bytes == state_bytes
+        assert program.memory.alias_bytes == state_bytes
         assert "input_output_alias" in program.executable.as_text()
-    recorded = executor._records.read()
-    (decoded,) = [
-        cost
-        for key, cost in recorded.items()
-        if key == f"{executor._records.model}/decode/batch=1, speculative=0, pages=8"
-    ]
-    assert decoded["calls"] >= 1
-    assert decoded["passes"] >= decoded["calls"]
-    assert decoded["total_seconds"] > 0
+    llm.generate([[1, 2, 3]], GREEDY)  # a program's first call does not count
+    decoded = executor.costs.of("decode", batch=1, speculative=0, pages=8)
+    assert 0 < decoded.p50 <= decoded.p95
+    assert decoded.passes >= decoded.calls >= 1
 
 
 def test_max_tokens_none_fills_the_context(llm):

@@ -117,7 +117,7 @@ class Faulty:
         self.program = self._get(name, **sizes)
         if self.failed is not None or name not in ("prefill", "decode"):
             return self.program
-        self.cost, self.bucket = self.program.cost, self.program.bucket
+        self.name, self.bucket = name, self.program.bucket
         return self
 
     def __call__(self, *args):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.batch import SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
@@ -16,6 +17,7 @@ from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import PRIORITY_WEIGHT, DecoderScheduler
+from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
@@ -63,7 +65,7 @@ class Device:
             self.texts[admission.slot] = list(admission.token_ids)
             self.active[admission.slot] = admission.decodes
         tokens = self._prefill(batch) if batch.chunks else self._decode(batch)
-        return StepOutput(outputs=[SequenceOutput(token_ids=ids) for ids in tokens], seconds=1e-9)
+        return StepOutput(outputs=[SequenceOutput(token_ids=ids) for ids in tokens])
 
     def _prefill(self, batch):
         active = [self.active[row.slot] for row in batch.rows]
@@ -121,10 +123,14 @@ class Device:
 class Simulation:
     """The engine's loop around a scheduler; checks every batch that it makes."""
 
-    def __init__(self, random, *, slots=3, pages=12, passes=4, speculative=0, in_flight=1, adapters=None, **config):
+    def __init__(
+        self, random, *, slots=3, pages=12, passes=4, speculative=0, in_flight=1, adapters=None, costs=None, **config
+    ):
         options = {"chunk_size": 8, "max_decode_passes": passes, "num_speculative_tokens": speculative} | config
         self.config = EngineConfig(max_batch=slots, context=CONTEXT, page_size=PAGE, **options)
-        self.scheduler = DecoderScheduler(self.config, Buckets.of(self.config), PagePool(pages, PAGE), adapters)
+        buckets, pool = Buckets.of(self.config), PagePool(pages, PAGE)
+        quick = {("decode", (("batch", rows), ("speculative", 0))): 1e-9 for rows in buckets.decode_rows}
+        self.scheduler = DecoderScheduler(self.config, buckets, pool, adapters, costs=costs or Costs.fixed(quick))
         self.outputs = OutputProcessor(itertools.count().__next__)
         self.device = Device(random)
         self.in_flight = in_flight
@@ -367,3 +373,48 @@ def test_adapters_that_cannot_be_read_end_their_own_requests(adapters):
     assert fine.error is None
     assert all(s.finish_reason is FinishReason.ERROR and "adapter_model.safetensors" in s.error for s in broken)
     adapters.check_integrity()
+
+
+class TimedDevice(Device):
+    """Takes 2 ms for a plain pass, 2.4 for a speculative one, and finds every other speculative pass half right."""
+
+    def __init__(self, random, costs, speculative):
+        super().__init__(random)
+        self.costs, self.decisions = PassCosts(costs, speculative), []
+
+    def run(self, batch):
+        output = super().run(batch)
+        if batch.chunks:
+            return output
+        passes, speculative = batch.passes, batch.num_speculative_tokens
+        self.decisions.append((passes, speculative))
+        bucket, seconds = (("batch", len(batch.rows)), ("speculative", speculative)), 0.0024 if speculative else 0.002
+        plain, drafting = (0, passes) if speculative else (passes, 0)
+        self.costs.record(bucket, passes * seconds, plain=plain, speculative=drafting)
+        drafted = {"num_draft_tokens": speculative * drafting, "num_accepted_tokens": drafting // 2}
+        return StepOutput(outputs=[found._replace(**drafted) for found in output.outputs])
+
+
+def test_a_restart_decides_like_the_process_before(tmp_path, monkeypatch):
+    """From its first step on: it makes as many passes, and knows what a speculative one costs."""
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+
+    def start():
+        return Costs.open(device="device", model={"name": "model"})
+
+    def run(costs):
+        """What the decode steps of a request are: (passes, speculative tokens)."""
+        simulation = Simulation(Random(0), slots=1, passes=8, speculative=2, in_flight=0, costs=costs)
+        simulation.device = TimedDevice(Random(0), costs, 2)
+        simulation.add([0, 1], max_tokens=30, stop_token_ids=())
+        while simulation.step():
+            pass
+        return simulation.device.decisions
+
+    first = start()
+    unknown, *_, known = [run(first) for _ in range(5)]
+    assert unknown[:2] == [(1, 2), (1, 0)]  # one pass to learn what it costs; nothing accepted, so no speculation
+    assert known[0] == (5, 2)  # as many as 10 ms hold plain ones
+    assert known[1][1] == 2  # half a token more for a fifth more time pays
+    first.save()
+    assert run(start()) == known

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.compiled import Costs
 from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.engine.speculation import RETRY, PassCosts, SpeculationControl
 from jaxinfer.generation.execution.programs.ngram import MAX_NGRAM, MIN_NGRAM, propose
@@ -44,9 +45,11 @@ def test_the_longest_then_latest_occurrence_is_continued(rows):
 @pytest.fixture(scope="module")
 def speculating(model_dir):
     # One pass a dispatch: from a request's second dispatch on it has speculative tokens.
-    llm = LLM(model_dir, max_batch=1, num_speculative_tokens=4, max_decode_passes=1)
-    llm.engine.scheduler._costs.ratio = lambda rows: 1.0  # speculation pays, however busy the machine is
-    return llm
+    # Speculation pays, however busy the machine is.
+    costs = Costs.fixed({("decode", (("batch", 1), ("speculative", count))): 0.001 for count in (0, 4)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxinfer.generation.api.build.open_costs", lambda *key: costs)
+        return LLM(model_dir, max_batch=1, num_speculative_tokens=4, max_decode_passes=1)
 
 
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [7] * 12]
@@ -131,11 +134,17 @@ def test_speculation_that_does_not_pay_ends_and_is_tried_again():
 
 
 def test_costs_of_passes_are_told_apart():
-    costs = PassCosts()
-    assert costs.plain(4) is None
+    costs = PassCosts(Costs(), 7)
+    plain, speculative = ((("batch", 4), ("speculative", count), ("pages", 8)) for count in (0, 7))
+    assert costs.seconds(4) is None
     assert costs.ratio(4) == 2.0
     for _ in range(30):
-        costs.record(4, seconds=0.010, plain=10, speculative=0)
-        costs.record(4, seconds=0.010 + 5 * 0.003, plain=10, speculative=5)
-    assert costs.plain(4) == pytest.approx(0.001)
+        costs.record(plain, seconds=0.010, plain=10, speculative=0)
+        costs.record(speculative, seconds=0.005 + 5 * 0.003, plain=5, speculative=5)
+        costs.record(speculative, seconds=10.0, plain=9, speculative=1)  # tells next to nothing
+    assert costs.seconds(4) == pytest.approx(0.001)
     assert costs.ratio(4) == pytest.approx(3.0)
+    costs.record((("batch", 2), ("speculative", 7), ("pages", 8)), seconds=0.02, plain=0, speculative=4)
+    assert costs.seconds(2) is None  # the first call does not count
+    costs.record((("batch", 2), ("speculative", 7), ("pages", 8)), seconds=0.02, plain=0, speculative=4)
+    assert costs.seconds(2) == pytest.approx(0.005)

@@ -1,0 +1,398 @@
+"""What programs cost: their times, in one record that every controller reads and that outlives the process."""
+
+import atexit
+import dataclasses
+import hashlib
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
+
+import filelock
+import jax
+import msgspec
+import numpy as np
+
+from jaxinfer.compiled.program import Bucket
+from jaxinfer.disk_cache import cache_folder
+
+log = logging.getLogger(__name__)
+
+RESOLUTION = 1.05
+"""The ratio of neighbouring times in a histogram: a percentile is off by at most half a step, 2.5%."""
+_LOG_RESOLUTION = math.log(RESOLUTION)
+SHORTEST = 1e-9
+"""Seconds that a call counts as at least, since a simulated clock can stand still."""
+STALL = 8.0
+"""A call that took more than this many times the mean met a stall of the machine: the mean counts it as this many."""
+MAX_CALLS = 256
+"""How many calls a record keeps. When it has them, all weigh half from then on, so that new ones tell."""
+PRIOR_CALLS = 16
+"""How many calls all earlier processes count as, so that a machine that has become slower is soon learnt anew."""
+SAVE_SECONDS = 60.0
+"""How often a process that goes on writes down what it has learnt; one that ends always does."""
+LOCK_SECONDS = 5.0
+FORMAT = 1
+
+
+Key = tuple[str, Bucket]
+"""A program's name, or that of anything else that takes time by its sizes, and the sizes."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Cost:
+    """What calls at some sizes were seen to take: seconds of a pass through the model, each call counting once.
+
+    Of the calls there ever were, the newest count (`MAX_CALLS`). Percentiles are those of `numpy.percentile` with
+    method "inverted_cdf" within 2.5%: calls are counted in a histogram whose steps are 5% apart.
+
+    Attributes:
+      calls: how many there ever were.
+      passes: through the model, in all of them.
+      seconds: the sum over calls that still count; a stall counts as `STALL` times the mean before it.
+      counts: how many of these took RESOLUTION ** key seconds.
+    """
+
+    calls: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    counts: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._weight = sum(self.counts.values())
+
+    @property
+    def weight(self) -> float:
+        """How many calls still count; what was forgotten in part is a fraction."""
+        return self._weight
+
+    @property
+    def mean(self) -> float:
+        """Seconds a pass."""
+        return self.seconds / self._weight
+
+    @property
+    def p50(self) -> float:
+        """Half the calls took at most this long."""
+        return self.percentile(50)
+
+    @property
+    def p95(self) -> float:
+        """All but a twentieth of the calls took at most this long."""
+        return self.percentile(95)
+
+    def percentile(self, percent: float) -> float:
+        """Seconds that `percent` of the calls did not exceed."""
+        rank, bins = percent / 100 * self._weight, sorted(self.counts)
+        below = itertools.accumulate(self.counts[at] for at in bins)
+        # Sums of fractions may end just below the rank that they should reach.
+        return RESOLUTION ** next((at for at, n in zip(bins, below, strict=True) if n >= rank - 1e-6), bins[-1])
+
+    def add(self, seconds: float, passes: int, counted: float) -> None:
+        """Count a call.
+
+        Args:
+          seconds: of one of its passes, on average; > 0.
+          passes: how many it had.
+          counted: what the mean takes instead.
+        """
+        if self._weight >= MAX_CALLS:
+            self.forget(MAX_CALLS / 2)
+        at = round(math.log(seconds) / _LOG_RESOLUTION)
+        self.counts[at] = self.counts.get(at, 0.0) + 1
+        self._weight += 1
+        self.seconds += counted
+        self.calls += 1
+        self.passes += passes
+
+    def forget(self, limit: float) -> None:
+        """Let all calls weigh less, as many as `limit` together, if they weigh more."""
+        if self._weight > limit:
+            share = max(limit, 0.0) / self._weight
+            self.counts = {at: n * share for at, n in self.counts.items() if n * share > 1e-3}
+            self.seconds *= share
+            self._weight = sum(self.counts.values())
+
+    def merge(self, other: "Cost") -> None:
+        """Count the calls of `other` too."""
+        for at, n in other.counts.items():
+            self.counts[at] = self.counts.get(at, 0.0) + n
+        self._weight += other.weight
+        self.seconds += other.seconds
+        self.calls += other.calls
+        self.passes += other.passes
+
+
+class LinearFit(NamedTuple):
+    """Seconds as a line over a size, `slope * size + intercept`, by least squares.
+
+    Attributes:
+      slope: seconds for one more.
+      intercept: seconds for none.
+      r2: the part of the variance that the line explains; 1 where there is none.
+      points: sizes that it goes through, at least 2.
+    """
+
+    slope: float
+    intercept: float
+    r2: float
+    points: int
+
+    @classmethod
+    def through(cls, sizes: list[int], seconds: list[float], weights: list[float]) -> Self:
+        """The line through at least two different sizes."""
+        x, y = np.array(sizes, float), np.array(seconds)
+        mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
+        dx, dy = x - mean_x, y - mean_y
+        slope = np.average(dx * dy, weights=weights) / np.average(dx**2, weights=weights)
+        rest, variance = np.average((dy - slope * dx) ** 2, weights=weights), np.average(dy**2, weights=weights)
+        r2 = 1 - rest / variance if variance else 1.0
+        return cls(float(slope), float(mean_y - slope * mean_x), float(r2), len(sizes))
+
+
+class _Entry(msgspec.Struct):
+    name: str
+    sizes: dict[str, int]
+    cost: Cost
+
+    def __post_init__(self) -> None:
+        if not (self.cost.calls > 0 and self.cost.seconds > 0 and self.cost.weight > 0):
+            raise ValueError(f"no times for {self.name} {self.sizes}")
+
+
+class KeptCosts(msgspec.Struct, kw_only=True):
+    """The costs of one model on one kind of device under one version of JAX, as they are kept in a file.
+
+    Attributes:
+      device: the kind of device.
+      jax: its version, and XLA's flags where the environment has some.
+      model: all else that decides how long programs take, by name.
+      programs: the costs at all sizes.
+    """
+
+    device: str
+    jax: str
+    model: dict[str, str]
+    programs: list[_Entry] = []
+
+    @property
+    def costs(self) -> dict[Key, Cost]:
+        """The costs by program and sizes."""
+        return {(entry.name, tuple(entry.sizes.items())): entry.cost for entry in self.programs}
+
+
+class CostFile:
+    """Where the costs of one model on one kind of device are kept; several processes may add to it at a time."""
+
+    def __init__(self, device: str, model: Mapping[str, str]):
+        self._key = KeptCosts(device=device, jax=_jax_version(), model=dict(model))
+        name = hashlib.sha256(msgspec.json.encode([FORMAT, self._key], order="sorted")).hexdigest()[:16]
+        self._path = _folder() / f"{name}.json"
+
+    def read(self) -> dict[Key, Cost]:
+        """The costs that the file has. Raises OSError or msgspec.MsgspecError if it cannot be read."""
+        return _read(self._path).costs
+
+    def add(self, new: Mapping[Key, Cost]) -> None:
+        """Add calls to what the file has. Raises OSError if that fails."""
+        path = self._path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS):
+            try:
+                costs = self.read()
+            except FileNotFoundError:
+                costs = {}
+            except msgspec.MsgspecError as error:
+                log.warning("%s is damaged and replaced: %s", path, error)
+                costs = {}
+            for key, cost in new.items():
+                _displace(costs.setdefault(key, Cost()), cost)
+            entries = [_Entry(name, dict(bucket), cost) for (name, bucket), cost in costs.items()]
+            temporary = path.with_suffix(".tmp")  # its next writer replaces what a killed one left
+            temporary.write_bytes(msgspec.json.encode(msgspec.structs.replace(self._key, programs=entries)))
+            temporary.replace(path)
+
+
+def kept_costs(device: str) -> Iterator[KeptCosts]:
+    """What is kept for a kind of device, under this version of JAX."""
+    for path in sorted(_folder().glob("*.json")):
+        try:
+            kept = _read(path)
+        except (OSError, msgspec.MsgspecError):
+            continue  # a damaged file, which its next writer replaces
+        if (kept.device, kept.jax) == (device, _jax_version()):
+            yield kept
+
+
+def _folder() -> Path:
+    return cache_folder() / "costs"
+
+
+def _read(path: Path) -> KeptCosts:
+    return msgspec.json.decode(path.read_bytes(), type=KeptCosts)
+
+
+def _jax_version() -> str:
+    return " ".join([jax.__version__, *os.environ.get("XLA_FLAGS", "").split()])
+
+
+def _displace(old: Cost, new: Cost) -> None:
+    """Count the calls of `new` too, in place of old ones where both are too many."""
+    old.forget(MAX_CALLS - new.weight)
+    old.merge(new)
+
+
+class _Times:
+    """The times of one program: all that count, and those since the last time that they were saved."""
+
+    def __init__(self, cost: Cost):
+        self.cost, self.unsaved, self.called = cost, Cost(), False
+
+    def record(self, seconds: float, passes: int) -> None:
+        counted = min(seconds, STALL * self.cost.mean) if self.cost.weight else seconds
+        self.cost.add(seconds, passes, counted)
+        self.unsaved.add(seconds, passes, counted)
+
+
+class Costs:
+    """What programs cost: of one model, on one kind of device, under one version of JAX.
+
+    A time goes from dispatch, or from when the results of the step before were on the host if that came later, to the
+    results on the host. Compiling, and packing the inputs, are not in it; the small programs that change the state
+    between two steps are. Where steps overlap, a host that notices results late makes one step too long and the next
+    one too short: `mean` is right then, percentiles are what the host saw. The first call of a program in a process
+    is not counted: it sets up what later calls find.
+
+    What earlier processes learnt is read once, at the start (the prior), and counts as `PRIOR_CALLS` calls. Threads
+    may share one.
+
+    Args:
+      known: the costs to begin with.
+      learns: whether calls are counted; else `known` stays as it is.
+      file: where calls are added by `save`; None: nowhere.
+    """
+
+    def __init__(self, known: Mapping[Key, Cost] | None = None, *, learns: bool = True, file: CostFile | None = None):
+        self._learns, self._file = learns, file
+        self._programs = {key: _Times(cost) for key, cost in (known or {}).items()}
+        self._matching: dict[tuple[str, frozenset[tuple[str, int]]], list[Cost]] = {}
+        self._saved = time.monotonic()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, *, device: str, model: Mapping[str, str]) -> Self:
+        """The costs that are kept on disk, where what this process learns is added, at its end at the latest.
+
+        Args:
+          device: the kind of device, so that programs take equally long on all that it names.
+          model: all else that decides how long programs take, by name: config, weight format, mesh, ...
+        """
+        file = CostFile(device, model)
+        try:
+            known = file.read()
+        except (OSError, msgspec.MsgspecError):
+            known = {}  # nothing yet; or damaged, which the next save mends
+        for cost in known.values():
+            cost.forget(PRIOR_CALLS)
+        costs = cls(known, file=file)
+        atexit.register(costs.save)
+        return costs
+
+    @classmethod
+    def fixed(cls, seconds: Mapping[Key, float]) -> Self:
+        """A record of these seconds a pass which learns nothing, so that what is decided by it does not vary."""
+        known = {key: Cost() for key in seconds}
+        for key, cost in known.items():
+            cost.add(seconds[key], 1, seconds[key])
+        return cls(known, learns=False)
+
+    def record(self, name: str, bucket: Bucket, seconds: float, *, passes: int = 1) -> None:
+        """Count a call.
+
+        Args:
+          name: of the program.
+          bucket: its sizes.
+          seconds: of the whole call.
+          passes: through the model in it.
+        """
+        if not self._learns:
+            return
+        with self._lock:
+            program = self._programs.get((name, bucket))
+            if program is None:
+                program = self._programs[name, bucket] = _Times(Cost())
+                self._matching.clear()
+            if program.called:
+                program.record(max(seconds / passes, SHORTEST), passes)
+            program.called = True
+
+    def of(self, name: str, /, **sizes: int) -> Cost | None:
+        """What calls of these sizes took, all other sizes together; None if there were none."""
+        with self._lock:
+            total = Cost()
+            for cost in self._found(name, sizes):
+                total.merge(cost)
+        return total if total.calls else None
+
+    def mean(self, name: str, /, **sizes: int) -> float | None:
+        """The mean of `of`, for callers in a hurry."""
+        with self._lock:
+            found = self._found(name, sizes)
+            weight = sum(cost.weight for cost in found)
+            return sum(cost.seconds for cost in found) / weight if weight else None
+
+    def _found(self, name: str, sizes: Mapping[str, int]) -> list[Cost]:
+        key = name, frozenset(sizes.items())
+        if key not in self._matching:
+            found = (self._programs[n, bucket] for n, bucket in self._programs if n == name and key[1] <= {*bucket})
+            self._matching[key] = [program.cost for program in found]
+        return self._matching[key]
+
+    def fit(
+        self, name: str, over: str, by: Literal["mean", "p50", "p95"] = "mean", /, **sizes: int
+    ) -> LinearFit | None:
+        """A line through a program's costs over one of its sizes; each cost weighs as many calls as it has.
+
+        Args:
+          name: of the program.
+          over: the size.
+          by: which of a cost's times.
+          sizes: those that are held; others are taken together.
+        Returns None unless the costs of two different sizes are known.
+        """
+        with self._lock:
+            found = sorted({dict(bucket)[over] for n, bucket in self._programs if n == name and over in dict(bucket)})
+        costs = {size: cost for size in found if (cost := self.of(name, **sizes, **{over: size}))}
+        if len(costs) < 2:
+            return None
+        return LinearFit.through(
+            list(costs), [getattr(cost, by) for cost in costs.values()], [cost.weight for cost in costs.values()]
+        )
+
+    def save(self, *, every: float = 0.0) -> None:
+        """Add what was learnt since the last time to the file, unless that is less than `every` seconds ago.
+
+        A folder that cannot be written to, or is full, is no error: what was learnt is kept for the next time.
+        """
+        if self._file is None or time.monotonic() - self._saved < every:
+            return
+        with self._lock:
+            self._saved = time.monotonic()
+            new = {key: program.unsaved for key, program in self._programs.items() if program.unsaved.calls}
+            for key in new:
+                self._programs[key].unsaved = Cost()
+        if not new:
+            return
+        try:
+            self._file.add(new)
+        except OSError as error:
+            log.info("Measured costs are not kept: %s", error)
+            with self._lock:
+                for key, cost in new.items():
+                    _displace(cost, self._programs[key].unsaved)
+                    self._programs[key].unsaved = cost

@@ -1,0 +1,337 @@
+"""The record of what programs cost: its statistics, what it forgets, and its file under several processes."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.compiled import Costs, LinearFit, cache_folder
+from jaxinfer.compiled.costs import MAX_CALLS, PRIOR_CALLS, STALL
+
+ROWS = (("batch", 8), ("pages", 32))
+MODEL = {"config": "small", "weights": "float32"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where costs are kept in a test."""
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    return tmp_path / "costs"
+
+
+def opened(**model):
+    return Costs.open(device="a device", model=MODEL | model)
+
+
+def record(costs, *seconds, name="decode", bucket=ROWS, passes=1):
+    """Calls that count: the first one of a program does not."""
+    if not costs._programs.get((name, bucket)) or not costs._programs[name, bucket].called:
+        costs.record(name, bucket, 1e6)
+    for each in seconds:
+        costs.record(name, bucket, each * passes, passes=passes)
+
+
+# Statistics
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=MAX_CALLS), st.floats(0, 100))
+def test_percentiles_are_numpys_within_half_a_step(seconds, percent):
+    costs = Costs()
+    record(costs, *seconds)
+    cost = costs.of("decode")
+    for q in (percent, 0, 50, 95, 100):
+        exact = np.percentile(seconds, q, method="inverted_cdf")
+        assert cost.percentile(q) == pytest.approx(exact, rel=0.025)
+    assert (cost.p50, cost.p95) == (cost.percentile(50), cost.percentile(95))
+
+
+def test_the_mean_is_exact_and_the_first_call_is_not_in_it():
+    costs = Costs()
+    costs.record("embed", ROWS, 5.0)
+    assert costs.of("embed") is None
+    for seconds, passes in ((0.001, 1), (0.008, 4), (0.006, 2)):
+        costs.record("embed", ROWS, seconds, passes=passes)
+    cost = costs.of("embed")
+    assert cost.mean == costs.mean("embed", batch=8) == pytest.approx((0.001 + 0.002 + 0.003) / 3)
+    assert (cost.calls, cost.passes) == (3, 7)
+
+
+def test_a_stall_is_bounded_in_the_mean_and_seen_in_percentiles():
+    costs = Costs()
+    record(costs, *[0.001] * 99, 3600.0)
+    cost = costs.of("decode")
+    assert cost.mean == pytest.approx((99 + STALL) * 0.001 / 100)
+    assert cost.p50 == pytest.approx(0.001, rel=0.025)
+    assert cost.percentile(100) == pytest.approx(3600, rel=0.025)
+
+
+def test_a_clock_that_stands_still_is_no_error():
+    costs = Costs()
+    record(costs, 0.0, 0.0)
+    assert 0 < costs.of("decode").p95 < 1e-8
+
+
+def test_old_calls_are_forgotten():
+    costs = Costs()
+    record(costs, *[0.001] * 10 * MAX_CALLS)
+    assert costs.of("decode").weight <= MAX_CALLS
+    record(costs, *[0.005] * MAX_CALLS)
+    cost = costs.of("decode")
+    assert cost.p50 == pytest.approx(0.005, rel=0.025)
+    assert cost.mean == pytest.approx(0.005, rel=0.3)
+    assert cost.calls == 11 * MAX_CALLS
+    record(costs, *[0.005] * 4 * MAX_CALLS)
+    assert costs.of("decode").mean == pytest.approx(0.005, rel=0.03)
+
+
+def test_sizes_that_are_not_asked_for_are_taken_together():
+    costs = Costs()
+    for pages, seconds in ((8, 0.001), (16, 0.003)):
+        record(costs, seconds, seconds, bucket=(("batch", 4), ("pages", pages)))
+    record(costs, 0.1, bucket=(("batch", 2), ("pages", 8)))
+    assert costs.of("decode", batch=4, pages=8).mean == pytest.approx(0.001)
+    assert costs.of("decode", batch=4).calls == 4
+    assert costs.of("decode", batch=4).mean == costs.mean("decode", batch=4) == pytest.approx(0.002)
+    assert costs.of("decode", batch=3) is costs.mean("decode", batch=3) is costs.of("prefill") is None
+    record(costs, 0.005, 0.005, bucket=(("batch", 4), ("pages", 32)))  # after it was asked for
+    assert costs.mean("decode", batch=4) == pytest.approx(0.003)
+
+
+def test_a_line_through_costs_is_numpys():
+    costs, rng = Costs(), np.random.default_rng(0)
+    sizes, counts = [1, 2, 4, 8], [30, 5, 90, 2]
+    for size, count in zip(sizes, counts, strict=True):
+        noisy = 0.002 * size + 0.01 + rng.normal(0, 0.001)
+        record(costs, *[noisy] * count, bucket=(("batch", size), ("tokens", 16)))
+        record(costs, 9.0, bucket=(("batch", size), ("tokens", 32)))
+    means = [costs.mean("decode", batch=size, tokens=16) for size in sizes]
+    slope, intercept = np.polyfit(sizes, means, 1, w=np.sqrt(counts))
+    fit = costs.fit("decode", "batch", tokens=16)
+    assert fit[:2] == pytest.approx((slope, intercept))
+    rest = np.array(means) - slope * np.array(sizes) - intercept
+    spread = np.array(means) - np.average(means, weights=counts)
+    assert fit.r2 == pytest.approx(1 - np.sum(counts * rest**2) / np.sum(counts * spread**2))
+    assert fit.points == 4
+    assert costs.fit("decode", "batch", "p50", tokens=16).slope == pytest.approx(slope, rel=0.2)
+
+
+def test_a_line_needs_two_sizes():
+    costs = Costs.fixed({("decode", (("batch", size),)): 0.5 for size in (1, 2)} | {("load", (("bytes", 9),)): 1.0})
+    assert costs.fit("decode", "batch") == LinearFit(slope=0, intercept=0.5, r2=1, points=2)
+    assert costs.fit("load", "bytes") is costs.fit("decode", "rows") is costs.fit("prefill", "batch") is None
+
+
+def test_a_fixed_record_learns_nothing():
+    costs = Costs.fixed({("decode", ROWS): 0.25})
+    record(costs, 9.0, 9.0)
+    record(costs, 9.0, name="prefill")
+    assert costs.mean("decode") == 0.25
+    assert costs.of("prefill") is None
+
+
+# The file
+
+
+def test_what_was_learnt_is_the_next_ones_prior(folder):
+    first = opened()
+    record(first, *[0.001] * 90, *[0.002] * 10)
+    first.save()
+    second = opened()
+    cost, before = second.of("decode"), first.of("decode")
+    assert cost.weight == pytest.approx(PRIOR_CALLS)
+    assert (cost.mean, cost.p50, cost.p95) == pytest.approx((before.mean, before.p50, before.p95))
+    assert cost.calls == 100
+    assert opened(weights="int8").of("decode") is None
+    assert Costs.open(device="another", model=MODEL).of("decode") is None
+    # A machine that has become slower is learnt anew.
+    record(second, *[0.005] * 4 * PRIOR_CALLS)
+    assert second.of("decode").p50 == pytest.approx(0.005, rel=0.025)
+    assert second.of("decode").mean > 0.004
+
+
+def test_the_version_of_jax_and_its_flags_are_in_the_key(folder, monkeypatch):
+    first = opened()
+    record(first, 0.001)
+    first.save()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_kind")
+    assert opened().of("decode") is None
+    monkeypatch.undo()
+    monkeypatch.setenv("JAXINFER_CACHE", str(folder.parent))
+    monkeypatch.setattr("jax.__version__", "99")
+    assert opened().of("decode") is None
+
+
+def test_files_are_written_rarely_and_only_with_news(folder):
+    costs = opened()
+    costs.save()
+    assert not folder.exists()
+    record(costs, 0.001)
+    costs.save(every=3600)
+    assert not folder.exists()
+    costs.save()
+    (path,) = folder.glob("*.json")
+    path.unlink()
+    costs.save()
+    assert not path.exists()
+    assert costs.of("decode").calls == 1
+
+
+def test_costs_are_saved_where_they_were_opened(folder, tmp_path, monkeypatch):
+    costs = opened()
+    record(costs, 0.001)
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "elsewhere"))
+    costs.save()
+    assert list(folder.glob("*.json"))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_process_that_ends_saves(folder):
+    run_script("record(costs, 0.001, 0.002)\n")
+    assert opened().of("decode").calls == 2
+
+
+def test_files_keep_no_more_than_their_share(folder):
+    for seconds in (0.001, 0.004):
+        costs = opened()
+        record(costs, *[seconds] * MAX_CALLS)
+        costs.save()
+    (path,) = folder.glob("*.json")
+    (program,) = json.loads(path.read_text())["programs"]
+    assert sum(program["cost"]["counts"].values()) <= MAX_CALLS
+    assert program["cost"]["calls"] == 2 * MAX_CALLS
+    assert opened().of("decode").mean == pytest.approx(0.004)
+
+
+SCRIPT = """
+import sys
+from jaxinfer.compiled import Costs
+from tests.compiled.test_costs import opened, record
+costs = opened()
+"""
+
+
+def start_script(body):
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + body],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_script(body):
+    process = start_script(body)
+    process.communicate()
+    assert process.returncode == 0
+
+
+def test_no_call_is_lost_when_processes_save_at_once(folder):
+    body = """
+print("ready", flush=True)
+sys.stdin.readline()
+for turn in range(10):
+    record(costs, 0.001, 0.002)
+    record(costs, 0.5, name="of " + sys.argv[0] + str(turn))
+    costs.save()
+"""
+    processes = [start_script(body) for _ in range(3)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate()
+        assert process.returncode == 0
+    assert opened().of("decode").calls == 3 * 10 * 2
+
+
+def test_a_process_killed_while_it_writes_leaves_the_record(folder):
+    costs = opened()
+    record(costs, 0.001)
+    costs.save()
+    (path,) = folder.glob("*.json")
+    # The process writes into a pipe that nobody empties, and so stands in the middle when it is killed.
+    pipe = path.with_suffix(".tmp")
+    os.mkfifo(pipe)
+    process = start_script("""
+for size in range(1000):
+    record(costs, 0.001, bucket=(("batch", size),))
+costs.save()
+""")
+    with pipe.open("rb", buffering=0) as written:
+        assert written.read(1) == b"{"
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    pipe.unlink()
+    assert opened().of("decode").calls == 1
+    pipe.write_bytes(b"{")  # what a killed process leaves where there is no pipe
+    record(costs, 0.001)
+    costs.save()
+    assert opened().of("decode").calls == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\x00", b"[]", b'{"device": 1}', None])
+def test_a_damaged_file_is_replaced(folder, damage, caplog):
+    costs = opened()
+    record(costs, 0.001)
+    costs.save()
+    (path,) = folder.glob("*.json")
+    if damage is None:
+        content = json.loads(path.read_text())
+        content["programs"][0]["cost"]["counts"] = {}
+        damage = json.dumps(content).encode()
+    path.write_bytes(damage)
+    fresh = opened()
+    assert fresh.of("decode") is None
+    record(fresh, 0.002)
+    with caplog.at_level(logging.WARNING):
+        fresh.save()
+    assert [str(path) in message for message in caplog.messages] == [True]
+    assert opened().of("decode").calls == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full disk")
+def test_a_full_disk_keeps_what_was_learnt_for_the_next_time(folder, caplog):
+    costs = opened()
+    record(costs, 0.001)
+    costs.save()
+    (path,) = folder.glob("*.json")
+    path.with_suffix(".tmp").symlink_to("/dev/full")
+    record(costs, 0.001)
+    with caplog.at_level(logging.INFO):
+        costs.save()
+    assert "No space left" in caplog.text
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert opened().of("decode").calls == 1
+    path.with_suffix(".tmp").unlink()
+    record(costs, 0.001)
+    costs.save()
+    assert opened().of("decode").calls == 3
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "file"))
+    costs = opened()
+    record(costs, 0.001)
+    costs.save()
+    assert costs.of("decode").calls == 1
+
+
+def test_tests_keep_no_costs():
+    assert (cache_folder() / "costs").is_file()
+    costs = opened()
+    record(costs, 0.001)
+    costs.save()
+    assert opened().of("decode") is None
