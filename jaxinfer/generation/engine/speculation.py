@@ -51,13 +51,18 @@ class PassCosts:
         self._costs, self._speculative = costs, num_speculative_tokens
 
     def record(self, bucket: Bucket, seconds: float, *, plain: int, speculative: int) -> None:
-        """Learn from a step of `plain` and `speculative` passes, made by the decode program of this bucket."""
+        """Learn from a step of `plain` and `speculative` passes, made by the decode program of this bucket.
+
+        There are none if all rows had ended in the step before: that took no pass's time.
+        """
         sizes = dict(bucket) | {"speculative": 0}
-        if not speculative:
-            self._costs.record("decode", tuple(sizes.items()), seconds, passes=max(plain, 1))
-        elif not plain:
+        if plain and not speculative:
+            self._costs.record("decode", tuple(sizes.items()), seconds, passes=plain)
+        elif speculative and not plain:
             self._costs.record("decode", bucket, seconds, passes=speculative)
-        elif plain <= speculative and (mean := self._costs.mean("decode", **sizes)):  # else too little is left to tell
+        elif 0 < plain <= speculative and (
+            mean := self._costs.mean("decode", **sizes)
+        ):  # else too little is left to tell
             # A speculative pass does all that a plain one does.
             self._costs.record("decode", bucket, max(seconds - plain * mean, speculative * mean), passes=speculative)
 

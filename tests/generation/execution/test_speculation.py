@@ -142,6 +142,7 @@ def test_costs_of_passes_are_told_apart():
         costs.record(plain, seconds=0.010, plain=10, speculative=0)
         costs.record(speculative, seconds=0.005 + 5 * 0.003, plain=5, speculative=5)
         costs.record(speculative, seconds=10.0, plain=9, speculative=1)  # tells next to nothing
+        costs.record(speculative, seconds=1e-5, plain=0, speculative=0)  # all rows had ended
     assert costs.seconds(4) == pytest.approx(0.001)
     assert costs.ratio(4) == pytest.approx(3.0)
     costs.record((("batch", 2), ("speculative", 7), ("pages", 8)), seconds=0.02, plain=0, speculative=4)
