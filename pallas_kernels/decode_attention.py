@@ -396,7 +396,7 @@ class _Row:
 
 
 def _page_of(plan: _Plan, refs: SimpleNamespace, row: _Row, position: jax.Array) -> jax.Array:
-    """The page of a position. Beyond the row's end it is the last page: keys there are finite and get weight 0."""
+    """The page of a position; beyond the row's end the last page, whose keys nobody sees there."""
     return refs.table[row.index, lax.div(jnp.minimum(position, row.last), plan.page_size)]
 
 
@@ -478,16 +478,18 @@ def _scales(
                 scales.new.append(old)
                 continue
             start = tile * _TILE_KV + i * plan.copy_keys
-            is_new_page = (row.first <= start) & (start <= row.last)
+            # A page that starts with a new token, or after all of them, so that its scale is another request's and may
+            # be NaN. It counts as 0, which also hides the keys and values that such a page of a tile holds.
+            is_empty = row.first <= start
 
             def grow(token, scale, start=start, kv=kv):
                 offset = row.first + token - start
                 min_scale = jnp.maximum(refs.max_abs[token, plan.group + kv], 1e-30) / 127.0
                 return jnp.where((offset >= 0) & (offset < plan.page_size), jnp.maximum(scale, min_scale), scale)
 
-            new = lax.fori_loop(0, row.num_tokens, grow, jnp.where(is_new_page, 0.0, old))
+            new = lax.fori_loop(0, row.num_tokens, grow, jnp.where(is_empty, 0.0, old))
             scales.new.append(new)
-            scales.ratio.append(jnp.where(is_new_page | (new == old), 1.0, old / new))
+            scales.ratio.append(jnp.where(is_empty | (new == old), 1.0, old / new))
         both.append(scales)
     return both[0], both[1]
 
@@ -559,12 +561,17 @@ def _attend(plan: _Plan, refs: SimpleNamespace, keys: _KeyTile, queries: Any, st
 def _insert_new_tokens(
     plan: _Plan, refs: SimpleNamespace, k: Ref, v: Ref, new_start: jax.Array, num_tokens: jax.Array
 ) -> None:
-    """Insert the row's new tokens, which are in no page yet, into a tile of keys and values from `new_start` on."""
+    """Insert the row's new tokens, which are in no page yet, into a tile of keys and values from `new_start` on.
+
+    What follows them becomes 0: another request may have left NaN there, which a weight of 0 does not hide. Only these
+    last tiles hold such slots, and they go through registers here anyway, so it costs others nothing.
+    """
     layout = plan.layouts().lhs
     for kv, ref in enumerate((k, v)):
         for features in plan.feature_tiles:
             x = plgpu.load(ref.at[:, features], layout=layout, optimized=False)
             key = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
+            x = jnp.where(key < new_start + num_tokens, x, jnp.zeros_like(x))
 
             def insert(token, x, key=key, source=(plan.group + kv, features)):
                 new = plgpu.load(refs.qkv_rows.at[token, *source], layout=layout.reduce(0), optimized=False)
