@@ -32,10 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.pallas.mosaic_gpu.helpers import inline_ptx
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.clusters import check_cluster, meet
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.refs import Ref
@@ -63,7 +63,7 @@ class Tiles:
     """How a row's keys are partitioned.
 
     Attributes:
-      splits: thread blocks of the cluster among which a row's keys are split: 1, 2, 4 or 8.
+      splits: thread blocks of the cluster among which a row's keys are split: 1 to 8.
       stages: pipeline stages of each thread block; a stage is a tile of keys and values.
     """
 
@@ -222,6 +222,7 @@ def decode_attention(
     kv_heads, head_dim = pages.k.shape[2:]
     plan = _plan(qkv, pages, page_table, rotary, norms, alibi, **options)
     tiles = _tiles(plan)
+    check_cluster(tiles.splits)
     inputs: dict[str, Any] = {"qkv": qkv.reshape(-1, head_dim), "table": page_table, "positions": positions}
     if rotary is not None:
         inputs["cos"], inputs["sin"] = (x.reshape(-1, plan.rotary_half) for x in rotary)
@@ -357,6 +358,9 @@ def _kernel_body(plan: _Plan, tiles: Tiles, refs: SimpleNamespace) -> None:
         keys = _KeyTile(k=k, v=v, head=head, new_start=new_start, scales=scales, has_new=has_new)
         state = [_attend(plan, refs, keys, queries, x) for queries, x in zip(plan.query_tiles, state, strict=True)]
 
+        # Every warp has its part of the stage in registers before TMA refills it, because Mosaic begins a copy with a
+        # barrier of the warpgroup (`auto_barriers`). For `p`, `k_float` and `v_float`, which the next tile overwrites,
+        # waiting for its stage is one.
         @pl.when(tile + tiles.stages < stop)
         def _():
             fetch(tile + tiles.stages, next_pages, stage)
@@ -440,6 +444,8 @@ def _prepare(plan: _Plan, refs: SimpleNamespace, row: jax.Array) -> None:
         stored = []
         for s, before, after, i in zip(slices, loaded, xs, index, strict=True):
             x = jnp.where(i <= plan.group, after.astype(plan.dtype), before)  # the value stays as it is
+            if plan.int8:  # as in `write_pages`, what is not finite is stored as 0
+                x = jnp.where((i < plan.group) | (jnp.maximum(x, -x) < jnp.inf), x, jnp.zeros_like(x))
             refs.qkv_rows.at[token].at[s][...] = x
             # This writes some rows past the queries; the next token overwrites them, or nothing reads them.
             refs.q_rows[pl.ds(token * plan.group, plan.qkv_rows), s[1]] = x
@@ -670,10 +676,7 @@ def _finish(plan: _Plan, tiles: Tiles, refs: SimpleNamespace, state: list[_State
             partial_acc.at[split, features, queries][...] = x
         partial_ml.at[split, 0, queries][...] = m_i
         partial_ml.at[split, 1, queries][...] = l_i
-    inline_ptx("fence.acq_rel.cluster;")
-    plgpu.barrier_arrive(refs.partials_full)
-    plgpu.barrier_wait(refs.partials_full)
-    inline_ptx("fence.acq_rel.cluster;")
+    meet(refs.partials_full)
 
     @pl.loop(split, plan.queries // 8, step=tiles.splits)  # each thread block finishes groups of eight queries
     def _(eight):

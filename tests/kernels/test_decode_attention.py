@@ -268,6 +268,20 @@ def test_what_other_requests_left_changes_no_bit_interpreted(name):
         np.testing.assert_array_equal(actual, results[0])
 
 
+@pytest.mark.interpreted
+def test_new_tokens_that_are_not_finite_are_stored_as_the_fallback_does():
+    """In int8 as 0, so that the other tokens of their pages keep their values."""
+    case, splits = CASES["int8"]
+    qkv, *rest = case.args()
+    token = qkv.reshape(*qkv.shape[:2], case.group + 2, case.head_dim)
+    broken = token.at[0, 0, -2, 5].set(jnp.nan).at[1, 0, -1, 7].set(jnp.inf).reshape(qkv.shape)
+    with without_races(), Trial("decode_attention", {"splits": splits, "stages": 2}).active():
+        _, pages = decode_attention(broken, *rest, **case.options)
+    _, expected = cached_attention_fallback(broken, *rest, **case.options)
+    for actual, wanted in zip(pages, expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WIDER)
 def test_interpreted_wider(name):
@@ -288,6 +302,15 @@ def test_interpreted_wider(name):
 )
 def test_unsupported(case, message):
     with pytest.raises(UnsupportedError, match=message):
+        decode_attention(*case.args(), **case.options)
+
+
+def test_clusters_that_a_gpu_may_refuse_are_unsupported():
+    case = Case(positions=(0,))
+    with (
+        Trial("decode_attention", {"splits": 16, "stages": 2}).active(),
+        pytest.raises(UnsupportedError, match="1 to 8 thread blocks, got 16"),
+    ):
         decode_attention(*case.args(), **case.options)
 
 
