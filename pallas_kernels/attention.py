@@ -104,6 +104,8 @@ def attention_reference(
         visible &= distance > -window
     scores = jnp.where(visible[:, None, None], scores, MASKED_SCORE)
     p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    # What no query of its row sees may be NaN, of a request that had the page before, and 0 x NaN is NaN.
+    v = jnp.where(jnp.any(visible, axis=1)[..., None, None], v, 0)
     return _weighted_values(p, v).reshape(q.shape)
 
 

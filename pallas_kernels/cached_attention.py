@@ -35,7 +35,8 @@ def cached_attention(
     Args:
       qkv: [B, T, Hkv * (G + 2) * K]; for each KV head its G queries, its key and its value.
       pages: the cache; written in place if the caller donates it.
-      page_table: int32 [B, P]; page i of a row holds its positions i * page_size to (i + 1) * page_size - 1.
+      page_table: int32 [B, P]; page i of a row holds its positions i * page_size to (i + 1) * page_size - 1. Beyond a
+        row's last position, entries may be any page, and pages and scales may hold anything, also NaN.
       positions: int32 [B, T], negative for padding, which stores nothing and whose result is finite.
       rotary: cos and sin of each token's angles, float32 [B, T, 1, R / 2], as in `rotate`.
       norms: RMSNorm scales for the query heads and for the key heads, float32 [K] each.

@@ -33,9 +33,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.clusters import check_cluster, meet
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.mosaic import inline_ptx, pl, plgpu
+from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
 
@@ -64,7 +65,7 @@ class Tiles:
     """How a row's keys are partitioned.
 
     Attributes:
-      splits: thread blocks of the cluster among which a row's keys are split: 1, 2, 4 or 8.
+      splits: thread blocks of the cluster among which a row's keys are split: 1 to 8.
       stages: pipeline stages of each thread block; a stage is a tile of keys and values.
     """
 
@@ -223,6 +224,7 @@ def decode_attention(
     kv_heads, head_dim = pages.k.shape[2:]
     plan = _plan(qkv, pages, page_table, rotary, norms, alibi, **options)
     tiles = _tiles(plan)
+    check_cluster(tiles.splits)
     inputs: dict[str, Any] = {"qkv": qkv.reshape(-1, head_dim), "table": page_table, "positions": positions}
     if rotary is not None:
         inputs["cos"], inputs["sin"] = (x.reshape(-1, plan.rotary_half) for x in rotary)
@@ -358,6 +360,9 @@ def _kernel_body(plan: _Plan, tiles: Tiles, refs: SimpleNamespace) -> None:
         keys = _KeyTile(k=k, v=v, head=head, new_start=new_start, scales=scales, has_new=has_new)
         state = [_attend(plan, refs, keys, queries, x) for queries, x in zip(plan.query_tiles, state, strict=True)]
 
+        # Every warp has its part of the stage in registers before TMA refills it, because Mosaic begins a copy with a
+        # barrier of the warpgroup (`auto_barriers`). For `p`, `k_float` and `v_float`, which the next tile overwrites,
+        # waiting for its stage is one.
         @pl.when(tile + tiles.stages < stop)
         def _():
             fetch(tile + tiles.stages, next_pages, stage)
@@ -397,7 +402,7 @@ class _Row:
 
 
 def _page_of(plan: _Plan, refs: SimpleNamespace, row: _Row, position: jax.Array) -> jax.Array:
-    """The page of a position. Beyond the row's end it is the last page: keys there are finite and get weight 0."""
+    """The page of a position; beyond the row's end the last page, whose keys nobody sees there."""
     return refs.table[row.index, lax.div(jnp.minimum(position, row.last), plan.page_size)]
 
 
@@ -441,6 +446,8 @@ def _prepare(plan: _Plan, refs: SimpleNamespace, row: jax.Array) -> None:
         stored = []
         for s, before, after, i in zip(slices, loaded, xs, index, strict=True):
             x = jnp.where(i <= plan.group, after.astype(plan.dtype), before)  # the value stays as it is
+            if plan.int8:  # as in `write_pages`, what is not finite is stored as 0
+                x = jnp.where((i < plan.group) | (jnp.maximum(x, -x) < jnp.inf), x, jnp.zeros_like(x))
             refs.qkv_rows.at[token].at[s][...] = x
             # This writes some rows past the queries; the next token overwrites them, or nothing reads them.
             refs.q_rows[pl.ds(token * plan.group, plan.qkv_rows), s[1]] = x
@@ -479,16 +486,18 @@ def _scales(
                 scales.new.append(old)
                 continue
             start = tile * _TILE_KV + i * plan.copy_keys
-            is_new_page = (row.first <= start) & (start <= row.last)
+            # A page that starts with a new token, or after all of them, so that its scale is another request's and may
+            # be NaN. It counts as 0, which also hides the keys and values that such a page of a tile holds.
+            is_empty = row.first <= start
 
             def grow(token, scale, start=start, kv=kv):
                 offset = row.first + token - start
                 min_scale = jnp.maximum(refs.max_abs[token, plan.group + kv], 1e-30) / 127.0
                 return jnp.where((offset >= 0) & (offset < plan.page_size), jnp.maximum(scale, min_scale), scale)
 
-            new = lax.fori_loop(0, row.num_tokens, grow, jnp.where(is_new_page, 0.0, old))
+            new = lax.fori_loop(0, row.num_tokens, grow, jnp.where(is_empty, 0.0, old))
             scales.new.append(new)
-            scales.ratio.append(jnp.where(is_new_page | (new == old), 1.0, old / new))
+            scales.ratio.append(jnp.where(is_empty | (new == old), 1.0, old / new))
         both.append(scales)
     return both[0], both[1]
 
@@ -560,12 +569,17 @@ def _attend(plan: _Plan, refs: SimpleNamespace, keys: _KeyTile, queries: Any, st
 def _insert_new_tokens(
     plan: _Plan, refs: SimpleNamespace, k: Ref, v: Ref, new_start: jax.Array, num_tokens: jax.Array
 ) -> None:
-    """Insert the row's new tokens, which are in no page yet, into a tile of keys and values from `new_start` on."""
+    """Insert the row's new tokens, which are in no page yet, into a tile of keys and values from `new_start` on.
+
+    What follows them becomes 0: another request may have left NaN there, which a weight of 0 does not hide. Only these
+    last tiles hold such slots, and they go through registers here anyway, so it costs others nothing.
+    """
     layout = plan.layouts().lhs
     for kv, ref in enumerate((k, v)):
         for features in plan.feature_tiles:
             x = plgpu.load(ref.at[:, features], layout=layout, optimized=False)
             key = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
+            x = jnp.where(key < new_start + num_tokens, x, jnp.zeros_like(x))
 
             def insert(token, x, key=key, source=(plan.group + kv, features)):
                 new = plgpu.load(refs.qkv_rows.at[token, *source], layout=layout.reduce(0), optimized=False)
@@ -664,10 +678,7 @@ def _finish(plan: _Plan, tiles: Tiles, refs: SimpleNamespace, state: list[_State
             partial_acc.at[split, features, queries][...] = x
         partial_ml.at[split, 0, queries][...] = m_i
         partial_ml.at[split, 1, queries][...] = l_i
-    inline_ptx("fence.acq_rel.cluster;")
-    plgpu.barrier_arrive(refs.partials_full)
-    plgpu.barrier_wait(refs.partials_full)
-    inline_ptx("fence.acq_rel.cluster;")
+    meet(refs.partials_full)
 
     @pl.loop(split, plan.queries // 8, step=tiles.splits)  # each thread block finishes groups of eight queries
     def _(eight):

@@ -38,7 +38,8 @@ def write_pages(
 
     An int8 page has one scale per KV head, which only grows: when a token needs a larger scale, what the page already
     holds is rescaled, and a token at offset 0 resets the page. So a token is rounded again, by at most half a
-    quantisation step, each time a later token raises the scale of its page.
+    quantisation step, each time a later token raises the scale of its page. What is not finite is stored as 0: it would
+    make the scale NaN, and so all tokens of the page, whose first ones other requests may share.
 
     Args:
       k, v: [N, Hkv, K], one row per token.
@@ -71,6 +72,7 @@ def _write_int8(
 ) -> tuple[jax.Array, jax.Array]:
     """Quantise keys (or values) into their pages; returns the pages and their scales."""
     new = new.astype(jnp.float32)
+    new = jnp.where(jnp.isfinite(new), new, 0.0)
     min_scale = jnp.maximum(jnp.max(jnp.abs(new), axis=-1), 1e-30) / 127.0
     old_scale = scale.at[jnp.where(offset == 0, page, len(scale))].set(0.0, mode="drop")
     new_scale = old_scale.at[page].max(min_scale, mode="drop")

@@ -41,7 +41,7 @@ def paged_attention(
       q: [B, T, Hq, K]; query head h reads KV head h // (Hq / Hkv).
       pages: the cache, which already holds the keys and values of these tokens.
       page_table: int32 [B, P]; page i of a row holds its positions i * page_size to (i + 1) * page_size - 1. Entries
-        beyond a row's length may be any page.
+        beyond a row's length may be any page, and what pages hold beyond it may be anything, also NaN.
       q_positions: int32 [B, T], negative for padding (whose result is finite but meaningless).
       scale, window, softcap, alibi: as in `attention`.
     Returns: [B, T, Hq, K] in q's dtype.
@@ -126,39 +126,41 @@ def _flash_attention_rows(
         gathered = x.reshape(num_pages, -1).at[page].get(mode="clip")
         return gathered.reshape(batch, size, kv_heads, head_dim).astype(jnp.float32)
 
-    def apply_scales(x: jax.Array, scales: jax.Array | None, page: jax.Array) -> jax.Array:
-        """x [B, Hkv, G * T, S] times the int8 scales of its keys (or values)."""
-        if scales is None:
-            return x
+    def scales_of(scales: jax.Array, page: jax.Array) -> jax.Array:
+        """The int8 scales of the keys (or values) of these pages, [B, Hkv, 1, S]."""
         gathered = scales.at[page].get(mode="clip").reshape(batch, count, kv_heads)
-        return x * jnp.repeat(jnp.einsum("bph->bhp", gathered), page_size, axis=-1)[:, :, None]
+        return jnp.repeat(jnp.einsum("bph->bhp", gathered), page_size, axis=-1)[:, :, None]
 
-    def scores_of(i: jax.Array, page: jax.Array) -> jax.Array:
+    def scores_of(page: jax.Array, distance: jax.Array) -> jax.Array:
         k = gather(pages.k, page)
         if tokens == 1:  # keys on the left: a matmul of many rows is faster than one of many columns
             scores = lax.optimization_barrier(jnp.einsum("bshk,bhrk->bhsr", k, rows)).swapaxes(-1, -2)
         else:
             scores = jnp.einsum("bhrk,bshk->bhrs", rows, k)
-        scores = apply_scales(scores, pages.k_scale, page)
+        if pages.k_scale is not None:
+            scores *= scales_of(pages.k_scale, page)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        distance = i * size + jnp.arange(size) - position  # key's position - query's position
-        if slopes is not None:
-            scores += slopes * distance.astype(jnp.float32)
-        visible = distance <= 0
-        if window is not None:
-            visible &= distance > -window
-        return jnp.where(visible, scores, MASKED_SCORE)
+        return scores if slopes is None else scores + slopes * distance.astype(jnp.float32)
 
     def iteration(i: jax.Array, state: _OnlineSoftmax) -> _OnlineSoftmax:
         m_i, l_i, acc = state
         page = lax.dynamic_slice(page_table, (0, i * count), (batch, count)).reshape(-1)
-        scores = scores_of(i, page)
+        distance = i * size + jnp.arange(size) - position  # key's position - query's position
+        visible = distance <= 0
+        if window is not None:
+            visible &= distance > -window
+        scores = jnp.where(visible, scores_of(page, distance), MASKED_SCORE)
         m_new = jnp.maximum(m_i, jnp.max(scores, axis=-1, keepdims=True))
         p, alpha = jnp.exp(scores - m_new), jnp.exp(m_i - m_new)
         l_i = l_i * alpha + jnp.sum(p, axis=-1, keepdims=True)
-        p = apply_scales(p, pages.v_scale, page)
-        return m_new, l_i, acc * alpha + jnp.einsum("bhrs,bshk->bhrk", p, gather(pages.v, page))
+        # What no query of its row sees may be NaN, of a request that had the page before, and 0 x NaN is NaN.
+        v, seen = gather(pages.v, page), jnp.any(visible, axis=(1, 2))
+        if pages.v_scale is None:
+            v = jnp.where(seen[:, :, None, None], v, 0.0)
+        else:
+            p *= jnp.where(seen[:, None, None], scales_of(pages.v_scale, page), 0.0)
+        return m_new, l_i, acc * alpha + jnp.einsum("bhrs,bshk->bhrk", p, v)
 
     last = jnp.max(q_positions, initial=0)
     first = 0 if window is None else _first_visible(q_positions, last, window) // size

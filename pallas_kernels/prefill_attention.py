@@ -45,6 +45,12 @@ def _row_layout() -> Any:
     return plgpu.Layout.WGMMA.reduce(1)
 
 
+def _eight_rows_layout() -> Any:
+    """Of 8 rows of a swizzled tile: two rows per warp, four adjacent features per lane."""
+    tiling = plgpu.Tiling(((8, 64), (2, 64), (4,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """How the kernel partitions its work.
@@ -103,7 +109,7 @@ class _Scratch(NamedTuple):
     q_full: Ref  # barrier: queries, positions and slopes have been copied
     bounds_full: Ref  # barrier: `bounds` has been written
     k_full: Ref  # barriers, one per stage: the stage has been filled
-    v_full: Ref
+    v_full: Ref  # for a float cache also one for the producer: the last tile has been copied
     k_empty: Ref  # barriers, one per stage: all consumers have read the stage
     v_empty: Ref
     k_int8_full: Ref  # barrier: the int8 tile has been copied
@@ -208,7 +214,7 @@ def _scratch(tiles: Tiles, inputs: _Inputs, heads: int, copy_keys: int) -> _Scra
         q_full=plgpu.Barrier(num_arrivals=consumers * (heads + 1) + (inputs.slopes is not None)),
         bounds_full=plgpu.Barrier(num_arrivals=1),
         k_full=full,
-        v_full=full,
+        v_full=full if int8 else dataclasses.replace(full, num_barriers=stages + 1),
         k_empty=empty,
         v_empty=empty,
         k_int8_full=int8_full,
@@ -312,9 +318,39 @@ def _kernel(
                 x = plgpu.layout_cast(x, plgpu.Layout.WGMMA).astype(jnp.float32)
                 target.at[index][...] = (x * _broadcast(scale_of, width)).astype(target.dtype)
 
+    def copy_keys_to_stage(i: Any, stage: Any) -> None:
+        copy_tile(i, inputs.pages.k, s.k.at[stage], s.k_full.at[stage])
+
+    def copy_values_to_stage(i: Any, stage: Any) -> None:
+        """Copy a tile of values, but 0 after the last key: another request may have left NaN there, and 0 x NaN is NaN.
+
+        Only the last tile has such slots, so the others cost nothing more. For the last one the producer, which has
+        nothing left to do, waits until the copy has landed, clears them and tells the consumers itself. Keys need no
+        such care, as hidden scores are replaced; nor does an int8 tile, since its scales are those of visible pages.
+        """
+        target, hidden_from = s.v.at[stage], s.bounds[2] + 1 - i * tile_kv
+        has_hidden = hidden_from < tile_kv
+        landed = s.v_full.at[tiles.stages]
+        copy_tile(i, inputs.pages.v, target, s.v_full.at[jnp.where(has_hidden, tiles.stages, stage)])
+
+        @pl.when(has_hidden)
+        def _() -> None:
+            plgpu.barrier_wait(landed)
+
+            @pl.loop(lax.div(hidden_from, 8), tile_kv // 8)
+            def _(eight: Any) -> None:
+                rows = target.at[pl.ds(pl.multiple_of(eight * 8, 8), 8)]
+                x = plgpu.load(rows, layout=_eight_rows_layout(), optimized=False)
+                key = eight * 8 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=_eight_rows_layout())
+                rows[...] = jnp.where(key < hidden_from, x, jnp.zeros_like(x))
+
+            plgpu.commit_smem()  # makes plain stores visible to wgmma
+            for _copy in range(tile_kv // copy_keys):  # as many arrivals as the copies would have made
+                plgpu.barrier_arrive(s.v_full.at[stage])
+
     pipelines = (
-        (inputs.pages.k, inputs.pages.k_scale, s.k, s.k_full, s.k_empty, s.k_int8, s.k_int8_full),
-        (inputs.pages.v, inputs.pages.v_scale, s.v, s.v_full, s.v_empty, s.v_int8, s.v_int8_full),
+        (copy_keys_to_stage, inputs.pages.k, inputs.pages.k_scale, s.k, s.k_full, s.k_empty, s.k_int8, s.k_int8_full),
+        (copy_values_to_stage, inputs.pages.v, inputs.pages.v_scale, s.v, s.v_full, s.v_empty, s.v_int8, s.v_int8_full),
     )
 
     @pl.when(warpgroup == consumers)
@@ -329,12 +365,12 @@ def _kernel(
 
             @pl.when(start < end)
             def _() -> None:
-                for source, _, _, _, _, staging, staging_full in pipelines:
+                for _, source, _, _, _, _, staging, staging_full in pipelines:
                     copy_tile(start, source, staging, staging_full)
 
         def iteration(i: Any, _: None) -> None:
             stage = lax.rem(i - start, tiles.stages)
-            for source, scales, stages, full, empty, staging, staging_full in pipelines:
+            for copy_to_stage, source, scales, stages, full, empty, staging, staging_full in pipelines:
                 if int8:
                     plgpu.barrier_wait(staging_full)
 
@@ -343,7 +379,7 @@ def _kernel(
                     plgpu.barrier_wait(empty.at[stage])
 
                 if not int8:
-                    copy_tile(i, source, stages.at[stage], full.at[stage])
+                    copy_to_stage(i, stage)
                     continue
                 dequantize_tile(i, staging, scales, stages.at[stage])
                 plgpu.commit_smem()  # makes plain stores visible to wgmma

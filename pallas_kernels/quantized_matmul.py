@@ -44,7 +44,10 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def norm_quantize(
     x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """`quantize_rows` of LayerNorm(x), or of RMSNorm(x) if `shift` is None. x: [..., K]; scale, shift: [K]."""
+    """`quantize_rows` of LayerNorm(x), or of RMSNorm(x) if `shift` is None, without rounding in between.
+
+    x: [..., K]; scale, shift: [K].
+    """
     return dispatch("norm_quantize", _quantize_kernel, _norm_quantize_reference, x, scale, shift, eps=eps)
 
 
@@ -68,7 +71,7 @@ def quantized_matmul(
 def _norm_quantize_reference(
     x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    return formats.quantize_rows(normalize(x, scale, shift, eps=eps))
+    return formats.quantize_rows(normalize(x.astype(jnp.float32), scale, shift, eps=eps))
 
 
 def _matmul_reference(

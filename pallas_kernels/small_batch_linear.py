@@ -31,9 +31,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.activations import activate, approximate_erf
+from pallas_kernels.clusters import MAX_CLUSTER, check_cluster, meet
 from pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting
 from pallas_kernels.linear import linear_fallback
-from pallas_kernels.mosaic import fragmented_array, inline_ptx, pl, plgpu
+from pallas_kernels.mosaic import fragmented_array, pl, plgpu
 from pallas_kernels.refs import Ref
 from pallas_kernels.small_batch_operands import (
     Operand,
@@ -233,6 +234,7 @@ def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm
     if found := tuned("small_batch_linear", key):
         if x_resident and inputs % found["tile_k"]:
             raise UnsupportedError(f"tile_k must divide resident rows of {inputs} inputs, got tile_k={found['tile_k']}")
+        check_cluster(found["split"])
         return Tiles(**found)
     # Stages of 16 KB need few instructions per byte; 8 KB next to a resident x, which takes much of the shared memory.
     tile_k = (128 if x_resident else 256) * operand.per_element // operand.weights.itemsize
@@ -246,7 +248,7 @@ def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm
     fixed_bytes += 2048 + 1024  # Mosaic's reductions and alignment
     tiles_n, tiles_k = pl.cdiv(outputs, TILE_N), pl.cdiv(inputs, tile_k)
     candidates = []
-    for split in range(1, min(8, tiles_k) + 1):
+    for split in range(1, min(MAX_CLUSTER, tiles_k) + 1):
         iterations = pl.cdiv(tiles_k, split)
         x_bytes = 0
         if x_resident:
@@ -545,7 +547,6 @@ def _write_partial_sums(accs: tuple[jax.Array, ...], partial: Ref, split: jax.Ar
     """Write the sums of all splits but the first to GMEM, for the first one to reduce, and synchronise the cluster.
 
     partial: float32 [split - 1, matrices, TILE_N, columns] in GMEM.
-    All thread blocks wait: arrivals are counted in each one's shared memory, which must still exist.
     """
 
     @pl.when(split > 0)
@@ -553,10 +554,7 @@ def _write_partial_sums(accs: tuple[jax.Array, ...], partial: Ref, split: jax.Ar
         for matrix, acc in enumerate(accs):
             _store(partial.at[split - 1, matrix], acc)
 
-    inline_ptx("fence.acq_rel.cluster;")
-    plgpu.barrier_arrive(sums_full)
-    plgpu.barrier_wait(sums_full)
-    inline_ptx("fence.acq_rel.cluster;")
+    meet(sums_full)
 
 
 def _load_output_vectors(plan: Plan, vectors: Ref) -> list[jax.Array]:

@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks import kernel_cases
 from benchmarks.gpu import references
 from benchmarks.gpu.others import cudnn_prefill, jax_ragged_dot, tokamax_prefill, tokamax_ragged_dot
+from benchmarks.gpu.tolerances import tolerance
 from pallas_kernels import KVPages, attention, merge_tokens, moe, paged_attention
 from pallas_kernels import weights as formats
 from pallas_kernels.cached_attention import cached_attention
@@ -27,11 +28,6 @@ from pallas_kernels.norm_linear import norm_linear
 from pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
 from pallas_kernels.small_batch_linear import small_batch_linear
 from pallas_kernels.weights import Weights
-
-BFLOAT16_ERROR, FLOAT32_ERROR = 4e-3, 1e-5
-"""Tolerances: twice the error of rounding a result to bfloat16; and the error of float32 sums."""
-ATTENTION_ERROR = 8e-3
-"""In attention, queries, keys and softmax weights are rounded to bfloat16 as well."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +43,7 @@ class Case:
       state: the argument that the operation updates in place and returns as its second result.
       others: other libraries' JAX implementations with the same arguments. torch: the request for PyTorch's process.
       reference: the result in float64, from numpy arrays; leaves after those it returns are not compared.
-      tolerance: of each result's relative error in the Frobenius norm.
+      tolerance: of each result's error (`numerics.error`), from `tolerances.py`.
     """
 
     op: str
@@ -195,6 +191,10 @@ def _torch(case: kernel_cases.Case) -> dict[str, Any] | None:
 # Checked
 
 
+ALIBI = tuple(2.0 ** (-8 * (head + 1) / 32) for head in range(32))
+"""BLOOM's slopes for 32 heads."""
+
+
 def checked() -> Iterator[Case]:
     """Shapes for numerics: common ones, and ones that tiles do not divide."""
     for fmt in ("bfloat16", "float16", "float32", "int8", "int4", "fp8"):
@@ -206,6 +206,11 @@ def checked() -> Iterator[Case]:
             yield decoding(batch, tokens, context, q_heads=32, kv_heads=8, head_dim=128, rotary=128, **options)
             yield prefill(batch, 16 * tokens, context, q_heads=16, kv_heads=16, head_dim=64, **options)
     yield decoding(2, 1, 500, q_heads=16, kv_heads=16, head_dim=256, rotary=64)
+    llama = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
+    for options in ({"int8": True}, {"alibi": ALIBI}):
+        yield decoding(3, 1, 777, rotary=128, **llama, **options)
+        yield decoding(2, 4, 333, rotary=128, **llama, **options)
+        yield prefill(3, 16, 777, **llama, **options)
     yield encoding(4, 197, heads=12, head_dim=64)
     for rows, inputs in ((1, 4096), (7, 1600), (64, 14_336)):
         yield from quantizing(rows, inputs)
@@ -223,6 +228,9 @@ def tiny() -> Iterator[Case]:
         yield from (first, *others) if fmt == "bfloat16" else (first,)
     yield decoding(1, 1, 40, q_heads=2, kv_heads=1, head_dim=64, rotary=64)
     yield prefill(1, 8, 40, q_heads=2, kv_heads=1, head_dim=64)
+    for options in ({"int8": True}, {"alibi": ALIBI[:2]}):
+        yield decoding(1, 1, 40, q_heads=2, kv_heads=1, head_dim=64, rotary=64, **options)
+        yield prefill(1, 8, 40, q_heads=2, kv_heads=1, head_dim=64, **options)
     yield encoding(1, 8, heads=1, head_dim=64)
     yield from quantizing(2, 128)
     yield quantized(32, 64, 128)
@@ -273,8 +281,13 @@ def linear_layers(rows: int, outputs: int, inputs: int, fmt: str) -> Iterator[Ca
             reference=functools.partial(reference, **options),
             operands="int8" if fmt == "int8" else "bfloat16",
             rows=rows,
-            # Fallbacks also round between the linear layer and what follows it.
-            tolerance=FLOAT32_ERROR if fmt == "float32" else BFLOAT16_ERROR * (2 if extra else 1),
+            # A normalised row is rounded, and fallbacks also round between the linear layer and what follows it.
+            tolerance=tolerance(
+                dtype.name,
+                roundings=4 if extra else 1,
+                products=0 if fmt == "int8" else inputs,
+                passes=6 if fmt == "float32" else 1,
+            ),
         )
 
     def normed(x: jax.Array, weights: Weights, scale: jax.Array, *rest: jax.Array, **options: Any) -> jax.Array:
@@ -296,13 +309,24 @@ def linear_layers(rows: int, outputs: int, inputs: int, fmt: str) -> Iterator[Ca
 PAGE_SIZE = 16
 
 
-def _cache(key: jax.Array, batch: int, context: int, kv_heads: int, head_dim: int) -> tuple[KVPages, jax.Array]:
+def _cache(
+    key: jax.Array, batch: int, context: int, kv_heads: int, head_dim: int, *, int8: bool
+) -> tuple[KVPages, jax.Array]:
     """Random pages and a shuffled page table."""
     k, v, order = jax.random.split(key, 3)
     count = -(-context // PAGE_SIZE)
-    shape = (batch * count, PAGE_SIZE, kv_heads, head_dim)
-    table = jax.random.permutation(order, batch * count).reshape(batch, count)
-    return KVPages(_normal(k, shape), _normal(v, shape)), table.astype(jnp.int32)
+    pages = [_normal(x, (batch * count, PAGE_SIZE, kv_heads, head_dim)) for x in (k, v)]
+    table = jax.random.permutation(order, batch * count).reshape(batch, count).astype(jnp.int32)
+    if not int8:
+        return KVPages(*pages), table
+    scales = [jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(1, 3)) / 127 for x in pages]
+    k, v = (jnp.round(x / scale[:, None, :, None]).astype(jnp.int8) for x, scale in zip(pages, scales, strict=True))
+    return KVPages(k, v, *scales), table
+
+
+def _attention_tolerance(context: int, head_dim: int) -> float:
+    """Queries, keys, softmax weights and the result are rounded; scores are sums over a head, results over all keys."""
+    return tolerance("bfloat16", roundings=4, products=head_dim + context)
 
 
 def _positions(batch: int, tokens: int, context: int) -> jax.Array:
@@ -312,7 +336,16 @@ def _positions(batch: int, tokens: int, context: int) -> jax.Array:
 
 
 def decoding(
-    batch: int, tokens: int, context: int, *, q_heads: int, kv_heads: int, head_dim: int, rotary: int, **options: Any
+    batch: int,
+    tokens: int,
+    context: int,
+    *,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary: int,
+    int8: bool = False,
+    **options: Any,
 ) -> Case:
     """Decode attention: the newest tokens of some rows, with rotary embedding and the write to the cache."""
 
@@ -321,46 +354,66 @@ def decoding(
         angles = jax.random.uniform(angle, (batch, tokens, 1, rotary // 2), maxval=6.0)
         qkv = _normal(x, (batch, tokens, (q_heads + 2 * kv_heads) * head_dim))
         cos_sin = (jnp.cos(angles), jnp.sin(angles))
-        return qkv, *_cache(cache, batch, context, kv_heads, head_dim), _positions(batch, tokens, context), cos_sin
+        pages, table = _cache(cache, batch, context, kv_heads, head_dim, int8=int8)
+        return qkv, pages, table, _positions(batch, tokens, context), cos_sin
 
     def call(qkv: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, rotary: Any) -> Any:
         return cached_attention(qkv, pages, table, positions, rotary=rotary, scale=head_dim**-0.5, **options)
 
     return Case(
         op="decode_attention",
-        name=f"{batch} x {tokens}, context {context}, {q_heads}/{kv_heads} heads of {head_dim}{_describe(options)}",
+        name=_attention_name(batch, tokens, context, q_heads, kv_heads, head_dim, int8, options),
         make=make,
         call=call,
         reference=functools.partial(references.decode_attention, scale=head_dim**-0.5, **options),
-        tolerance=ATTENTION_ERROR,
+        tolerance=_attention_tolerance(context, head_dim),
         rows=batch * tokens,
         state=1,
     )
 
 
 def prefill(
-    batch: int, tokens: int, context: int, *, q_heads: int, kv_heads: int, head_dim: int, **options: Any
+    batch: int,
+    tokens: int,
+    context: int,
+    *,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    int8: bool = False,
+    **options: Any,
 ) -> Case:
     """Prefill attention: the last chunk of some prompts over their pages."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, cache = jax.random.split(key)
         q = _normal(x, (batch, tokens, q_heads, head_dim))
-        return q, *_cache(cache, batch, context, kv_heads, head_dim), _positions(batch, tokens, context)
+        return q, *_cache(cache, batch, context, kv_heads, head_dim, int8=int8), _positions(batch, tokens, context)
 
     return Case(
         op="paged_attention",
-        name=f"{batch} x {tokens}, context {context}, {q_heads}/{kv_heads} heads of {head_dim}{_describe(options)}",
+        name=_attention_name(batch, tokens, context, q_heads, kv_heads, head_dim, int8, options),
         make=make,
         call=functools.partial(paged_attention, scale=head_dim**-0.5, **options),
         reference=functools.partial(references.paged_attention, scale=head_dim**-0.5, **options),
-        tolerance=ATTENTION_ERROR,
+        tolerance=_attention_tolerance(context, head_dim),
         rows=batch * tokens,
     )
 
 
-def _describe(options: Mapping[str, Any]) -> str:
-    return "".join(f", {name} {value}" for name, value in options.items())
+def _attention_name(
+    batch: int,
+    tokens: int,
+    context: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    int8: bool,
+    options: Mapping[str, Any],
+) -> str:
+    described = [f", {name} {value}" if name != "alibi" else ", ALiBi" for name, value in options.items()]
+    sizes = f"{batch} x {tokens}, context {context}, {q_heads}/{kv_heads} heads of {head_dim}"
+    return "".join([sizes, ", int8" * int8, *described])
 
 
 def encoding(batch: int, tokens: int, *, heads: int, head_dim: int) -> Case:
@@ -382,7 +435,7 @@ def encoding(batch: int, tokens: int, *, heads: int, head_dim: int) -> Case:
         make=make,
         call=call,
         reference=functools.partial(references.attention, scale=head_dim**-0.5),
-        tolerance=ATTENTION_ERROR,
+        tolerance=_attention_tolerance(tokens, head_dim),
         rows=batch * tokens,
     )
 
@@ -397,7 +450,9 @@ def quantizing(rows: int, inputs: int) -> Iterator[Case]:
     def dequantized(quantized: tuple[jax.Array, jax.Array]) -> jax.Array:
         return quantized[0].astype(jnp.float32) * quantized[1]
 
-    case = functools.partial(Case, name=f"{rows} x {inputs}", rows=rows, tolerance=BFLOAT16_ERROR)
+    # Both round as the kernel does. Where an error of float32 decides, an element may be a step off, which is of the
+    # size of two roundings to bfloat16.
+    case = functools.partial(Case, name=f"{rows} x {inputs}", rows=rows, tolerance=tolerance("bfloat16", roundings=2))
     yield case(
         op="quantize_rows",
         make=lambda key: make(key)[:1],
@@ -430,20 +485,23 @@ def quantized(rows: int, outputs: int, inputs: int) -> Case:
         reference=reference,
         operands="int8",
         rows=rows,
-        tolerance=BFLOAT16_ERROR,
+        tolerance=tolerance("bfloat16"),
     )
 
 
 def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> Iterator[Case]:
     """The operations of an MoE layer."""
-    case = functools.partial(Case, name=f"{tokens} tokens, {k} of {experts} experts", rows=tokens)
-    yield case(
-        op="top_k_gating",
-        make=lambda key: (_normal(key, (tokens, experts), jnp.float32),),
-        call=functools.partial(moe.top_k_gating, k=k),
-        reference=functools.partial(references.top_k_gating, k=k),
-        tolerance=FLOAT32_ERROR,
-    )
+    name = f"{tokens} tokens, {k} of {experts} experts"
+    case = functools.partial(Case, name=name, rows=tokens)
+    for capacity in (None, -(-tokens * k // (2 * experts))):  # the second drops some choices
+        yield case(
+            op="top_k_gating",
+            name=name if capacity is None else f"{name}, capacity {capacity}",
+            make=lambda key: (_normal(key, (tokens, experts), jnp.float32),),
+            call=functools.partial(moe.top_k_gating, k=k, capacity=capacity),
+            reference=functools.partial(references.top_k_gating, k=k, capacity=capacity),
+            tolerance=tolerance("float32", roundings=64, products=experts),  # exp of up to 8 magnifies errors 8 times
+        )
 
     def rows_of(count: int, width: int) -> Callable[[jax.Array], tuple[Any, ...]]:
         def make(key: jax.Array) -> tuple[Any, ...]:
@@ -453,14 +511,18 @@ def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> It
         return make
 
     yield case(
-        op="permute", make=rows_of(tokens, embed), call=moe.permute, reference=references.permute, tolerance=1e-12
+        op="permute",
+        make=rows_of(tokens, embed),
+        call=moe.permute,
+        reference=references.permute,
+        tolerance=tolerance("float64"),  # copies
     )
     yield case(
         op="unpermute",
         make=rows_of(tokens * k, embed),
         call=moe.unpermute,
         reference=references.unpermute,
-        tolerance=BFLOAT16_ERROR,
+        tolerance=tolerance("bfloat16", products=k),
     )
 
     def matrices(key: jax.Array) -> tuple[Any, ...]:
@@ -473,15 +535,19 @@ def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> It
         make=matrices,
         call=moe.grouped_matmul,
         reference=references.grouped_matmul,
-        tolerance=BFLOAT16_ERROR,
+        tolerance=tolerance("bfloat16", products=embed),
     )
 
 
 def merging(batch: int, tokens: int, embed: int, *, r: int) -> Case:
+    """Token merging. The metric's elements are 1 and -1, so that similarities are exact in every dtype: which pairs are
+    merged depends on no rounding, and ties are frequent."""
+
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, metric = jax.random.split(key)
         sizes = 1.0 + jnp.arange(batch * tokens, dtype=jnp.float32).reshape(batch, tokens) % 3
-        return _normal(x, (batch, tokens, embed)), sizes, _normal(metric, (batch, tokens, 64), jnp.float32)
+        signs = jax.random.rademacher(metric, (batch, tokens, 64), jnp.bfloat16)
+        return _normal(x, (batch, tokens, embed)), sizes, signs
 
     return Case(
         op="merge_tokens",
@@ -489,6 +555,6 @@ def merging(batch: int, tokens: int, embed: int, *, r: int) -> Case:
         make=make,
         call=functools.partial(merge_tokens, r=r),
         reference=functools.partial(references.merge_tokens, r=r),
-        tolerance=BFLOAT16_ERROR,
+        tolerance=tolerance("bfloat16", products=tokens),
         rows=batch * tokens,
     )

@@ -45,12 +45,12 @@ def linear_residual(x: np.ndarray, weights: Weights, residual: np.ndarray, bias:
 
 
 def normalized(x: np.ndarray, scale: np.ndarray, shift: np.ndarray | None, *, eps: float) -> np.ndarray:
-    """LayerNorm, or RMSNorm if `shift` is None; rounded to x's dtype, as the operation specifies."""
+    """LayerNorm, or RMSNorm if `shift` is None."""
     y = x.astype(np.float64)
     if shift is not None:
         y = y - y.mean(-1, keepdims=True)
     y = y / np.sqrt((y * y).mean(-1, keepdims=True) + eps) * scale
-    return (y if shift is None else y + shift).astype(x.dtype)
+    return y if shift is None else y + shift
 
 
 def activated(x: np.ndarray, name: str) -> np.ndarray:
@@ -69,9 +69,10 @@ def norm_linear(
     activation: str,
     gated: bool = False,
 ) -> np.ndarray:
-    """rest: shift and bias, for LayerNorm."""
+    """rest: shift and bias, for LayerNorm. Normalised rows are rounded once: to int8, or else to x's dtype."""
     shift, bias = rest or (None, None)
-    y = linear(normalized(x, scale, shift, eps=eps), weights, bias)
+    y = normalized(x, scale, shift, eps=eps)
+    y = linear(y if np.asarray(weights.weight).dtype == np.int8 else y.astype(x.dtype), weights, bias)
     return activated(y[..., ::2], activation) * y[..., 1::2] if gated else activated(y, activation)
 
 
@@ -83,14 +84,15 @@ def _attention(
     *,
     scale: float,
     softcap: float | None = None,
+    bias: np.ndarray | float = 0.0,
 ) -> np.ndarray:
-    """One row: q [T, Hq, K]; k, v [S, Hkv, K]; visible [T, S]."""
+    """One row: q [T, Hq, K]; k, v [S, Hkv, K]; visible [T, S]; bias [Hq, T, S]."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
     scores = scale * np.einsum("thk,shk->hts", q.astype(np.float64), k)
     if softcap is not None:
         scores = softcap * np.tanh(scores / softcap)
-    scores = np.where(visible, scores, -np.inf)
+    scores = np.where(visible, scores + bias, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("hts,shk->thk", weights / weights.sum(-1, keepdims=True), v)
 
@@ -104,14 +106,24 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    alibi: tuple[float, ...] | None = None,
 ) -> np.ndarray:
-    rows = []
+    rows, caches = [], dequantized(pages)
     for one, taken, at in zip(q, table, positions, strict=True):
-        k, v = (np.asarray(x)[taken].reshape(-1, *x.shape[2:]) for x in pages[:2])
+        k, v = (x[taken].reshape(-1, *x.shape[2:]) for x in caches)
         distance = at[:, None] - np.arange(len(k))
         visible = (distance >= 0) & (distance < (window or len(k)))
-        rows.append(_attention(one, k, v, visible, scale=scale, softcap=softcap))
+        bias = 0.0 if alibi is None else -np.array(alibi)[:, None, None] * distance
+        rows.append(_attention(one, k, v, visible, scale=scale, softcap=softcap, bias=bias))
     return np.stack(rows)
+
+
+def dequantized(pages: KVPages) -> list[np.ndarray]:
+    """The keys and values of all pages."""
+    caches = [np.asarray(x).astype(np.float64) for x in pages[:2]]
+    if pages.k_scale is None:
+        return caches
+    return [x * np.asarray(scale, np.float64)[:, None, :, None] for x, scale in zip(caches, pages[2:], strict=True)]
 
 
 def attention(
@@ -131,17 +143,18 @@ def decode_attention(
     rotary: tuple[np.ndarray, ...],
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    """The heads' outputs, and the updated pages of keys and values."""
+    """The heads' outputs, and of a float cache the updated pages. New tokens of an int8 cache stay as they are, since
+    rounding a few of many keys changes little."""
     kv_heads, size = pages.k.shape[2:]
     grouped = qkv.astype(np.float64).reshape(*qkv.shape[:2], kv_heads, -1, size)
     q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, size)
     q, k = (_rotated(x, *rotary) for x in (q, grouped[..., -2, :]))
-    caches = [np.asarray(x).astype(np.float64) for x in pages[:2]]
+    caches = dequantized(pages)
     for cache, new in zip(caches, (k, grouped[..., -1, :]), strict=True):
         for row, at in enumerate(positions):
             cache[table[row, at // cache.shape[1]], at % cache.shape[1]] = new[row]
     heads = paged_attention(q, KVPages(*caches), table, positions, **options)  # type: ignore[arg-type]
-    return heads.reshape(*qkv.shape[:2], -1), *caches
+    return heads.reshape(*qkv.shape[:2], -1), *(caches if pages.k_scale is None else ())
 
 
 def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -150,14 +163,22 @@ def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def top_k_gating(logits: np.ndarray, *, k: int) -> tuple[np.ndarray, ...]:
+def top_k_gating(logits: np.ndarray, *, k: int, capacity: int | None = None) -> tuple[np.ndarray, ...]:
     """The fields of a `Routing`."""
     experts = np.argsort(-logits, axis=1, kind="stable")[:, :k]
     chosen = np.exp(np.take_along_axis(logits.astype(np.float64), experts, axis=1))
+    weights = chosen / chosen.sum(1, keepdims=True)
     order = np.argsort(experts.reshape(-1), kind="stable")
     sizes = np.bincount(experts.reshape(-1), minlength=logits.shape[1])
-    rows = np.argsort(order).reshape(experts.shape)
-    return experts, chosen / chosen.sum(1, keepdims=True), rows, order // k, np.cumsum(sizes) - sizes, sizes
+    offsets, rows = np.cumsum(sizes) - sizes, np.argsort(order).reshape(experts.shape)
+    if capacity is None:
+        return experts, weights, rows, order // k, offsets, sizes
+    position, size = rows - offsets[experts], capacity * logits.shape[1]
+    rows = np.where(position < capacity, experts * capacity + position, size)
+    tokens = np.full(size + 1, len(logits))
+    tokens[rows] = np.arange(len(logits))[:, None]  # dropped choices in the last place, which is cut off
+    offsets = np.arange(logits.shape[1]) * capacity
+    return experts, np.where(rows < size, weights, 0), rows, tokens[:-1], offsets, np.minimum(sizes, capacity)
 
 
 def permute(x: np.ndarray, routing: Routing) -> np.ndarray:

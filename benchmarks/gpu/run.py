@@ -1,10 +1,14 @@
 """One run of the benchmark, part after part."""
 
 import contextlib
+import json
 import shlex
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import rich
 
@@ -15,6 +19,25 @@ from benchmarks.gpu.timing import DRY, FULL, QUICK
 from benchmarks.report import ROOT, Report
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import device_kind, interpreted, kernels_available
+
+
+class _SavedReport(Report):
+    """Also appends every row to a file at once, so that a run that is cut off leaves what it has measured.
+
+    Args:
+      path: JSON lines; replaced.
+    """
+
+    def __init__(self, versions: Mapping[str, str], path: Path):
+        super().__init__(versions)
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+
+    def row(self, **fields: Any) -> None:
+        super().row(**fields)
+        with self._path.open("a") as file:
+            file.write(json.dumps(fields) + "\n")
 
 
 def run(args: Namespace) -> None:
@@ -34,7 +57,7 @@ def _measure(args: Namespace, peer: Peer) -> Report:
     effort = DRY if args.dry_run else QUICK if args.quick else FULL
     tables = args.json.parent if args.dry_run else ROOT / "pallas_kernels" / "tuned"
     timed = list(cases.tiny_timed() if args.dry_run else cases.timed(quick=args.quick))
-    report = Report({"peer": peer.version})
+    report = _SavedReport({"peer": peer.version}, args.json.with_suffix(".rows.jsonl"))
     report.row(part="settings", command=shlex.join(sys.argv[1:]), minutes=args.minutes, rounds=effort.rounds)
     limits = ceilings.measure(report, effort)
     for name, clock in clocks({part: args.time_weights[part] for part in args.only}, 60 * args.minutes):

@@ -42,7 +42,8 @@ def top_k_gating(logits: jax.Array, k: int, *, capacity: int | None = None, norm
     """Route each token to the k experts with its highest logits; ties go to the expert of lower index.
 
     Args:
-      logits: [N, E]; converted to float32.
+      logits: [N, E]; converted to float32. Infinite ones count as the largest finite numbers, NaN as the lowest, so
+        that every field of the result is finite and in its range whatever the logits are.
       k: experts per token, all different.
       capacity: None keeps every choice, R = N * k. A number gives each expert that many rows, R = E * capacity; later
         tokens' choices that do not fit are dropped.
@@ -62,16 +63,26 @@ def top_k_gating(logits: jax.Array, k: int, *, capacity: int | None = None, norm
     )
 
 
+_MAX_LOGIT = float(jnp.finfo(jnp.float32).max)
+
+
+def _finite(logits: jax.Array) -> jax.Array:
+    """The logits, with NaN as the lowest finite number."""
+    return jnp.where(logits >= -_MAX_LOGIT, jnp.minimum(logits, _MAX_LOGIT), -_MAX_LOGIT)
+
+
 def _gating_reference(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
     tokens, num_experts = logits.shape
+    logits = _finite(logits)
     values, experts = lax.top_k(logits, k)
-    log_sum = jax.nn.logsumexp(values if normalize else logits, axis=1, keepdims=True)
+    probs = jnp.exp(values - values[:, :1])
+    total = jnp.sum(probs if normalize else jnp.exp(logits - values[:, :1]), axis=1, keepdims=True)
     choices = experts.reshape(-1)
     sizes = jnp.zeros(num_experts, jnp.int32).at[choices].add(1)
     offsets = jnp.cumsum(sizes) - sizes
     order = jnp.argsort(choices, stable=True).astype(jnp.int32)  # row -> choice
     rows = jnp.zeros_like(choices).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
-    routing = Routing(experts, jnp.exp(values - log_sum), rows.reshape(tokens, k), order // k, offsets, sizes)
+    routing = Routing(experts, probs / total, rows.reshape(tokens, k), order // k, offsets, sizes)
     return routing if capacity is None else _limit_capacity(routing, capacity)
 
 
@@ -221,12 +232,8 @@ def _top_k(
     """
     shape = (plan.tile, plan.width)
     column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _by_row())
-    # Experts already taken and padding are -inf, below every logit: logits of -inf are clamped, so that they can still
-    # be chosen, last.
-    taken = -jnp.inf
-    min_logit = float(jnp.finfo(jnp.float32).min)
-    x = jnp.maximum(plgpu.load(logits.at[:, 0], layout=_by_row()), min_logit)
-    remaining = jnp.where(column < plan.experts, x, taken)
+    taken = -jnp.inf  # experts already taken and padding: below every logit
+    remaining = jnp.where(column < plan.experts, _finite(plgpu.load(logits.at[:, 0], layout=_by_row())), taken)
 
     def broadcast(vector):
         return lax.broadcast_in_dim(vector, shape, (0,))
@@ -237,7 +244,7 @@ def _top_k(
     def take(choice, state):
         remaining, total = state
         logit = jnp.max(remaining, axis=1)
-        expert = jnp.min(jnp.where(remaining == broadcast(logit), column, plan.width), axis=1)
+        expert = jnp.min(jnp.where(remaining == broadcast(logit), column, plan.experts - 1), axis=1)
         prob = jnp.exp(logit - max_logit)
         best_experts[choice], raw_probs[choice] = expert, prob
         return jnp.where(column == broadcast(expert), taken, remaining), total + prob if normalize else total

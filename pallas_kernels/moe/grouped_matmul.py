@@ -196,7 +196,8 @@ def _multiply(x_g: Ref, weights_g: Ref, y_g: Ref, tile: _Tile, first_output: jax
                 plgpu.barrier_wait(full.at[stage])
                 plgpu.wgmma(acc, weights.at[stage], x.at[stage].T)
                 # With only this wgmma in flight, the previous one has finished reading its stage, the next to be
-                # refilled. So have the other warps, because a copy starts with a barrier of all four.
+                # refilled. So have the other warps, because Mosaic starts a copy with a barrier of all four
+                # (`auto_barriers`).
                 plgpu.wgmma_wait(1)
                 ahead = i + stages - 1
 

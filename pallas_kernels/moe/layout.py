@@ -18,7 +18,7 @@ from pallas_kernels.refs import Ref
 
 
 def permute(x: jax.Array, routing: Routing) -> jax.Array:
-    """Copy tokens to rows sorted by expert: [N, D] -> [R, D]. Empty rows are zero."""
+    """Copy tokens to rows sorted by expert: [N, D] -> [R, D]. Empty rows, of no token in 0..N-1, are zero."""
     return dispatch("permute", _permute_kernel, _permute_reference, x, routing)
 
 
@@ -28,13 +28,17 @@ def unpermute(y: jax.Array, routing: Routing) -> jax.Array:
 
 
 def _permute_reference(x: jax.Array, routing: Routing) -> jax.Array:
-    return x.at[routing.tokens].get(mode="fill", fill_value=0)
+    return _rows_or_zero(x, routing.tokens)
+
+
+def _rows_or_zero(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """These rows of x; zero where there is no such row."""
+    return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def _unpermute_reference(y: jax.Array, routing: Routing) -> jax.Array:
     def weighted(choice: int) -> jax.Array:
-        rows = y.at[routing.rows[:, choice]].get(mode="fill", fill_value=0)
-        return routing.weights[:, choice, None] * rows.astype(jnp.float32)
+        return routing.weights[:, choice, None] * _rows_or_zero(y, routing.rows[:, choice]).astype(jnp.float32)
 
     total = weighted(0)
     for choice in range(1, routing.rows.shape[1]):
@@ -79,10 +83,11 @@ def _unpermute_kernel(y: jax.Array, routing: Routing) -> jax.Array:
 
 
 def _read(ref: Ref, row: jax.Array, columns: Any) -> jax.Array:
-    """A slice of a row; zero if the row is out of bounds."""
+    """A slice of a row; zero if the row is out of bounds, whatever is in a table."""
     layout = plgpu.Layout.WG_STRIDED((columns.size,), vec_size=columns.size // 128)
-    value = plgpu.load(ref.at[jnp.minimum(row, ref.shape[0] - 1), columns], layout=layout)
-    return jnp.where(jnp.full(value.shape, row < ref.shape[0]), value, jnp.zeros_like(value))
+    last = ref.shape[0] - 1
+    value = plgpu.load(ref.at[jnp.clip(row, 0, last), columns], layout=layout)
+    return jnp.where(jnp.full(value.shape, (row >= 0) & (row <= last)), value, jnp.zeros_like(value))
 
 
 def _row_kernel(name: str, body: Callable[..., None], out: jax.ShapeDtypeStruct):

@@ -19,6 +19,7 @@ from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
+from tests.kernels.stale import with_stale_slots
 
 EPS = 1e-6
 
@@ -172,6 +173,34 @@ def check_interpreted(case: Case, splits: int, stages: int = 2) -> None:
         np.testing.assert_array_equal(actual, wanted)
 
 
+def with_stale(args: tuple[Any, ...], value: float) -> tuple[Any, ...]:
+    """The arguments, with `value` in every slot that holds none of a row's earlier tokens."""
+    qkv, pages, table, positions, *rest = args
+    return qkv, with_stale_slots(pages, table, np.maximum(positions[:, 0], 0), value), table, positions, *rest
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_other_requests_left_changes_no_bit(tokens, int8):
+    """Neither the heads nor what a row may read of its pages, whether its new tokens start a page or not."""
+    case = Case(
+        positions=(0, 20, 31, -1, 40), tokens=tokens, kv_heads=2, group=2, head_dim=8, dtype=jnp.float32, int8=int8
+    )
+    args = case.args()
+    compiled = jax.jit(functools.partial(cached_attention_fallback, **case.options))
+
+    def results(value: float) -> list[np.ndarray]:
+        heads, pages = compiled(*with_stale(args, value))
+        lengths = np.asarray(args[3]).max(axis=1) + 1
+        return [np.asarray(x) for x in (heads, *jax.tree.leaves(with_stale_slots(pages, args[2], lengths, 0.0)))]
+
+    expected = results(0.0)
+    assert all(np.isfinite(x).all() for x in expected)
+    for value in (np.nan, np.inf):
+        for actual, wanted in zip(results(value), expected, strict=True):
+            np.testing.assert_array_equal(actual, wanted)
+
+
 CASES = {
     # A row with only its own key; new tokens at the end and at the start of a tile of keys; a row of padding.
     "one split": (Case(positions=(0, 63, 64, -1)), 1),
@@ -225,6 +254,34 @@ def test_interpreted(name):
     check_interpreted(*CASES[name])
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["draft tokens", "masked", "int8"])
+def test_what_other_requests_left_changes_no_bit_interpreted(name):
+    case, splits = CASES[name]
+    args = case.args()
+    results = []
+    for value in (0.0, np.nan, np.inf):
+        with without_races(), Trial("decode_attention", {"splits": splits, "stages": 2}).active():
+            results.append(np.asarray(decode_attention(*with_stale(args, value), **case.options)[0], np.float32))
+    assert np.isfinite(results[0]).all()
+    for actual in results[1:]:
+        np.testing.assert_array_equal(actual, results[0])
+
+
+@pytest.mark.interpreted
+def test_new_tokens_that_are_not_finite_are_stored_as_the_fallback_does():
+    """In int8 as 0, so that the other tokens of their pages keep their values."""
+    case, splits = CASES["int8"]
+    qkv, *rest = case.args()
+    token = qkv.reshape(*qkv.shape[:2], case.group + 2, case.head_dim)
+    broken = token.at[0, 0, -2, 5].set(jnp.nan).at[1, 0, -1, 7].set(jnp.inf).reshape(qkv.shape)
+    with without_races(), Trial("decode_attention", {"splits": splits, "stages": 2}).active():
+        _, pages = decode_attention(broken, *rest, **case.options)
+    _, expected = cached_attention_fallback(broken, *rest, **case.options)
+    for actual, wanted in zip(pages, expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WIDER)
 def test_interpreted_wider(name):
@@ -245,6 +302,15 @@ def test_interpreted_wider(name):
 )
 def test_unsupported(case, message):
     with pytest.raises(UnsupportedError, match=message):
+        decode_attention(*case.args(), **case.options)
+
+
+def test_clusters_that_a_gpu_may_refuse_are_unsupported():
+    case = Case(positions=(0,))
+    with (
+        Trial("decode_attention", {"splits": 16, "stages": 2}).active(),
+        pytest.raises(UnsupportedError, match="1 to 8 thread blocks, got 16"),
+    ):
         decode_attention(*case.args(), **case.options)
 
 

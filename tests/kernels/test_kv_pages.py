@@ -95,6 +95,21 @@ def test_int8_zeros_stay_zeros():
     assert all(np.isfinite(x).all() and not x.any() for x in values(pages))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_int8_stores_what_is_not_finite_as_0(value):
+    """Such a token leaves the others of its page as they are, and starts a page like any other."""
+    k = tokens(3)
+    broken = k.copy()
+    broken[[0, 2], :, 3] = value
+    broken[2, 1] = value
+    zeroed = np.where(np.isfinite(broken), broken, 0)
+    index = indices(3, 3, 3), indices(0, 1, 2)
+    for actual, wanted in zip(
+        write(empty(int8=True), broken, broken, *index), write(empty(int8=True), zeroed, zeroed, *index), strict=True
+    ):
+        np.testing.assert_array_equal(actual, wanted)
+
+
 def test_int8_leaves_other_pages_alone():
     k = tokens(PAGES * SIZE)
     everywhere = jnp.repeat(jnp.arange(PAGES), SIZE), jnp.tile(jnp.arange(SIZE), PAGES)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
+from tests.kernels.routing import HARD_LOGITS, check_in_range, logits_of
 
 
 def reference(logits, k, capacity, normalize) -> Routing:
@@ -84,6 +85,25 @@ def test_equal_logits_go_to_the_lower_experts():
     routing = gate(jnp.zeros((2, 5)), 3)
     np.testing.assert_array_equal(routing.experts, [[0, 1, 2]] * 2)
     np.testing.assert_array_equal(routing.sizes, [2, 2, 2, 0, 0])
+
+
+@pytest.mark.parametrize(("capacity", "normalize"), [(None, True), (None, False), (2, True)])
+@pytest.mark.parametrize("kind", HARD_LOGITS)
+def test_any_logits_give_valid_indices(kind, capacity, normalize):
+    logits = logits_of(20, 5, kind)
+    routing = gate(logits, 3, capacity=capacity, normalize=normalize)
+    check_in_range(routing, logits, 3, capacity, normalize=normalize)
+
+
+def test_a_token_that_is_not_a_number_stays_alone():
+    """NaN in a token and in its logits reaches no other token, through any operation of a layer."""
+    x, logits = (jnp.asarray(random_logits(9, 6, seed)) for seed in (0, 1))
+    weights = [jnp.asarray(np.random.default_rng(2).normal(size=(6, 6, 6)), jnp.float32) for _ in range(2)]
+    expected = layer(x, logits, *weights, k=2)
+    y = layer(x.at[4].set(jnp.nan), logits.at[4].set(jnp.nan), *weights, k=2)
+    others = np.arange(9) != 4
+    assert np.isnan(y[4]).any()
+    np.testing.assert_allclose(y[others], expected[others], rtol=1e-5, atol=1e-5)
 
 
 def test_normalised_weights_are_the_softmax_of_the_chosen_logits():

@@ -17,6 +17,7 @@ from pallas_kernels.moe.grouped_matmul import Tiles, _grouped_matmul_kernel
 from pallas_kernels.moe.layout import _permute_kernel, _permute_reference, _unpermute_kernel, _unpermute_reference
 from pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
+from tests.kernels.routing import HARD_LOGITS, check_in_range, logits_of
 
 H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 
@@ -30,23 +31,13 @@ MODELS = {
 TOKENS = (1, 8, 64, 4096)
 
 
-def logits_of(tokens, experts, seed=0, kind="random"):
-    rng = np.random.default_rng(seed)
-    logits = {
-        "random": rng.normal(size=(tokens, experts)),
-        "ties": rng.integers(-1, 2, (tokens, experts)),
-        "one": np.tile(-np.arange(experts), (tokens, 1)),  # all tokens to the same experts
-        "masked": np.where(np.arange(experts) % 3 == 0, rng.normal(size=(tokens, experts)), -np.inf),
-    }[kind]
-    return jnp.asarray(logits, jnp.float32)
-
-
 def check_gating(logits, **options):
     with without_races():
         routing = _gating_kernel(logits, **options)
     for name, actual, expected in zip(Routing._fields, routing, _gating_reference(logits, **options), strict=True):
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), name
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7, err_msg=name)
+    return routing
 
 
 @pytest.mark.interpreted
@@ -62,7 +53,20 @@ def check_gating(logits, **options):
     ],
 )
 def test_gating_interpreted(tokens, experts, k, capacity, normalize, kind):
-    check_gating(logits_of(tokens, experts, kind=kind), k=k, capacity=capacity, normalize=normalize)
+    check_gating(logits_of(tokens, experts, kind), k=k, capacity=capacity, normalize=normalize)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("kind", HARD_LOGITS)
+def test_gating_of_any_logits_interpreted(kind, tiles, monkeypatch):
+    """Every index is valid, in the last, partial tile too; the tables are the reference's."""
+    if tiles > 1:
+        monkeypatch.setattr(gating_module, "_TILE", 4)
+        monkeypatch.setattr(gating_module, "_TILES", 2)
+    logits = logits_of(4 * tiles - 1, 8, kind)
+    routing = check_gating(logits, k=3, capacity=None, normalize=True)
+    check_in_range(routing, logits, 3, None, normalize=True)
 
 
 @pytest.mark.interpreted
@@ -110,6 +114,22 @@ def test_layout_of_many_rows_interpreted(monkeypatch):
         combined = _unpermute_kernel(jnp.where((routing.tokens < 11)[:, None], rows, jnp.nan), routing)
     np.testing.assert_array_equal(rows, _permute_reference(x, routing))
     np.testing.assert_allclose(combined, _unpermute_reference(rows, routing), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.interpreted
+def test_layout_of_a_broken_table_reads_nothing_else():
+    """Rows of no token, before the first or after the last, are zero: no index leaves the array."""
+    routing = _gating_reference(logits_of(3, 4), k=2, capacity=None, normalize=True)
+    broken = jnp.array([-1, 0, 3, 2, -(2**31), 2**31 - 1], jnp.int32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 128)), jnp.float32)
+    y = jnp.concatenate([x, -x])
+    tables = routing._replace(tokens=broken, rows=jnp.array([[-1, 0], [6, 5], [-(2**31), 2**31 - 1]], jnp.int32))
+    with without_races():
+        rows, combined = _permute_kernel(x, tables), _unpermute_kernel(y, tables)
+    np.testing.assert_array_equal(rows, jnp.zeros_like(y).at[jnp.array([1, 3])].set(x[jnp.array([0, 2])]))
+    np.testing.assert_array_equal(rows, _permute_reference(x, tables))
+    np.testing.assert_allclose(combined, _unpermute_reference(y, tables), rtol=1e-6, atol=1e-6)
+    assert not combined[2].any()
 
 
 def check_products(sizes, outputs, inputs, *, offsets=None, rows=None, dtype=jnp.bfloat16, tiles=None):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import KVPages, attention, paged_attention, write_pages
 from pallas_kernels.paged_attention import paged_attention_reference
+from tests.kernels.stale import with_stale_slots
 
 SIZE, HEADS, DIM, SCALE = 16, 4, 8, 0.4
 ALIBI = (0.5, 0.25, 0.125, 0.0625)
@@ -136,6 +137,28 @@ def test_keys_beyond_the_longest_row_are_not_read():
     poisoned = case.pages._replace(k=case.pages.k.at[beyond].set(jnp.nan), v=case.pages.v.at[beyond].set(jnp.nan))
     expected = run(paged_attention, case.q, case.pages, case.page_table, positions)
     np.testing.assert_array_equal(run(paged_attention, case.q, poisoned, case.page_table, positions), expected)
+
+
+@pytest.mark.parametrize("function", [paged_attention, paged_attention_reference])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_what_other_requests_left_changes_no_bit(tokens, name, int8, function):
+    """NaN and infinity after each row's last token: in its last page, in later pages of its table, in all others. One
+    row waits for a longer one, one is padding."""
+    case = make_case(3, tokens, kv_heads=2, int8=int8)
+    positions = jnp.arange(tokens) + jnp.array([[7], [200], [0]])
+    positions = positions.at[0, 3:].set(-1).at[2].set(-1)
+    compiled = jax.jit(functools.partial(function, scale=SCALE, **OPTIONS[name]))
+
+    def result(value: float) -> np.ndarray:
+        pages = with_stale_slots(case.pages, case.page_table, np.asarray(positions.max(axis=1)) + 1, value)
+        return np.asarray(compiled(case.q, pages, case.page_table, positions))
+
+    expected = result(0.0)
+    assert np.isfinite(expected).all()
+    for value in (np.nan, np.inf, -np.inf):
+        np.testing.assert_array_equal(result(value), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

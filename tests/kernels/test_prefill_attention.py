@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention import paged_attention_reference
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
+from tests.kernels.stale import with_stale_slots
 
 attention_module = importlib.import_module("pallas_kernels.attention")  # the package has a function of that name
 
@@ -146,6 +147,24 @@ MORE = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name):
     check(CASES[name])
+
+
+@pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # scores of infinite keys
+@pytest.mark.parametrize("name", ["a ragged tile", "all in float16", "all in int8", "pages larger than tiles"])
+def test_what_other_requests_left_changes_no_bit(name):
+    """NaN and infinity after each row's last token: in its last page, in later pages of its table, in all others."""
+    case = CASES[name]
+    q, pages, table, positions = case.args()
+    lengths = np.asarray(positions).max(axis=1) + 1
+    results = []
+    for value in (0.0, np.nan, np.inf):
+        stale = with_stale_slots(pages, table, lengths, value)
+        with without_races(), Trial("prefill_attention", SMALL).active():
+            results.append(np.asarray(prefill_attention(q, stale, table, positions, **case.options), np.float32))
+    assert np.isfinite(results[0]).all()
+    for actual in results[1:]:
+        np.testing.assert_array_equal(actual, results[0])
 
 
 @pytest.mark.slow

@@ -245,6 +245,17 @@ def test_unsupported_names_the_constraint(problem, message):
         jax.eval_shape(problem.kernel, *problem.shapes())
 
 
+@pytest.mark.parametrize("split", [0, 9, 16])
+def test_clusters_that_a_gpu_may_refuse_are_unsupported(split):
+    """At the launch, a refused cluster would end the process."""
+    problem = P(rows=1, inputs=64 * 16, outputs=64)
+    with (
+        Trial("small_batch_linear", {"tile_k": 64, "stages": 2, "split": split}).active(),
+        pytest.raises(UnsupportedError, match=f"1 to 8 thread blocks, got {split}"),
+    ):
+        jax.eval_shape(problem.kernel, *problem.shapes())
+
+
 def test_other_dtypes_of_weights_and_residual_are_unsupported():
     x, weights, _, residual, *_ = P(rows=1, inputs=64, outputs=64, residual=True).arrays()
     with pytest.raises(UnsupportedError, match="weights in x's dtype bfloat16, got float32"):

@@ -1,0 +1,53 @@
+"""A request whose values overflow harms itself alone: neither those beside it nor the next owners of its pages."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.params import SamplingParams
+from jaxinfer.generation.text import Tokenizer
+from jaxinfer.models.loading import load_model
+from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
+
+OVERFLOWS = 200  # a token whose embedding is infinite
+PROMPTS = [np.random.default_rng(n).integers(97, 105, n).tolist() for n in (36, 33)]  # two take all pages
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    loaded = load_model(model_dir)
+    state = dict(nnx.to_flat_state(loaded.state))
+    table = state["embed", "table"]
+    state["embed", "table"] = table.replace(table[...].at[OVERFLOWS].set(jnp.inf))
+    return dataclasses.replace(loaded, state=nnx.from_flat_state(state))
+
+
+def tokens_of(engine, prompts):
+    """The tokens of each prompt and of what follows it, when all run together."""
+    requests = [engine.prepare(prompt, PARAMS).sequences() for prompt in prompts]
+    for sequences in requests:
+        engine.add(sequences)
+    while not all(sequence.finished for sequences in requests for sequence in sequences):
+        engine.step()
+    engine.drain()
+    return [sequence.token_ids for sequences in requests for sequence in sequences]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype):
+    config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype)
+    engine = build_engine(model, Tokenizer.of(model_dir), config, num_pages=SMALL_PAGES)
+    expected = tokens_of(engine, PROMPTS)
+    overflowing = [OVERFLOWS] * 33
+    beside, _ = tokens_of(engine, [PROMPTS[0], overflowing])
+    assert beside == expected[0]
+    tokens_of(engine, [[*prompt[:4], *overflowing] for prompt in PROMPTS])  # begin like pages to be copied
+    left = [x for x in jax.tree.leaves(engine.executor._state.caches) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert all(np.isfinite(x).all() == (kv_dtype == "int8") for x in left)  # in int8 these are the scales
+    assert tokens_of(engine, PROMPTS) == expected
