@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.dispatch import UnsupportedError, dispatch, require_wgmma
 from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
 from pallas_kernels.weights import xla_matmul
@@ -93,6 +93,7 @@ def _grouped_matmul_kernel(x: jax.Array, weights: jax.Array, offsets: jax.Array,
         raise UnsupportedError(f"K and N must be multiples of 64, got K={inputs}, N={outputs}")
     if experts > _MAX_EXPERTS:
         raise UnsupportedError(f"grouped_matmul takes up to {_MAX_EXPERTS} experts, got {experts}")
+    require_wgmma()
     tiles = Tiles.choose(rows, experts, outputs)
     max_tiles = min(rows, rows // tiles.rows + experts)
 
