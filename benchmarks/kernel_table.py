@@ -22,14 +22,13 @@ from benchmarks.kernel_cases import Case, every_case
 from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled.target import Kernel, Target, TargetReport, compile_for
 
-SMS = 132
+TARGET = Target.load("h200")
 BYTES_PER_SECOND = 4.8e12  # memory bandwidth, from the data sheet
 FLOPS_PER_SECOND = 989e12  # bfloat16, from the data sheet
-_REGISTERS, _SHARED_BYTES, _THREADS, _BLOCKS = 65_536, 233_472, 2048, 32  # of an SM
+_REGISTERS, _THREADS, _BLOCKS = 65_536, 2048, 32  # of an SM
 _RESERVED_BYTES = 1024  # of shared memory, for each block
 
 PAGE = Path(__file__).parents[1] / "docs/kernels.md"
-_MARKED = re.compile(r"(<!-- python -m benchmarks.kernel_table --write -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ class Row:
       op, case: the operation, and the shape. min_us: the roofline time for its bytes and FLOPs, from the data sheet.
       launches: the case's Mosaic kernels, and XLA's.
       per_sm: occupancy in thread blocks per SM, limited by registers, shared memory and threads.
-      waves: thread blocks / (132 SMs * occupancy).
+      waves: thread blocks / (SMs * occupancy).
     """
 
     op: str
@@ -93,7 +92,7 @@ class Row:
 def compile_case(case: Case) -> TargetReport:
     """Compile the case as a separate program, with the compiler options of the engine's programs."""
     options = compiler_options("gpu", rows=case.rows, dtype=np.dtype(jnp.bfloat16))
-    return compile_for(Target.load("h200"), case.call, case.args, donate=case.donated, options=options, resources=True)
+    return compile_for(TARGET, case.call, case.args, donate=case.donated, options=options, resources=True)
 
 
 def rows_of(case: Case) -> list[Row]:
@@ -119,7 +118,7 @@ def _row(case: Case, kernel: Kernel, launches: tuple[int, int]) -> Row:
         cluster=kernel.cluster,
         threads=kernel.threads,
         per_sm=per_sm,
-        waves=kernel.grid / (SMS * per_sm),
+        waves=kernel.grid / (TARGET.gpu.sms * per_sm),
         features=kernel.resources.features,
     )
 
@@ -132,7 +131,7 @@ def blocks_per_sm(registers: int, shared_bytes: int, threads: int) -> int:
     warps = math.ceil(threads / 32)
     registers_per_warp = math.ceil(registers * 32 / 256) * 256
     by_registers = 4 * (_REGISTERS // 4 // registers_per_warp) // warps
-    by_shared = _SHARED_BYTES // (shared_bytes + _RESERVED_BYTES)
+    by_shared = (TARGET.gpu.shared_bytes + _RESERVED_BYTES) // (shared_bytes + _RESERVED_BYTES)
     return min(by_registers, by_shared, _THREADS // threads, _BLOCKS)
 
 
@@ -166,6 +165,15 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines + ["| " + " | ".join(_cells(row)) + " |" for row in rows]) + "\n"
 
 
+def put_into_page(module: str, table: str) -> None:
+    """Replace the table in docs/kernels.md that this module writes."""
+    marked = re.compile(rf"(<!-- python -m {re.escape(module)} --write -->\n).*?(<!-- end -->)", re.DOTALL)
+    text, count = marked.subn(lambda match: match[1] + table + match[2], PAGE.read_text())
+    if count != 1:
+        raise SystemExit(f"{PAGE} has {count} places for the table of {module}, not one.")
+    PAGE.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", action="append", choices=LIMITS, default=[], help="only this operation")
@@ -186,10 +194,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
     if options.write:
-        text, count = _MARKED.subn(lambda match: match[1] + markdown(rows) + match[2], PAGE.read_text())
-        if count != 1:
-            raise SystemExit(f"{PAGE} has {count} places for the table, not one.")
-        PAGE.write_text(text)
+        put_into_page("benchmarks.kernel_table", markdown(rows))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.clusters import check_cluster, meet
-from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.dispatch import UnsupportedError, require_shared_bytes, target_gpu
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
@@ -49,8 +49,6 @@ _TILE_Q = 32  # queries whose softmax is computed at once
 _TILE_D = 64  # features of a head that are multiplied at once: the rows of an mma by four warps
 _MASKED = -1e30  # finite, so that sums over masked keys alone get the weight exp(_MASKED - score) = 0
 _LOG2E = math.log2(math.e)
-_SMS = 132
-_SMEM_BYTES = 227 << 10  # of a thread block, at most
 
 
 def _qkv_layout() -> Any:
@@ -161,11 +159,11 @@ def _tiles(plan: _Plan) -> Tiles:
     key = f"b{plan.batch} t{plan.tokens} h{plan.kv_heads}x{plan.group} k{plan.head_dim} c{context}"
     if found := tuned("decode_attention", key + " int8" * plan.int8):
         return Tiles(**found)
-    clusters = plan.batch * plan.kv_heads
+    gpu, clusters = target_gpu(), plan.batch * plan.kv_heads
     splits = 1
-    while splits < 8 and clusters * splits < _SMS and context >= 4 * _TILE_KV * splits:
+    while splits < 8 and clusters * splits < gpu.sms and context >= 4 * _TILE_KV * splits:
         splits *= 2
-    smem = _SMEM_BYTES if clusters * splits <= _SMS else _SMEM_BYTES // 2
+    smem = gpu.shared_bytes_of(1 if clusters * splits <= gpu.sms else 2)
     return Tiles(splits=splits, stages=max(2, min(4, (smem - plan.other_bytes) // plan.stage_bytes)))
 
 
@@ -225,6 +223,7 @@ def decode_attention(
     plan = _plan(qkv, pages, page_table, rotary, norms, alibi, **options)
     tiles = _tiles(plan)
     check_cluster(tiles.splits)
+    require_shared_bytes(tiles.stages * plan.stage_bytes + plan.other_bytes)
     inputs: dict[str, Any] = {"qkv": qkv.reshape(-1, head_dim), "table": page_table, "positions": positions}
     if rotary is not None:
         inputs["cos"], inputs["sin"] = (x.reshape(-1, plan.rotary_half) for x in rotary)

@@ -10,6 +10,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -17,15 +18,19 @@ from jax import lax
 from jax._src.interpreters import mlir  # no public way to give a primitive a lowering
 from jax.sharding import AxisType, get_abstract_mesh
 
+from pallas_kernels.gpu import GPU
 from pallas_kernels.mosaic import plgpu, primitives
 
-_HOPPER_OR_NEWER = re.compile(r"\b(H100|H200|H800|H20|GH200|B100|B200|B300|GB200|GB300)\b")
+_MIN_CAPABILITY = (9, 0)  # of Mosaic's asynchronous copies (TMA), clusters and barriers
 
 _ALL = "all operations"
 
 _log = logging.getLogger("jaxinfer.kernels")
 _interpreting = False
+_INTERPRETED = GPU(name="interpreter", capability=(9, 0), sms=132, shared_bytes=227 << 10)  # an H100
 _disabled = jax.make_user_context(frozenset())
+_target = jax.make_user_context(None)
+_refusals: ContextVar[dict[str, str] | None] = ContextVar("refusals", default=None)
 
 
 class UnsupportedError(NotImplementedError):
@@ -49,7 +54,9 @@ def dispatch[T](name: str, kernel: Callable[..., T], fallback: Callable[..., T],
         try:
             return _jitted(kernel, fallback, tuple(static.items()))(*args)
         except UnsupportedError as error:
-            _warn_once(f"{name} runs as plain XLA: {error}")
+            _warn_once(f"{name} runs as plain XLA on {target_gpu().name}: {error}")
+            if (refusals := _refusals.get()) is not None:
+                refusals[name] = str(error)
     return fallback(*args, **static)
 
 
@@ -77,6 +84,41 @@ def without_kernels(*names: str) -> contextlib.AbstractContextManager[None]:
     return _disabled(frozenset(names or (_ALL,)))
 
 
+@contextlib.contextmanager
+def recorded_refusals() -> Iterator[dict[str, str]]:
+    """Why kernels refused what is traced inside, by operation."""
+    refusals: dict[str, str] = {}
+    token = _refusals.set(refusals)
+    try:
+        yield refusals
+    finally:
+        _refusals.reset(token)
+
+
+def targeting(gpu: GPU) -> contextlib.AbstractContextManager[None]:
+    """Choose kernels and tile sizes for this GPU, which need not be here, in what this thread traces inside."""
+    return _target(gpu)
+
+
+def target_gpu() -> GPU:
+    """The GPU that a kernel is traced for: that of `targeting`, or else this machine's first."""
+    gpu = _target_gpu()
+    assert gpu is not None, "kernels are traced for a GPU: here, by `targeting`, or `interpreted`"
+    return gpu
+
+
+def require_wgmma() -> None:
+    """Raise UnsupportedError if the GPU has no `wgmma`."""
+    if not target_gpu().has_wgmma:
+        raise UnsupportedError("it needs wgmma, which only sm_90 has")
+
+
+def require_shared_bytes(needed: int) -> None:
+    """Raise UnsupportedError if a thread block cannot have this much shared memory."""
+    if needed > (available := target_gpu().shared_bytes):
+        raise UnsupportedError(f"a thread block needs {needed} bytes of shared memory and has {available}")
+
+
 def kernels_available() -> bool:
     """Whether a program traced now may contain Mosaic kernels: JAX 0.11, GPU of compute capability 9.0 or newer.
 
@@ -87,15 +129,32 @@ def kernels_available() -> bool:
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     if any(size > 1 for size, kind in axes if kind is AxisType.Auto):
         return False
-    if mesh.abstract_device is not None:  # the target of ahead-of-time compilation
-        return _HOPPER_OR_NEWER.search(mesh.abstract_device.device_kind) is not None and _jax_lowers_kernels()
-    return _local_gpu_runs_kernels() and _jax_lowers_kernels()
+    if (gpu := _target_gpu()) is None:
+        return False
+    if gpu.capability < _MIN_CAPABILITY:
+        major, minor = gpu.capability
+        _warn_once(f"{gpu.name} (sm_{major}{minor}) runs plain XLA: kernels need sm_90 or newer")
+        return False
+    return _jax_lowers_kernels()
 
 
-def device_kind() -> str:
-    """The device kind that a program traced now is compiled for ("NVIDIA H200", "cpu")."""
-    target = get_abstract_mesh().abstract_device
-    return target.device_kind if target is not None else jax.devices()[0].device_kind
+def _target_gpu() -> GPU | None:
+    return _target.value or (_INTERPRETED if _interpreting else _local_gpu())
+
+
+@functools.cache
+def _local_gpu() -> GPU | None:
+    """This machine's first NVIDIA GPU."""
+    device = jax.devices()[0]
+    capability = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))  # AMD: "gfx942"
+    if capability is None:
+        return None
+    return GPU(
+        name=device.device_kind,
+        capability=(int(capability[1]), int(capability[2])),
+        sms=device.core_count,
+        shared_bytes=device.shared_memory_per_block_optin,
+    )
 
 
 @functools.cache
@@ -104,18 +163,6 @@ def _jax_lowers_kernels() -> bool:
     if jax.__version_info__ < (0, 12):
         return True
     _warn_once(f"kernels need JAX 0.11, this is {jax.__version__}: using plain XLA instead")
-    return False
-
-
-@functools.cache
-def _local_gpu_runs_kernels() -> bool:
-    if jax.default_backend() != "gpu":
-        return False
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", "0.0")
-    if float(capability) >= 9.0:
-        return True
-    _warn_once(f"{device.device_kind} has compute capability {capability}, kernels need 9.0: using plain XLA instead")
     return False
 
 
@@ -157,6 +204,6 @@ def _register_mma() -> None:
     mlir.register_lowering(primitives.mma_p, rule, platform="cpu")
 
 
-def tracing_state() -> tuple[bool, frozenset[str]]:
-    """What a trace in this thread depends on beside its arguments: the interpreter, and the kernels switched off."""
-    return _interpreting, _disabled.value
+def tracing_state() -> tuple[bool, frozenset[str], GPU | None]:
+    """What a trace depends on beside its arguments: the interpreter, what is switched off, the target."""
+    return _interpreting, _disabled.value, _target.value

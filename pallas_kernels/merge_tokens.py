@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.dispatch import UnsupportedError, dispatch, require_shared_bytes
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
 
 TILE = 64  # tokens, or features, of a tile: 128 bytes in a 16-bit dtype, the widest swizzle
 MMA_TOKENS = 32  # tokens per mma
 MAX_TOKENS = 1024
-_SMEM_BYTES = 200 << 10  # of a thread block, for the metric of all tokens
+_OTHER_BYTES = 24 << 10  # of shared memory: one tile of the result, vectors, alignment
 
 
 def _swizzled() -> tuple[Any, ...]:
@@ -116,10 +116,7 @@ def _select(metric: jax.Array, r: int, protected: int) -> jax.Array:
     evens, odds = pl.cdiv(count, 2), count // 2
     tiles, feature_tiles, shape = pl.cdiv(evens, TILE), pl.cdiv(features, TILE), (TILE, MMA_TOKENS)
     rows = tiles * TILE
-    if (smem_bytes := 2 * feature_tiles * rows * TILE * unit.dtype.itemsize) > _SMEM_BYTES:
-        raise UnsupportedError(
-            f"a thread block has {_SMEM_BYTES} bytes, got {count} tokens of {features} features: {smem_bytes}"
-        )
+    require_shared_bytes(2 * feature_tiles * rows * TILE * unit.dtype.itemsize + _OTHER_BYTES)
     lhs, rhs, acc = (of(unit.dtype) for of in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
 
     def body(unit_g, target_g, unit_s, best_s, partner_s, merged_s, full):
@@ -214,6 +211,7 @@ def _merge(x: jax.Array, size: jax.Array, target: jax.Array, r: int) -> tuple[ja
     """The size-weighted means of the tokens with equal targets, and their sizes. target: int32 [B, n, padded]."""
     (batch, count, features), tokens = x.shape, target.shape[1]
     outputs, shape, weights_shape = count - r, (TILE, TILE), (TILE, MMA_TOKENS)
+    require_shared_bytes(tokens * (TILE * x.dtype.itemsize + 8) + _OTHER_BYTES)
     size = jnp.pad(size, ((0, 0), (0, tokens - count)))  # padding tokens have weight 0, whatever their target
     lhs, rhs, acc = (of(x.dtype) for of in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
 

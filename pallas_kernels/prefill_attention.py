@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.dispatch import UnsupportedError, interpreting
+from pallas_kernels.dispatch import UnsupportedError, interpreting, require_wgmma
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
@@ -137,7 +137,7 @@ def prefill_attention(
       lengths: int32 [B] or None; if given, a query sees the first `lengths` keys of its row, also later ones.
       scale, window, softcap, alibi: as in `attention`.
     Returns: [B, T, Hq, K]; zeros where a whole tile of queries is padding.
-    Raises: UnsupportedError for other dtypes and sizes.
+    Raises: UnsupportedError for other dtypes and sizes, and for a GPU without wgmma.
     """
     batch, tokens, q_heads, head_dim = q.shape
     _, page_size, kv_heads, _ = pages.k.shape
@@ -155,6 +155,7 @@ def prefill_attention(
         raise UnsupportedError(
             f"prefill_attention takes pages of 8, 16, 32, 64 or a multiple of 128 tokens, got {page_size}"
         )
+    require_wgmma()
     wg_tokens = _TILE_Q // heads
     slopes = None if alibi is None else np.repeat(np.asarray(alibi, np.float32) * np.float32(_LOG2E), wg_tokens)
     padded = pages._replace(k=_pad_to_8(pages.k), v=_pad_to_8(pages.v))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import weights as formats
-from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.dispatch import UnsupportedError, dispatch, target_gpu
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.norm import normalize
 from pallas_kernels.refs import Ref
@@ -26,8 +26,8 @@ from pallas_kernels.tuning import tuned
 
 _THREADS = 128  # of a warpgroup
 _TILE_K = 128  # int8 inputs of a stage: 128 bytes, the widest swizzle
-_SMS = 132
-_SMEM_BYTES = 112_000  # for stages and results of a thread block, so that two fit into an SM
+_OTHER_BYTES = 4096  # of shared memory: scales, bias, barriers, alignment
+_MIN_STAGES = 2  # so that one is copied while another is multiplied
 _MAX_INPUTS = 16_384  # of a row in registers
 _STORE_BYTES = 64  # of each row, written at once: more would leave no shared memory for a second thread block
 
@@ -134,14 +134,21 @@ class Tiles:
 
 
 def choose_tiles(rows: int, inputs: int, outputs: int) -> Tiles:
-    """The tuned tiles of these shapes, or the largest that give every SM a thread block."""
+    """The tuned tiles of these shapes, or the largest that give every SM a thread block.
+
+    Two thread blocks share an SM, unless its shared memory holds too few stages for two.
+    """
     if found := tuned("quantized_matmul", f"rows={pl.next_power_of_2(rows)},K={inputs},N={outputs}"):
         return Tiles(**found)
-    sizes = ((128, 128), (64, 128), (64, 64), (32, 64))
-    fitting = [size for size in sizes if pl.cdiv(rows, size[0]) * pl.cdiv(outputs, size[1]) >= _SMS] or sizes[-1:]
+    sizes, gpu = ((128, 128), (64, 128), (64, 64), (32, 64)), target_gpu()
+    fitting = [size for size in sizes if pl.cdiv(rows, size[0]) * pl.cdiv(outputs, size[1]) >= gpu.sms] or sizes[-1:]
     # Padding rows are multiplied too: a tile of 64 rows for 32 would double the work.
     tile_m, tile_n = next((size for size in fitting if size[0] < 2 * rows), sizes[-1])
-    stages = (_SMEM_BYTES - tile_m * _STORE_BYTES) // ((tile_m + tile_n) * _TILE_K)
+    two, one = (
+        (gpu.shared_bytes_of(blocks) - _OTHER_BYTES - tile_m * _STORE_BYTES) // ((tile_m + tile_n) * _TILE_K)
+        for blocks in (2, 1)
+    )
+    stages = two if two >= _MIN_STAGES else one
     return Tiles(rows=tile_m, outputs=tile_n, stages=min(stages, 6, pl.cdiv(inputs, _TILE_K)))
 
 

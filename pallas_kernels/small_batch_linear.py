@@ -10,9 +10,9 @@ one, whose 8 or 16 columns are the rows of x. Weights are read once from HBM; x,
 every thread block from L2. If the outputs alone give too few thread blocks, the inputs are split over a cluster, which
 reduces its partial sums through an extra output.
 
-Memory-level parallelism. 4.8 TB/s times 0.8 us of latency is 29 KB in flight on each of 132 SMs. The pipelines of two
-thread blocks hold at least twice that, and one computes while the other waits. The pipeline is filled before anything
-else, so that rows are normalised while the first weights are in flight.
+Memory-level parallelism. 4.8 TB/s times 0.8 us of latency is 29 KB in flight on each of the 132 SMs of an H200. The
+pipelines of two thread blocks hold at least twice that, and one computes while the other waits. The pipeline is filled
+before anything else, so that rows are normalised while the first weights are in flight.
 
 Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them. So XLA pads no matrix, only
 the scales of a vocabulary, outside of the decode loop.
@@ -32,7 +32,7 @@ from jax import lax
 
 from pallas_kernels.activations import activate, approximate_erf
 from pallas_kernels.clusters import MAX_CLUSTER, check_cluster, meet
-from pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting
+from pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting, target_gpu
 from pallas_kernels.linear import linear_fallback
 from pallas_kernels.mosaic import fragmented_array, pl, plgpu
 from pallas_kernels.refs import Ref
@@ -52,8 +52,6 @@ TILE_N = 64  # outputs of a thread block: four warps of 16 rows, the M of one mm
 MAX_ROWS = 16
 _MAX_STAGES = 8
 _IN_FLIGHT = 65_536  # bytes that the pipelines of an SM should hold
-_SMS = 132  # of an H100 or H200
-_SMEM_BYTES, _RESERVED_BYTES = 233_472, 1024  # of an SM, and how much of that each thread block reserves
 
 
 def small_batch_linear(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:
@@ -247,7 +245,7 @@ def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm
     fixed_bytes = columns * TILE_N * (3 * 2 + 2 * operand.dtype.itemsize)  # results and residual
     fixed_bytes += 2048 + 1024  # Mosaic's reductions and alignment
     tiles_n, tiles_k = pl.cdiv(outputs, TILE_N), pl.cdiv(inputs, tile_k)
-    candidates = []
+    gpu, candidates = target_gpu(), []
     for split in range(1, min(MAX_CLUSTER, tiles_k) + 1):
         iterations = pl.cdiv(tiles_k, split)
         x_bytes = 0
@@ -255,26 +253,27 @@ def choose_tiles(rows: int, inputs: int, outputs: int, operand: Operand, *, norm
             x_rows = 1 if rows == 1 else columns
             x_bytes = x_rows * (iterations * tile_k + _skew(operand.x)) * operand.x.itemsize
         for blocks in (2, 1):  # per SM
-            free_bytes = _SMEM_BYTES // blocks - _RESERVED_BYTES - fixed_bytes - x_bytes
+            free_bytes = gpu.shared_bytes_of(blocks) - fixed_bytes - x_bytes
             stages = min(_MAX_STAGES, free_bytes // stage_bytes)
             if stages * stage_bytes * blocks >= _IN_FLIGHT:
-                cost = _cost(tiles_n * split, _SMS * blocks) * (iterations + (4 if x_resident else 1))
+                cost = _cost(tiles_n * split, gpu.sms, blocks) * (iterations + (4 if x_resident else 1))
                 candidates.append((cost, Tiles(tile_k=tile_k, stages=min(stages, iterations), split=split)))
                 break
     if not candidates:
-        kind = "normalised" if norm else "quantised"
-        raise UnsupportedError(f"{columns} {kind} rows of {inputs} inputs leave no shared memory for weights")
+        raise UnsupportedError(
+            f"{columns} rows of {inputs} inputs leave no room for weights in {gpu.shared_bytes} bytes of shared memory"
+        )
     return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def _cost(blocks: int, capacity: int) -> int:
-    """The time of `blocks` thread blocks, `capacity` of which run at once, in thread blocks at full memory bandwidth.
+def _cost(blocks: int, sms: int, per_sm: int) -> int:
+    """The time of `blocks` thread blocks, `per_sm` at once on each SM, in thread blocks at full memory bandwidth.
 
     Full waves run at full bandwidth. A partial last wave takes as long as its own bytes, but at least as long as
     four thread blocks on three SMs, which is the least that can saturate memory.
     """
-    waves, rest = divmod(blocks, capacity)
-    return waves * capacity + (max(rest, min(capacity, _SMS * 4 // 3)) if rest else 0)
+    waves, rest = divmod(blocks, capacity := sms * per_sm)
+    return waves * capacity + (max(rest, min(capacity, sms * 4 // 3)) if rest else 0)
 
 
 def _launch(plan: Plan, arrays: tuple[jax.Array, ...]) -> jax.Array:

@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 
 import jax
 
-from pallas_kernels.dispatch import device_kind
+from pallas_kernels.dispatch import target_gpu
 
 _trial = jax.make_user_context(None)
 
@@ -22,7 +22,7 @@ def tuned(operation: str, key: str) -> Mapping[str, int] | None:
     """The tuned tile sizes of this operation and key on the device that is traced for, or None."""
     if _trial.value is not None:
         return _trial.value.lookup(operation, key)
-    return _table(table_name(device_kind())).get(operation, {}).get(key)
+    return _table(table_name(target_gpu().name)).get(operation, {}).get(key)
 
 
 class Trial:

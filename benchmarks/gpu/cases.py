@@ -201,13 +201,15 @@ def checked() -> Iterator[Case]:
         for rows, outputs, inputs in ((1, 4096, 4096), (3, 1600, 1600), (8, 1024, 6400), (16, 6144, 4096)):
             if fmt != "int4" or inputs % formats.GROUP == 0:
                 yield from linear_layers(rows, outputs, inputs, fmt)
-    for options in ({}, {"window": 100}, {"softcap": 30.0}):
+    kinds: tuple[dict[str, Any], ...] = ({}, {"window": 100}, {"softcap": 30.0})
+    for options in kinds:
         for batch, tokens, context in ((1, 1, 1024), (3, 1, 777), (2, 4, 333)):
             yield decoding(batch, tokens, context, q_heads=32, kv_heads=8, head_dim=128, rotary=128, **options)
             yield prefill(batch, 16 * tokens, context, q_heads=16, kv_heads=16, head_dim=64, **options)
     yield decoding(2, 1, 500, q_heads=16, kv_heads=16, head_dim=256, rotary=64)
     llama = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
-    for options in ({"int8": True}, {"alibi": ALIBI}):
+    variants: tuple[dict[str, Any], ...] = ({"int8": True}, {"alibi": ALIBI})
+    for options in variants:
         yield decoding(3, 1, 777, rotary=128, **llama, **options)
         yield decoding(2, 4, 333, rotary=128, **llama, **options)
         yield prefill(3, 16, 777, **llama, **options)
@@ -228,7 +230,8 @@ def tiny() -> Iterator[Case]:
         yield from (first, *others) if fmt == "bfloat16" else (first,)
     yield decoding(1, 1, 40, q_heads=2, kv_heads=1, head_dim=64, rotary=64)
     yield prefill(1, 8, 40, q_heads=2, kv_heads=1, head_dim=64)
-    for options in ({"int8": True}, {"alibi": ALIBI[:2]}):
+    variants: tuple[dict[str, Any], ...] = ({"int8": True}, {"alibi": ALIBI[:2]})
+    for options in variants:
         yield decoding(1, 1, 40, q_heads=2, kv_heads=1, head_dim=64, rotary=64, **options)
         yield prefill(1, 8, 40, q_heads=2, kv_heads=1, head_dim=64, **options)
     yield encoding(1, 8, heads=1, head_dim=64)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import rich
 
 from benchmarks.gpu import autotune, cases, ceilings, end_to_end, kernels, numerics, rendering
@@ -18,7 +19,7 @@ from benchmarks.gpu.peer import Peer
 from benchmarks.gpu.timing import DRY, FULL, QUICK
 from benchmarks.report import ROOT, Report
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import device_kind, interpreted, kernels_available
+from pallas_kernels.dispatch import interpreted, kernels_available, target_gpu
 
 
 class _SavedReport(Report):
@@ -43,7 +44,8 @@ class _SavedReport(Report):
 def run(args: Namespace) -> None:
     """Measure what the options select; write the JSON, and the report and plots next to it."""
     if not (args.dry_run or kernels_available()):
-        raise SystemExit(f"{device_kind()} cannot run the kernels; they need an H100 or newer. On a CPU: --dry-run")
+        kind = jax.devices()[0].device_kind
+        raise SystemExit(f"{kind} cannot run the kernels; they need compute capability 9.0. On a CPU: --dry-run")
     dry = interpreted(detect_races=False) if args.dry_run else contextlib.nullcontext()
     peer = Peer(args.peer_python)
     with dry, contextlib.closing(peer):
@@ -66,7 +68,7 @@ def _measure(args: Namespace, peer: Peer) -> Report:
             case "numerics":
                 numerics.measure(report, clock, cases.tiny() if args.dry_run else cases.checked())
             case "autotune":
-                table = tables / tuning.table_name(device_kind())
+                table = tables / tuning.table_name(target_gpu().name)
                 autotune.measure(report, limits, clock, timed[:1] if args.dry_run else timed, effort, table)
             case "kernels":
                 kernels.measure(report, limits, clock, peer, timed, effort)

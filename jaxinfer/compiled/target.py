@@ -22,6 +22,7 @@ from pathlib import Path
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.compiled.dumps import (
@@ -40,6 +41,8 @@ from jaxinfer.compiled.dumps import (
     read_thunk_names,
     read_thunks,
 )
+from pallas_kernels.dispatch import targeting
+from pallas_kernels.gpu import GPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,22 @@ class Target:
         if name not in cls.names():
             raise ValueError(f"Unknown target {name!r}; known: {', '.join(cls.names())}.")
         return cls(name=name, description=(resources.files("jaxinfer.compiled") / f"targets/{name}.txtpb").read_text())
+
+    @property
+    def gpu(self) -> GPU:
+        """What kernels ask about it."""
+        major, minor = self._fields(r"cuda_compute_capability \{\s*major: (\d+)(?:\s+minor: (\d+))?")  # no minor: 0
+        return GPU(
+            name=self._fields(r'device_description_str: "(.*)"')[0],
+            capability=(int(major), int(minor or 0)),
+            sms=int(self._fields(r"\bcore_count: (\d+)")[0]),
+            shared_bytes=int(self._fields(r"\bshared_memory_per_block_optin: (\d+)")[0]),
+        )
+
+    def _fields(self, pattern: str) -> tuple[str, ...]:
+        if found := re.search(pattern, self.description):
+            return found.groups()
+        raise ValueError(f"The description of target {self.name!r} has nothing like {pattern}")
 
     def mesh(self) -> jax.sharding.Mesh:
         """A mesh of devices that can be compiled for but run nothing. Raises MissingCompilerError."""
@@ -229,7 +248,7 @@ def compile_for(
             dump["xla_dump_emitter_re"] = "ptx"
         start = time.perf_counter()
         with _mosaic_dumps(mosaic_folder) if resources else contextlib.nullcontext():
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), targeting(target.gpu), _mosaic_for(target.gpu):
                 lowered = jax.jit(function, donate_argnums=donate).lower(*shapes)
             executable = lowered.compile(compiler_options=dict(options or {}) | dump)
         seconds = time.perf_counter() - start
@@ -346,6 +365,18 @@ def _mosaic_dumps(folder: Path) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _mosaic_for(gpu: GPU) -> Iterator[None]:
+    """Let Mosaic lower kernels for this GPU: it takes every one that is not here for an H100."""
+    before = utils._infer_arch
+    utils._infer_arch = lambda: gpu.capability  # no public way to say it
+    try:
+        with core.artificial_shared_memory_limit(gpu.shared_bytes):
+            yield
+    finally:
+        utils._infer_arch = before
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.dispatch import UnsupportedError, dispatch, require_shared_bytes
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
 
@@ -134,6 +134,11 @@ class _Plan(NamedTuple):
         """Choices of a tile."""
         return self.tile * self.k
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of a thread block, at most: logits and scan, six vectors of choices, four more; 16 KiB for alignment."""
+        return 4 * (2 * self.tile * self.width + 6 * self.choices + self.tile + 3 * self.width) + (16 << 10)
+
     def valid_tokens(self) -> jax.Array:
         """How many tokens of this thread block's tile are not padding."""
         return jnp.minimum(self.tokens - lax.axis_index("tile") * self.tile, self.tile)
@@ -147,6 +152,7 @@ def _gating_kernel(logits: jax.Array, *, k: int, capacity: int | None, normalize
         raise UnsupportedError(f"top_k_gating takes up to {_MAX_K} experts per token, got {k}")
     tile = min(_TILE, 4 * pl.cdiv(tokens, 4))
     plan = _Plan(tokens, num_experts, k, tile, width=128 * pl.cdiv(num_experts, 128))
+    require_shared_bytes(plan.shared_bytes)
     tiles = pl.cdiv(tokens, tile)
     kernel = functools.partial(plgpu.kernel, grid=(tiles,), grid_names=("tile",))
     integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch
+from pallas_kernels.dispatch import UnsupportedError, dispatch, require_wgmma
 from pallas_kernels.mosaic import pl, plgpu
 from pallas_kernels.refs import Ref
 from pallas_kernels.tuning import tuned
@@ -92,6 +92,7 @@ def _grouped_matmul_kernel(x: jax.Array, weights: jax.Array, offsets: jax.Array,
         raise UnsupportedError(f"K and N must be multiples of 64, got K={inputs}, N={outputs}")
     if experts > _MAX_EXPERTS:
         raise UnsupportedError(f"grouped_matmul takes up to {_MAX_EXPERTS} experts, got {experts}")
+    require_wgmma()
     tiles = Tiles.choose(rows, experts, outputs)
     max_tiles = min(rows, rows // tiles.rows + experts)
 

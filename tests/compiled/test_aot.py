@@ -1,4 +1,4 @@
-"""What GPT-J-6B and other models run on an H200, compiled ahead of time (marker `aot`)."""
+"""What GPT-J-6B and other models run on an H200 and other GPUs, compiled ahead of time (marker `aot`)."""
 
 import dataclasses
 
@@ -11,6 +11,9 @@ from flax import nnx
 from jaxinfer.cli.inspect import decode_program
 from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled.target import Target, compile_for
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.programs import prefill
 from jaxinfer.models import KVPages, WeightFormat
 from jaxinfer.models.abstract import abstract_model
 from jaxinfer.models.presets import preset
@@ -21,8 +24,8 @@ KERNELS_PER_LAYER = 5  # norm + qkv, attention, output + residual, norm + up + a
 OUTSIDE = 9  # embedding, rotary tables, last norm, head, argmax
 
 
-def step_report(layers, model="gpt-j-6b", *, batch=1, weights=BF16, page_size=16):
-    """One greedy decode step of a model's shape, compiled for an H200."""
+def step_report(layers, model="gpt-j-6b", *, batch=1, weights=BF16, page_size=16, target="h200"):
+    """One greedy decode step of a model's shape, compiled for a target."""
     config = dataclasses.replace(preset(model), layers=layers)
     graphdef, state = nnx.split(abstract_model(config, weights))
     leaves, treedef = jax.tree.flatten(state)
@@ -38,7 +41,7 @@ def step_report(layers, model="gpt-j-6b", *, batch=1, weights=BF16, page_size=16
 
     options = compiler_options("gpu", rows=batch, dtype=weights.matrix_dtype)
     args = (leaves, [KVPages(cache, cache)] * layers, one, one, jax.ShapeDtypeStruct((batch, pages), jnp.int32))
-    return compile_for(Target.load("h200"), step, args, donate=(1,), options=options)
+    return compile_for(Target.load(target), step, args, donate=(1,), options=options)
 
 
 def cache_bytes(batch=1):
@@ -107,3 +110,37 @@ def test_the_generation_loop_is_one_graph(batch):
     assert report.aliased == report.donated == len(jax.tree.leaves(args[2]))  # the caches and the slots
     assert len(report.of_layer(1)) == KERNELS_PER_LAYER
     assert report.temp_bytes < 16e6
+
+
+LAYER = ["small_batch_linear", "decode_attention", "small_batch_linear", "small_batch_linear", "small_batch_linear"]
+
+
+def names_of_layer(report):
+    return [kernel.name.removesuffix("_kernel") for kernel in report.of_layer(1) if kernel.kind == "mosaic"]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "kernels"), [("rtx-5090", LAYER), ("a100", []), ("l4", [])])
+def test_a_step_on_other_gpus(name, kernels):
+    report = step_report(2, "llama3-8b", target=name)
+    assert names_of_layer(report) == kernels
+    assert report.aliased == report.donated
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "prompt_kernels"), [("h100-pcie", 1), ("h20", 1), ("b200", 0)])
+def test_whole_programs(name, prompt_kernels):
+    """Prompts run as plain XLA where there is no `wgmma`; a step is the same everywhere."""
+    config, target = dataclasses.replace(preset("llama3-8b"), layers=2), Target.load(name)
+    decode, rows = decode_program(config, BF16, batch=1, context=512, passes=4)
+    engine = EngineConfig(max_batch=1, context=512)
+    layout = DeviceLayout(config, BF16, engine, num_pages=32, platform="gpu")
+    chunks = {"chunks": 4, "batch": 0, "pages": 32}
+    kernels = {}
+    for spec, sizes in ((decode, rows), (prefill.spec(layout), chunks)):
+        options = spec.compiler_options(sizes)
+        report = compile_for(target, spec.function(sizes), spec.arguments(sizes), donate=spec.donate, options=options)
+        assert report.graphs == 1
+        assert report.aliased == report.donated
+        kernels[spec.name] = names_of_layer(report)
+    assert kernels == {"decode": LAYER, "prefill": ["prefill_attention"] * prompt_kernels}

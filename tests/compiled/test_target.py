@@ -9,15 +9,39 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled import target as target_module
 from jaxinfer.compiled.target import MissingCompilerError, Target, compile_for, require_compiler
+from pallas_kernels.gpu import GPU
 
 
 def test_targets():
     assert "h200" in Target.names()
     assert 'name: "NVIDIA H200"' in Target.load("h200").description
+    assert Target.load("h200").gpu == GPU(name="NVIDIA H200", capability=(9, 0), sms=132, shared_bytes=227 << 10)
+    with pytest.raises(ValueError, match=r"The description of target 'x' has nothing like .*capability"):
+        _ = Target(name="x", description="").gpu
     with pytest.raises(ValueError, match=r"Unknown target 'h2000'; known: .*h200"):
         Target.load("h2000")
     with pytest.raises(ValueError, match=r"Target.topology must be three numbers like 1x1x1, got '8'"):
         Target(name="x", description="", topology="8")
+
+
+DUMPED = """gpu_device_info {
+  core_count: 114
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {
+    major: 9
+    feature_extension: ACCELERATED_FEATURES
+  }
+}
+dnn_version_info {
+  major: 8
+  minor: 9
+}
+device_description_str: "NVIDIA H100 PCIe"
+"""
+
+
+def test_a_dumped_description_leaves_out_zeros():
+    assert Target(name="x", description=DUMPED).gpu == Target.load("h100-pcie").gpu
 
 
 @pytest.mark.parametrize(("find", "missing"), [("jax_plugins", "jax-cuda13-plugin"), ("nvidia", "ptxas")])

@@ -16,7 +16,7 @@ from jaxinfer.compiled.target import Target, compile_for
 from pallas_kernels import KVPages
 from pallas_kernels.cached_attention import cached_attention, cached_attention_fallback
 from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
-from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.dispatch import UnsupportedError, targeting
 from pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
 from tests.kernels.stale import with_stale_slots
@@ -328,11 +328,30 @@ def shapes(case: Case, num_pages: int = 4096) -> tuple[Any, ...]:
 
 
 LLAMA = Case(positions=(0,), kv_heads=8, group=4, head_dim=128, rotary_half=64, width=128)
+H200, H20, RTX_5090 = (Target.load(name).gpu for name in ("h200", "h20", "rtx-5090"))
+
+
+@pytest.mark.parametrize(("gpu", "splits"), [(H200, 4), (H20, 2)])
+def test_keys_are_split_for_the_sms_there_are(gpu, splits):
+    """64 clusters; 132 SMs take two blocks of each, and those do not fill them; 78 SMs are full with two."""
+    case = dataclasses.replace(LLAMA, positions=(0,) * 8)
+    with targeting(gpu):
+        program = str(jax.make_jaxpr(lambda *args: decode_attention(*args, **case.options))(*shapes(case)))
+    assert f"cluster=({splits},)" in program
+
+
+def test_little_shared_memory():
+    with targeting(RTX_5090):
+        jax.eval_shape(functools.partial(decode_attention, **LLAMA.options), *shapes(LLAMA))
+        large = dataclasses.replace(LLAMA, head_dim=256)
+        with pytest.raises(UnsupportedError, match=r"needs \d+ bytes of shared memory and has 101376"):
+            jax.eval_shape(functools.partial(decode_attention, **large.options), *shapes(large))
 
 
 def test_lowers_for_cuda():
     """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies."""
-    traced = jax.jit(functools.partial(decode_attention, **LLAMA.options)).trace(*shapes(LLAMA))
+    with targeting(H200):
+        traced = jax.jit(functools.partial(decode_attention, **LLAMA.options)).trace(*shapes(LLAMA))
     assert str(traced.lower(lowering_platforms=("cuda",)).compiler_ir()).count("@mosaic_gpu_v2") == 1
 
 

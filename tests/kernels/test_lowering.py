@@ -4,23 +4,20 @@ import json
 
 import jax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from benchmarks.kernel_cases import every_case
 from benchmarks.kernel_table import LIMITS, Row, blocks_per_sm, markdown, rows_of
+from jaxinfer.compiled.target import Target
+from pallas_kernels.dispatch import targeting
 from pallas_kernels.tuning import Trial, tables
 
-H200 = AbstractMesh(
-    (1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu")
-)
-
-
+H200 = Target.load("h200").gpu
 CASES = list(every_case())
 SLOW = ("decode_attention", "paged_attention")  # their own tests lower some shapes
 
 
 def traced(case):
-    with jax.sharding.use_abstract_mesh(H200):
+    with targeting(H200):
         return jax.jit(case.call).trace(*case.args)
 
 
@@ -29,7 +26,7 @@ def test_lowers_for_cuda(op):
     """With the tiles of a tuned table or the heuristic: checks layouts, shared memory and sizes of TMA copies."""
     for case in CASES:
         if case.op == op:
-            with jax.sharding.use_abstract_mesh(H200):
+            with targeting(H200):
                 module = str(traced(case).lower(lowering_platforms=("cuda",)).compiler_ir())
             assert module.count("@mosaic_gpu_v2") == case.kernels, case.title
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.dispatch import UnsupportedError, targeting
 from pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
 from pallas_kernels.moe import gating as gating_module
 from pallas_kernels.moe.gating import _gating_kernel, _gating_reference
@@ -19,7 +18,7 @@ from pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
 from tests.kernels.routing import HARD_LOGITS, check_in_range, logits_of
 
-H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+H200 = Target.load("h200").gpu
 
 # Models by name: experts, choices, inputs of a layer, hidden size of an expert.
 MODELS = {
@@ -230,7 +229,7 @@ def calls(model, tokens):
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
 def test_lowers_for_cuda(model, tokens):
     """With the heuristic's tiles: checks layouts, shared memory and sizes of TMA copies."""
-    with use_abstract_mesh(H200):
+    with targeting(H200):
         for name, (function, shapes) in calls(model, tokens).items():
             lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
             kernels = 2 if name == "moe_gate" and tokens > 64 else 1
@@ -238,7 +237,7 @@ def test_lowers_for_cuda(model, tokens):
 
 
 def test_tiles_usually_hold_all_rows_of_an_expert():
-    with use_abstract_mesh(H200):
+    with targeting(H200):
         assert Tiles.choose(8, 128, 1536) == Tiles(rows=8, outputs=64, stages=5)
         assert Tiles.choose(512, 128, 1536).rows == 16
         assert Tiles.choose(32768, 128, 1536) == Tiles(rows=128, outputs=128, stages=3)

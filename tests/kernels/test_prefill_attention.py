@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxinfer.compiled.target import Target, compile_for
 from pallas_kernels import KVPages, attention, paged_attention
 from pallas_kernels.attention import attention_reference
-from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.dispatch import UnsupportedError, targeting
 from pallas_kernels.paged_attention import paged_attention_reference
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.tuning import Trial
@@ -27,7 +26,7 @@ from tests.kernels.stale import with_stale_slots
 
 attention_module = importlib.import_module("pallas_kernels.attention")  # the package has a function of that name
 
-H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+H200 = Target.load("h200").gpu
 SMEM_BYTES = 232_448  # of a thread block on Hopper, at most
 MAX_TILE_KV = 128
 SMALL = {"tile_kv": 64, "stages": 2, "consumers": 2}  # small enough that a short context refills the stages
@@ -269,17 +268,17 @@ REAL = {
 @pytest.mark.parametrize("name", ["Llama 3 8B", "Gemma 2 9B, int8", "BLOOM 7B"])  # all: with the marker `aot`
 def test_lowers_for_cuda(name):
     case = REAL[name]
-    with use_abstract_mesh(H200):
+    with targeting(H200):
         traced = jax.jit(functools.partial(paged_attention, **case.options)).trace(*case.shapes())
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
     assert "gather" not in text
 
 
-def test_without_kernels_for_a_gpu_before_hopper():
+@pytest.mark.parametrize("name", ["a100", "b200"])
+def test_plain_xla_without_wgmma(name):
     case = REAL["Llama 3 8B"]
-    ampere = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu"))
-    with use_abstract_mesh(ampere):
+    with targeting(Target.load(name).gpu):
         traced = jax.jit(functools.partial(paged_attention, **case.options)).trace(*case.shapes())
         assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -288,7 +287,7 @@ def encoder_program(dtype: Any, **options) -> str:
     """The jaxpr of `attention` for an encoder of BERT's size on an H200."""
     x = jax.ShapeDtypeStruct((8, 128, 12, 64), dtype)
     positions, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 128), (8,)))
-    with use_abstract_mesh(H200):
+    with targeting(H200):
         function = jax.jit(functools.partial(attention, scale=0.125, **{"causal": False} | options))
         return str(function.trace(x, x, x, positions, lengths).jaxpr)
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.dispatch import UnsupportedError, targeting
 from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.norm_linear import norm_linear
 from pallas_kernels.small_batch_linear import Norm, fused_small_batch_linear, small_batch_linear
@@ -219,7 +218,7 @@ def test_unsupported_names_the_constraint(fmt, inputs, outputs, message):
         jax.eval_shape(fused_small_batch_linear, x, shapes(fmt, outputs, inputs))
 
 
-H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+H200 = Target.load("h200").gpu
 REALISTIC = {
     "gpt-j qkv": Case(rows=1, inputs=4096, outputs=12288, norm="layer"),
     "gpt-j down": Case(rows=8, inputs=16384, outputs=4096, bias=True, residual=True),
@@ -270,7 +269,7 @@ CALLS = [  # an int4 model keeps matrices that groups of 128 do not divide, and 
 def test_lowers_for_cuda(name, fmt):
     """As one kernel, without an XLA matmul."""
     operation, args = calls(fmt, REALISTIC[name])
-    with jax.sharding.use_abstract_mesh(H200):
+    with targeting(H200):
         module = jax.jit(operation).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert module.count("mosaic_gpu_v2") == 1
     assert "dot_general" not in module

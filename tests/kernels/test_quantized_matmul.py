@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels.dispatch import UnsupportedError, without_kernels
+from pallas_kernels.dispatch import UnsupportedError, targeting, without_kernels
 from pallas_kernels.quantized_matmul import (
     Tiles,
     _matmul,
@@ -21,6 +20,8 @@ from pallas_kernels.quantized_matmul import (
     quantized_matmul,
 )
 from tests.kernels.interpreting import without_races
+
+H200 = Target.load("h200").gpu
 
 
 def case(rows, inputs, outputs, *, dtype=jnp.bfloat16, seed=0):
@@ -152,8 +153,20 @@ def test_quantize_unsupported(inputs):
     ],
 )
 def test_tiles_give_every_sm_a_thread_block(rows, outputs, expected):
-    tiles = choose_tiles(rows, 4096, outputs)
+    with targeting(H200):
+        tiles = choose_tiles(rows, 4096, outputs)
     assert (tiles.rows, tiles.outputs) == expected
+
+
+def test_fewer_sms_need_fewer_thread_blocks():
+    with targeting(Target.load("h20").gpu):
+        assert choose_tiles(512, 4096, 4096).rows == 128  # 128 of them, fewer than an H200's 132 SMs
+
+
+def test_little_shared_memory_holds_one_thread_block_of_large_tiles():
+    with targeting(Target.load("rtx-5090").gpu):
+        assert choose_tiles(2048, 4096, 14_336) == Tiles(rows=128, outputs=128, stages=2)
+        assert choose_tiles(20, 4096, 4096) == Tiles(rows=32, outputs=64, stages=3)
 
 
 SHAPES = [(2048, 4096, 16_384), (512, 4096, 4096), (256, 11_008, 4096), (33, 4096, 4096)]
@@ -175,8 +188,7 @@ def shapes(rows, inputs, outputs):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lowers_for_cuda(shape):
-    h200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with use_abstract_mesh(h200):
+    with targeting(H200):
         text = jax.jit(step).trace(*shapes(*shape)).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("mosaic_gpu_v2") == 3
         with without_kernels():

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.compiled.target import Target, compile_for
 from pallas_kernels.activations import activate, approximate_erf
-from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.dispatch import UnsupportedError, targeting
 from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.norm_linear import norm_linear
 from pallas_kernels.small_batch_linear import Norm, Tiles, choose_tiles, fused_small_batch_linear, small_batch_linear
@@ -24,7 +23,7 @@ from pallas_kernels.weights import Weights
 from tests.kernels.interpreting import without_races
 
 EPS = 1e-5
-H200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+H200 = Target.load("h200").gpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,32 +292,35 @@ def test_lowers_for_cuda(name):
     """As one kernel; XLA does nothing but reshapes before and after it."""
     problem = REALISTIC[name]
     shapes = problem.shapes()
-    with jax.sharding.use_abstract_mesh(H200):
+    with targeting(H200):
         module = jax.jit(problem.op).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert module.count("mosaic_gpu_v2") == 1
     assert "dot_general" not in module
 
 
+@pytest.mark.parametrize("gpu", [Target.load(name).gpu for name in ("h200", "h100-pcie", "h20", "b200")], ids=str)
 @pytest.mark.parametrize("name", REALISTIC)
-def test_heuristic(name):
+def test_heuristic(name, gpu):
     """No split without inputs; a thread block for every SM; 64 KB of weights in flight to each SM, or all there are."""
     problem = REALISTIC[name]
     dtype = jnp.dtype(problem.dtype)
-    tiles = choose_tiles(
-        problem.rows,
-        problem.inputs,
-        problem.outputs,
-        Operand(dtype=dtype, x=dtype, weights=dtype),
-        norm=bool(problem.norm),
-        gated=problem.gated,
-    )
+    operand = Operand(dtype=dtype, x=dtype, weights=dtype)
+    sizes = problem.rows, problem.inputs, problem.outputs
+    with targeting(gpu):
+        tiles = choose_tiles(*sizes, operand, norm=bool(problem.norm), gated=problem.gated)
     total = math.ceil(problem.inputs / tiles.tile_k)
     tiles_per_split = math.ceil(total / tiles.split)
     assert (tiles.split - 1) * tiles_per_split < total
     assert tiles.stages <= tiles_per_split
-    assert math.ceil(problem.outputs / 64) * tiles.split >= 132 or tiles_per_split <= 2
+    assert math.ceil(problem.outputs / 64) * tiles.split >= gpu.sms or tiles_per_split <= 2
     stage_bytes = (2 if problem.gated else 1) * 64 * tiles.tile_k * dtype.itemsize
     assert stage_bytes * tiles.stages >= 32_768 or tiles.stages == tiles_per_split
+
+
+def test_little_shared_memory():
+    problem = REALISTIC["neox-20b up"]
+    with targeting(Target.load("rtx-5090").gpu), pytest.raises(UnsupportedError, match=r"no room .* in 101376 bytes"):
+        jax.eval_shape(problem.kernel, *problem.shapes())
 
 
 @pytest.mark.aot

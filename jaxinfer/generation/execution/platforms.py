@@ -8,10 +8,10 @@ from pallas_kernels.decode_attention import MAX_DECODE_TOKENS
 
 def buckets_of(config: EngineConfig, platform: str) -> Buckets:
     """The buckets of a decoder on a platform ("cpu", "gpu"). Raises ValueError for what it cannot run."""
-    if platform == "gpu":
+    if platform == "gpu" and config.kernels:
         # Chunks of one prompt attend to one another; the kernel for few tokens takes rows of different requests.
         enough = config.chunk_size > MAX_DECODE_TOKENS
-        config.check("chunk_size", enough, f"> {MAX_DECODE_TOKENS} on a GPU")
+        config.check("chunk_size", enough, f"> {MAX_DECODE_TOKENS} with GPU kernels")
     if platform == "cpu":  # attention reads as many pages as there are, elsewhere as many as the table has
         return Buckets.of(config)
     # Every step takes as long as reading the weights, so that padding costs little.
