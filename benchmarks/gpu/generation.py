@@ -148,9 +148,9 @@ class Generation:
         """The state in which every row has its prompt, and nothing more."""
         slots, context = self._batch + 1, self._layout.engine.context
         history = np.random.default_rng(0).integers(0, self._model.config.vocab, (slots, context), np.int32)
-        length, limit, none = (np.full(slots, value, np.int32) for value in (self._lengths.prompt, context, 0))
-        options = sampling_arrays([idle_options(0)] * slots)
-        fresh = Slots(history, length, length > 0, limit, none, options)  # type: ignore[arg-type]
+        length, none = np.full(slots, self._lengths.prompt, np.int32), np.zeros(slots, np.int32)
+        options = sampling_arrays([idle_options(0)._replace(limit=context)] * slots)
+        fresh = Slots(history, length, none, options)  # type: ignore[arg-type]
         return jax.block_until_ready(DeviceState(self._caches, jax.device_put(fresh)))
 
     def _run(self, name: str, state: DeviceState, *inputs: Any) -> tuple[DeviceState, Any]:

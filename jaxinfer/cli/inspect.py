@@ -2,6 +2,8 @@
 
 import collections
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +12,10 @@ import typer
 from jaxinfer.cli.common import DtypeOption, QuantizeOption
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from jaxinfer.compiled import ProgramSpec, Sizes
-    from jaxinfer.compiled.target import TargetReport
+    from jaxinfer.compiled.target import Kernel, TargetReport
     from jaxinfer.generation.engine.buckets import Buckets
     from jaxinfer.models import DecoderConfig, WeightFormat
 
@@ -75,45 +79,86 @@ def decode_program(
 
 def _print(report: "TargetReport", title: str, registers: bool) -> None:
     from rich.console import Console
-    from rich.filesize import decimal
+
+    last = report.layers - 1
+    each_pass = [kernel for kernel in report.outside_layers() if kernel.in_loop and not kernel.condition]
+    console = Console()
+    for table in (
+        _summary(report, title),
+        _kernels(f"layer {last}", report.of_layer(last), registers),
+        _kernels("outside the layers", each_pass, registers),
+        _branches(report),
+        _temporaries(report),
+    ):
+        console.print(table)
+
+
+def _table(*columns: str, numbers: int = 0) -> "Table":
+    """A table; the last columns are `numbers`."""
     from rich.table import Table
 
-    per_layer = [len(report.of_layer(layer)) for layer in range(report.layers)]
-    summary = Table("", title)
+    table = Table(*columns)
+    for column in table.columns[len(columns) - numbers :]:
+        column.justify = "right"
+    return table
+
+
+def _summary(report: "TargetReport", title: str) -> "Table":
+    from rich.filesize import decimal
+
+    per_layer = {len(report.of_layer(layer)) for layer in range(1, report.layers)} or {len(report.of_layer(0))}
+    conditional = sum(bool(kernel.condition) for kernel in report.kernels)
+    outside = [kernel.in_loop for kernel in report.outside_layers() if not kernel.condition]
+    table = _table("", title)
     for name, value in (
         ("target", f"{report.target}, compiled in {report.compile_seconds:.1f} s"),
         ("CUDA graphs", f"{report.graphs}, and {len(report.host_launches) or 'no'} launches outside"),
-        ("kernels", f"{len(report.kernels)}, {len(report.of_layer(None))} of them outside the layers"),
-        ("kernels per layer", f"{max(per_layer[1:] or per_layer)}; {per_layer[0]} in layer 0, with what all share"),
+        ("kernels", f"{len(report.kernels)}, of which greedy rows run all but {conditional}"),
+        ("kernels per layer", " or ".join(map(str, sorted(per_layer)))),
+        ("outside the layers", f"{outside.count(True)} in a greedy pass, {outside.count(False)} more in a step"),
         ("written in place", f"{report.aliased} of {report.donated} donated arrays, {decimal(report.alias_bytes)}"),
         ("arguments", decimal(report.argument_bytes)),
         ("workspace", decimal(report.temp_bytes)),
         ("memory per device", decimal(report.argument_bytes + report.temp_bytes)),
     ):
-        summary.add_row(name, value)
+        table.add_row(name, value)
+    return table
 
-    last = report.layers - 1
-    kernels = Table(f"layer {last}", "from", "blocks", "threads", "shared bytes")
-    if registers:
-        kernels.add_column("registers")
-        kernels.add_column("spilled bytes")
-        kernels.add_column("SASS")
-    for kernel in report.of_layer(last):
-        cells = [kernel.name, kernel.scope.split(f"layers.{last}/")[-1]]
-        cells += [f"{size:,}" for size in (kernel.grid, kernel.threads, kernel.shared_bytes)]
-        if registers:
-            used = kernel.resources
-            cells += [str(used.registers), str(used.spill_bytes), " ".join(used.features)] if used else [""] * 3
-        kernels.add_row(*cells)
 
-    temporaries = Table("largest temporaries", "from", "bytes", "how many")
+def _kernels(title: str, kernels: "Iterable[Kernel]", registers: bool) -> "Table":
+    resources = ("registers", "spilled bytes", "SASS") if registers else ()
+    table = _table(title, "from", "blocks", "threads", "shared bytes", *resources, numbers=3 + len(resources))
+    for kernel in kernels:
+        sizes = (kernel.grid, kernel.threads, kernel.shared_bytes)
+        cells = [f"{size:,}" for size in sizes] if kernel.grid else [""] * 3  # of a copy they are not known
+        used = kernel.resources
+        if used:
+            cells += [str(used.registers), str(used.spill_bytes), " ".join(used.features)]
+        table.add_row(kernel.name, _place(kernel.scope), *cells)
+    return table
+
+
+def _branches(report: "TargetReport") -> "Table":
+    table = _table("run only if a row asks for it", "kernels", numbers=1)
+    counts = collections.Counter(_place(kernel.condition) for kernel in report.kernels if kernel.condition)
+    for place, count in counts.items():
+        table.add_row(place, str(count))
+    return table
+
+
+def _temporaries(report: "TargetReport") -> "Table":
+    table = _table("largest temporaries", "from", "bytes", "how many", numbers=2)
     same = collections.Counter((buffer.shape, buffer.bytes) for buffer in report.temporaries)
     scopes = {kernel.instruction: kernel.scope for kernel in report.kernels}
     for (shape, size), count in list(same.items())[:TEMPORARIES]:
         first = next(buffer.name for buffer in report.temporaries if buffer.shape == shape)
-        temporaries.add_row(shape, scopes.get(first.split("{")[0], ""), f"{size:,}", str(count))
-    console = Console()
-    for table in (summary, kernels, temporaries):
-        for column in table.columns[2:]:
-            column.justify = "right"
-        console.print(table)
+        table.add_row(shape, _place(scopes.get(first.split("{")[0], "")), f"{size:,}", str(count))
+    return table
+
+
+_CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|jit\(.*\)|layers\.\d+")
+
+
+def _place(scope: str) -> str:
+    """A place in the model without loops, branches and the number of the layer."""
+    return "/".join(part for part in scope.split("/") if not _CONTROL.fullmatch(part))

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 CONTROL = frozenset({"kCommandBuffer", "kWhile", "kConditional", "kSequential"})
 """Kinds of thunk that only contain other thunks."""
@@ -39,6 +40,7 @@ class Thunk:
       id: unique in the module.
       kind: XLA's name of the kind ("kCustomKernel").
       parents: ids of the containers, outermost first.
+      branches: for each of these, which of its branches holds the thunk, counted as written; 0 if it has none.
       kernel: its name; one that XLA reuses for several identical instructions has the name of the first.
       launch: of the kernel.
     """
@@ -46,11 +48,22 @@ class Thunk:
     id: int
     kind: str
     parents: tuple[int, ...]
+    branches: tuple[int, ...]
     kernel: str = ""
     launch: Launch = Launch()
 
 
+@dataclasses.dataclass
+class _Container:
+    """A thunk that may contain the next line's; `branch` is the last one that began, -1 before the first."""
+
+    indent: int
+    id: int
+    branch: int = -1
+
+
 _THUNK = re.compile(r"^(?P<indent> *)(?P<id>\d+): (?P<kind>k\w+)\s*\[[^\]]*\]\s*(?P<rest>.*)$")
+_LABEL = re.compile(r"^(?P<indent> *)\w+:\s*$")
 _LAUNCH = re.compile(r"(\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+)")
 
 
@@ -63,25 +76,31 @@ def read_thunks(text: str) -> list[Thunk]:
     """The thunks of `*.thunk_sequence_after_thunk_passes.txt`, in the order written.
 
     A line is `003: kCustomKernel [prev=002 (1) | sink] NAME grid: [..] threads: [..]  shared_memory: 0 bytes`;
-    the contents of a container follow it, indented. Raises ValueError if there are no thunks.
+    the contents of a container follow it, indented, each of a conditional's branches after a line such as
+    `true_branch:`. Raises ValueError if there are no thunks.
     """
     thunks: list[Thunk] = []
-    containers: list[tuple[int, int]] = []  # indent and id of the thunks that may contain the next one
+    containers: list[_Container] = []
     for line in text.splitlines():
+        if label := _LABEL.match(line):  # "condition:" is not indented, which makes it nobody's
+            outer = [container for container in containers if container.indent < len(label["indent"])]
+            for container in outer[-1:]:
+                container.branch += 1
         if not (match := _THUNK.match(line)):
-            continue  # "body:", "true_branch:", "No thunks."
+            continue  # a label, or "No thunks."
         indent = len(match["indent"])
-        containers = [(at, container) for at, container in containers if at < indent]
+        containers = [container for container in containers if container.indent < indent]
         launch = _LAUNCH.search(match["rest"])
         thunk = Thunk(
             id=int(match["id"]),
             kind=match["kind"],
-            parents=tuple(container for _, container in containers),
+            parents=tuple(container.id for container in containers),
+            branches=tuple(max(0, container.branch) for container in containers),
             kernel=launch[1] if launch else "",
             launch=_launch(*launch.groups()[1:]) if launch else Launch(),
         )
         thunks.append(thunk)
-        containers.append((indent, thunk.id))
+        containers.append(_Container(indent, thunk.id))
     if not thunks:
         raise ValueError("No thunk found in XLA's thunk sequence: its format has changed; see read_thunks.")
     return thunks
@@ -111,6 +130,15 @@ def read_op_names(hlo: str) -> dict[str, str]:
         for operand in re.findall(r"%([\w.-]+)", match[2].split(", metadata=", 1)[0]):
             of_user[operand] = names[match[1]]
     return names
+
+
+def read_predicates(hlo: str) -> frozenset[str]:
+    """The conditionals that choose by a predicate; their true branch comes first, whatever the thunks call it.
+
+    All others choose by an index, in whose order their branches come.
+    """
+    lines = (_INSTRUCTION.match(line) for line in hlo.splitlines() if ", true_computation=" in line)
+    return frozenset(match[1] for match in lines if match)
 
 
 def read_aliases(hlo: str) -> int:
@@ -143,45 +171,76 @@ def read_temporaries(text: str) -> list[Buffer]:
     return sorted(temporaries, key=lambda buffer: -buffer.bytes)
 
 
-def read_mosaic_dumps(hlo: str) -> dict[str, str]:
-    """Instruction -> the name of its Mosaic kernel's dumps, "NAME_7", where NAME is the `kernel_name`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicCall:
+    """A Mosaic kernel in a module.
 
-    The optimised module has each kernel as MLIR bytecode, which contains strings verbatim, each after a zero byte: the
-    function's name, "NAME_mosaic_gpu", and this one. Raises ValueError if a kernel has none.
+    Attributes:
+      dump: the name of what Mosaic dumps of it, "NAME_7", where NAME is the `kernel_name`.
+      launch: of the kernel.
     """
-    names = {}
+
+    dump: str
+    launch: Launch
+
+
+_ESCAPE = re.compile(r"\\([0-9A-F]{2})")
+
+
+def read_mosaic_calls(hlo: str) -> dict[str, MosaicCall]:
+    """Instruction -> its Mosaic kernel, from the optimised module.
+
+    The module has each kernel as MLIR bytecode, which contains strings verbatim, each after a zero byte: the function's
+    name, "NAME_mosaic_gpu", and that of the dumps. Raises ValueError if a kernel has none.
+    """
+    calls: dict[str, MosaicCall] = {}
+    launches: dict[str, Launch] = {}  # a kernel that several layers use is read once
     for line in hlo.splitlines():
         if 'custom_call_target="mosaic_gpu' in line and (match := _INSTRUCTION.match(line)):
             function = re.search(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00", line)  # "stable_mosaic_gpu" is a dialect
-            dumps = re.search(rf"\\00({function[1]}_\d+)\\00", line) if function else None
-            if dumps is None:
-                raise ValueError(f"No name in Mosaic kernel {match[1]}: its format has changed; see read_mosaic_dumps.")
-            names[match[1]] = dumps[1]
-    return names
+            dump = re.search(rf"\\00({function[1]}_\d+)\\00", line) if function else None
+            module = re.search(r'\bmodule = "([^"]*)"', line)  # a quotation mark in it is escaped
+            if dump is None or module is None:
+                raise ValueError(f"No name in Mosaic kernel {match[1]}: its format has changed; see read_mosaic_calls.")
+            if module[1] not in launches:
+                text = _ESCAPE.sub(r"\\x\1", module[1].replace(r"\\", r"\5C"))
+                launches[module[1]] = read_mosaic_launch(
+                    text.encode("latin1").decode("unicode_escape").encode("latin1")
+                )
+            calls[match[1]] = MosaicCall(dump=dump[1], launch=launches[module[1]])
+    return calls
 
 
-def read_mosaic_launch(text: str) -> Launch:
-    """A kernel's launch, from `NAME_7.mlir-passes.log`, which has its module before and after every pass.
+def read_mosaic_launch(bytecode: bytes) -> Launch:
+    """A kernel's launch, from the module that Mosaic stores with it.
 
-    The line is `gpu.launch async [..] blocks(..) in (%arg8 = %c128, %arg9 = %c1, ..) threads(..) in (..)
-    dynamic_shared_memory_size %c74824_i32 {`, with `clusters(..) in (..)` before the blocks if there are any. Raises
-    ValueError if there is no launch.
+    Its `gpu.launch` has constants as operands: 3 for blocks, 3 for threads, 3 for blocks per cluster if there are
+    clusters, and the bytes of shared memory. Raises ValueError if there is no launch.
     """
-    before, _, launch = text.partition(" gpu.launch ")
-    launch = launch.split("\n", 1)[0]
-    constants = {name: int(value) for name, value in re.findall(r"(%\S+) = arith\.constant (\d+) : i", before)}
-    shared = re.search(r"dynamic_shared_memory_size (%\w+)", launch)
-    sizes = {
-        name: math.prod(constants[size] for size in re.findall(r"= (%\w+)", values))
-        for name, values in re.findall(r"(\w+)\([^)]*\) in \(([^)]*)", launch)
-    }
-    if shared is None or not {"blocks", "threads"} <= sizes.keys():
-        raise ValueError("No launch found in Mosaic's module: its format has changed; see read_mosaic_launch.")
+    from jax._src.lib import mosaic_gpu_dialect as dialect  # type: ignore[reportPrivateImportUsage]  # no public name
+    from jax.interpreters import mlir
+
+    with mlir.make_ir_context() as context:
+        dialect.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        operations: list[Any] = [mlir.ir.Module.parse(bytecode).operation]
+        for operation in operations:  # grows while it is read
+            if operation.name.endswith("gpu.launch"):
+                return _mosaic_launch(operation)
+            operations += (inner.operation for region in operation.regions for block in region for inner in block)
+    raise ValueError("No launch found in Mosaic's module: its format has changed; see read_mosaic_launch.")
+
+
+def _mosaic_launch(operation: Any) -> Launch:
+    operands = iter(operation.operands)
+    counts = list(operation.attributes["operandSegmentSizes"])  # of tokens to wait for, then 0 or 1 of each size
+    groups = [[next(operands) for _ in range(count)] for count in counts]
+    sizes = [math.prod(value.owner.attributes["value"].value for value in group) for group in groups[1:11]]
     return Launch(
-        grid=sizes["blocks"],
-        cluster=sizes.get("clusters", 1),
-        threads=sizes["threads"],
-        shared_bytes=constants[shared[1]],
+        grid=math.prod(sizes[0:3]),
+        threads=math.prod(sizes[3:6]),
+        cluster=math.prod(sizes[6:9]),
+        shared_bytes=sizes[9] if groups[10] else 0,
     )
 
 

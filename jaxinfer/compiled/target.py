@@ -28,14 +28,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.compiled.dumps import (
     CONTROL,
     Buffer,
-    Launch,
     Resources,
     Thunk,
     read_aliases,
     read_instructions,
-    read_mosaic_dumps,
-    read_mosaic_launch,
+    read_mosaic_calls,
     read_op_names,
+    read_predicates,
     read_resources,
     read_temporaries,
     read_thunk_names,
@@ -149,10 +148,13 @@ class Kernel:
       instruction: the HLO instruction it runs.
       scope: the part of the model that its result belongs to ("layers.3/attention/dot_general").
       kind: XLA's kind of thunk, or "mosaic".
-      grid: blocks; 0 if unknown, as are a Mosaic kernel's launch sizes unless resources were requested.
+      grid: blocks; 0 if unknown, as of a copy or a library call.
       threads: per block; 0 if unknown.
       shared_bytes: shared memory per block declared at launch; 0 if unknown.
       in_graph: whether it is launched by a CUDA graph rather than by the host.
+      in_loop: whether it is launched in every turn of a loop.
+      condition: the innermost `lax.cond` that must hold for it to run, or `lax.switch` that must choose another than
+        its first branch, by its place in the model; empty if there is none, and the kernel runs while nothing holds.
       cluster: blocks that run together and can access each other's shared memory.
       resources: registers, spills and instructions, if requested.
     """
@@ -165,6 +167,8 @@ class Kernel:
     threads: int
     shared_bytes: int
     in_graph: bool
+    in_loop: bool
+    condition: str
     cluster: int = 1
     resources: Resources | None = None
 
@@ -211,6 +215,16 @@ class TargetReport:
         """The kernels of one layer, or with None those outside the layers. Layer 0 includes what all layers share."""
         return tuple(kernel for kernel in self.kernels if kernel.layer == layer)
 
+    def outside_layers(self) -> tuple[Kernel, ...]:
+        """The kernels of no layer, and those of layer 0 that others have no match for: what all layers share.
+
+        The embedding, for example, has the name of what layer 0 makes of it.
+        """
+        found = {(kernel.layer, kernel.scope.partition(f"layers.{kernel.layer}/")[2]) for kernel in self.kernels}
+        own = {scope for layer, scope in found if layer or self.layers == 1}
+        inside = (kernel.layer or kernel.scope.partition("layers.0/")[2] in own for kernel in self.kernels)
+        return tuple(kernel for kernel, layer in zip(self.kernels, inside, strict=True) if not layer)
+
     @property
     def layers(self) -> int:
         """The number of layers that have kernels."""
@@ -254,7 +268,6 @@ def compile_for(
         seconds = time.perf_counter() - start
         files = list(Path(folder).iterdir())
         usage = _disassemble([*Path(folder).glob("*.ptx"), *mosaic_folder.glob("*.ptx")])
-        launches = {_dump_name(file): read_mosaic_launch(file.read_text()) for file in mosaic_folder.glob(_LAUNCHES)}
         thunks = read_thunks(_text(files, "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt"))
         names = read_thunk_names(_text(files, "thunk_metadata.txt"))
         temporaries = read_temporaries(_text(files, "-buffer-assignment.txt"))
@@ -264,7 +277,7 @@ def compile_for(
     graphs = {thunk.id for thunk in thunks if thunk.kind == "kCommandBuffer" and not thunk.parents}
     return TargetReport(
         target=target.name,
-        kernels=_kernels(thunks, names, hlo, usage, launches, graphs),
+        kernels=_kernels(thunks, names, hlo, usage, graphs),
         graphs=len(graphs),
         host_launches=tuple(t.kind for t in thunks if graphs.isdisjoint((t.id, *t.parents))),
         argument_bytes=memory.argument_size_in_bytes,
@@ -279,36 +292,52 @@ def compile_for(
 
 
 def _kernels(
-    thunks: list[Thunk],
-    names: dict[int, str],
-    hlo: str,
-    usage: dict[str, Resources],
-    launches: dict[str, Launch],
-    graphs: set[int],
+    thunks: list[Thunk], names: dict[int, str], hlo: str, usage: dict[str, Resources], graphs: set[int]
 ) -> tuple[Kernel, ...]:
-    scopes, mosaic = read_op_names(hlo), read_mosaic_dumps(hlo)
+    scopes, mosaic = read_op_names(hlo), read_mosaic_calls(hlo)
+    conditions, loops = _conditions(thunks, names, hlo), {thunk.id for thunk in thunks if thunk.kind == "kWhile"}
+
+    def scope(instruction: str) -> str:
+        return scopes.get(instruction, "").split("/", 1)[-1]  # without "jit(function)/"
+
     found = []
     for thunk in thunks:
         if thunk.kind in CONTROL:
             continue
         instruction = names.get(thunk.id, thunk.kernel)
-        dump = mosaic.get(instruction)
-        launch = launches.get(dump, Launch()) if dump else thunk.launch
+        call = mosaic.get(instruction)
+        launch = call.launch if call else thunk.launch
         found.append(
             Kernel(
-                name=dump.rpartition("_")[0] if dump else instruction,
+                name=call.dump.rpartition("_")[0] if call else instruction,
                 instruction=instruction,
-                scope=scopes.get(instruction, "").split("/", 1)[-1],  # without "jit(function)/"
-                kind="mosaic" if dump else thunk.kind,
+                scope=scope(instruction),
+                kind="mosaic" if call else thunk.kind,
                 grid=launch.grid,
                 threads=launch.threads,
                 shared_bytes=launch.shared_bytes,
                 cluster=launch.cluster,
                 in_graph=not graphs.isdisjoint(thunk.parents),
-                resources=usage.get(dump or thunk.kernel),
+                in_loop=not loops.isdisjoint(thunk.parents),
+                condition=scope(conditions[thunk.id]),
+                resources=usage.get(call.dump if call else thunk.kernel),
             )
         )
     return tuple(found)
+
+
+def _conditions(thunks: list[Thunk], names: dict[int, str], hlo: str) -> dict[int, str]:
+    """Thunk -> the innermost conditional that has it in another branch than that for false or 0; empty without one."""
+    predicates = read_predicates(hlo)
+    otherwise = {  # conditional -> the branch it takes while its condition does not hold
+        thunk.id: int(names[thunk.id] in predicates) for thunk in thunks if thunk.kind == "kConditional"
+    }
+
+    def condition(thunk: Thunk) -> str:
+        inside = reversed(list(zip(thunk.parents, thunk.branches, strict=True)))
+        return next((names[parent] for parent, branch in inside if otherwise.get(parent, branch) != branch), "")
+
+    return {thunk.id: condition(thunk) for thunk in thunks}
 
 
 def _text(files: list[Path], *endings: str) -> str:
@@ -342,14 +371,6 @@ def _disassemble(sources: list[Path]) -> dict[str, Resources]:
         for found in pool.map(disassemble, sources):
             usage |= found
     return usage
-
-
-_LAUNCHES = "*.mlir-passes.log"
-
-
-def _dump_name(file: Path) -> str:
-    """The kernel that one of Mosaic's dumps describes: "attend_3.ptx" -> "attend_3"."""
-    return file.name.split(".", 1)[0]
 
 
 @contextlib.contextmanager

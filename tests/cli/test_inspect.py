@@ -26,7 +26,10 @@ def test_inspect_reports_on_a_model_directory(tmp_path, monkeypatch):
     lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
     assert "CUDA graphs 1, and no launches outside" in lines
     assert any(re.match(r"written in place (\d+) of \1 donated arrays", line) for line in lines)
-    assert any("attention" in line and "decode_attention" in line for line in lines)
+    assert any(re.fullmatch(r"decode_attention_kernel \S+ 32 128 [1-9]\d\d,\d{3}", line) for line in lines)
+    assert "kernels per layer 5" in lines
+    assert any(re.fullmatch(r"outside the layers 12 in a greedy pass, \d+ more in a step", line) for line in lines)
+    assert any(re.fullmatch(r"sample/draw/truncate [1-9]\d*", line) for line in lines)
 
 
 @pytest.mark.parametrize(

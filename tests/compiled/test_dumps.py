@@ -1,19 +1,20 @@
 """The readers of what XLA, Mosaic and NVIDIA's tools write."""
 
 import dataclasses
-import re
 
 import pytest
+from jax.interpreters import mlir
 
 from jaxinfer.compiled.dumps import (
     Buffer,
     Launch,
+    MosaicCall,
     Resources,
     read_aliases,
     read_instructions,
-    read_mosaic_dumps,
-    read_mosaic_launch,
+    read_mosaic_calls,
     read_op_names,
+    read_predicates,
     read_resources,
     read_temporaries,
     read_thunk_names,
@@ -28,18 +29,30 @@ condition:
         003: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
       body:
         004: kCustomKernel [source       | sink (2)] dot_7 grid: [4, 2, 1] threads: [64, 1, 1]  shared_memory: 768 bytes
+        005: kConditional [source | sink]
+          false_branch:
+            006: kConditional [source | sink]
+              branch_0:
+                No thunks.
+              branch_1:
+                No thunks.
+              branch_2:
+                007: kCopy [source | sink] kCopy
           true_branch:
-            No thunks.
-005: kGemm [source | sink] kGemm
+            008: kCopy [source | sink] kCopy
+009: kGemm [source | sink] kGemm
 """
 
 
 def test_read_thunks():
     thunks = {thunk.id: thunk for thunk in read_thunks(THUNKS)}
     assert [thunk.kind for thunk in thunks.values()] == [
-        "kCopy", "kCommandBuffer", "kWhile", "kCustomKernel", "kCustomKernel", "kGemm"
+        "kCopy", "kCommandBuffer", "kWhile", "kCustomKernel", "kCustomKernel",
+        "kConditional", "kConditional", "kCopy", "kCopy", "kGemm",
     ]  # fmt: skip
-    assert [thunks[number].parents for number in (0, 2, 3, 4, 5)] == [(), (1,), (1, 2), (1, 2), ()]
+    assert [thunks[number].parents for number in (0, 2, 3, 4, 9)] == [(), (1,), (1, 2), (1, 2), ()]
+    assert (thunks[7].parents, thunks[7].branches) == ((1, 2, 5, 6), (0, 0, 0, 2))
+    assert (thunks[8].parents, thunks[8].branches) == ((1, 2, 5), (0, 0, 1))
     assert (thunks[4].kernel, thunks[4].launch) == ("dot_7", Launch(grid=8, threads=64, shared_bytes=768))
     with pytest.raises(ValueError, match="format has changed"):
         read_thunks("nothing")
@@ -64,6 +77,12 @@ def test_an_instruction_without_a_name_gets_its_users():
     names = read_op_names(HLO)
     assert names["p"] == "x"
     assert names["dot.1"] == names["add"] == "jit(step)/layers.3/add"
+
+
+def test_read_predicates():
+    branches = "branch_computations={%a, %b}"
+    text = f"  %c.1 = f32[] conditional(%p, %x, %x), true_computation=%a, false_computation=%b\n  %c.2 = {branches}\n"
+    assert read_predicates(text) == {"c.1"}
 
 
 def test_read_aliases():
@@ -98,29 +117,44 @@ ptxas info    : Used 255 registers, used 1 barriers, 768 bytes smem
     assert read_resources(text) == {"dot_7": Resources(registers=255, spill_bytes=16)}
 
 
-def test_read_mosaic_dumps():
-    line = (
-        r'  ROOT %mpmd_map.3 = f32[8]{0} custom-call(%x), custom_call_target="mosaic_gpu_v2", '
-        r'backend_config={module = "ML\EFR\00stable_mosaic_gpu\00step_2_mosaic_gpu\00x\00step_2\00step_2_17\00y"}'
-    )
-    assert read_mosaic_dumps(f"HloModule\n{line}\n  %y = f32[8]{{0}} add(%x, %x)") == {"mpmd_map.3": "step_2_17"}
-    with pytest.raises(ValueError, match=r"mpmd_map\.3: its format has changed"):
-        read_mosaic_dumps(line.replace("step_2_17", "?"))
+LAUNCH = """\
+module {{
+  "stable_mosaic_gpu.func.func"() ({{
+    %token = "stable_mosaic_gpu.wait"() : () -> !gpu.async.token
+    %one = "stable_mosaic_gpu.arith.constant"() {{value = 1 : index}} : () -> index
+    %two = "stable_mosaic_gpu.arith.constant"() {{value = 2 : index}} : () -> index
+    %threads = "stable_mosaic_gpu.arith.constant"() {{value = 128 : index}} : () -> index
+    %bytes = "stable_mosaic_gpu.arith.constant"() {{value = 74824 : i32}} : () -> i32
+    "stable_mosaic_gpu.gpu.launch"(%token, %threads, %two, %one, %threads, %two, %one, {cluster}%bytes)
+      {{operandSegmentSizes = array<i32: 1, 1, 1, 1, 1, 1, 1, {clustered}, 1, 0>}} :
+      (!gpu.async.token, index, index, index, index, index, index, {types}i32) -> ()
+  }}) {{name = "step_2_mosaic_gpu", dumps = "step_2_17"}} : () -> ()
+}}
+"""
 
 
-def test_read_mosaic_launch():
-    constants = "".join(f"%c{size} = arith.constant {size} : i32\n" for size in (1, 2, 3, 128, 256, 74824))
-    launch = constants + (
-        "    %50 = gpu.launch async [%8] clusters(%a, %b, %c) in (%d = %c2, %e = %c1, %f = %c1) "
-        "blocks(%g, %h, %i) in (%j = %c128, %k = %c3, %l = %c1) "
-        "threads(%m, %n, %o) in (%p = %c256, %q = %c1, %r = %c1) dynamic_shared_memory_size %c74824 {\n"
+def kernel(text):
+    """A module of Mosaic's as the optimised module has it."""
+    with mlir.make_ir_context() as context:
+        context.allow_unregistered_dialects = True
+        bytecode = mlir.module_to_bytecode(mlir.ir.Module.parse(text))
+    escaped = "".join(chr(b) if 32 <= b < 127 and chr(b) not in '"\\' else f"\\{b:02X}" for b in bytecode)
+    return (
+        f'  ROOT %m.3 = f32[8]{{0}} custom-call(%x), custom_call_target="mosaic_gpu_v2", x={{module = "{escaped}"}}\n'
     )
-    clustered = Launch(grid=384, cluster=2, threads=256, shared_bytes=74824)
-    assert read_mosaic_launch(launch + "gpu.launch, after a pass") == clustered
-    alone = re.sub(r"clusters.*?\) in \(.*?\) ", "", launch)
-    assert read_mosaic_launch(alone) == dataclasses.replace(clustered, cluster=1)
-    with pytest.raises(ValueError, match="format has changed"):
-        read_mosaic_launch("module")
+
+
+def test_read_mosaic_calls():
+    launch = Launch(grid=256, threads=256, shared_bytes=74824)
+    alone = kernel(LAUNCH.format(cluster="", clustered="0, 0, 0", types=""))
+    clustered = kernel(LAUNCH.format(cluster="%two, %one, %one, ", clustered="1, 1, 1", types="index, index, index, "))
+    assert read_mosaic_calls(alone) == {"m.3": MosaicCall(dump="step_2_17", launch=launch)}
+    (call,) = read_mosaic_calls(f"HloModule\n{clustered}  %y = f32[8]{{0}} add(%x, %x)").values()
+    assert call.launch == dataclasses.replace(launch, cluster=2)
+    with pytest.raises(ValueError, match=r"m\.3: its format has changed; see read_mosaic_calls"):
+        read_mosaic_calls(alone.replace("step_2_17", "?"))
+    with pytest.raises(ValueError, match=r"No launch found .* see read_mosaic_launch"):
+        read_mosaic_calls(alone.replace("gpu.launch", "gpu.lunch_"))
 
 
 def test_read_instructions():

@@ -74,6 +74,40 @@ def test_without_the_options_the_host_drives_the_loop():
 
 
 @pytest.mark.aot
+def test_kernels_in_branches_name_their_condition():
+    """The branches for true, and for all numbers but 0, are conditional; a loop is counted apart."""
+
+    def of(function):
+        return lambda x: function(x @ x)
+
+    def turn(x):
+        with jax.named_scope("outer"):
+            x = jax.lax.cond(x[0, 0] > 0, hidden, of(jnp.tanh), x)
+        return x.T @ x
+
+    def hidden(x):
+        with jax.named_scope("inner"):
+            x = jax.lax.cond(x[0, 1] > 0, of(jnp.exp), of(jnp.sin), x)
+        with jax.named_scope("choice"):
+            return jax.lax.switch(x[0, 2].astype(int), [of(f) for f in (jnp.cos, jnp.log, jnp.exp2)], x)
+
+    def loop(x, stop):
+        return jax.lax.while_loop(lambda x: x.sum() < stop, turn, jnp.sqrt(x @ x))
+
+    x, stop = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    options = compiler_options("gpu", rows=8, dtype=np.dtype(jnp.bfloat16))
+    kernels = compile_for(Target.load("h200"), loop, (x, stop), options=options).kernels
+    conditions = {kernel.scope.rpartition("/")[2]: kernel.condition for kernel in kernels}
+    outer = "while/body/outer/cond"
+    assert conditions["sqrt"] == conditions["tanh"] == ""
+    assert conditions["sin"] == conditions["cos"] == outer
+    assert conditions["exp"] == f"{outer}/branch_1_fun/inner/cond"
+    assert conditions["log"] == conditions["exp2"] == f"{outer}/branch_1_fun/choice/cond"
+    assert {kernel.in_loop for kernel in kernels if "sqrt" in kernel.scope} == {False}
+    assert {kernel.in_loop for kernel in kernels if kernel.condition} == {True}
+
+
+@pytest.mark.aot
 def test_registers_of_a_kernel_without_spills():
     x = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
     report = compile_for(Target.load("h200"), lambda x: jax.nn.softmax(x), (x,), resources=True)
@@ -121,12 +155,13 @@ def test_mosaic_kernels_are_told_apart():
         report = compile_for(Target.load("h200"), f, args, resources=resources)
         found = [kernel for kernel in report.kernels if kernel.kind == "mosaic"]
         assert sorted(kernel.name for kernel in found) == expected
+        for kernel in found:  # launches are known either way
+            rows, columns = (16, 128) if kernel.name == "triple_3" else (8, 256)
+            assert (kernel.grid, kernel.cluster, kernel.threads) == (rows, 1, 128)
+            assert columns * 4 < kernel.shared_bytes <= 1024 + 64  # Mosaic aligns; the barrier
     assert len(report.kernels) == len(expected) + 1  # the sine is XLA's
     assert report.of_layer(1)[0].name == "shared"
     for kernel in found:
-        rows, columns = (16, 128) if kernel.name == "triple_3" else (8, 256)
-        assert (kernel.grid, kernel.cluster, kernel.threads) == (rows, 1, 128)
-        assert columns * 4 < kernel.shared_bytes <= 1024 + 64  # Mosaic aligns; the barrier
         assert 0 < kernel.resources.registers < 64
         assert kernel.resources.spill_bytes == 0
         assert kernel.resources.features == ("UTMALDG",)

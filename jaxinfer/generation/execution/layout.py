@@ -138,7 +138,7 @@ class DeviceLayout:
             sampling_arrays([idle_options(len(self.static.processors))]),
         )
         vector = integers(count)
-        return Slots(integers(count, self.engine.context), vector, flags(count), vector, vector, options)
+        return Slots(integers(count, self.engine.context), vector, vector, options)
 
     def rows(self, batch: int, pages: int) -> Rows:
         """`Rows` of a batch whose page tables have `pages` entries."""

@@ -42,17 +42,14 @@ class Packer:
         requests = Slots(
             history=np.zeros((count, self.layout.engine.context), np.int32),  # type: ignore[arg-type]  # numpy until sent
             length=np.zeros(count, np.int32),  # type: ignore[arg-type]
-            active=np.zeros(count, np.bool_),  # type: ignore[arg-type]
-            limit=np.zeros(count, np.int32),  # type: ignore[arg-type]
             adapter=np.zeros(count, np.int32),  # type: ignore[arg-type]
             options=sampling_arrays([self._options(a) for a in admissions] + idle),
         )
         for row, admission in enumerate(admissions):
             length = len(admission.token_ids)
-            slot[row], requests.length[row] = admission.slot, length
             requests.history[row, :length] = admission.token_ids
-            requests.active[row], requests.limit[row] = admission.decodes, admission.sequence.max_length
-            requests.adapter[row] = admission.adapter_index
+            requests.length[row] = length if admission.decodes else -length
+            slot[row], requests.adapter[row] = admission.slot, admission.adapter_index
         return slot, requests
 
     def _options(self, admission: Admission) -> RowOptions:
@@ -60,7 +57,8 @@ class Packer:
         if request.pooling:
             return idle_options(len(self._processors))
         wanted = tuple(name in request.sampling.logits_processors for name in self._processors)
-        return RowOptions(request.sampling, sequence.seed, sequence.num_prompt_tokens, request.stop_token_ids, wanted)
+        prompt, limit = sequence.num_prompt_tokens, sequence.max_length
+        return RowOptions(request.sampling, sequence.seed, prompt, limit, request.stop_token_ids, wanted)
 
     def page_table_width(self, batch: Batch) -> int:
         """Pages of the longest page table, rounded up."""

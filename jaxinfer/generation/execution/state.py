@@ -1,10 +1,13 @@
 """What stays on the device between steps, and how programs read and change it."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jaxinfer.generation.params import MAX_STOP_TOKEN_IDS
 from jaxinfer.generation.sampling.arrays import SamplingArrays
 from jaxinfer.models import KVPages, TokenRows
 
@@ -14,19 +17,36 @@ class Slots(NamedTuple):
 
     Attributes:
       history: int32 [S, C], their tokens.
-      length: int32 [S], how many of them are known.
-      active: bool [S], whether the request decodes: its prompt is through and nothing has ended it.
-      limit: int32 [S], the total length at which it ends.
+      length: int32 [S], how many of them are known, in an active request: its prompt is through and nothing has ended
+        it; in any other the same below 0.
       adapter: int32 [S], its adapter, from 1; 0 is none.
       options: its sampling options.
     """
 
     history: jax.Array
     length: jax.Array
-    active: jax.Array
-    limit: jax.Array
     adapter: jax.Array
     options: SamplingArrays
+
+
+class Progress(NamedTuple):
+    """How far some requests are: one number each, which one kernel reads and writes.
+
+    Attributes:
+      position: int32 [B], that of the last token, which is not in the cache yet; below 0 unless the request is active.
+    """
+
+    position: jax.Array
+
+    @property
+    def active(self) -> jax.Array:
+        """bool [B]."""
+        return self.position >= 0
+
+    @property
+    def length(self) -> jax.Array:
+        """int32 [B], how many tokens are known."""
+        return jnp.abs(self.position + 1)
 
 
 class DeviceState(NamedTuple):
@@ -48,32 +68,66 @@ class Rows(NamedTuple):
     page_table: jax.Array
 
 
+def progress(length: jax.Array, active: jax.Array) -> Progress:
+    """Of requests of `length` [B] tokens, of which those in `active` [B] decode."""
+    return Progress(jnp.where(active, length, -length) - 1)
+
+
+def progress_of(slots: Slots, slot: jax.Array) -> Progress:
+    """How far the requests in some slots are."""
+    return Progress(slots.length[slot] - 1)
+
+
 def options_of(slots: Slots, slot: jax.Array) -> SamplingArrays:
     """The sampling options of some slots."""
     return jax.tree.map(lambda x: x[slot], slots.options)
 
 
-def last_tokens(slots: Slots, rows: Rows) -> TokenRows:
-    """The token of each row that is not in the cache yet."""
-    at = jnp.maximum(slots.length[rows.slot] - 1, 0)
-    positions = jnp.where(slots.active[rows.slot], at, -1)
-    return TokenRows(
-        slots.history[rows.slot, at][:, None], positions[:, None], rows.page_table, slots.adapter[rows.slot]
-    )
+def last_tokens(history: jax.Array, rows: Rows, position: jax.Array, adapter: jax.Array) -> TokenRows:
+    """The token of each row that is not in the cache yet. position, adapter: int32 [B]."""
+    ids = history[rows.slot, jnp.maximum(position, 0)]
+    return TokenRows(ids[:, None], position[:, None], rows.page_table, adapter)
 
 
-def append(slots: Slots, slot: jax.Array, length: jax.Array, tokens: jax.Array, count: jax.Array) -> Slots:
-    """Write the first `count` [B] of tokens [B, W] after `length` [B], and end what a stop token or the limit ends."""
-    nowhere = len(slots.length)
-    index = jnp.arange(tokens.shape[1])
-    written = index < count[:, None]
-    at = jnp.where(written, length[:, None] + index, slots.history.shape[1])
-    stop_token_ids = slots.options.stop_token_ids[slot]
-    stopped = jnp.any((tokens[..., None] == stop_token_ids[:, None]) & written[..., None], axis=(1, 2))
-    length = length + count
-    row = jnp.where(count > 0, slot, nowhere)
-    return slots._replace(
-        history=slots.history.at[slot[:, None], at].set(tokens, mode="drop"),
-        length=slots.length.at[row].set(length, mode="drop"),
-        active=slots.active.at[row].set(~stopped & (length < slots.limit[slot]), mode="drop"),
-    )
+@jax.named_scope("append")
+def append(
+    history: jax.Array,
+    slot: jax.Array,
+    before: Progress,
+    tokens: jax.Array,
+    count: jax.Array,
+    options: SamplingArrays,
+) -> tuple[jax.Array, Progress]:
+    """Add the first `count` [B] of tokens [B, W], up to a stop token or the limit, either of which ends the request.
+
+    Returns the history [S, C], and how far the requests are then.
+    """
+    # Comparisons one by one, unlike a reduction, belong to the kernel that uses them.
+    ids = (options.stop_token_ids[:, i, None] for i in range(MAX_STOP_TOKEN_IDS))
+    stops = functools.reduce(jnp.logical_or, (tokens == id for id in ids))
+    width = tokens.shape[1]
+    until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, width + 1)
+    count = jnp.minimum(jnp.minimum(count, until_stop), options.limit - before.length)
+    index = jnp.arange(width)
+    at = slot[:, None] * history.shape[1] + before.length[:, None] + index
+    at = jnp.where(index < count[:, None], at, history.size - 1)  # of the spare slot
+    length = before.length + count
+    ended = (until_stop == count) | (length >= options.limit)
+    after = Progress(jnp.where(count > 0, progress(length, ~ended).position, before.position))
+    return _put(history, at, tokens), after
+
+
+def _put(history: jax.Array, at: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Write tokens at places counted through all rows; one alone as a slice, as a scatter of it takes two kernels."""
+    flat = history.reshape(-1)
+    if tokens.size == 1:
+        flat = lax.dynamic_update_slice(flat, tokens.reshape(1), (at.reshape(()),))
+    else:
+        flat = flat.at[at].set(tokens, mode="drop")
+    return flat.reshape(history.shape)
+
+
+def with_progress(slots: Slots, slot: jax.Array, progress: Progress, written: jax.Array) -> Slots:
+    """How far the requests are, put into their slots where `written` [B]."""
+    row = jnp.where(written, slot, len(slots.length))
+    return slots._replace(length=slots.length.at[row].set(progress.position + 1, mode="drop"))

@@ -1,50 +1,94 @@
-"""The sampling options of a batch as arrays, so that none of them changes a compiled program."""
+"""The sampling options of a batch as an array, so that none of them changes a compiled program."""
 
+import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 
 from jaxinfer.generation.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 
-class SamplingArrays(NamedTuple):
+class _Column:
+    """An option's place in `SamplingArrays.packed`, behind those of the options named before it.
+
+    Args:
+      dtype: its own; it is stored by its bits, a bool as 0 or 1.
+      size: how many values a row has; None: one, without a dimension of its own; 0: all that come.
+    """
+
+    def __init__(self, dtype: type, size: int | None = None):
+        self.dtype, self.size = np.dtype(dtype), size
+
+    def __set_name__(self, owner: "type[SamplingArrays]", name: str) -> None:
+        self.start = sum(column.size or 1 for column in owner.COLUMNS.values())
+        owner.COLUMNS[name] = self
+
+    def __get__(self, arrays: "SamplingArrays", owner: type | None = None) -> jax.Array:
+        match self.size:
+            case None:
+                bits = arrays.packed[:, self.start]
+            case 0:
+                bits = arrays.packed[:, self.start :]
+            case size:
+                bits = arrays.packed[:, self.start : self.start + size]
+        return bits != 0 if self.dtype == np.bool_ else lax.bitcast_convert_type(bits, self.dtype)
+
+    def pack(self, values: list) -> np.ndarray:
+        """The values of some rows as int32 [B, n]."""
+        array = np.array(values, self.dtype).reshape(len(values), -1)
+        return array.astype(np.int32) if self.dtype == np.bool_ else array.view(np.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingArrays:
     """The options of B rows; see `SamplingParams` for their meaning.
 
+    They are one array, which a single kernel or transfer moves. An option is read where it is needed: a slice that goes
+    into a loop or a branch would be an array of its own.
+
     Attributes:
-      seed: uint32 [B].
-      temperature, top_p, min_p: float32 [B].
-      repetition, presence, frequency: float32 [B], the penalties.
-      top_k: int32 [B].
+      packed: int32 [B, n], all of the following.
+      limit: int32 [B], the total length at which a row ends.
       min_length: int32 [B], total tokens before which no stop token is chosen.
       prompt_length: int32 [B].
       stop_token_ids: int32 [B, MAX_STOP_TOKEN_IDS], -1 where unused.
-      bias_ids: int32 [B, MAX_LOGIT_BIAS], -1 where unused.
-      bias: float32 [B, MAX_LOGIT_BIAS].
+      seed: uint32 [B].
+      temperature, top_p, min_p: float32 [B].
+      top_k: int32 [B].
+      repetition, presence, frequency: float32 [B], the penalties.
       logprobs: bool [B], whether the row wants log probabilities.
       prompt_logprobs: bool [B], whether it wants those of its prompt.
       constrained: bool [B], whether a token bitmask says which tokens may be chosen.
+      bias_ids: int32 [B, MAX_LOGIT_BIAS], -1 where unused.
+      bias: float32 [B, MAX_LOGIT_BIAS].
       processors: bool [B, n], which logits processors to apply.
     """
 
-    seed: jax.Array
-    temperature: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    top_k: jax.Array
-    min_length: jax.Array
-    prompt_length: jax.Array
-    stop_token_ids: jax.Array
-    bias_ids: jax.Array
-    bias: jax.Array
-    logprobs: jax.Array
-    prompt_logprobs: jax.Array
-    constrained: jax.Array
-    processors: jax.Array
+    COLUMNS: ClassVar[dict[str, _Column]] = {}
+
+    packed: jax.Array
+    limit = _Column(np.int32)
+    min_length = _Column(np.int32)
+    prompt_length = _Column(np.int32)
+    stop_token_ids = _Column(np.int32, MAX_STOP_TOKEN_IDS)
+    seed = _Column(np.uint32)
+    temperature = _Column(np.float32)
+    top_p = _Column(np.float32)
+    min_p = _Column(np.float32)
+    top_k = _Column(np.int32)
+    repetition = _Column(np.float32)
+    presence = _Column(np.float32)
+    frequency = _Column(np.float32)
+    logprobs = _Column(np.bool_)
+    prompt_logprobs = _Column(np.bool_)
+    constrained = _Column(np.bool_)
+    bias_ids = _Column(np.int32, MAX_LOGIT_BIAS)
+    bias = _Column(np.float32, MAX_LOGIT_BIAS)
+    processors = _Column(np.bool_, 0)
 
 
 class RowOptions(NamedTuple):
@@ -54,6 +98,7 @@ class RowOptions(NamedTuple):
       params: the request's options.
       seed: of its draws.
       prompt_length: tokens of its prompt.
+      limit: tokens, with those of the prompt, at which it ends.
       stop_token_ids: those of the options and the model's end-of-text.
       processors: a flag for each logits processor of the engine.
     """
@@ -61,42 +106,43 @@ class RowOptions(NamedTuple):
     params: SamplingParams
     seed: int
     prompt_length: int
+    limit: int
     stop_token_ids: tuple[int, ...]
     processors: tuple[bool, ...] = ()
 
 
 def idle_options(processors: int) -> RowOptions:
     """The options of a row for which no token is chosen: greedy, nothing asked."""
-    return RowOptions(SamplingParams(temperature=0.0), 0, 0, (), (False,) * processors)
+    return RowOptions(SamplingParams(temperature=0.0), 0, 0, 0, (), (False,) * processors)
 
 
 def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:
-    """The options of a batch, as numpy arrays."""
-
-    def column(dtype: type, values: list) -> jax.Array:
-        return np.array(values, dtype)  # type: ignore[return-value]  # numpy until the batch is sent to the device
+    """The options of a batch, as a numpy array."""
 
     def padded(values: Iterable, size: int, fill: float) -> list:
         values = list(values)
         return values + [fill] * (size - len(values))
 
     params = [row.params for row in rows]
-    return SamplingArrays(
-        seed=column(np.uint32, [row.seed for row in rows]),
-        temperature=column(np.float32, [p.temperature for p in params]),
-        top_p=column(np.float32, [p.top_p for p in params]),
-        min_p=column(np.float32, [p.min_p for p in params]),
-        repetition=column(np.float32, [p.repetition_penalty for p in params]),
-        presence=column(np.float32, [p.presence_penalty for p in params]),
-        frequency=column(np.float32, [p.frequency_penalty for p in params]),
-        top_k=column(np.int32, [p.top_k for p in params]),
-        min_length=column(np.int32, [row.prompt_length + row.params.min_tokens for row in rows]),
-        prompt_length=column(np.int32, [row.prompt_length for row in rows]),
-        stop_token_ids=column(np.int32, [padded(row.stop_token_ids, MAX_STOP_TOKEN_IDS, -1) for row in rows]),
-        bias_ids=column(np.int32, [padded(p.logit_bias, MAX_LOGIT_BIAS, -1) for p in params]),
-        bias=column(np.float32, [padded(p.logit_bias.values(), MAX_LOGIT_BIAS, 0.0) for p in params]),
-        logprobs=column(np.bool_, [p.logprobs is not None for p in params]),
-        prompt_logprobs=column(np.bool_, [p.prompt_logprobs is not None for p in params]),
-        constrained=column(np.bool_, [p.structured_outputs is not None for p in params]),
-        processors=column(np.bool_, [row.processors for row in rows]),
-    )
+    values = {
+        "limit": [row.limit for row in rows],
+        "min_length": [row.prompt_length + row.params.min_tokens for row in rows],
+        "prompt_length": [row.prompt_length for row in rows],
+        "stop_token_ids": [padded(row.stop_token_ids, MAX_STOP_TOKEN_IDS, -1) for row in rows],
+        "seed": [row.seed for row in rows],
+        "temperature": [p.temperature for p in params],
+        "top_p": [p.top_p for p in params],
+        "min_p": [p.min_p for p in params],
+        "top_k": [p.top_k for p in params],
+        "repetition": [p.repetition_penalty for p in params],
+        "presence": [p.presence_penalty for p in params],
+        "frequency": [p.frequency_penalty for p in params],
+        "logprobs": [p.logprobs is not None for p in params],
+        "prompt_logprobs": [p.prompt_logprobs is not None for p in params],
+        "constrained": [p.structured_outputs is not None for p in params],
+        "bias_ids": [padded(p.logit_bias, MAX_LOGIT_BIAS, -1) for p in params],
+        "bias": [padded(p.logit_bias.values(), MAX_LOGIT_BIAS, 0.0) for p in params],
+        "processors": [row.processors for row in rows],
+    }
+    columns = [column.pack(values[name]) for name, column in SamplingArrays.COLUMNS.items()]
+    return SamplingArrays(np.concatenate(columns, axis=1))  # type: ignore[arg-type]  # numpy until it is sent

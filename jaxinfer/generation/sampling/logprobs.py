@@ -34,6 +34,22 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
 
 
 def no_logprobs(shape: tuple[int, ...]) -> Logprobs:
-    """Zeros of `logprobs_of`'s shapes, where no row asked."""
+    """Zeros of `logprobs_of`'s shapes, which no row has asked for yet."""
     wide = (*shape, MAX_LOGPROBS)
     return Logprobs(jnp.zeros(shape, jnp.float32), jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
+
+
+def record_logprobs(
+    wanted: jax.Array, logits: jax.Array, tokens: jax.Array, at: tuple[jax.Array, ...], logprobs: Logprobs
+) -> Logprobs:
+    """Put the log probabilities of tokens at places of `logprobs`, if any row wants them.
+
+    wanted: bool [B]; logits: float32 [B, V]; tokens: int32 [B]; at: an index for every leading dimension of
+    `logprobs`, [B] each, out of range where none is put.
+    """
+
+    def put() -> Logprobs:
+        return jax.tree.map(lambda old, new: old.at[at].set(new, mode="drop"), logprobs, logprobs_of(logits, tokens))
+
+    with jax.named_scope("logprobs"):
+        return lax.cond(jnp.any(wanted), put, lambda: logprobs)

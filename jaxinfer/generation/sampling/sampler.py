@@ -4,14 +4,15 @@ Every option is an array, so none of them changes a compiled program; work that 
 time (`lax.cond`). No step sorts the vocabulary: the cut-offs of top-k and top-p are found by bisection.
 """
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.generation.sampling.arrays import SamplingArrays
-from jaxinfer.generation.sampling.logprobs import Logprobs, logprobs_of, no_logprobs
 
 LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """A pure function of scores (float32 [B, V]), history (int32 [B, C]) and length (int32 [B], the tokens known), all rows
@@ -84,10 +85,10 @@ def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
 
 def _draw(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
     """One token a row from softmax(logits / temperature), cut off as asked; greedy where the temperature is 0."""
-    greedy = options.temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, options.temperature)[:, None]
+    best = options.temperature == 0
+    scaled = logits / jnp.where(best, 1.0, options.temperature)[:, None]
     cuts = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
-    scaled = lax.cond(jnp.any(cuts & ~greedy), lambda x: truncate(x, options), lambda x: x, scaled)
+    scaled = _if_any("truncate", cuts & ~best, lambda x: truncate(x, options), scaled)
 
     def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
@@ -95,13 +96,45 @@ def _draw(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.
 
     # The noise depends on seed and position alone, so a row draws the same whatever its batch.
     drawn = jnp.argmax(scaled + jax.vmap(gumbel)(options.seed, length), axis=-1)
-    return jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    return jnp.where(best, greedy(logits), drawn.astype(jnp.int32))
 
 
 def allowed(bitmask: jax.Array, vocab: int) -> jax.Array:
     """The bits of uint32 [B, ceil(V / 32)] as bool [B, V]; token i is bit i % 32 of word i // 32."""
     bits = (bitmask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits.reshape(len(bitmask), -1)[:, :vocab] != 0
+
+
+def greedy(logits: jax.Array) -> jax.Array:
+    """The best token of each row: float32 [B, V] -> int32 [B]."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+class _Asked(NamedTuple):
+    """Which rows ask for what, bool [B] each; `logprobs` besides the choice of a token."""
+
+    bias: jax.Array
+    penalties: jax.Array
+    min_length: jax.Array
+    bitmask: jax.Array
+    draw: jax.Array
+    logprobs: jax.Array
+
+
+def _asked(options: SamplingArrays, length: jax.Array) -> _Asked:
+    return _Asked(
+        bias=options.bias_ids[:, 0] >= 0,
+        penalties=(options.repetition != 1) | (options.presence != 0) | (options.frequency != 0),
+        min_length=length < options.min_length,
+        bitmask=options.constrained,
+        draw=options.temperature > 0,
+        logprobs=options.logprobs,
+    )
+
+
+def asks_more_than_greedy(options: SamplingArrays, length: jax.Array) -> jax.Array:
+    """Whether any row asks for more than `greedy` now or when it is longer. length: int32 [B]. Returns bool []."""
+    return jnp.any(functools.reduce(jnp.logical_or, _asked(options, length)) | jnp.any(options.processors, axis=1))
 
 
 def sample(
@@ -112,18 +145,19 @@ def sample(
     options: SamplingArrays,
     bitmask: jax.Array,
     processors: LogitsProcessors = (),
-) -> tuple[jax.Array, Logprobs]:
-    """Choose each row's next token.
+) -> jax.Array:
+    """Choose each row's next token, by its options.
 
     Args:
       logits: float32 [B, V], the model's.
       history: int32 [S, C], the tokens so far of row i in row `slot[i]`; `length` of them are known. int32 [B] each.
       options: the rows' options.
       bitmask: uint32 [B, ceil(V / 32)], what may be chosen in rows that are `constrained`; see `allowed`.
-    Returns: int32 [B], and the log probabilities (zeros unless some row asked).
+    Returns: int32 [B].
     """
     rows = jnp.arange(logits.shape[0])[:, None]
     vocab = logits.shape[-1]
+    asked = _asked(options, length)
 
     def biased(x):
         return x.at[rows, jnp.where(options.bias_ids < 0, vocab, options.bias_ids)].add(options.bias, mode="drop")
@@ -138,23 +172,18 @@ def sample(
     def processed(process: LogitsProcessor, wanted: jax.Array):
         return lambda x: jnp.where(wanted[:, None], process(x, history[slot], length), x)
 
-    penalized = (options.repetition != 1) | (options.presence != 0) | (options.frequency != 0)
-    scores = lax.cond(jnp.any(options.bias_ids >= 0), biased, lambda x: x, logits)
-    scores = lax.cond(jnp.any(penalized), lambda x: penalize(x, history[slot], length, options), lambda x: x, scores)
+    scores = _if_any("bias", asked.bias, biased, logits)
+    scores = _if_any("penalties", asked.penalties, lambda x: penalize(x, history[slot], length, options), scores)
     for index, process in enumerate(processors):
         wanted = options.processors[:, index]
-        scores = lax.cond(jnp.any(wanted), processed(process, wanted), lambda x: x, scores)
-    scores = lax.cond(jnp.any(length < options.min_length), without_stops, lambda x: x, scores)
-    scores = lax.cond(jnp.any(options.constrained), without_banned, lambda x: x, scores)
-    tokens = lax.cond(
-        jnp.any(options.temperature > 0),
-        lambda x: _draw(x, length, options),
-        lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32),
-        scores,
-    )
-    logprobs = lax.cond(
-        jnp.any(options.logprobs),
-        lambda: logprobs_of(logits, tokens),
-        lambda: no_logprobs(tokens.shape),
-    )
-    return tokens, logprobs
+        scores = _if_any("logits_processor", wanted, processed(process, wanted), scores)
+    scores = _if_any("min_tokens", asked.min_length, without_stops, scores)
+    scores = _if_any("bitmask", asked.bitmask, without_banned, scores)
+    with jax.named_scope("draw"):
+        return lax.cond(jnp.any(asked.draw), lambda x: _draw(x, length, options), greedy, scores)
+
+
+def _if_any(name: str, asked: jax.Array, change: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
+    """Scores as changed if any row asks for it; `name` is what `inspect` calls it."""
+    with jax.named_scope(name):
+        return lax.cond(jnp.any(asked), change, lambda x: x, scores)

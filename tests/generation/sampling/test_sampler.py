@@ -1,5 +1,7 @@
 """Sampling against plain numpy, row by row."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.generation.params import SamplingParams
+from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.sampling.arrays import RowOptions, SamplingArrays, sampling_arrays
-from jaxinfer.generation.sampling.logprobs import logprobs_of
-from jaxinfer.generation.sampling.sampler import penalize, sample, truncate
+from jaxinfer.generation.sampling.logprobs import logprobs_of, no_logprobs, record_logprobs
+from jaxinfer.generation.sampling.sampler import asks_more_than_greedy, greedy, penalize, sample, truncate
 
 VOCAB, CONTEXT = 50, 12
 _truncate, _penalize = map(jax.jit, (truncate, penalize))
@@ -20,13 +22,15 @@ _truncate, _penalize = map(jax.jit, (truncate, penalize))
 def _sample(logits, history, length, options):
     """Row i in slot i, all tokens allowed."""
     bitmask = jnp.full((len(logits), -(-logits.shape[-1] // 32)), 0xFFFFFFFF, jnp.uint32)
-    return sample(logits, history, jnp.arange(len(logits)), length, options, bitmask)
+    rows = jnp.arange(len(logits))
+    tokens = sample(logits, history, rows, length, options, bitmask)
+    return tokens, record_logprobs(options.logprobs, logits, tokens, (rows,), no_logprobs(tokens.shape))
 
 
 def options(*params: SamplingParams, prompt_length: int = 4, stop_token_ids=(), seeds=None) -> SamplingArrays:
     seeds = seeds or range(len(params))
-    rows = [RowOptions(p, seed, prompt_length, stop_token_ids) for p, seed in zip(params, seeds, strict=True)]
-    return sampling_arrays(rows)
+    rows = zip(params, seeds, strict=True)
+    return sampling_arrays([RowOptions(p, seed, prompt_length, CONTEXT, stop_token_ids) for p, seed in rows])
 
 
 def truncated_by_numpy(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -79,6 +83,53 @@ def test_greedy_takes_the_best_and_bias_bans():
     arrays = options(SamplingParams(temperature=0), SamplingParams(temperature=0, logit_bias={7: -np.inf, 3: 1.0}))
     tokens, _ = _sample(logits, np.zeros((2, CONTEXT), np.int32), np.array([4, 4]), arrays)
     assert tokens.tolist() == [7, 8]
+
+
+def test_options_are_stored_by_their_bits():
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, logit_bias={3: -1.5}, logprobs=0, min_tokens=2)
+    idle = RowOptions(SamplingParams(), 0, 0, 0, (), (False, False))
+    arrays = sampling_arrays([RowOptions(params, 2**32 - 1, 4, 9, (7, 8), (False, True)), idle])
+    assert arrays.seed.tolist() == [2**32 - 1, 0]
+    np.testing.assert_array_equal(arrays.temperature, np.float32([0.7, 1.0]))
+    np.testing.assert_array_equal(arrays.top_p, np.float32([0.9, 1.0]))
+    assert [x.tolist() for x in (arrays.top_k, arrays.limit, arrays.min_length)] == [[5, 0], [9, 0], [6, 0]]
+    assert arrays.stop_token_ids[:, :3].tolist() == [[7, 8, -1], [-1] * 3]
+    assert (arrays.bias_ids[0, :2].tolist(), arrays.bias[0, :2].tolist()) == ([3, -1], [-1.5, 0.0])
+    assert (arrays.logprobs.tolist(), arrays.constrained.tolist()) == ([True, False], [False, False])
+    assert arrays.processors.tolist() == [[False, True], [False, False]]
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.5},
+        {"logit_bias": {3: 1.0}},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"min_tokens": 1},
+        {"logprobs": 0},
+        {"structured_outputs": StructuredOutputsParams(choice=("a",))},
+    ],
+)
+def test_one_row_that_asks_for_more_than_the_best_token_is_noticed(more):
+    length = np.array([4, 4])
+    assert not asks_more_than_greedy(options(GREEDY, GREEDY), length)
+    assert asks_more_than_greedy(options(GREEDY, dataclasses.replace(GREEDY, **more)), length)
+
+
+def test_a_logits_processor_is_more_than_the_best_token():
+    rows = [RowOptions(GREEDY, 0, 4, CONTEXT, (), wanted) for wanted in ((False, False), (False, True))]
+    assert [bool(asks_more_than_greedy(sampling_arrays([row]), np.array([4]))) for row in rows] == [False, True]
+
+
+def test_rows_that_ask_for_nothing_more_get_the_best_token():
+    logits = jnp.round(jax.random.normal(jax.random.key(0), (64, VOCAB)))  # with ties
+    tokens, _ = _sample(logits, np.zeros((64, CONTEXT), np.int32), np.full(64, 4), options(*[GREEDY] * 64))
+    np.testing.assert_array_equal(tokens, greedy(logits))
 
 
 def test_min_tokens_keeps_stop_tokens_away():

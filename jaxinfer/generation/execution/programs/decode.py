@@ -12,11 +12,20 @@ from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
 from jaxinfer.generation.execution.programs.ngram import propose
-from jaxinfer.generation.execution.state import DeviceState, Rows, Slots, append, last_tokens, options_of
+from jaxinfer.generation.execution.state import (
+    DeviceState,
+    Progress,
+    Rows,
+    append,
+    last_tokens,
+    options_of,
+    progress_of,
+    with_progress,
+)
 from jaxinfer.generation.sampling.arrays import SamplingArrays
-from jaxinfer.generation.sampling.logprobs import Logprobs, no_logprobs
-from jaxinfer.generation.sampling.sampler import LogitsProcessors, sample
-from jaxinfer.models import LayerAdapters
+from jaxinfer.generation.sampling.logprobs import Logprobs, no_logprobs, record_logprobs
+from jaxinfer.generation.sampling.sampler import LogitsProcessors, asks_more_than_greedy, greedy, sample
+from jaxinfer.models import KVPages, LayerAdapters
 
 if TYPE_CHECKING:
     from jaxinfer.models import Decoder
@@ -46,17 +55,49 @@ class DecodeOutput(NamedTuple):
 
 
 class _PassInputs(NamedTuple):
-    """What all passes of a step have in common."""
+    """What all passes of a step have in common.
+
+    Attributes:
+      model, adapters, rows, bitmask, processors: as in `decode`.
+      adapter: int32 [B], each row's.
+      options: of the rows.
+      asks_more: bool [], whether a row asks for more than its best token.
+      start: int32 [B], the lengths before the step.
+      passes: int32 [], how many there may be.
+    """
 
     model: "Decoder"
     adapters: list[LayerAdapters] | None
     rows: Rows
-    options: SamplingArrays
     bitmask: jax.Array
     processors: LogitsProcessors
+    adapter: jax.Array
+    options: SamplingArrays
+    asks_more: jax.Array
+    start: jax.Array
+    passes: jax.Array
 
 
-_Carry = tuple[DeviceState, DecodeOutput]
+class _Carry(NamedTuple):
+    """What a pass changes.
+
+    Attributes:
+      caches, history: all of them.
+      progress: of the rows.
+      logprobs, proposed, accepted: as in `DecodeOutput`.
+      passes, speculative_passes: int32 [B], those in which each row was active.
+      going: bool [], whether there is another pass.
+    """
+
+    caches: list[KVPages]
+    history: jax.Array
+    progress: Progress
+    logprobs: Logprobs
+    proposed: jax.Array
+    accepted: jax.Array
+    passes: jax.Array
+    speculative_passes: jax.Array
+    going: jax.Array
 
 
 def decode(
@@ -84,94 +125,105 @@ def decode(
       speculation_limit: int32 [B], how many speculative tokens each row may have in a pass, at most
         `num_speculative_tokens`.
     """
-    inputs = _PassInputs(model, adapters, rows, options_of(state.slots, rows.slot), bitmask, processors)
-    batch = len(rows.slot)
-    zeros = jnp.zeros(batch, jnp.int32)
-    shape = batch, max_passes * (1 + num_speculative_tokens)
-    output = DecodeOutput(jnp.zeros(shape, jnp.int32), zeros, no_logprobs(shape), zeros, zeros, jnp.zeros(2, jnp.int32))
-
-    def going(carry: _Carry) -> jax.Array:
-        state, output = carry
-        return (jnp.sum(output.passes) < passes) & jnp.any(state.slots.active[rows.slot])
+    slots, slot = state.slots, rows.slot
+    options, before = options_of(slots, slot), progress_of(slots, slot)
+    inputs = _PassInputs(
+        model,
+        adapters,
+        rows,
+        bitmask,
+        processors,
+        adapter=slots.adapter[slot],
+        options=options,
+        asks_more=asks_more_than_greedy(options, before.length),
+        start=before.length,
+        passes=passes,
+    )
+    batch, width = len(slot), max_passes * (1 + num_speculative_tokens)
+    none, zeros = no_logprobs((batch, width)), jnp.zeros(batch, jnp.int32)
 
     def plain(carry: _Carry) -> _Carry:
         return _pass(inputs, carry, jnp.zeros((batch, 0), jnp.int32), zeros)
 
     def speculative(carry: _Carry) -> _Carry:
-        slots, output = carry[0].slots, carry[1]
-        tokens, count = propose(slots.history[rows.slot], slots.length[rows.slot], num_speculative_tokens)
-        room = slots.limit[rows.slot] - slots.length[rows.slot] - 1
+        length, active = carry.progress.length, carry.progress.active
+        tokens, count = propose(carry.history[slot], length, num_speculative_tokens)
         # A row whose speculative tokens were mostly wrong gets no more in this step.
-        good = output.accepted * MIN_ACCEPTED >= output.proposed
-        count = jnp.where(slots.active[rows.slot] & good, jnp.minimum(jnp.minimum(count, speculation_limit), room), 0)
+        good = carry.accepted * MIN_ACCEPTED >= carry.proposed
+        room = options.limit - length - 1
+        count = jnp.where(active & good, jnp.minimum(jnp.minimum(count, speculation_limit), room), 0)
         return lax.cond(jnp.any(count > 0), lambda carry: _pass(inputs, carry, tokens, count), plain, carry)
 
-    return lax.while_loop(going, speculative if num_speculative_tokens else plain, (state, output))
+    going = jnp.any(before.active) & (passes > 0)
+    carry = _Carry(state.caches, slots.history, before, none, zeros, zeros, zeros, zeros, going)
+    carry = lax.while_loop(lambda carry: carry.going, speculative if num_speculative_tokens else plain, carry)
+    produced = carry.progress.length - inputs.start
+    slots = with_progress(slots._replace(history=carry.history), slot, carry.progress, produced > 0)
+    tokens = carry.history[slot[:, None], inputs.start[:, None] + jnp.arange(width)]
+    speculated = jnp.max(carry.speculative_passes)
+    counts = jnp.stack([jnp.max(carry.passes) - speculated, speculated])
+    output = DecodeOutput(tokens, produced, carry.logprobs, carry.proposed, carry.accepted, counts)
+    return DeviceState(carry.caches, slots), output
 
 
 def _pass(inputs: _PassInputs, carry: _Carry, speculative: jax.Array, count: jax.Array) -> _Carry:
     """One pass over 1 + W tokens a row; speculative: int32 [B, W], `count` [B] of them real."""
-    state, output = carry
-    rows, options = inputs.rows, inputs.options
-    slots, length = state.slots, state.slots.length[rows.slot]
-    last, index = last_tokens(slots, rows), jnp.arange(speculative.shape[1] + 1)
-    used = (index <= count[:, None]) & (last.positions >= 0)
-    group = last._replace(
-        ids=jnp.concatenate([last.ids, speculative], axis=1),
-        positions=jnp.where(used, last.positions + index, -1),
-    )
-    (hidden,), caches = inputs.model.forward((group,), state.caches, inputs.adapters)
+    rows, index = inputs.rows, jnp.arange(speculative.shape[1] + 1)
+    group = last_tokens(carry.history, rows, carry.progress.position, inputs.adapter)
+    if speculative.size:
+        used = (index <= count[:, None]) & (group.positions >= 0)
+        group = group._replace(
+            ids=jnp.concatenate([group.ids, speculative], axis=1),
+            positions=jnp.where(used, group.positions + index, -1),
+        )
+    (hidden,), caches = inputs.model.forward((group,), carry.caches, inputs.adapters)
     assert caches is not None
-    tokens, logprobs = _choose(inputs, hidden, slots, speculative)
+    tokens, logprobs = _choose(inputs, carry, hidden, speculative)
     right = jnp.cumprod((tokens[:, :-1] == speculative) & (index[:-1] < count[:, None]), axis=1)
     accepted = jnp.sum(right, axis=1)
-    produced = _until_stop(tokens, accepted + 1, options.stop_token_ids)
-    produced = jnp.minimum(produced, slots.limit[rows.slot] - length)
-    produced = jnp.where(slots.active[rows.slot], produced, 0)
-    slots = append(slots, rows.slot, length, tokens, produced)
-    at = jnp.where(index < produced[:, None], output.produced[:, None] + index, output.tokens.shape[1])
-    row = jnp.arange(len(at))[:, None]
-    output = DecodeOutput(
-        output.tokens.at[row, at].set(tokens, mode="drop"),
-        output.produced + produced,
-        jax.tree.map(lambda old, new: old.at[row, at].set(new, mode="drop"), output.logprobs, logprobs),
-        output.proposed + count,
-        output.accepted + accepted,
-        output.passes.at[int(speculative.shape[1] > 0)].add(1),
+    active = carry.progress.active.astype(jnp.int32)
+    history, progress = append(
+        carry.history, rows.slot, carry.progress, tokens, active * (accepted + 1), inputs.options
     )
-    return DeviceState(caches, slots), output
+    passes = carry.passes + active
+    return _Carry(
+        caches,
+        history,
+        progress,
+        logprobs,
+        carry.proposed + count,
+        carry.accepted + accepted,
+        passes,
+        carry.speculative_passes + active * int(speculative.shape[1] > 0),
+        jnp.any(progress.active & (passes < inputs.passes)),
+    )
 
 
-def _choose(inputs: _PassInputs, hidden: jax.Array, slots: Slots, speculative: jax.Array) -> tuple[jax.Array, Logprobs]:
-    """The token after each one of a row, and its log probabilities: [B, W]; speculative tokens count as text."""
+def _choose(
+    inputs: _PassInputs, carry: _Carry, hidden: jax.Array, speculative: jax.Array
+) -> tuple[jax.Array, Logprobs]:
+    """The token after each one of a row: int32 [B, W], and the log probabilities of the step with theirs."""
     batch, width = hidden.shape[:2]
-    slot = inputs.rows.slot
-    length = slots.length[slot]
-    if width > 1:  # penalties read speculative tokens from the history, where what is chosen replaces them
-        at = jnp.where(slots.active[slot][:, None], length[:, None] + jnp.arange(width - 1), slots.history.shape[1])
-        slots = slots._replace(history=slots.history.at[slot[:, None], at].set(speculative, mode="drop"))
+    logits = inputs.model.logits(hidden.reshape(batch * width, -1))
 
-    def repeated(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x, width, axis=0) if width > 1 else x
+    def by_options() -> tuple[jax.Array, Logprobs]:
+        history, length, active = carry.history, carry.progress.length, carry.progress.active
+        if width > 1:  # penalties read speculative tokens from the history, where what is chosen replaces them
+            at = jnp.where(active[:, None], length[:, None] + jnp.arange(width - 1), history.shape[1])
+            history = history.at[inputs.rows.slot[:, None], at].set(speculative, mode="drop")
+        slot, start, options, bitmask = jax.tree.map(
+            lambda x: jnp.repeat(x, width, axis=0) if width > 1 else x,
+            (inputs.rows.slot, inputs.start, inputs.options, inputs.bitmask),
+        )
+        lengths = (length[:, None] + jnp.arange(width)).reshape(-1)
+        tokens = sample(logits, history, slot, lengths, options, bitmask, inputs.processors)
+        at = jnp.arange(batch * width) // width, lengths - start  # those of tokens that do not stay are overwritten
+        return tokens, record_logprobs(options.logprobs, logits, tokens, at, carry.logprobs)
 
-    lengths = (length[:, None] + jnp.arange(width)).reshape(-1)
-    tokens, logprobs = sample(
-        inputs.model.logits(hidden.reshape(batch * width, -1)),
-        slots.history,
-        repeated(slot),
-        lengths,
-        jax.tree.map(repeated, inputs.options),
-        repeated(inputs.bitmask),
-        inputs.processors,
-    )
-    return jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), (tokens, logprobs))
-
-
-def _until_stop(tokens: jax.Array, count: jax.Array, stop_token_ids: jax.Array) -> jax.Array:
-    """How many of the first `count` [B] of tokens [B, W] there are up to the first stop token, with it."""
-    stops = jnp.any(tokens[..., None] == stop_token_ids[:, None], axis=-1)
-    first = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1])
-    return jnp.minimum(count, first)
+    with jax.named_scope("sample"):
+        best = greedy(logits)
+        tokens, logprobs = lax.cond(inputs.asks_more, by_options, lambda: (best, carry.logprobs))
+    return tokens.reshape(batch, width), logprobs
 
 
 def build(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:

@@ -12,9 +12,19 @@ from jax import lax
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, flags, integers
-from jaxinfer.generation.execution.state import DeviceState, Rows, append, last_tokens, options_of
-from jaxinfer.generation.sampling.logprobs import Logprobs, logprobs_of, no_logprobs
-from jaxinfer.generation.sampling.sampler import LogitsProcessors, sample
+from jaxinfer.generation.execution.state import (
+    DeviceState,
+    Rows,
+    append,
+    last_tokens,
+    options_of,
+    progress,
+    progress_of,
+    with_progress,
+)
+from jaxinfer.generation.sampling.arrays import SamplingArrays
+from jaxinfer.generation.sampling.logprobs import Logprobs, logprobs_of, no_logprobs, record_logprobs
+from jaxinfer.generation.sampling.sampler import LogitsProcessors, asks_more_than_greedy, greedy, sample
 from jaxinfer.models import LayerAdapters, TokenRows
 
 if TYPE_CHECKING:
@@ -84,18 +94,21 @@ def prefill(
     positions = jnp.where(index < chunks.num_tokens[:, None], chunks.start[:, None] + index, -1)
     ids = slots.history[chunks.slot[:, None], jnp.maximum(positions, 0)]
     groups = [TokenRows(ids, positions, chunks.page_table, slots.adapter[chunks.slot])]
+    decoding = progress_of(slots, rows.slot)
     if rows.slot.size:
-        groups.append(last_tokens(slots, rows))
+        groups.append(last_tokens(slots.history, rows, decoding.position, slots.adapter[rows.slot]))
     hidden, caches = model.forward(tuple(groups), state.caches, adapters)
     assert caches is not None
     last = jnp.take_along_axis(hidden[0], jnp.maximum(chunks.num_tokens - 1, 0)[:, None, None], axis=1)
     ends = jnp.concatenate([last[:, 0], *(group[:, 0] for group in hidden[1:])])  # [M + B, D]
     slot = jnp.concatenate([chunks.slot, rows.slot])
-    length = jnp.concatenate([chunks.start + chunks.num_tokens, slots.length[rows.slot]])
-    produced = jnp.concatenate([chunks.chooses, slots.active[rows.slot]])
+    length = jnp.concatenate([chunks.start + chunks.num_tokens, decoding.length])
+    produced = jnp.concatenate([chunks.chooses, decoding.active])
     options = options_of(slots, slot)
-    tokens, logprobs = sample(model.logits(ends), slots.history, slot, length, options, bitmask, processors)
-    slots = append(slots, slot, length, tokens[:, None], produced.astype(jnp.int32))
+    tokens, logprobs = _choose(model.logits(ends), slots.history, slot, length, options, bitmask, processors)
+    before, count = progress(length, produced), produced.astype(jnp.int32)
+    history, after = append(slots.history, slot, before, tokens[:, None], count, options)
+    slots = with_progress(slots._replace(history=history), slot, after, produced)
     following = slots.history[chunks.slot[:, None], positions + 1]
     asked = options.prompt_logprobs[: len(chunks.slot)]
     prompt_logprobs = lax.cond(
@@ -108,6 +121,26 @@ def prefill(
         lambda: jnp.zeros(last[:, 0].shape, jnp.float32),
     )
     return DeviceState(caches, slots), PrefillOutput(tokens, produced, logprobs, prompt_logprobs, pooled)
+
+
+def _choose(
+    logits: jax.Array,
+    history: jax.Array,
+    slot: jax.Array,
+    length: jax.Array,
+    options: SamplingArrays,
+    bitmask: jax.Array,
+    processors: LogitsProcessors,
+) -> tuple[jax.Array, Logprobs]:
+    """The next token of each row, and its log probabilities; arguments as of `sample`."""
+    none = no_logprobs(slot.shape)
+
+    def by_options() -> tuple[jax.Array, Logprobs]:
+        tokens = sample(logits, history, slot, length, options, bitmask, processors)
+        return tokens, record_logprobs(options.logprobs, logits, tokens, (jnp.arange(len(slot)),), none)
+
+    with jax.named_scope("sample"):
+        return lax.cond(asks_more_than_greedy(options, length), by_options, lambda: (greedy(logits), none))
 
 
 def _prompt_logprobs(model: "Decoder", hidden: jax.Array, following: jax.Array) -> Logprobs:
