@@ -4,9 +4,6 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= $(shell ./find-python)
-PIP = $(1)/bin/python -m pip --disable-pip-version-check --no-input
-# What pip does, a line a package, so that a long set-up is seen to move.
-SHOW = { grep --line-buffered -E '^(Collecting|  Downloading|Building|Installing|Successfully|ERROR|error)' || true; } | cut -c 1-110
 
 .PHONY: demo test interpreted slow aot newest peers lint types contracts clean
 
@@ -50,27 +47,27 @@ clean:
 %/pyvenv.cfg:
 	@test -n "$(PYTHON)" || { echo "jaxinfer needs Python 3.12 or newer: install python3.12 (with venv), pyenv's 3.12, or uv." >&2; exit 1; }
 	@echo "Setting up $* with $(PYTHON)"
-	$(PYTHON) -m venv $*
-	$(call PIP,$*) install --quiet --upgrade pip
+	@$(PYTHON) -m venv $*
+	@./pip-install $* --upgrade pip
 
 .venv/.base: .venv/pyvenv.cfg pyproject.toml constraints.txt
-	$(call PIP,.venv) install -e . -c constraints.txt | $(SHOW)
-	touch $@
+	@./pip-install .venv -e . -c constraints.txt
+	@touch $@
 
 .venv/.dev: .venv/.base
-	$(call PIP,.venv) install -e '.[dev,bench]' -c constraints.txt | $(SHOW)
-	touch $@
+	@./pip-install .venv -e '.[dev,bench]' -c constraints.txt
+	@touch $@
 
 .venv-aot/.aot: .venv-aot/pyvenv.cfg pyproject.toml constraints.txt
-	$(call PIP,.venv-aot) install -e '.[aot,dev]' -c constraints.txt | $(SHOW)
-	touch $@
+	@./pip-install .venv-aot -e '.[aot,dev]' -c constraints.txt
+	@touch $@
 
 .venv-newest/.newest: .venv-newest/pyvenv.cfg pyproject.toml
-	$(call PIP,.venv-newest) install --upgrade -e '.[dev]' | $(SHOW)
-	touch $@
+	@./pip-install .venv-newest --upgrade -e '.[dev]'
+	@touch $@
 
 # The engines that benchmarks compare with, in an interpreter of their own: PyTorch's CPU build may exist for one Python only.
 .venv-peers/pyvenv.cfg: PYTHON := $(or $(PEERS_PYTHON),$(PYTHON))
 .venv-peers/.peers: .venv-peers/pyvenv.cfg benchmarks/peers/requirements.txt
-	$(call PIP,.venv-peers) install -r benchmarks/peers/requirements.txt | $(SHOW)
-	touch $@
+	@./pip-install .venv-peers -r benchmarks/peers/requirements.txt
+	@touch $@
