@@ -1,5 +1,6 @@
 """The examples run on the demo model as README describes."""
 
+import asyncio
 import json
 import pathlib
 import re
@@ -7,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from examples import batch_generate, embed, generate, generate_on_mesh
+from examples import async_generate, batch_generate, embed, generate, generate_on_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEMO = str(ROOT / "examples/demo_model")
@@ -40,6 +41,15 @@ def test_batch_generate(capsys):
     best, second = found["beams"].beams
     assert best.score >= second.score
     assert "speculative tokens were accepted" in capsys.readouterr().out
+
+
+def test_async_generate(capsys):
+    text, outputs = asyncio.run(async_generate.run(DEMO, max_tokens=8))
+    assert text == outputs[0].outputs[0].text
+    assert len(outputs) == len(async_generate.PROMPTS)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"A stream:\n{text}\n")
+    assert "given up after" in printed
 
 
 def test_generate_on_mesh(capsys):

@@ -34,7 +34,8 @@ class AsyncLLM:
     keep it alive; without any, dropping it ends its thread, as `close` does, and as the end of the process does.
 
     A step that fails ends its own requests with EngineGenerateError, and the others go on. If the thread itself dies,
-    every request ends with EngineDeadError, and so does every later call.
+    every request ends with EngineDeadError, and so does every later call. `Timings` count from when a request is in
+    flight.
 
     Raises as `LLM` does.
 

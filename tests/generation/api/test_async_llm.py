@@ -546,6 +546,22 @@ def test_aborting_by_id_ends_a_request_as_it_is(llm, served, gate):
     assert again.result(PATIENCE).outputs[0].finish_reason is FinishReason.LENGTH
 
 
+def test_an_abort_does_not_meet_the_same_request_when_it_runs_again(served, gate):
+    """It comes while the step runs that ends the request, which is queued once more before the next step."""
+    request = served.prepare("a", SamplingParams(max_tokens=1, ignore_eos=True))
+    again = Future()
+    first = served.submit(request)
+    first.add_done_callback(lambda _: again.set_result(served.submit(request)))
+    assert gate.entered.wait(PATIENCE)
+    gate.entered.clear()
+    gate.open(1)
+    assert gate.entered.wait(PATIENCE)
+    served.abort(request.request_id)
+    gate.open()
+    assert first.result(PATIENCE).outputs[0].finish_reason is FinishReason.LENGTH
+    assert again.result(PATIENCE).result(PATIENCE).outputs[0].finish_reason is FinishReason.LENGTH
+
+
 # A full inbox
 
 
