@@ -66,7 +66,7 @@ class Report:
     def print_header(self) -> None:
         """Print what is measured, and on which machine."""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        print(f"{machine_text(machine())}\ncommit {self.commit}, {self.date}; {versions}")
+        print(f"{machine_text(machine())}\ncommit {self.commit}, {self.date}; {versions}", flush=True)
 
     def save(self, json_file: Path | None) -> None:
         """Write the result so far to `json_file` if given."""

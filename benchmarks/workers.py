@@ -11,8 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import rich
-
 from benchmarks.report import ROOT
 from jaxinfer.compiled import cache_folder
 
@@ -99,13 +97,17 @@ def find_peers(given: Path | None) -> Path:
 
 
 def make_models(folder: Path, peer_python: Path) -> None:
-    """Write the model in all formats unless it exists. An interrupted run leaves nothing behind."""
+    """Write the model in all formats unless it exists. An interrupted run leaves nothing behind.
+
+    Raises EngineError if the peers' packages fail.
+    """
     if not (folder / "hf").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            rich.print(f"Writing the model in every engine's format to {folder} (2.7 GB)")
+            print(f"Writing the model in every engine's format to {folder} (2.7 GB)", flush=True)
             made = Path(temporary) / "models"
-            subprocess.run([peer_python, PEERS / "make_model.py", made], check=True)
+            if status := subprocess.run([peer_python, PEERS / "make_model.py", made]).returncode:
+                raise EngineError(f"The peers could not write the model (status {status}; see above): {REMEDY}")
             made.rename(folder)
     if not (folder / "jaxinfer").exists():
         command = [JAXINFER, "convert", folder / "hf", folder / "jaxinfer"]

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import rich
-
 from benchmarks.engine.compile_misses import compile_misses
 from benchmarks.engine.prefix import prefix
 from benchmarks.engine.settings import Settings
@@ -77,7 +75,10 @@ def main() -> None:
     )
     report = Report()
     report.print_header()
-    print(f"the peers' ways: {'searched for anew, then remembered' if args.search else 'remembered'} in {args.ways}")
+    print(
+        f"the peers' ways: {'searched for anew, then remembered' if args.search else 'remembered'} in {args.ways}",
+        flush=True,
+    )
     report.row(figure="settings", quick=args.quick, rounds=args.rounds, search=args.search, peer_threads=args.threads)
     names = args.only or [part for part in PARTS if not (args.quick and part == "throughput_int8")]
     failed = [error for name in names if (error := run_part(name, report, settings, args.json))]
@@ -93,11 +94,11 @@ def run_part(name: str, report: Report, settings: Settings, json_file: Path | No
         PARTS[name](report, settings)
     except EngineError as error:
         absent = f"{name}: {error}"
-        rich.print(f"[red]{absent}[/]")
+        print(absent, flush=True)
     seconds = round(time.monotonic() - start, 1)
     report.row(figure="part", part=name, seconds=seconds, **({"absent": absent} if absent else {}))
     report.save(json_file)
-    rich.print(f"{name} took {seconds:.0f} s")
+    print(f"{name} took {seconds:.0f} s", flush=True)
     return absent
 
 

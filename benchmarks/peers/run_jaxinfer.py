@@ -1,5 +1,6 @@
 """Our own engine, with the same protocol: `run_jaxinfer.py MODEL_DIR DTYPE THREADS`."""
 
+import functools
 import sys
 import time
 from typing import ClassVar
@@ -22,9 +23,16 @@ class Jaxinfer:
             return LLM(folder, dtype=dtype, quantize="int8" if int8 else None, **options)
 
         self.load, self.wide = load, {}
-        self.llm = load(8, 1024)
-        self.engine = self.llm.engine
         self.running = []
+
+    @functools.cached_property
+    def llm(self):
+        """For all figures but throughput."""
+        return self.load(8, 1024)
+
+    @property
+    def engine(self):
+        return self.llm.engine
 
     def _start(self, prompts, limit):
         params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
