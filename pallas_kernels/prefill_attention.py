@@ -323,27 +323,31 @@ def _kernel(
         copy_tile(i, inputs.pages.k, s.k.at[stage], s.k_full.at[stage])
 
     def copy_values_to_stage(i: Any, stage: Any) -> None:
-        """Copy a tile of values, but 0 after the last key: another request may have left NaN there, and 0 x NaN is NaN.
+        """If the tile holds more than the last key, its copy is for the producer itself: see `clear_hidden_values`."""
+        has_hidden = s.bounds[2] + 1 < (i + 1) * tile_kv
+        full = s.v_full.at[jnp.where(has_hidden, tiles.stages, stage)]
+        copy_tile(i, inputs.pages.v, s.v.at[stage], full)
 
-        Only the last tile has such slots, so the others cost nothing more. For the last one the producer, which has
-        nothing left to do, waits until the copy has landed, clears them and tells the consumers itself. Keys need no
-        such care, as hidden scores are replaced; nor does an int8 tile, since its scales are those of visible pages.
+    def clear_hidden_values(i: Any, stage: Any) -> None:
+        """Put 0 after the last key of the last tile i: another request may have left NaN there, and 0 x NaN is NaN.
+
+        Other tiles have no such slots, so they cost nothing more. For the last one the producer, which has nothing left
+        to do, waits until the copy has landed, and tells the consumers itself. Keys need no such care, as hidden scores
+        are replaced; nor does int8, since the scales are those of visible pages.
         """
         target, hidden_from = s.v.at[stage], s.bounds[2] + 1 - i * tile_kv
-        has_hidden = hidden_from < tile_kv
-        landed = s.v_full.at[tiles.stages]
-        copy_tile(i, inputs.pages.v, target, s.v_full.at[jnp.where(has_hidden, tiles.stages, stage)])
 
-        @pl.when(has_hidden)
+        @pl.when(hidden_from < tile_kv)
         def _() -> None:
-            plgpu.barrier_wait(landed)
+            plgpu.barrier_wait(s.v_full.at[tiles.stages])
 
             @pl.loop(lax.div(hidden_from, 8), tile_kv // 8)
             def _(eight: Any) -> None:
-                rows = target.at[pl.ds(pl.multiple_of(eight * 8, 8), 8)]
-                x = plgpu.load(rows, layout=_eight_rows_layout(), optimized=False)
-                key = eight * 8 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=_eight_rows_layout())
-                rows[...] = jnp.where(key < hidden_from, x, jnp.zeros_like(x))
+                for feature in range(0, head_dim, 64):  # few at a time: the producer has 40 registers
+                    part = target.at[pl.ds(pl.multiple_of(eight * 8, 8), 8), pl.ds(feature, 64)]
+                    x = plgpu.load(part, layout=_eight_rows_layout(), optimized=False)
+                    key = eight * 8 + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=_eight_rows_layout())
+                    part[...] = jnp.where(key < hidden_from, x, jnp.zeros_like(x))
 
             plgpu.commit_smem()  # makes plain stores visible to wgmma
             for _copy in range(tile_kv // copy_keys):  # as many arrivals as the copies would have made
@@ -392,6 +396,8 @@ def _kernel(
                     copy_tile(i + 1, source, staging, staging_full)
 
         lax.fori_loop(start, end, iteration, None)
+        if not int8:
+            pl.when(start < end)(lambda: clear_hidden_values(end - 1, lax.rem(end - 1 - start, tiles.stages)))
 
     def scale_and_mask(i: Any, scores: Any, positions: Any, slopes: Any) -> tuple[Any, float]:
         """(scores, factor) such that masked scores * factor are exponents of 2."""

@@ -109,7 +109,6 @@ def _quantize_kernel(
             y *= load(norm_scale_g)  # loaded late: a row, the scale and the shift do not fit into registers together
             if shift:
                 y += load(shift[0])
-            y = y.astype(x.dtype).astype(jnp.float32)
         scale = jnp.maximum(jnp.max(jnp.abs(y)), 1e-30) / 127.0
         q_g[row] = jnp.round(y / scale).astype(jnp.int8)
         scale_g[row] = scale

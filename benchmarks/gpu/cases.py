@@ -191,8 +191,8 @@ def _torch(case: kernel_cases.Case) -> dict[str, Any] | None:
 # Checked
 
 
-ALIBI = tuple(2.0 ** (-8 * (head + 1) / 32) for head in range(32))
-"""BLOOM's slopes for 32 heads."""
+_VARIANTS: tuple[dict[str, Any], ...] = ({"int8": True}, {"alibi": True})
+"""Attention besides the plain one: over int8 pages, and with ALiBi."""
 
 
 def checked() -> Iterator[Case]:
@@ -201,18 +201,16 @@ def checked() -> Iterator[Case]:
         for rows, outputs, inputs in ((1, 4096, 4096), (3, 1600, 1600), (8, 1024, 6400), (16, 6144, 4096)):
             if fmt != "int4" or inputs % formats.GROUP == 0:
                 yield from linear_layers(rows, outputs, inputs, fmt)
-    kinds: tuple[dict[str, Any], ...] = ({}, {"window": 100}, {"softcap": 30.0})
-    for options in kinds:
+    options: dict[str, Any]
+    for options in ({}, {"window": 100}, {"softcap": 30.0}):
         for batch, tokens, context in ((1, 1, 1024), (3, 1, 777), (2, 4, 333)):
             yield decoding(batch, tokens, context, q_heads=32, kv_heads=8, head_dim=128, rotary=128, **options)
             yield prefill(batch, 16 * tokens, context, q_heads=16, kv_heads=16, head_dim=64, **options)
     yield decoding(2, 1, 500, q_heads=16, kv_heads=16, head_dim=256, rotary=64)
-    llama = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
-    variants: tuple[dict[str, Any], ...] = ({"int8": True}, {"alibi": ALIBI})
-    for options in variants:
-        yield decoding(3, 1, 777, rotary=128, **llama, **options)
-        yield decoding(2, 4, 333, rotary=128, **llama, **options)
-        yield prefill(3, 16, 777, **llama, **options)
+    for options in _VARIANTS:
+        yield decoding(3, 1, 777, q_heads=32, kv_heads=8, head_dim=128, rotary=128, **options)
+        yield decoding(2, 4, 333, q_heads=32, kv_heads=8, head_dim=128, rotary=128, **options)
+        yield prefill(3, 16, 777, q_heads=32, kv_heads=8, head_dim=128, **options)
     yield encoding(4, 197, heads=12, head_dim=64)
     for rows, inputs in ((1, 4096), (7, 1600), (64, 14_336)):
         yield from quantizing(rows, inputs)
@@ -230,8 +228,7 @@ def tiny() -> Iterator[Case]:
         yield from (first, *others) if fmt == "bfloat16" else (first,)
     yield decoding(1, 1, 40, q_heads=2, kv_heads=1, head_dim=64, rotary=64)
     yield prefill(1, 8, 40, q_heads=2, kv_heads=1, head_dim=64)
-    variants: tuple[dict[str, Any], ...] = ({"int8": True}, {"alibi": ALIBI[:2]})
-    for options in variants:
+    for options in _VARIANTS:
         yield decoding(1, 1, 40, q_heads=2, kv_heads=1, head_dim=64, rotary=64, **options)
         yield prefill(1, 8, 40, q_heads=2, kv_heads=1, head_dim=64, **options)
     yield encoding(1, 8, heads=1, head_dim=64)
@@ -348,9 +345,11 @@ def decoding(
     head_dim: int,
     rotary: int,
     int8: bool = False,
+    alibi: bool = False,
     **options: Any,
 ) -> Case:
     """Decode attention: the newest tokens of some rows, with rotary embedding and the write to the cache."""
+    options |= {"alibi": _slopes(q_heads)} if alibi else {}
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, cache, angle = jax.random.split(key, 3)
@@ -384,9 +383,11 @@ def prefill(
     kv_heads: int,
     head_dim: int,
     int8: bool = False,
+    alibi: bool = False,
     **options: Any,
 ) -> Case:
     """Prefill attention: the last chunk of some prompts over their pages."""
+    options |= {"alibi": _slopes(q_heads)} if alibi else {}
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, cache = jax.random.split(key)
@@ -402,6 +403,11 @@ def prefill(
         tolerance=_attention_tolerance(context, head_dim),
         rows=batch * tokens,
     )
+
+
+def _slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's, for a power of two of heads."""
+    return tuple(2.0 ** (-8 * (head + 1) / heads) for head in range(heads))
 
 
 def _attention_name(

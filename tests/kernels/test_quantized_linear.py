@@ -20,7 +20,7 @@ from pallas_kernels.linear_residual import linear_residual
 from pallas_kernels.norm_linear import norm_linear
 from pallas_kernels.small_batch_linear import Norm, fused_small_batch_linear, small_batch_linear
 from pallas_kernels.tuning import Trial
-from pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize
+from pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize, quantize_rows
 from tests.kernels.interpreting import without_races
 
 FORMATS = ["int8", "int4", "fp8"]
@@ -84,7 +84,7 @@ def arguments(case: Case, fmt: Any) -> dict[str, Any]:
     }
 
 
-def exact(x, weights, bias, residual, norm, eps, activation, gated) -> tuple[np.ndarray, np.ndarray]:
+def exact(x, weights, bias, residual, norm, eps, activation, gated) -> tuple[np.ndarray, Any]:
     """The result in float64, except for the roundings that the formats imply, which are the kernel's: rows to int8, or
     normalised rows to x's dtype.
 
@@ -98,27 +98,30 @@ def exact(x, weights, bias, residual, norm, eps, activation, gated) -> tuple[np.
         y = y / np.sqrt(np.mean(y * y, axis=-1, keepdims=True) + eps) * np.asarray(norm.scale, np.float64)
         if norm.shift is not None:
             y += np.asarray(norm.shift, np.float64)
-    float32_error = 1e-6 * (1 + abs(y))
-    rounded, above, below = (_rounded(z, y, weights, x.dtype) for z in (y, y + float32_error, y - float32_error))
     matrix = np.asarray(dequantize(weights, jnp.float32), np.float64)
-    slack = (above - below) @ abs(matrix).T
+    rounded, slack = _rounded(y, weights, x.dtype), 0.0
+    if norm is not None:  # else the rows are exact, and so is how they are rounded
+        float32_error = 1e-6 * (1 + abs(y))
+        above, below = (_rounded(y + sign * float32_error, weights, x.dtype) for sign in (1, -1))
+        slack = abs(above - below) @ abs(matrix).T
     y = rounded @ matrix.T
     if bias is not None:
         y += np.asarray(bias, np.float64)
     if gated:
         gate, up = y[:, ::2], y[:, 1::2]
         silu = gate / (1 + np.exp(-gate))
-        slack = 1.1 * slack[:, ::2] * abs(up) + abs(silu) * slack[:, 1::2]  # silu is nowhere steeper than 1.1
+        if norm is not None:
+            slack = 1.1 * slack[:, ::2] * abs(up) + abs(silu) * slack[:, 1::2]  # silu is nowhere steeper than 1.1
         y = silu * up
     return (y if residual is None else y + np.asarray(residual, np.float64)), slack
 
 
-def _rounded(z: np.ndarray, y: np.ndarray, weights: Weights, dtype: Any) -> np.ndarray:
-    """z as the rows y are rounded: to x's dtype, or for int8 weights to steps of a 127th of a row's largest |y|."""
+def _rounded(y: np.ndarray, weights: Weights, dtype: Any) -> np.ndarray:
+    """Rows as they are multiplied: rounded to int8 for such weights, else to x's dtype."""
     if weights.weight.dtype != jnp.int8:
-        return np.asarray(jnp.asarray(z, dtype), np.float64)
-    scale = abs(y).max(axis=-1, keepdims=True) / 127
-    return np.round(z / scale) * scale
+        return np.asarray(jnp.asarray(y, dtype), np.float64)
+    q, scale = quantize_rows(jnp.asarray(y, jnp.float32))
+    return np.asarray(q, np.float64) * np.asarray(scale, np.float64)
 
 
 def two_splits(tile_k: int) -> Trial:
@@ -137,7 +140,7 @@ def check(case: Case, fmt: Any, tile_k: int = GROUP) -> None:
     allowed = float(jnp.finfo(case.dtype).eps) / 2 * abs(expected) + 1e-5 + 1.01 * slack
     error = abs(np.asarray(y, np.float64) - expected)
     assert (error <= allowed).all(), (error / allowed).max()
-    assert slack.mean() < 1e-3  # so that it hides nothing
+    assert np.mean(slack) < 2e-3  # so that it hides nothing
 
 
 @pytest.mark.interpreted
