@@ -52,9 +52,8 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, mlp, embed, width = config.attention, config.mlp, config.embed, config.output_width
     rows = config.context + config.positions.offset
-    found = table("embed.table", "embed_tokens.weight", config.vocab, width) | table(
-        "positions.table", "embed_positions.weight", rows, embed
-    )
+    found = table("embed.table", "embed_tokens.weight", config.vocab, width)
+    found |= table("positions.table", "embed_positions.weight", rows, embed)
     if config.word_embed is not None:
         found |= linear("project_in", ("project_in",), (embed,), width, bias=False)
         found |= linear("project_out", ("project_out",), (width,), embed, bias=False)
