@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Set
@@ -16,8 +15,6 @@ from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.program import Bucket, Program, bucket_text
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.disk_cache import cache_folder
-
-_log = logging.getLogger("jaxinfer.compiled")
 
 
 class CompileMissError(RuntimeError):
@@ -124,12 +121,9 @@ class ProgramCache[Buckets]:
         with self._locks.setdefault(key, threading.Lock()):
             if key not in self._programs:
                 name, bucket = key
-                program = self._specs[name].compile(
+                self._programs[key] = self._specs[name].compile(
                     dict(bucket), mesh=self._mesh, kernels=self._kernels, store=self._store
                 )
-                if not program.kept:
-                    _log.info("compiled %s(%s) in %.1f s", name, bucket_text(bucket), program.cost.compile_seconds)
-                self._programs[key] = program
 
     @contextlib.contextmanager
     def forbid_compile(self) -> Iterator[None]:
