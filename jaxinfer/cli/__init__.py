@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from jaxinfer.cli.bench import app as bench_app
+from jaxinfer.cli.cache import cache
 from jaxinfer.cli.convert import convert
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
@@ -45,6 +46,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Compiled transformer inference in JAX.",
 )
-for _command in (convert, generate, info, inspect, verify):
+for _command in (cache, convert, generate, info, inspect, verify):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")

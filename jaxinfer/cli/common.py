@@ -1,5 +1,7 @@
 """Options that several subcommands share."""
 
+import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +55,7 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
     """The model of a command, loaded with the options above and the others given."""
     from jaxinfer.generation import LLM
 
+    show_compiling()
     names = ("dtype", "quantize", "context", "num_speculative_tokens", "kv_dtype", "kernels")
     return LLM(
         ctx.params["model"],
@@ -61,6 +64,15 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
         **{name: ctx.params[name] for name in names},
         **options,
     )
+
+
+def show_compiling() -> None:
+    """Name the programs that are compiled, one a line, if somebody watches: a first start takes a while."""
+    log = logging.getLogger("jaxinfer.compiled")
+    if sys.stderr.isatty() and not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stderr))
+        log.setLevel(logging.INFO)
+        log.propagate = False
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":

@@ -1,7 +1,6 @@
 """All executables of one model: compiled ahead, found by bucket."""
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -12,8 +11,6 @@ import jax
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.program import Bucket, Program, bucket_text
 from jaxinfer.compiled.spec import ProgramSpec
-
-_log = logging.getLogger("jaxinfer.compiled")
 
 
 class CompileMissError(RuntimeError):
@@ -82,12 +79,9 @@ class ProgramCache[Buckets]:
         with self._locks.setdefault(key, threading.Lock()):
             if key not in self._programs:
                 name, bucket = key
-                program = self._specs[name].compile(
+                self._programs[key] = self._specs[name].compile(
                     dict(bucket), mesh=self._mesh, kernels=self._kernels, store=self._store
                 )
-                if not program.kept:
-                    _log.info("compiled %s(%s) in %.1f s", name, bucket_text(bucket), program.compile_seconds)
-                self._programs[key] = program
 
     @contextlib.contextmanager
     def forbid_compile(self) -> Iterator[None]:

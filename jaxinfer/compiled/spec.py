@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import jax
 
 from jaxinfer.compiled.executables import ExecutableStore
-from jaxinfer.compiled.program import Program
+from jaxinfer.compiled.program import Program, bucket_text
 from jaxinfer.disk_cache import keys
 from pallas_kernels.dispatch import without_kernels
+
+_log = logging.getLogger("jaxinfer.compiled")
 
 Sizes = Mapping[str, int]
 """The padded sizes of one executable: {"batch": 8, "pages": 32}."""
@@ -102,7 +105,10 @@ class ProgramSpec[Buckets]:
                 store.refuse(self.name, str(error))
         if key and store and (found := store.load(key, self.arguments(sizes), self.donate, mesh)):
             return found, True
+        shown, start = f"{self.name}({bucket_text(tuple(sizes.items()))})", time.perf_counter()
+        _log.info("compiling %s", shown)
         executable = self.lower(sizes).compile(compiler_options=dict(self.compiler_options(sizes)))
+        _log.info("compiled %s in %.1f s", shown, time.perf_counter() - start)
         if key and store:
             store.save(key, executable)
         return executable, False

@@ -1,8 +1,13 @@
-"""Starting: a second process traces no program, and says what it compiles."""
+"""Starting: the first process says what it compiles, the second traces nothing, whoever else starts or is killed."""
 
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import collections, json, sys
@@ -18,24 +23,79 @@ def listen(event, seconds, **details):
 
 jax.monitoring.register_event_duration_secs_listener(listen)
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.cli.common import show_compiling
 
-llm = LLM(sys.argv[1], context=64, max_batch=2, **json.loads(sys.argv[2]))
+show_compiling()
+llm = LLM(sys.argv[1], context=64, max_batch=2)
 outputs = llm.generate(["one", "two and three"], SamplingParams(temperature=0, max_tokens=4))
 programs = {program.name: program.kept for program in llm.engine.executor.programs}
 ids = [output.outputs[0].token_ids for output in outputs]
-print(json.dumps({"traced": traced, "compiled": compiled, "programs": programs, "ids": ids}))
+heavy = [name for name in ("flax", "jax.experimental.pallas.mosaic_gpu") if name in sys.modules]
+print(json.dumps({"traced": traced, "compiled": compiled, "programs": programs, "ids": ids, "heavy": heavy}))
 """
+PROGRAMS = {"admit", "copy_pages", "prefill", "decode"}
 
 
-def start(model_dir, **options):
-    """What a process traced and compiled, and what it generated."""
-    command = [sys.executable, "-c", PROGRAM, str(model_dir), json.dumps(options)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def start(model_dir, cache, **options):
+    """A process that generates from the model."""
+    command = [sys.executable, "-c", PROGRAM, str(model_dir)]
+    environment = {**os.environ, "JAXINFER_CACHE": str(cache)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **options)
 
 
-def test_a_warm_start_traces_and_compiles_nothing(model_dir):
-    first, second = start(model_dir), start(model_dir)
+def ended(process):
+    """What a process traced, compiled and generated."""
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    return json.loads(output)
+
+
+def watched(model_dir, cache):
+    """The same of a process whose stderr is a terminal, and what appeared there."""
+    ours, theirs = pty.openpty()
+    process = start(model_dir, cache, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 4096):
+            shown += part
+    except OSError:
+        pass  # so Linux says that nobody has the other end any more
+    os.close(ours)
+    return ended(process), shown.decode().splitlines()
+
+
+def test_the_first_start_says_what_it_compiles_and_the_second_traces_nothing(model_dir, tmp_path):
+    (first, shown), (second, nothing) = watched(model_dir, tmp_path), watched(model_dir, tmp_path)
+    assert {line.partition("(")[0] for line in shown} == {
+        f"{verb} {name}" for verb in ("compiling", "compiled") for name in (*PROGRAMS, "zeros")
+    }
+    assert not nothing
     assert second["ids"] == first["ids"]
+    assert first["traced"]
     assert second["traced"] == second["compiled"] == {}
-    assert second["programs"].keys() == {"admit", "copy_pages", "prefill", "decode"}
-    assert all(second["programs"].values())
+    assert second["programs"] == dict.fromkeys(PROGRAMS, True)
+    assert not second["heavy"]
+
+
+@pytest.mark.slow
+def test_ten_processes_start_on_an_empty_cache(model_dir, tmp_path):
+    found = [ended(process) for process in [start(model_dir, tmp_path) for _ in range(10)]]
+    assert len({json.dumps(one["ids"]) for one in found}) == 1
+    last = ended(start(model_dir, tmp_path))
+    assert last["ids"] == found[0]["ids"]
+    assert not last["traced"]
+
+
+@pytest.mark.slow
+def test_a_start_that_is_killed_harms_none_after_it(model_dir, tmp_path):
+    for wanted in range(1, 6):
+        process = start(model_dir, tmp_path)
+        folder = tmp_path / "executables"
+        while process.poll() is None and not (folder.exists() and len(os.listdir(folder)) >= wanted):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    first, second = ended(start(model_dir, tmp_path)), ended(start(model_dir, tmp_path))
+    assert second["ids"] == first["ids"]
+    assert not second["traced"]

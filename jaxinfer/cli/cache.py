@@ -1,0 +1,46 @@
+"""`jaxinfer cache`: what is kept on disk between starts."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+KINDS = {
+    "executables": "compiled programs; without them a start compiles",
+    "leaves": "what weights a model has; without it a start builds the model to know",
+    "costs": "measured times of programs",
+}
+"""The folders of the cache."""
+
+
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete all of it.")] = False,
+) -> None:
+    """Show what is kept on disk between starts, where, and how large it is. It may be deleted at any time."""
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    from jaxinfer.disk_cache import cache_folder
+
+    folder = cache_folder()
+    table = Table("", "files", "size", "", title=str(folder), title_justify="left")
+    for name, meaning in KINDS.items():
+        if clear:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        sizes = _sizes(folder / name)
+        table.add_row(name, str(len(sizes)), decimal(sum(sizes)), meaning)
+    Console().print(table)
+
+
+def _sizes(folder: Path) -> list[int]:
+    """Bytes of every file below a folder; those that are deleted meanwhile are left out."""
+    found = []
+    for path in folder.rglob("*"):
+        try:
+            if path.is_file():
+                found.append(path.stat().st_size)
+        except FileNotFoundError:
+            pass
+    return found

@@ -1,0 +1,35 @@
+import os
+import stat
+
+from typer.testing import CliRunner
+
+from jaxinfer.cli import app
+from jaxinfer.disk_cache import KeptFiles
+
+
+def cells(output):
+    """The rows of the table by their first cell."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+    return {row[0]: row[1:3] for row in rows}
+
+
+def test_what_is_kept_is_shown_and_cleared(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "mine.txt").write_text("not of the cache")
+    kept = KeptFiles(tmp_path / "executables", max_bytes=10_000)
+    kept.put("a", bytes(968))
+    kept.put("b", bytes(968))
+    result = CliRunner().invoke(app, ["cache"])
+    assert result.exit_code == 0
+    assert str(tmp_path) in result.stdout
+    assert cells(result.stdout) == {
+        "executables": ["2", "2.0 kB"],
+        "leaves": ["0", "0 bytes"],
+        "costs": ["0", "0 bytes"],
+    }
+    assert cells(CliRunner().invoke(app, ["cache", "--clear"]).stdout)["executables"] == ["0", "0 bytes"]
+    assert kept.get("a") is None
+    assert os.listdir(tmp_path) == ["mine.txt"]
+    kept.put("a", b"again")
+    assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
