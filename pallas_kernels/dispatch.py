@@ -68,12 +68,12 @@ def _jitted(kernel: Callable, fallback: Callable, static: tuple[tuple[str, Any],
     fifteenth of the time for twenty layers.
     """
 
+    def plain(*args: Any) -> Any:
+        with without_kernels():  # not for CUDA: what the fallback calls has no kernels to ask
+            return fallback(*args, **dict(static))
+
     def kernel_or_fallback(*args: Any) -> Any:
-        return lax.platform_dependent(
-            *args,
-            cuda=functools.partial(kernel, **dict(static)),
-            default=functools.partial(fallback, **dict(static)),
-        )
+        return lax.platform_dependent(*args, cuda=functools.partial(kernel, **dict(static)), default=plain)
 
     kernel_or_fallback.__name__ = kernel.__name__
     return jax.jit(kernel_or_fallback)

@@ -95,6 +95,8 @@ def _kernels(
     for name, features in (("x", x.shape[2]), ("the metric", metric.shape[2])):
         if features % 8:
             raise UnsupportedError(f"TMA needs rows of a multiple of 16 bytes, got {features} features of {name}")
+    padded = 2 * TILE * pl.cdiv(x.shape[1], 2 * TILE)
+    require_shared_bytes(padded * (TILE * x.dtype.itemsize + 8) + _OTHER_BYTES)  # of `_merge`
     return _merge(x, size, _select(metric, r, protected), r)
 
 
@@ -211,7 +213,6 @@ def _merge(x: jax.Array, size: jax.Array, target: jax.Array, r: int) -> tuple[ja
     """The size-weighted means of the tokens with equal targets, and their sizes. target: int32 [B, n, padded]."""
     (batch, count, features), tokens = x.shape, target.shape[1]
     outputs, shape, weights_shape = count - r, (TILE, TILE), (TILE, MMA_TOKENS)
-    require_shared_bytes(tokens * (TILE * x.dtype.itemsize + 8) + _OTHER_BYTES)
     size = jnp.pad(size, ((0, 0), (0, tokens - count)))  # padding tokens have weight 0, whatever their target
     lhs, rhs, acc = (of(x.dtype) for of in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
 

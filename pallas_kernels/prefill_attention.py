@@ -148,6 +148,7 @@ def prefill_attention(
         raise UnsupportedError(f"prefill_attention takes keys in int8 or {q.dtype} as the queries, got {pages.k.dtype}")
     if head_dim not in (64, 128, 256):
         raise UnsupportedError(f"prefill_attention takes a head_dim of 64, 128 or 256, got {head_dim}")
+    require_wgmma()
     heads = math.gcd(q_heads // kv_heads, 8)  # of a tile; leaves at least 8 tokens a head, the rows of an SMEM tile
     tiles = choose_tiles(tokens, heads, head_dim, int8=int8)
     copy_keys = tiles.tile_kv if page_table is None else min(page_size, tiles.tile_kv)
@@ -155,7 +156,6 @@ def prefill_attention(
         raise UnsupportedError(
             f"prefill_attention takes pages of 8, 16, 32, 64 or a multiple of 128 tokens, got {page_size}"
         )
-    require_wgmma()
     wg_tokens = _TILE_Q // heads
     slopes = None if alibi is None else np.repeat(np.asarray(alibi, np.float32) * np.float32(_LOG2E), wg_tokens)
     padded = pages._replace(k=_pad_to_8(pages.k), v=_pad_to_8(pages.v))

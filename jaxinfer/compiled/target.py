@@ -40,7 +40,7 @@ from jaxinfer.compiled.dumps import (
     read_thunk_names,
     read_thunks,
 )
-from pallas_kernels.dispatch import targeting
+from pallas_kernels.dispatch import kernels_available, targeting
 from pallas_kernels.gpu import GPU
 
 
@@ -249,7 +249,7 @@ def compile_for(
       resources: also assemble and disassemble every kernel, to report its registers, spills and instructions (0.1 s
         each; 0.5 s and 5 MB of temporary files for a Mosaic kernel).
 
-    Raises MissingCompilerError without the extra `aot`.
+    Raises MissingCompilerError without the extra `aot`; RuntimeError for a second compute capability that runs kernels.
     """
     mesh = target.mesh()
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -388,9 +388,20 @@ def _mosaic_dumps(folder: Path) -> Iterator[None]:
             os.environ[name] = before
 
 
+_assembled_for: list[tuple[int, int]] = []
+"""The compute capabilities that Mosaic was asked for in this process."""
+
+
 @contextlib.contextmanager
 def _mosaic_for(gpu: GPU) -> Iterator[None]:
     """Let Mosaic lower kernels for this GPU: it takes every one that is not here for an H100."""
+    if kernels_available():
+        _assembled_for.append(gpu.capability)
+        if gpu.capability != (first := _assembled_for[0]):
+            raise RuntimeError(
+                f"Mosaic assembles for the first compute capability of a process, here {first}: compile for "
+                f"{gpu.name}, {gpu.capability}, in a process of its own."
+            )
     before = utils._infer_arch
     utils._infer_arch = lambda: gpu.capability  # no public way to say it
     try:

@@ -108,6 +108,17 @@ def test_kernels_in_branches_name_their_condition():
 
 
 @pytest.mark.aot
+def test_kernels_for_two_capabilities_need_two_processes(monkeypatch):
+    monkeypatch.setattr(target_module, "_assembled_for", [(10, 0)])
+    x = (jax.ShapeDtypeStruct((8,), jnp.float32),)
+    with pytest.raises(
+        RuntimeError, match=r"here \(10, 0\): compile for NVIDIA H200, \(9, 0\), in a process of its own"
+    ):
+        compile_for(Target.load("h200"), jnp.sin, x)
+    assert compile_for(Target.load("l4"), jnp.sin, x).kernels  # no kernels of Mosaic
+
+
+@pytest.mark.aot
 def test_registers_of_a_kernel_without_spills():
     x = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
     report = compile_for(Target.load("h200"), lambda x: jax.nn.softmax(x), (x,), resources=True)

@@ -65,6 +65,15 @@ def test_a_refusal_is_said_once(caplog):
     ]
 
 
+def test_a_kernel_that_runs_asks_nothing_of_its_fallback():
+    def composed(x):
+        return dispatch("needs_wgmma", needs_wgmma, fallback, x)
+
+    with targeting(GPUS["b200"]), recorded_refusals() as refused:
+        jax.make_jaxpr(lambda x: dispatch("needs_memory", needs_memory, composed, x))(1.0)
+    assert not refused
+
+
 @pytest.fixture
 def device(monkeypatch):
     """A stand-in for this machine's first device, as JAX describes it."""

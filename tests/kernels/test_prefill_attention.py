@@ -234,7 +234,7 @@ def test_attention_without_pages(tokens, lengths, options):
 )
 def test_unsupported(changes, message):
     case = Case(**{"starts": (0,), "tokens": 8} | changes)
-    with pytest.raises(UnsupportedError, match=message):
+    with targeting(H200), pytest.raises(UnsupportedError, match=message):
         jax.eval_shape(functools.partial(prefill_attention, **case.options), *case.shapes())
 
 
