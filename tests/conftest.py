@@ -1,4 +1,4 @@
-"""The environment of every test: CPU with 8 virtual devices, a compile cache of their own, warnings as errors."""
+"""The environment of every test: CPU with 8 virtual devices, a disk cache of their own, warnings as errors."""
 
 import os
 import sys

@@ -26,8 +26,8 @@ def compiler_options(
 
 def _cpu(rows: int, dtype: np.dtype, weight_bytes: int) -> dict[str, str | bool | int]:
     # With 8 to 31 float32 rows, oneDNN is up to 1.5 times faster than YNNPACK, which XLA prefers; with fewer rows it is
-    # up to three times slower, and slower with other dtypes (docs/cpu-speed.md). JAX's persistent cache cannot store
-    # such a program.
+    # up to three times slower, and slower with other dtypes (docs/cpu-speed.md). jaxlib cannot serialise such a
+    # program, so that it is compiled in every process.
     if dtype == np.float32 and 8 <= rows < 32 and weight_bytes >= LARGE_WEIGHTS:
         return {
             "xla_cpu_use_onednn": True,

@@ -21,6 +21,9 @@ FRACTION = 0.9
 AMPLE = 8
 """Where this many times the cache are free, the compiler is not asked how much the programs need beside it."""
 
+COARSE_BITS = 6
+"""Leading binary digits of a number of pages that the plan keeps, where it has the choice."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -81,14 +84,22 @@ def plan_memory(model: LoadedModel, config: EngineConfig, *, cache_bytes: int | 
             f"cache_bytes={cache_bytes} does not fit: of {available} bytes that are free beside the weights, programs "
             f"need {workspace} and adapters {adapters}; the cache may have {max(room, 0)}."
         )
-    pages = budget // size
+    pages = min(budget // size, full) if shared else budget // size
+    if cache_bytes is None and pages != full:
+        pages = _coarse(pages)
     return MemoryPlan(
         weights=_device_bytes(model.leaves) + adapters,
         available=available,
         workspace=workspace,
         page_bytes=size,
-        num_pages=min(pages, full) if shared else pages,
+        num_pages=pages,
     )
+
+
+def _coarse(pages: int) -> int:
+    """At most 3% fewer pages, of few numbers: free memory varies between starts, and each number is another program."""
+    step = 1 << max(0, pages.bit_length() - COARSE_BITS)
+    return pages // step * step
 
 
 def workspace_bytes(layout: DeviceLayout, buckets: Buckets) -> int:

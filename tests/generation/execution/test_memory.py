@@ -51,6 +51,23 @@ def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
         memory.plan_memory(model, CONFIG)
 
 
+def test_a_little_more_free_memory_needs_no_other_programs(model, monkeypatch):
+    monkeypatch.setattr(memory, "AMPLE", 1000)
+    monkeypatch.setattr(memory, "workspace_bytes", lambda *args: 0)
+    config = dataclasses.replace(CONFIG, max_batch=1000)
+
+    def pages(room, **options):
+        free = int((room + 0.5) * PAGE_BYTES / memory.FRACTION)
+        monkeypatch.setattr(memory, "available_bytes", lambda mesh: free)
+        return memory.plan_memory(model, config, **options).num_pages
+
+    assert [pages(room) for room in (5, 63, 1008, 1023)] == [5, 63, 1008, 1008]
+    assert all(pages(room) >= 0.96 * room for room in range(1, 3000, 13))
+    assert len({pages(room) for room in range(1024, 2048)}) == 32
+    assert pages(1023, cache_bytes=1021 * PAGE_BYTES) == 1021
+    assert pages(9000) == 8000  # as many as all sequences can have
+
+
 def test_the_cache_is_as_large_as_planned_and_programs_need_no_more_than_said(tight_llm):
     tight_llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0))
     caches = tight_llm.engine.executor._state.caches
