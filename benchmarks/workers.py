@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,10 +69,16 @@ class Worker:
         assert self.process.stdout is not None
         if line := self.process.stdout.readline():
             return json.loads(line)
+        raise EngineError(f"{self.engine} in {self.dtype} {self._end()}")
+
+    def _end(self) -> str:
+        """How the process has ended, and what may help."""
+        status = self.close()
+        if status == -signal.SIGKILL:
+            return "was killed: there may be too little memory."
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         remedy = "" if self.engine == "jaxinfer" else f" If its packages are missing or damaged, {REMEDY}"
-        raise EngineError(
-            f"{self.engine} in {self.dtype} ended with status {self.close()}; its own message is above.{remedy}"
-        )
+        return f"{how}; its own message is above.{remedy}"
 
     def close(self) -> int:
         """End the process; returns its exit status."""

@@ -68,9 +68,17 @@ def test_a_part_whose_peer_cannot_run_is_reported_and_the_others_go_on(tmp_path,
     assert rows[0]["absent"] == absent
 
 
-def test_an_engine_that_ends_says_how_to_install_it():
-    with pytest.raises(EngineError, match=r"llama.cpp in int8 ended with status 3; .*run `make peers`"):
-        Worker("llama.cpp", "int8", [sys.executable, "-c", "raise SystemExit(3)"])
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise SystemExit(3)", "ended with status 3; .*run `make peers`"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "was ended by SIGILL; .*run `make peers`"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was killed: there may be too little memory"),
+    ],
+)
+def test_an_engine_that_ends_says_why_and_what_may_help(code, message):
+    with pytest.raises(EngineError, match=f"llama.cpp in int8 {message}"):
+        Worker("llama.cpp", "int8", [sys.executable, "-c", code])
 
 
 @pytest.mark.parametrize("code", ["", "; sys.stdin.readline()"], ids=["before", "after"])
