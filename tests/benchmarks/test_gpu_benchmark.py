@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from benchmarks.gpu import autotune, cases, end_to_end, numerics, rendering, timing
 from benchmarks.gpu.ceilings import Ceilings
@@ -27,6 +28,17 @@ def test_fallbacks_match_the_references(title):
     case = TINY[title]
     args = case.make(jax.random.key(1))
     assert numerics.error_of(case, args, numerics.expected_of(case, args)) <= case.tolerance
+
+
+def test_checked_cases_run_their_kernels():
+    """One of each operation: what its kernel does not support would be compared with itself."""
+    calls = {case.op: (case.call, case.shapes) for case in cases.checked()}
+    h200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with use_abstract_mesh(h200):
+        programs = {
+            op: str(jax.jit(lambda *args, f=f: f(*args)).trace(*shapes).jaxpr) for op, (f, shapes) in calls.items()
+        }
+    assert not [op for op, program in programs.items() if "mpmd_map" not in program]
 
 
 def test_errors_are_relative_and_never_hidden_by_nan():
