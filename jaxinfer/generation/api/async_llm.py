@@ -74,7 +74,8 @@ class AsyncLLM:
         """Continue a prompt: `async for` its outputs or pieces of its text, or await the whole.
 
         The request is made in a thread beside the event loop and begins when the stream is first read, which raises
-        ValueError for an invalid prompt. A task that is cancelled, or leaves the stream, gives the request up.
+        ValueError for an invalid prompt. A task that is cancelled while it reads, or closes or drops the stream, gives
+        the request up.
         """
         return self._stream(lambda: self.prepare(prompt, params))
 

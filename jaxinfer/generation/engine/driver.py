@@ -31,12 +31,11 @@ class Driver:
 
     def __init__(self, engine: Engine, *, max_requests: int):
         self._engine, self._max_requests = engine, max_requests
-        self._lock = threading.RLock()  # a finalizer may call `stop` anywhere, also within these methods
-        self._work = threading.Condition(self._lock)  # there is something to do
+        self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)  # somebody has left the line
         self._accepted: dict[str, PendingRequest] = {}
         self._line: dict[str, PendingRequest] = {}
-        self._arrivals: list[PendingRequest] = []  # accepted, and not in the engine yet
+        self._inbox: queue.SimpleQueue[PendingRequest | None] = queue.SimpleQueue()  # accepted, not in the engine yet
         self._aborts: list[PendingRequest] = []
         self._closed = self._finish = False  # no more requests; but those there are go on to their end
         self._cause: BaseException | None = None  # what the thread died of
@@ -84,7 +83,7 @@ class Driver:
                 )
             self._line[request_id] = pending
             if pending.reader is None:
-                self._wait_for_turn(request_id)
+                self._wait_for_turn(pending)
 
     def abort(self, request_id: str, future: Future | None = None) -> None:
         """Give a request up; does nothing if it has ended, or if it is another one than this future's."""
@@ -99,11 +98,12 @@ class Driver:
     def stop(self, *, finish: bool = False) -> None:
         """Take no more requests, and end the thread soon: when those there are have ended by themselves (`finish`), or
         after this step, which ends them with EngineDeadError.
+
+        Takes no lock, since it is also called when an object is collected, which may be anywhere in this class.
         """
-        with self._lock:
-            self._finish = finish and (self._finish or not self._closed)
-            self._closed = True
-            self._work.notify()
+        self._finish = finish and (self._finish or not self._closed)
+        self._closed = True
+        self._inbox.put(None)
 
     def close(self, *, finish: bool = False) -> None:
         """`stop`, and wait until the thread has ended."""
@@ -111,11 +111,11 @@ class Driver:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _wait_for_turn(self, request_id: str) -> None:
+    def _wait_for_turn(self, pending: PendingRequest) -> None:
         try:
-            self._room.wait_for(lambda: request_id not in self._line)
+            self._room.wait_for(lambda: self._line.get(pending.request_id) is not pending)
         except BaseException:  # Ctrl-C
-            self.abort(request_id)
+            self.abort(pending.request_id, pending.future)
             raise
 
     def _leave_line(self, request_id: str) -> None:
@@ -124,8 +124,7 @@ class Driver:
 
     def _accept(self, pending: PendingRequest) -> None:
         self._accepted[pending.request_id] = pending
-        self._arrivals.append(pending)
-        self._work.notify()
+        self._inbox.put(pending)
 
     def _dead_error(self) -> EngineDeadError:
         if self._cause is None:
@@ -165,14 +164,14 @@ class Driver:
 
     def _take(self) -> tuple[list[PendingRequest], list[PendingRequest]] | None:
         """What has come since the last step, as soon as there is anything to do; None at the end."""
+        arrived = [self._inbox.get()] if not (self._accepted or self._closed) else []
         with self._lock:
-            while not (self._accepted or self._closed):
-                self._work.wait()
             if self._closed and not (self._finish and self._accepted):
                 return None
-            arrivals, aborts = self._arrivals, self._aborts
-            self._arrivals, self._aborts = [], []
-            return arrivals, aborts
+            while not self._inbox.empty():
+                arrived.append(self._inbox.get())
+            aborts, self._aborts = self._aborts, []
+        return [pending for pending in arrived if pending is not None], aborts
 
     def _deliver(self, request_ids: Iterable[str]) -> None:
         """Give callers what a step has brought, and end what has ended."""
@@ -209,7 +208,7 @@ class Driver:
         with self._lock:
             self._closed = True
             ending = [*self._accepted.values(), *self._line.values()]
-            self._accepted, self._line, self._arrivals, self._aborts = {}, {}, [], []
+            self._accepted, self._line, self._aborts = {}, {}, []
             self._room.notify_all()
         for pending in ending:
             pending.end(self._dead_error())
