@@ -155,8 +155,3 @@ def _register_mma() -> None:
 
     rule = mlir.lower_fun(mma, multiple_results=False)
     mlir.register_lowering(primitives.mma_p, rule, platform="cpu")
-
-
-def tracing_state() -> tuple[bool, frozenset[str]]:
-    """What a trace in this thread depends on beside its arguments: the interpreter, and the kernels switched off."""
-    return _interpreting, _disabled.value
