@@ -202,8 +202,3 @@ def _register_mma() -> None:
 
     rule = mlir.lower_fun(mma, multiple_results=False)
     mlir.register_lowering(primitives.mma_p, rule, platform="cpu")
-
-
-def tracing_state() -> tuple[bool, frozenset[str], GPU | None]:
-    """What a trace depends on beside its arguments: the interpreter, what is switched off, the target."""
-    return _interpreting, _disabled.value, _target.value

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config, core  # there is no public way to ask for the context of a trace
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from pallas_kernels import dispatch
@@ -31,6 +32,8 @@ LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "einops", "ml-dtypes")
 """The libraries that decide what is traced and compiled."""
 _ENVIRONMENT = ("XLA_", "TF_XLA_", "NVIDIA_TF32_OVERRIDE", "NPROC", "OMP_NUM_THREADS")
 """Variables that XLA and its libraries read begin with these; JAX's own are in its config."""
+_GPU = ("compute_capability", "core_count", "shared_memory_per_block_optin")
+"""What kernels ask of a GPU."""
 _NOT_COMPILED = ("jax_compilation_cache_", "jax_persistent_cache_", "jax_log", "jax_debug_log", "jax_explain_")
 """Options of JAX that begin with these say what is kept and what is printed, not what is compiled."""
 
@@ -51,15 +54,12 @@ def environment_key() -> dict[str, Any]:
     return {
         **code_key(),
         **_machine(),
-        # As this thread sees them, inside context managers too.
-        "config": {
-            name: str(getattr(jax.config, name, value))
-            for name, value in jax.config.values.items()
-            if not name.startswith(_NOT_COMPILED)
-        },
+        "config": {name: str(v) for name, v in jax.config.values.items() if not name.startswith(_NOT_COMPILED)},
+        # What JAX's own cache of traces depends on: the config as this thread sees it, the mesh, and the contexts that
+        # any library has made, ours (kernels switched off, tile sizes on trial) among them.
+        "context": [describe(value) for value in config.trace_context()],
+        "interpreting": dispatch.interpreting(),
         "environment": _environment(),
-        "kernels": describe(dispatch.tracing_state()),
-        "mesh of the context": describe(jax.sharding.get_abstract_mesh()),
     }
 
 
@@ -91,6 +91,10 @@ def describe(value: Any) -> Any:
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
             return [type(value).__qualname__, fields]
+        case jax.Device():
+            return ["device", value.platform, value.id]
+        case core.AxisEnv():
+            return ["axes", *map(describe, (dict(value.axis_sizes), value.spmd_axis_names))]
         case jax.sharding.AbstractMesh() | Mesh() | NamedSharding() | SingleDeviceSharding():
             return _describe_devices(value)
         case jax.Array() | jax.ShapeDtypeStruct():
@@ -164,7 +168,8 @@ def _machine() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "devices": [
-            [device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))],
+            [device.platform, device.device_kind],
+            [str(getattr(device, name, "")) for name in _GPU],
             [device.id for device in jax.devices()],
             device.client.platform_version,
         ],
