@@ -77,14 +77,13 @@ class InputProcessor:
     def with_grammar(self, request: Request) -> Request:
         """The request with the grammar it asks for, compiled: that may take seconds, so check all else before.
 
-        Raises ValueError for a grammar that does not compile, and without a tokenizer.
+        Raises ValueError for a grammar that does not compile.
         """
         if request.pooling or request.sampling.structured_outputs is None:
             return request
-        if self.tokenizer is None:
-            raise ValueError("SamplingParams.structured_outputs needs a tokenizer, and the model directory has none.")
         with self._grammars_lock:  # to make it takes seconds for a large vocabulary: once is enough
             if self._grammars is None:
+                assert self.tokenizer is not None, "`process` has refused this request"
                 self._grammars = GrammarCompiler(self.tokenizer.to_json(), vocab=self._vocab, eos_ids=self._eos_ids)
         return dataclasses.replace(request, matcher=self._grammars.matcher(request.sampling.structured_outputs))
 
@@ -98,6 +97,8 @@ class InputProcessor:
             raise ValueError(
                 "SamplingParams.stop needs a tokenizer, and the model directory has none: use stop_token_ids."
             )
+        if params.structured_outputs is not None and self.tokenizer is None:
+            raise ValueError("SamplingParams.structured_outputs needs a tokenizer, and the model directory has none.")
         if unknown := [name for name in params.logits_processors if name not in self._logits_processors]:
             known = ", ".join(self._logits_processors) or "none"
             raise ValueError(
