@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from benchmarks.gpu import autotune, cases, end_to_end, numerics, rendering, timing
 from benchmarks.gpu.ceilings import Ceilings
@@ -17,7 +16,7 @@ from benchmarks.gpu.timing import DRY, Arguments, Effort, Plan, Repeated
 from benchmarks.report import Report
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.models.presets import PRESETS
-from pallas_kernels.dispatch import dispatch, interpreted
+from pallas_kernels.dispatch import dispatch, interpreted, targeting
 from pallas_kernels.tuning import tuned
 
 TINY = {case.title: case for case in cases.tiny()}
@@ -33,8 +32,7 @@ def test_fallbacks_match_the_references(title):
 def test_checked_cases_run_their_kernels():
     """One of each operation: what its kernel does not support would be compared with itself."""
     calls = {case.op: (case.call, case.shapes) for case in cases.checked()}
-    h200 = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with use_abstract_mesh(h200):
+    with targeting(Target.load("h200").gpu):
         programs = {
             op: str(jax.jit(lambda *args, f=f: f(*args)).trace(*shapes).jaxpr) for op, (f, shapes) in calls.items()
         }
