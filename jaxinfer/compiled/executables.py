@@ -6,6 +6,7 @@ unpickled. XLA's bytes are code, so the folder is the user's alone.
 JAX has no public way to make a `jax.stages.Compiled` without tracing; everything private that this needs is here.
 """
 
+import dataclasses
 import functools
 import json
 import logging
@@ -181,7 +182,7 @@ def _sharding(described: list[Any], *, devices: dict[int, Any], mesh: Mesh | Non
 
 
 def _describe_tree(tree: Any) -> Any:
-    """A tree as JSON; a named tuple by the name of its class, so that it can be found again."""
+    """A tree as JSON; a record by the name of its class, so that it can be found again."""
     match tree:
         case None | int():
             return tree
@@ -191,12 +192,12 @@ def _describe_tree(tree: Any) -> Any:
             return ["dict", *([key, _describe_tree(value)] for key, value in tree.items())]
         case tuple() if type(tree) is tuple:
             return ["tuple", *map(_describe_tree, tree)]
-        case tuple():
-            kind = type(tree)
-            name = f"{kind.__module__}:{kind.__qualname__}"
-            if _named_tuple(name) is kind:
-                return [name, *map(_describe_tree, tree)]
-    raise NotKeptError(f"its results have a {type(tree).__qualname__}")
+    kind = type(tree)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if "<locals>" in name or _record(name) is not kind:
+        raise NotKeptError(f"its results have a {kind.__qualname__}")
+    values = tree if isinstance(tree, tuple) else (getattr(tree, field.name) for field in dataclasses.fields(tree))
+    return [name, *map(_describe_tree, values)]
 
 
 def _tree(described: Any) -> Any:
@@ -211,13 +212,14 @@ def _tree(described: Any) -> Any:
         case ["dict", *items]:
             return {key: _tree(value) for key, value in items}
         case [name, *items]:
-            return _named_tuple(name)(*map(_tree, items))
+            return _record(name)(*map(_tree, items))
 
 
-def _named_tuple(name: str) -> Any:
-    """A class of named tuples of our packages, from `module:class`; its module is imported by whoever calls it."""
+def _record(name: str) -> Any:
+    """A named tuple or dataclass of our packages, from `module:class`; its module is imported by whoever calls it."""
     module, _, qualname = name.partition(":")
-    kind = getattr(sys.modules[module], qualname)
-    if module.partition(".")[0] not in keys.PACKAGES or not issubclass(kind, tuple) or not hasattr(kind, "_fields"):
-        raise NotKeptError(f"{name} is not a named tuple of ours")
-    return kind
+    if module.partition(".")[0] in keys.PACKAGES:
+        kind = getattr(sys.modules[module], qualname)
+        if dataclasses.is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+            return kind
+    raise NotKeptError(f"its results have a {name}, which is no record of ours")

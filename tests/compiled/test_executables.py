@@ -256,7 +256,8 @@ def test_every_program_of_ours_can_be_kept(model_dir):
 def _encoder():
     names = [field.name for field in dataclasses.fields(EncoderConfig) if hasattr(CONFIG, field.name)]
     options = {name: getattr(CONFIG, name) for name in names}
-    return EncoderConfig(**options | {"positions": PositionsConfig(kind=PositionKind.LEARNED)})
+    attention = dataclasses.replace(CONFIG.attention, windows=(None,))
+    return EncoderConfig(**options | {"attention": attention, "positions": PositionsConfig(kind=PositionKind.LEARNED)})
 
 
 @pytest.mark.parametrize(
