@@ -50,7 +50,12 @@ def digest(parts: dict[str, Any]) -> str:
 
 
 def environment_key() -> dict[str, Any]:
-    """What every program of this process depends on. Raises NoKeyError if its code has changed since it started."""
+    """What every program of this process depends on.
+
+    Raises NoKeyError if its code has changed since it started, or if JAX is told to keep nothing.
+    """
+    if not jax.config.jax_enable_compilation_cache:
+        raise NoKeyError("jax_enable_compilation_cache is off")
     return {
         **code_key(),
         **_machine(),

@@ -315,6 +315,17 @@ def test_products_of_onednn_cannot_be_kept(store):
     assert not store.files.sizes()
 
 
+def test_it_can_be_switched_off(store):
+    copying().compile({}, store=store)
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        assert not copying().compile({}, store=store).kept
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert store.not_kept == {"copy": "jax_enable_compilation_cache is off"}
+    assert copying().compile({}, store=store).kept
+
+
 def test_tile_sizes_on_trial_are_not_kept(store):
     with tuning.Trial("an operation", {}).active():
         assert not copying().compile({}, store=store).kept
