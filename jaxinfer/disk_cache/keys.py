@@ -24,6 +24,7 @@ import numpy as np
 from jax._src import config, core  # there is no public way to ask for the context of a trace
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from jaxinfer.disk_cache.processor import cpu_fields, cpu_model, usable_cores
 from pallas_kernels import dispatch
 
 PACKAGES = ("jaxinfer", "pallas_kernels", "sharding")
@@ -179,19 +180,14 @@ def _machine() -> dict[str, Any]:
             device.client.platform_version,
         ],
         # XLA compiles for the processor's instructions and divides loops by the number of cores.
-        "processor": [platform.machine(), _cpu_features(), len(os.sched_getaffinity(0))],
+        "processor": [platform.machine(), _cpu_features(), usable_cores()],
     }
 
 
 def _cpu_features() -> list[str]:
-    """The processor's model and instruction sets, of the first core."""
-    wanted = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        return [platform.processor()]
-    lines = [line.partition(":") for line in first.splitlines()]
-    return [value.strip() for name, _, value in lines if name.strip() in wanted]
+    """The processor's model and instruction sets."""
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return [cpu_model(), *(cpu_fields().get(name, "") for name in wanted)]
 
 
 def _environment() -> dict[str, str]:

@@ -3,11 +3,9 @@
 Everything that the models decide by platform is decided here.
 """
 
-import functools
 import math
 import os
 import pathlib
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from checkpoints import Leaf
+from jaxinfer.disk_cache.processor import cpu_model, usable_cores
 from sharding import MeshConfig, ShardingRules
 
 
@@ -40,22 +39,7 @@ def device_name(device: Any) -> str:
     """A device's kind; of a CPU, which JAX calls just "cpu", its model and the cores that this process may use."""
     if device.platform != "cpu":
         return device.device_kind
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cpu_model()}, {cores} cores"
-
-
-def cpu_model() -> str:
-    """The name of this machine's CPU."""
-    return cpu_fields().get("model name") or platform.processor() or platform.machine()
-
-
-@functools.cache
-def cpu_fields() -> dict[str, str]:
-    """The fields of a core in /proc/cpuinfo; none where there is no such file."""
-    if not (info := pathlib.Path("/proc/cpuinfo")).exists():
-        return {}
-    pairs = (line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-    return {name.strip(): value.strip() for name, value in pairs}
+    return f"{cpu_model()}, {usable_cores()} cores"
 
 
 def sharding_on(mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | None], shape: Sequence[int]) -> Sharding:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxinfer.models.devices import cpu_fields, cpu_model
+from jaxinfer.disk_cache.processor import cpu_fields, cpu_model
 
 FEATURES = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
 """CPU flags that matter for speed, as in /proc/cpuinfo."""
