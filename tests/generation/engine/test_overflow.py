@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.params import SamplingParams
@@ -22,10 +21,8 @@ PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 @pytest.fixture(scope="module")
 def model(model_dir):
     loaded = load_model(model_dir)
-    state = dict(nnx.to_flat_state(loaded.state))
-    table = state["embed", "table"]
-    state["embed", "table"] = table.replace(table[...].at[OVERFLOWS].set(jnp.inf))
-    return dataclasses.replace(loaded, state=nnx.from_flat_state(state))
+    table = loaded.leaves["embed.table"].at[OVERFLOWS].set(jnp.inf)
+    return dataclasses.replace(loaded, leaves=loaded.leaves | {"embed.table": table})
 
 
 def tokens_of(engine, prompts):
