@@ -57,6 +57,7 @@ def main() -> None:
     texts = texts[:4] if args.quick else texts
     size = sum(len(text.encode()) for text in texts)
     report = Report()
+    report.print_header()
     xz = xz_bits("".join(texts).encode()) / size
     report.row(name="xz -9", bytes=size, bits_per_byte=round(xz, 4))
     found = {}

@@ -75,7 +75,7 @@ class Worker:
         """How the process has ended, and what may help."""
         status = self.close()
         if status == -signal.SIGKILL:
-            return "was killed: there may be too little memory."
+            return "was killed (SIGKILL), perhaps because memory had run out."
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         remedy = "" if self.engine == "jaxinfer" else f" If its packages are missing or damaged, {REMEDY}"
         return f"{how}; its own message is above.{remedy}"

@@ -1,7 +1,7 @@
 """Which ways of an engine are timed: the two that are fastest at short lengths.
 
 All ways are tried the first time. Their seconds are remembered, so that the next run tries those that were fastest, and
-others only if these have become slower than the others were.
+others only if these have become slower than the others were, or so much faster that what is remembered means nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from benchmarks.report import today, write_whole
 
 BEHIND = 1.25  # times the fastest way's seconds: when another is stopped
 TRIED = 2  # ways that every run tries again
+OUTDATED = 0.75  # of the remembered seconds of the fastest way: below, the machine was busy then
 
 Way = dict[str, Any]
 """Keyword arguments of an engine's `throughput`."""
@@ -47,7 +48,7 @@ def race(ways: Sequence[Way], remembered: Sequence[Trial], measure: Measure) -> 
     """Measure ways until no other can be the fastest, and return these trials, the fastest first.
 
     The order is that of their remembered seconds; those that are not remembered come first, as they are given. At least
-    `TRIED` are measured, then all that were faster than the fastest is now.
+    `TRIED` are measured, then all that were faster than the fastest is now; all if this is faster than ever.
     """
 
     def before(way: Way) -> float:
@@ -55,7 +56,8 @@ def race(ways: Sequence[Way], remembered: Sequence[Trial], measure: Measure) -> 
 
     trials: list[Trial] = []
     for way in sorted(ways, key=before):
-        if len(trials) >= TRIED and before(way) > min(trial.seconds for trial in trials):
+        fastest = min((trial.seconds for trial in trials), default=0.0)
+        if len(trials) >= TRIED and OUTDATED * min(map(before, ways)) < fastest < before(way):
             break
         trials.append(measure(way, limit_after(trials)))
     return sorted(trials, key=lambda trial: (trial.stopped, trial.seconds))

@@ -63,6 +63,11 @@ def test_other_ways_are_tried_again_when_the_best_have_become_slower():
     assert batches(trials) == [64, 16, 32]
 
 
+def test_all_ways_are_tried_again_when_the_machine_was_busy_before():
+    runs = Runs({64: 2.0, 32: 3.0, 16: 2.9, 8: 2.5})
+    assert batches(race(WAYS, trials_of(b32=8.0, b16=9.0, b64=10.0, b8=11.0), runs)) == [64, 8, 16, 32]
+
+
 def test_ways_that_are_not_remembered_are_tried_first():
     runs = Runs({64: 10.0, 32: 8.0, 16: 9.0, 8: 7.0})
     race(WAYS, trials_of(b32=8.0, b16=9.0, b64=10.0), runs)
