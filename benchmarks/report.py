@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import rich
 from rich.table import Table
 
 from jaxinfer.cli.bench.machine import machine
+from jaxinfer.disk_cache import write_atomically
 
 INSTRUCTION_SETS = {"AMX": "amx_int8", "AVX-512": "avx512f", "AVX2": "avx2"}  # name -> the CPU's flag
 PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
@@ -80,7 +80,8 @@ class Report:
             "rows": self.rows,
             "checks": [dataclasses.asdict(check) for check in self.checks],
         }
-        write_whole(json_file, (json.dumps(result, indent=1) + "\n").encode())
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(json_file, (json.dumps(result, indent=1) + "\n").encode())
 
     def finish(self, json_file: Path | None) -> None:
         """Print the table of checks; write the whole result to `json_file` if given."""
@@ -93,17 +94,6 @@ class Report:
         self.save(json_file)
         if json_file is not None:
             rich.print(f"Wrote {json_file}")
-
-
-def write_whole(file: Path, content: bytes) -> None:
-    """Write all of `content` or nothing."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def machine_kind(where: Mapping[str, Any]) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import rich
 
-from benchmarks.report import today, write_whole
+from benchmarks.report import today
+from jaxinfer.disk_cache import write_atomically
 
 BEHIND = 1.25  # times the fastest way's seconds: when another is stopped
 TRIED = 2  # ways that every run tries again
@@ -82,7 +83,8 @@ class Memory:
         newer = [trial.way for trial in trials]
         kept = [trial for trial in known.get(subject, []) if trial.way not in newer]
         known[subject] = sorted([*trials, *kept], key=lambda trial: trial.seconds)
-        write_whole(self.file, msgspec.json.format(msgspec.json.encode(known), indent=1))
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.file, msgspec.json.format(msgspec.json.encode(known), indent=1))
 
     def _read(self) -> dict[str, list[Trial]]:
         if not self.file.exists():

@@ -7,7 +7,6 @@ another is clearly faster.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.timing import Arguments, Effort, Plan, Repeated, compile_all, interleave
 from benchmarks.report import Report
+from jaxinfer.disk_cache import write_atomically
 from pallas_kernels import tuning
 from pallas_kernels.tuning import Trial
 
@@ -115,7 +115,5 @@ def write(table: Path, key: tuple[str, str], tiles: Tiles) -> None:
     content.setdefault(operation, {})[key_name] = tiles
     content = {op: dict(sorted(content[op].items())) for op in sorted(content)}
     table.parent.mkdir(parents=True, exist_ok=True)
-    temporary = table.with_name(f".{table.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(table)
+    write_atomically(table, (json.dumps(content, indent=1) + "\n").encode())
     tuning._table.cache_clear()

@@ -75,5 +75,6 @@ def _measure(args: Namespace, peer: Peer) -> Report:
             case "end_to_end":
                 end_to_end.measure(report, limits, clock, peer, effort, quick=args.quick)
         report.row(part="settings", took=name, seconds=round(time.monotonic() - start, 1))
+        report.save(args.json)
     report.row(part="settings", took="all", seconds=round(time.monotonic() - begun, 1))
     return report

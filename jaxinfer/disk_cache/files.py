@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import stat
-import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +22,17 @@ def cache_folder() -> Path:
     if folder := os.environ.get("JAXINFER_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
+
+
+def write_atomically(file: Path, *content: bytes) -> None:
+    """Write all of a file or nothing: under a temporary name, hidden and this thread's own, which is then renamed."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with temporary.open("wb") as opened:
+            opened.writelines(content)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class KeptFiles:
@@ -61,7 +72,7 @@ class KeptFiles:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._private():
-                self._write(name, content)
+                write_atomically(self.folder / name, _DIGEST(content).digest(), content)
                 self._delete_oldest()
         except OSError as error:
             self._warn(f"nothing can be kept in {self.folder}: {error}")
@@ -83,18 +94,6 @@ class KeptFiles:
         if stat.S_IMODE(status.st_mode) & 0o077:
             self.folder.chmod(0o700)
         return True
-
-    def _write(self, name: str, content: bytes) -> None:
-        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_DIGEST(content).digest())
-                file.write(content)
-            os.replace(temporary, self.folder / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
 
     def _entries(self) -> Iterator[tuple[os.DirEntry, os.stat_result]]:
         """The files there are; those that other processes delete meanwhile are left out."""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+from jaxinfer.disk_cache import write_atomically
+
 PLOT_SUFFIXES = (".png", ".svg")
 
 
@@ -28,10 +30,5 @@ def check_files(json_file: Path | None, plot: Path | None) -> None:
 
 def write_file(file: Path, content: bytes) -> None:
     """Write all of `content` or nothing, and say so on stderr."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(file, content)
     typer.echo(f"Wrote {file}", err=True)
