@@ -60,7 +60,7 @@ def speculation(report: Report, settings: Settings) -> None:
         for figure, prompts, temperature in zip(gains, (repetitive, unpredictable), (0.0, 1.0), strict=True):
             ratios: list[float] = []
             options: dict[str, Any] = {"temperature": temperature, "max_tokens": count, "ignore_eos": True}
-            decode_rates(plain, speculating, prompts[0], SamplingParams(**options), 1)  # learns what passes cost
+            decode_rates(plain, speculating, prompts[0], SamplingParams(**options, seed=0), 1)  # learns passes' costs
             for seed, prompt in enumerate(prompts):
                 params = SamplingParams(**options, seed=seed)
                 without, drafted = decode_rates(plain, speculating, prompt, params, rounds)
