@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig, alibi_slopes
 from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
@@ -65,6 +66,9 @@ class Attention(nnx.Module):
         groups, heads = forward_context.groups, []
         for group, rotary, part in zip(groups, forward_context.rotary, unpack(qkv, groups), strict=True):
             mixed, cache = self._attend(group, rotary, part, cache)
+            if cache is not None and len(groups) > 1:
+                # Without it the next group's write is not known to come after this one's reads: XLA copies the cache.
+                mixed, cache = lax.optimization_barrier((mixed, cache))
             heads.append(mixed)
         return self.out(pack(heads), residual=residual, adapter_delta=out_delta), cache
 
