@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from jaxinfer.compiled.program import Bucket
-from jaxinfer.disk_cache import cache_folder, write_atomically
+from jaxinfer.disk_cache import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,9 @@ class CostFile:
             for key, cost in new.items():
                 _displace(costs.setdefault(key, Cost()), cost)
             entries = [_Entry(name, dict(bucket), cost) for (name, bucket), cost in costs.items()]
-            write_atomically(path, msgspec.json.encode(msgspec.structs.replace(self._key, programs=entries)))
+            temporary = path.with_suffix(".tmp")  # its next writer replaces what a killed one left
+            temporary.write_bytes(msgspec.json.encode(msgspec.structs.replace(self._key, programs=entries)))
+            temporary.replace(path)
 
 
 def kept_costs(device: str) -> Iterator[KeptCosts]:

@@ -24,11 +24,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
 
 
-def write_atomically(file: Path, *content: bytes) -> None:
-    """Write all of a file or nothing: under a temporary name, hidden and this thread's own, which is then renamed."""
+def write_atomically(file: Path, *content: bytes, mode: int = 0o666) -> None:
+    """Write all of a file or nothing: under a temporary name, hidden and this thread's own, which is then renamed.
+
+    mode: who may read and write it, as far as the process's umask lets them.
+    """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with temporary.open("wb") as opened:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as opened:
             opened.writelines(content)
         temporary.replace(file)
     finally:
@@ -72,7 +75,7 @@ class KeptFiles:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._private():
-                write_atomically(self.folder / name, _DIGEST(content).digest(), content)
+                write_atomically(self.folder / name, _DIGEST(content).digest(), content, mode=0o600)
                 self._delete_oldest()
         except OSError as error:
             self._warn(f"nothing can be kept in {self.folder}: {error}")

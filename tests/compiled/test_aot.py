@@ -162,6 +162,17 @@ def kernels_of_whole_programs(name):
     return found
 
 
+@pytest.mark.aot
+def test_a_step_of_chunks_and_rows_copies_no_cache():
+    config = dataclasses.replace(preset("llama3-8b"), layers=2)
+    layout = DeviceLayout(config, BF16, EngineConfig(max_batch=2, context=512), num_pages=1024, platform="gpu")
+    spec, sizes = prefill.spec(layout), {"chunks": 1, "batch": 2, "pages": 32}
+    args, options = spec.arguments(sizes), spec.compiler_options(sizes)
+    report = compile_for(Target.load("h200"), spec.function(sizes), args, donate=spec.donate, options=options)
+    assert report.aliased == report.donated
+    assert report.temporaries[0].bytes < layout.state.caches[0].k.size * 2
+
+
 def in_its_own_process(function, name):
     """Mosaic compiles for one compute capability in a process."""
     code = f"import json; from tests.compiled.test_aot import *; print(json.dumps({function.__name__}({name!r})))"

@@ -11,6 +11,7 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution import memory
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of
+from jaxinfer.generation.execution.programs import prefill
 from jaxinfer.models.loading import load_model
 from tests.generation.conftest import PAGE_BYTES
 
@@ -49,6 +50,13 @@ def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: needed)
     with pytest.raises(ValueError, match=f"one page of 16 tokens takes {PAGE_BYTES}: raise cache_bytes"):
         memory.plan_memory(model, CONFIG)
+
+
+def test_a_step_of_chunks_and_rows_copies_no_cache(model):
+    """Chunks and decoding rows write to one cache in turn, and the first read it in between."""
+    layout = DeviceLayout.of(model, CONFIG, num_pages=4096)
+    program = prefill.spec(layout).compile({"chunks": 1, "batch": 2, "pages": 8})
+    assert program.memory.temp_bytes < layout.state.caches[0].k.size * 4
 
 
 def test_a_little_more_free_memory_needs_no_other_programs(model, monkeypatch):
