@@ -306,3 +306,155 @@ def read_instructions(text: str) -> dict[str, Mapping[str, int]]:
     """Kernel -> how often each instruction occurs in it, from the output of `nvdisasm`."""
     sections = re.split(r"^//-+ \.text\.(\S+) +-+$", text, flags=re.MULTILINE)[1:]
     return {name: Counter(_SASS.findall(code)) for name, code in zip(sections[::2], sections[1::2], strict=True)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """An array that devices exchange, in each run of the module; one that XLA combines with others counts by itself.
+
+    Attributes:
+      kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute" or "ragged-all-to-all".
+      dtype: XLA's name of it, such as "bf16". shape: of the result on each device.
+      participants: devices that exchange with one another.
+      trips: how often it runs, loops of an unknown number of turns counted once.
+      in_loop: whether it is in a loop of an unknown number of turns.
+      conditions: the `lax.cond`s that must hold for it to run, outermost first, by their places in the model.
+      op_name: the part of the model that it belongs to.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    participants: int
+    trips: int = 1
+    in_loop: bool = False
+    conditions: tuple[str, ...] = ()
+    op_name: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result on each device."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (max(int(bits[0]) // 8, 1) if bits else 1)  # pred: 1
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends, by the ring algorithms."""
+        others = self.participants - 1
+        factor = {"all-reduce": 2 * others / self.participants, "reduce-scatter": others, "collective-permute": 1}
+        return self.bytes * factor.get(self.kind, others / self.participants)
+
+
+_KINDS = "ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
+_COLLECTIVE = re.compile(rf"^(?P<type>.*?) (?P<kind>{_KINDS})(?P<start>-start)?\((?P<operands>[^)]*)\)(?P<rest>.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) \(.*\{$")
+_CALLED = re.compile(r"\b(body|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """Where a computation is called: by which, how often in a run of it (None: unknown), under which condition."""
+
+    caller: str
+    trips: int | None = 1
+    condition: str = ""
+
+
+def read_collectives(hlo: str, devices: int) -> list[Collective]:
+    """What the devices exchange, from the optimised module of a program for so many, in the order written.
+
+    A computation that is called several times counts each time. Raises ValueError for groups in an unknown form.
+    """
+    computation, found, entry = "", [], ""
+    calls: dict[str, list[_Call]] = {}
+    for line in hlo.splitlines():
+        if header := _COMPUTATION.match(line):
+            computation = header["name"]
+            entry = computation if header["entry"] else entry
+        elif match := _INSTRUCTION.match(line):
+            for called, call in _calls(match[2], computation, line):
+                calls.setdefault(called, []).append(call)
+            if collective := _COLLECTIVE.match(match[2]):
+                found.append((computation, collective, line))
+    return [
+        dataclasses.replace(one, **context)
+        for computation, match, line in found
+        for context in _contexts(computation, entry, calls)
+        for one in _exchanged(match, line, devices)
+    ]
+
+
+def _op_name(line: str) -> str:
+    given = re.search(r'op_name="([^"]*)"', line)
+    return given[1] if given else ""
+
+
+def _calls(instruction: str, caller: str, line: str) -> list[tuple[str, _Call]]:
+    """The computations that an instruction calls, but those that reduce pairs of numbers."""
+    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    found = []
+    for kind, name in _CALLED.findall(instruction.split(", metadata=", 1)[0]):
+        match kind:
+            case "body":
+                found.append((name, _Call(caller=caller, trips=int(trips[1]) if trips else None)))
+            case "true_computation":
+                found.append((name, _Call(caller=caller, condition=_op_name(line))))
+            case _:
+                found.append((name, _Call(caller=caller)))
+    if branches := _BRANCHES.search(instruction):
+        for index, name in enumerate(branches[1].split(",")):
+            condition = _op_name(line) if index else ""
+            found.append((name.strip().lstrip("%"), _Call(caller=caller, condition=condition)))
+    return found
+
+
+def _contexts(computation: str, entry: str, calls: Mapping[str, list[_Call]]) -> list[dict[str, Any]]:
+    """How each way from the entry to a computation runs it."""
+    if computation == entry:
+        return [{"trips": 1, "in_loop": False, "conditions": ()}]
+    found = []
+    for call in calls.get(computation, ()):
+        for outer in _contexts(call.caller, entry, calls):
+            conditions = (*outer["conditions"], call.condition) if call.condition else outer["conditions"]
+            in_loop = outer["in_loop"] or call.trips is None
+            found.append({"trips": outer["trips"] * (call.trips or 1), "in_loop": in_loop, "conditions": conditions})
+    return found
+
+
+def _exchanged(match: re.Match[str], line: str, devices: int) -> list[Collective]:
+    """One collective for each array; of an all-gather that is started, the type has operands before the results."""
+    kind, arrays = match["kind"], _ARRAY.findall(match["type"])
+    if match["start"] and kind != "all-reduce":
+        operands = len(re.findall(r"%", match["operands"])) or 1
+        arrays = arrays[operands : 2 * operands]
+    participants = _participants(match["rest"], devices)
+    if participants == 1:
+        return []
+    return [
+        Collective(
+            kind=kind,
+            dtype=dtype,
+            shape=tuple(int(size) for size in sizes.split(",") if size),
+            participants=participants,
+            op_name=_op_name(line),
+        )
+        for dtype, sizes in arrays
+    ]
+
+
+def _participants(attributes: str, devices: int) -> int:
+    """The devices of a group: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `mesh['data'=2,'tensor'=2] {'tensor'}`, or all: `{}`."""
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", attributes):
+        return 2 if pairs else 1
+    if explicit := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return len(explicit[1].split(","))
+    if iota := re.search(r"replica_groups=\[(\d+(?:,\d+)*)\]<=", attributes):
+        return int(iota[1].split(",")[-1])
+    if mesh := re.search(r"replica_groups=\w*\s*mesh\[(.*?)\]\s*\{(.*?)\}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'([^']+)'", mesh[2]))
+    if re.search(r"replica_groups=\{\}", attributes):
+        return devices
+    raise ValueError(f"Unknown groups in a collective: {attributes[:200]}; see read_collectives.")

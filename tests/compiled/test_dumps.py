@@ -11,6 +11,7 @@ from jaxinfer.compiled.dumps import (
     MosaicCall,
     Resources,
     read_aliases,
+    read_collectives,
     read_instructions,
     read_mosaic_calls,
     read_op_names,
@@ -173,3 +174,56 @@ first:
     assert first == {"LDC": 1, "LDG.E.128.CONSTANT": 2}
     assert Resources(registers=1, spill_bytes=0, instructions=first).features == ("LDG.128",)
     assert Resources(registers=1, spill_bytes=0, instructions=second).features == ("UTMALDG",)
+
+
+COLLECTIVES = """HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(f32[] %a, f32[] %b)
+}
+
+%rare (p: (f32[8])) -> (f32[8]) {
+  %all = f32[32]{0} all-gather(f32[8]{0} %x), replica_groups=[1,4]<=[4], dimensions={0}, metadata={op_name="jit(f)/cond/gather"}
+}
+
+%usual (p: (f32[8])) -> (f32[8]) {
+  ROOT %t = (f32[8]{0}) tuple(f32[8]{0} %x)
+}
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %pair = (f32[8]{0}, bf16[2,3]{1,0}) all-reduce(f32[8]{0} %x, bf16[2,3]{1,0} %y), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="jit(f)/layers.0/psum"}
+  %chosen = (f32[8]{0}) conditional(s32[] %i, (f32[8]{0}) %p, (f32[8]{0}) %p), branch_computations={%usual, %rare}, metadata={op_name="jit(f)/cond"}
+  ROOT %t = (s32[], f32[8]{0}) tuple(s32[] %i, f32[8]{0} %x)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %loop = (s32[], f32[8]{0}) while((s32[], f32[8]{0}) %init), condition=%add, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %start = (f32[8]{0}, f32[16]{0}) all-gather-start(f32[8]{0} %x), replica_groups=mesh['data'=2,'tensor'=2] {'tensor'}, dimensions={0}
+  %done = f32[16]{0} all-gather-done((f32[8]{0}, f32[16]{0}) %start)
+  %moved = s32[4]{0} collective-permute(s32[4]{0} %i), source_target_pairs={{0,1},{1,0}}
+  %every = pred[4]{0} all-reduce(pred[4]{0} %p), replica_groups={}, to_apply=%add
+  ROOT %scattered = f32[2]{0} reduce-scatter(f32[8]{0} %x), replica_groups=[1,4]<=[4], to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_collectives_with_their_loops_and_conditions():
+    found = {(c.kind, c.dtype, c.shape): c for c in read_collectives(COLLECTIVES, 4)}
+    summed = found["all-reduce", "f32", (8,)]
+    assert (summed.participants, summed.trips, summed.conditions) == (2, 5, ())
+    assert summed.op_name == "jit(f)/layers.0/psum"
+    assert found["all-reduce", "bf16", (2, 3)].bytes == 12  # combined with the other: one for each array
+    rare = found["all-gather", "f32", (32,)]
+    assert (rare.participants, rare.trips, rare.conditions) == (4, 5, ("jit(f)/cond",))
+    assert found["all-gather", "f32", (16,)].participants == 2  # what is started has its operand before its result
+    assert found["collective-permute", "s32", (4,)].wire_bytes == 16
+    assert found["all-reduce", "pred", (4,)].participants == 4  # all devices
+    assert found["reduce-scatter", "f32", (2,)].wire_bytes == 3 * 8
+    assert summed.wire_bytes == 32
+    assert rare.wire_bytes == 96
+    assert len(found) == 7
+
+
+def test_groups_in_an_unknown_form_are_an_error():
+    with pytest.raises(ValueError, match="Unknown groups in a collective"):
+        read_collectives(COLLECTIVES.replace("replica_groups={}", "replica_groups=others"), 4)
