@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from checkpoints.errors import CheckpointError
@@ -17,16 +18,13 @@ from sharding import ShardingRules
 GROUP_BYTES = 128 << 20  # read at once: bounds host memory, and is enough to keep the disk busy
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    mesh: Mesh | None = None,
-    rules: ShardingRules | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-    only: Callable[[str], bool] | None = None,
-) -> dict[str, jax.Array]:
-    """The weights of a model directory by dotted path; arguments as in `stream`."""
-    return dict(stream(path, mesh=mesh, rules=rules, dtype=dtype, only=only))
+Takes = tuple[np.ndarray | None, ...]
+"""For each dimension of a leaf: the stored index of each index, -1 for zeros; None: all as stored."""
+
+
+def load(path: str | os.PathLike[str], **options: Any) -> dict[str, jax.Array]:
+    """The weights of a model directory by dotted path; options as in `stream`."""
+    return dict(stream(path, **options))
 
 
 def stream(
@@ -36,6 +34,7 @@ def stream(
     rules: ShardingRules | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     only: Callable[[str], bool] | None = None,
+    takes: Callable[[str, Leaf], Takes] | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
     """Weights one after the other, for a caller that converts each and drops the original.
 
@@ -46,23 +45,25 @@ def stream(
       dtype: what floating-point matrices are cast to (None: as stored). Vectors, scales and
         quantised matrices stay as stored.
       only: selects leaves by dotted path; nothing else is read. None: all.
+      takes: which stored indices the dimensions of a leaf have. None: all, in order.
     """
     path = pathlib.Path(path).resolve()
-    leaves = read_manifest(path).leaves
-    targets = {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape, _target_dtype(name, leaf, dtype), sharding=_place(name, leaf, mesh, rules or ShardingRules())
-        )
-        for name, leaf in leaves.items()
-        if only is None or only(name)
-    }
+    leaves = {name: leaf for name, leaf in read_manifest(path).leaves.items() if only is None or only(name)}
+    taken = {name: takes(name, leaf) if takes else (None,) * len(leaf.shape) for name, leaf in leaves.items()}
+    targets = {}
+    for name, leaf in leaves.items():
+        shape = tuple(n if take is None else len(take) for n, take in zip(leaf.shape, taken[name], strict=True))
+        sharding = _place(name, leaf.axes, shape, mesh, rules or ShardingRules())
+        targets[name] = jax.ShapeDtypeStruct(shape, _target_dtype(name, leaf, dtype), sharding=sharding)
     for group in _groups(targets, leaves):
-        arrays = _read(path, group)
+        arrays = _read(path, group, taken)
         while arrays:
             yield arrays.popitem()  # only the caller references it
 
 
-def _read(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def _read(
+    path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct], taken: dict[str, Takes]
+) -> dict[str, jax.Array]:
     """Leaves by name, each shard read once.
 
     TensorStore reads what Orbax wrote with it. Importing Orbax takes longer than reading a small model.
@@ -76,23 +77,40 @@ def _read(path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[
         name: ts.open({"driver": driver, "kvstore": {**files, "path": f"{name}/"}}, open=True, context=context)
         for name in targets
     }
-    reading = {name: _read_shards(opening[name].result(), target) for name, target in targets.items()}
+    reading = {name: _read_shards(opening[name].result(), x, taken[name]) for name, x in targets.items()}
     arrays = {}
     for name, target in targets.items():
-        shards = {key: future.result() for key, future in reading.pop(name).items()}
+        shards = {key: finish() for key, finish in reading.pop(name).items()}
         arrays[name] = jax.make_array_from_callback(
             target.shape, target.sharding, lambda index, shards=shards: shards[_key(index)]
         )
     return arrays
 
 
-def _read_shards(store: Any, target: Any) -> dict[tuple, Any]:
+def _read_shards(store: Any, target: Any, takes: Takes) -> dict[tuple, Callable[[], np.ndarray]]:
     """Begin to read the parts of a leaf that are on devices of this process, in the target's dtype."""
     import tensorstore as ts
 
     parts = target.sharding.addressable_devices_indices_map(target.shape).values()
     store = store if store.dtype.numpy_dtype == target.dtype else ts.cast(store, target.dtype)
-    return {key: store[part].read() for key, part in {_key(part): part for part in parts}.items()}
+    return {key: _read_part(store, part, takes) for key, part in {_key(part): part for part in parts}.items()}
+
+
+def _read_part(store: Any, part: tuple[slice, ...], takes: Takes) -> Callable[[], np.ndarray]:
+    """Begin to read one part, and nothing else; the function returned waits for it."""
+    if all(take is None for take in takes):
+        return store[part].read().result
+    every = (np.arange(size) if take is None else take for size, take in zip(store.shape, takes, strict=True))
+    indices = [index[of_dim] for index, of_dim in zip(every, part, strict=True)]
+    there = np.ix_(*(index >= 0 for index in indices))
+    future = store.oindex[tuple(index[index >= 0] for index in indices)].read()
+
+    def finish() -> np.ndarray:
+        array = np.zeros([len(index) for index in indices], store.dtype.numpy_dtype)
+        array[there] = future.result()
+        return array
+
+    return finish
 
 
 def _key(part: Any) -> tuple:
@@ -121,10 +139,12 @@ def _target_dtype(name: str, leaf: Leaf, dtype: jax.typing.DTypeLike | None) -> 
     return jnp.dtype(dtype) if dtype is not None and is_float and is_matrix else stored
 
 
-def _place(name: str, leaf: Leaf, mesh: Mesh | None, rules: ShardingRules) -> Sharding:
+def _place(
+    name: str, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | None, rules: ShardingRules
+) -> Sharding:
     if mesh is None:
         return SingleDeviceSharding(jax.local_devices()[0])
     try:
-        return rules.sharding(mesh, leaf.axes, leaf.shape)
+        return rules.sharding(mesh, axes, shape)
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error

@@ -15,21 +15,20 @@ os.environ.setdefault("NPROC", "32")
 
 import jax
 
-from jaxinfer import LLM, MeshConfig, SamplingParams
+from jaxinfer import LLM, SamplingParams
 
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
 
 
 def run(model: str, mesh_file: str, max_tokens: int) -> tuple[list[int], list[int]]:
     """Token ids generated on the mesh, and on one device."""
-    mesh = MeshConfig.read(mesh_file)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    llm = LLM(model, mesh=mesh, max_batch=1)
+    llm = LLM(model, mesh=mesh_file, max_batch=1)
     for path, leaf in jax.tree.leaves_with_path(llm.model.state)[:12]:
         name = jax.tree_util.keystr(path[:-1], simple=True, separator=".")
         print(f"{name:<36} {leaf.shape!s:<14} {leaf.sharding.spec}")
     on_mesh = llm.generate(PROMPT, params)[0].outputs[0]
-    print(f"--- on {mesh.size} devices\n{PROMPT}{on_mesh.text}")
+    print(f"--- on {len(llm.model.leaves['embed.table'].devices())} devices\n{PROMPT}{on_mesh.text}")
     alone = LLM(model, max_batch=1).generate(PROMPT, params)[0].outputs[0]
     print("--- one device generates", "the same" if alone.token_ids == on_mesh.token_ids else "something else")
     return on_mesh.token_ids, alone.token_ids

@@ -18,12 +18,12 @@ def attention(
     v: jax.Array,
     q_positions: jax.Array,
     lengths: jax.Array,
+    alibi: jax.Array | None = None,
     *,
     scale: float,
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
-    alibi: tuple[float, ...] | None = None,
 ) -> jax.Array:
     """softmax(scale * q k^T + bias) v, with scores and softmax in float32.
 
@@ -35,16 +35,16 @@ def attention(
       q_positions: int32 [B, T], less than the row's length; negative for padding (whose result is finite but
         meaningless).
       lengths: int32 [B]; keys at positions >= length are padding.
+      alibi: float32 [Hq], the slope of each query head; adds slope * (key's position - query's position).
       scale: multiplies the scores.
       causal: mask keys after the query. window: mask keys `window` or more tokens before it.
       softcap: scores become softcap * tanh(scores / softcap).
-      alibi: one slope per query head; adds slope * (key's position - query's position).
     Returns: [B, T, Hq, K] in q's dtype.
     """
-    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "alibi": alibi}
+    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
     unmasked = not causal and window is None and softcap is None and alibi is None
     kernel = _cudnn_attention if unmasked and q.dtype == k.dtype and _cudnn_supports(q) else _contiguous_attention
-    return dispatch("attention", kernel, attention_reference, q, k, v, q_positions, lengths, **options)
+    return dispatch("attention", kernel, attention_reference, q, k, v, q_positions, lengths, alibi, **options)
 
 
 def _cudnn_supports(q: jax.Array) -> bool:
@@ -58,19 +58,35 @@ def _cudnn_supports(q: jax.Array) -> bool:
 
 
 def _cudnn_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, q_positions: jax.Array, lengths: jax.Array, *, scale: float, **options
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_positions: jax.Array,
+    lengths: jax.Array,
+    alibi: None,
+    *,
+    scale: float,
+    **options,
 ) -> jax.Array:
     """Every query sees all keys of its row, so positions do not matter; an empty row sees one key, to stay finite."""
-    del q_positions, options
+    del q_positions, alibi, options
     lengths = jnp.maximum(lengths, 1)
     return jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation="cudnn")
 
 
 def _contiguous_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, q_positions: jax.Array, lengths: jax.Array, *, causal: bool, **options
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_positions: jax.Array,
+    lengths: jax.Array,
+    alibi: jax.Array | None,
+    *,
+    causal: bool,
+    **options,
 ) -> jax.Array:
     """Each row's keys as one page. If causal, no query sees a key past `lengths`: they all come after it."""
-    return prefill_attention(q, KVPages(k, v), None, q_positions, None if causal else lengths, **options)
+    return prefill_attention(q, KVPages(k, v), None, q_positions, alibi, None if causal else lengths, **options)
 
 
 def attention_reference(
@@ -79,12 +95,12 @@ def attention_reference(
     v: jax.Array,
     q_positions: jax.Array,
     lengths: jax.Array,
+    alibi: jax.Array | None = None,
     *,
     scale: float,
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
-    alibi: tuple[float, ...] | None = None,
 ) -> jax.Array:
     """`attention` in plain JAX."""
     batch, tokens, q_heads, head_dim = q.shape
@@ -95,7 +111,7 @@ def attention_reference(
         scores = softcap * jnp.tanh(scores / softcap)
     distance = jnp.arange(keys) - q_positions[:, :, None]  # [B, T, S]: key's position - query's position
     if alibi is not None:
-        slopes = jnp.asarray(alibi, jnp.float32).reshape(kv_heads, -1, 1, 1)
+        slopes = alibi.reshape(kv_heads, -1, 1, 1)
         scores += slopes * distance.astype(jnp.float32)[:, None, None]
     visible = jnp.arange(keys) < lengths[:, None, None]
     if causal:

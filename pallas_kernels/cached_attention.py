@@ -21,11 +21,11 @@ def cached_attention(
     *,
     rotary: tuple[jax.Array, jax.Array] | None = None,
     norms: tuple[jax.Array, jax.Array] | None = None,
+    alibi: jax.Array | None = None,
     norm_eps: float = 0.0,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    alibi: tuple[float, ...] | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """Store the new keys and values in the cache, then attend from each row's queries to all keys of that row.
 
@@ -40,11 +40,11 @@ def cached_attention(
       positions: int32 [B, T], negative for padding, which stores nothing and whose result is finite.
       rotary: cos and sin of each token's angles, float32 [B, T, 1, R / 2], as in `rotate`.
       norms: RMSNorm scales for the query heads and for the key heads, float32 [K] each.
-      scale, window, softcap, alibi: as in `attention`.
+      alibi, scale, window, softcap: as in `attention`.
     Returns: the heads' outputs, [B, T, Hkv * G * K] in qkv's dtype, and the updated cache.
     """
-    options = {"norm_eps": norm_eps, "scale": scale, "window": window, "softcap": softcap, "alibi": alibi}
-    args = (qkv, pages, page_table, positions, rotary, norms)
+    options = {"norm_eps": norm_eps, "scale": scale, "window": window, "softcap": softcap}
+    args = (qkv, pages, page_table, positions, rotary, norms, alibi)
     if qkv.shape[1] > MAX_DECODE_TOKENS:
         return cached_attention_fallback(*args, **options)
     return dispatch("decode_attention", decode_attention, cached_attention_fallback, *args, **options)
@@ -57,6 +57,7 @@ def cached_attention_fallback(
     positions: jax.Array,
     rotary: tuple[jax.Array, jax.Array] | None,
     norms: tuple[jax.Array, jax.Array] | None,
+    alibi: jax.Array | None,
     *,
     norm_eps: float,
     **options: Any,
@@ -66,7 +67,7 @@ def cached_attention_fallback(
     norm_and_rotary: dict[str, Any] = {"rotary": rotary, "norms": norms, "norm_eps": norm_eps}
     q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, **norm_and_rotary)
     pages = store_kv(pages, k, v, page_table, positions)
-    return paged_attention(q, pages, page_table, positions, **options).reshape(*qkv.shape[:2], -1), pages
+    return paged_attention(q, pages, page_table, positions, alibi, **options).reshape(*qkv.shape[:2], -1), pages
 
 
 def split_heads(

@@ -214,8 +214,7 @@ def decode_attention(
     positions: jax.Array,
     rotary: tuple[jax.Array, jax.Array] | None,
     norms: tuple[jax.Array, jax.Array] | None,
-    *,
-    alibi: tuple[float, ...] | None,
+    alibi: jax.Array | None,
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
     """`cached_attention` for up to MAX_DECODE_TOKENS tokens a row. Raises UnsupportedError."""
@@ -230,9 +229,8 @@ def decode_attention(
     if norms is not None:
         inputs["q_norm"], inputs["k_norm"] = norms
     if alibi is not None:
-        slopes = np.zeros((kv_heads, plan.queries), np.float32)
-        slopes[:, : plan.tokens * plan.group] = np.tile(np.reshape(alibi, (kv_heads, -1)), plan.tokens)
-        inputs["slopes"] = jnp.asarray(slopes * _LOG2E)
+        slopes = jnp.tile(alibi.reshape(kv_heads, -1), plan.tokens) * _LOG2E
+        inputs["slopes"] = jnp.pad(slopes, ((0, 0), (0, plan.queries - slopes.shape[1])))
     cache: dict[str, Any] = {"cache_k": pages.k, "cache_v": pages.v}
     if pages.k_scale is not None:
         cache |= {"cache_k_scale": pages.k_scale, "cache_v_scale": pages.v_scale}

@@ -6,6 +6,7 @@ reference that gathers all pages.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,11 @@ def paged_attention(
     pages: KVPages,
     page_table: jax.Array,
     q_positions: jax.Array,
+    alibi: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    alibi: tuple[float, ...] | None = None,
 ) -> jax.Array:
     """Causal `attention` of each row's queries over the row's pages.
 
@@ -43,20 +44,25 @@ def paged_attention(
       page_table: int32 [B, P]; page i of a row holds its positions i * page_size to (i + 1) * page_size - 1. Entries
         beyond a row's length may be any page, and what pages hold beyond it may be anything, also NaN.
       q_positions: int32 [B, T], negative for padding (whose result is finite but meaningless).
-      scale, window, softcap, alibi: as in `attention`.
+      alibi, scale, window, softcap: as in `attention`.
     Returns: [B, T, Hq, K] in q's dtype.
     """
-    options = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi}
-    return dispatch("paged_attention", prefill_attention, _fallback, q, pages, page_table, q_positions, **options)
+    args, options = (q, pages, page_table, q_positions, alibi), {"scale": scale, "window": window, "softcap": softcap}
+    return dispatch("paged_attention", prefill_attention, _fallback, *args, **options)
 
 
-def _fallback(q: jax.Array, pages: KVPages, page_table: jax.Array, q_positions: jax.Array, **options) -> jax.Array:
+def _fallback(*args: Any, **options: Any) -> jax.Array:
     tiled, gathered = (functools.partial(f, **options) for f in (_flash_attention, paged_attention_reference))
-    return lax.platform_dependent(q, pages, page_table, q_positions, cpu=tiled, default=gathered)
+    return lax.platform_dependent(*args, cpu=tiled, default=gathered)
 
 
 def paged_attention_reference(
-    q: jax.Array, pages: KVPages, page_table: jax.Array, q_positions: jax.Array, **options
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    q_positions: jax.Array,
+    alibi: jax.Array | None = None,
+    **options: Any,
 ) -> jax.Array:
     """`paged_attention` in plain JAX: gathers every page of the table and calls `attention_reference`."""
     batch, count = page_table.shape
@@ -68,17 +74,22 @@ def paged_attention_reference(
         return gathered.reshape(batch, count * x.shape[1], *x.shape[2:]).astype(q.dtype)
 
     k, v = gather(pages.k, pages.k_scale), gather(pages.v, pages.v_scale)
-    return attention_reference(q, k, v, q_positions, jnp.full(batch, k.shape[1]), **options)
+    return attention_reference(q, k, v, q_positions, jnp.full(batch, k.shape[1]), alibi, **options)
 
 
 def _flash_attention(
-    q: jax.Array, pages: KVPages, page_table: jax.Array, q_positions: jax.Array, **options
+    q: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    q_positions: jax.Array,
+    alibi: jax.Array | None = None,
+    **options: Any,
 ) -> jax.Array:
     """A few rows at a time: a tile of their keys stays in a core's cache, and short rows wait for few long ones."""
     batch, tokens = q_positions.shape
     rows = math.gcd(batch, max(_TILE_Q // tokens, 1))
     groups = [x.reshape(batch // rows, rows, *x.shape[1:]) for x in (q, page_table, q_positions)]
-    heads = lax.map(lambda x: _flash_attention_rows(x[0], pages, x[1], x[2], **options), tuple(groups))
+    heads = lax.map(lambda x: _flash_attention_rows(x[0], pages, x[1], x[2], alibi, **options), tuple(groups))
     return heads.reshape(q.shape)
 
 
@@ -96,11 +107,11 @@ def _flash_attention_rows(
     pages: KVPages,
     page_table: jax.Array,
     q_positions: jax.Array,
+    alibi: jax.Array | None,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
-    alibi: tuple[float, ...] | None,
 ) -> jax.Array:
     """One tile of keys after another, with an online softmax (Dao et al. 2022, arXiv:2205.14135, algorithm 1).
 
@@ -119,7 +130,7 @@ def _flash_attention_rows(
     rows = jnp.einsum("bthgk->bhgtk", q.reshape(batch, tokens, kv_heads, group, head_dim)).astype(jnp.float32) * scale
     rows = rows.reshape(batch, kv_heads, group * tokens, head_dim)
     position = jnp.tile(q_positions, (1, group))[:, None, :, None]  # [B, 1, G * T, 1]
-    slopes = None if alibi is None else jnp.repeat(jnp.asarray(alibi, jnp.float32), tokens).reshape(kv_heads, -1, 1)
+    slopes = None if alibi is None else jnp.repeat(alibi, tokens).reshape(kv_heads, -1, 1)
 
     def gather(x: jax.Array, page: jax.Array) -> jax.Array:
         """Keys (or values) of these pages, float32 [B, S, Hkv, K]."""

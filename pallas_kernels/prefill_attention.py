@@ -121,12 +121,12 @@ def prefill_attention(
     pages: KVPages,
     page_table: jax.Array | None,
     q_positions: jax.Array,
+    alibi: jax.Array | None = None,
     lengths: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    alibi: tuple[float, ...] | None = None,
 ) -> jax.Array:
     """`paged_attention` as one kernel; with `lengths` the attention is not causal.
 
@@ -135,7 +135,7 @@ def prefill_attention(
       pages: in q's dtype or int8. A page has 8, 16, 32, 64 or a multiple of 128 tokens; without a table any number.
       page_table: int32 [B, P]; None: page i holds all keys of row i. q_positions: int32 [B, T], negative for padding.
       lengths: int32 [B] or None; if given, a query sees the first `lengths` keys of its row, also later ones.
-      scale, window, softcap, alibi: as in `attention`.
+      alibi, scale, window, softcap: as in `attention`.
     Returns: [B, T, Hq, K]; zeros where a whole tile of queries is padding.
     Raises: UnsupportedError for other dtypes and sizes, and for a GPU without wgmma.
     """
@@ -157,7 +157,7 @@ def prefill_attention(
             f"prefill_attention takes pages of 8, 16, 32, 64 or a multiple of 128 tokens, got {page_size}"
         )
     wg_tokens = _TILE_Q // heads
-    slopes = None if alibi is None else np.repeat(np.asarray(alibi, np.float32) * np.float32(_LOG2E), wg_tokens)
+    slopes = None if alibi is None else jnp.repeat(alibi * _LOG2E, wg_tokens)
     padded = pages._replace(k=_pad_to_8(pages.k), v=_pad_to_8(pages.v))
     inputs = _Inputs(_pad_to_8(q), padded, page_table, q_positions.reshape(-1), lengths, slopes)
     options = {"scale": scale, "window": window, "softcap": softcap}

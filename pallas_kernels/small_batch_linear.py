@@ -100,6 +100,7 @@ class Plan:
       dtype: dtype of x, the result and the residual.
       operand: how weights of this format are multiplied.
       eps: of the norm; None without a norm.
+      residual_scale: multiplies the residual.
       operands: the names of the arrays in GMEM, in order.
     """
 
@@ -110,6 +111,7 @@ class Plan:
     dtype: Any
     operand: Operand
     eps: float | None
+    residual_scale: float
     activation: str | None
     operands: tuple[str, ...]
     tiles: Tiles
@@ -148,10 +150,13 @@ def fused_small_batch_linear(
     norm: Norm | None = None,
     *,
     eps: float = 0.0,
+    residual_scale: float = 1.0,
     activation: str | None = None,
     gated: bool = False,
 ) -> jax.Array:
-    """residual + act(norm(x) W^T + b), or with `gated` act(gate) * up of alternating outputs, in one kernel.
+    """residual_scale * residual + act(norm(x) W^T + b), or with `gated` act(gate) * up of alternating outputs.
+
+    One kernel computes all of it.
 
     x: [..., K]; weights: N by K; bias: [N]; residual and result: [..., N], or [..., N / 2] with `gated`.
     Raises: UnsupportedError, which names the constraint.
@@ -184,6 +189,7 @@ def fused_small_batch_linear(
         dtype=x.dtype,
         operand=operand,
         eps=None if norm is None else eps,
+        residual_scale=residual_scale,
         activation=activation,
         operands=tuple(arrays),
         tiles=choose_tiles(rows, inputs, outputs, operand, norm=norm is not None, gated=gated),
@@ -438,7 +444,8 @@ def _kernel(*refs: Ref, plan: Plan, weights_s, x_s, transpose_s, out_s, full, **
         y = _transpose(_activate(plan, sums), transpose_s)
         if "residual" in operands:
             plgpu.barrier_wait(smem["residual_full"])
-            y += plgpu.load(smem["residual_s"], layout=_result_layout(plan.columns)).astype(jnp.float32)
+            residual = plgpu.load(smem["residual_s"], layout=_result_layout(plan.columns)).astype(jnp.float32)
+            y += residual if plan.residual_scale == 1.0 else residual * plan.residual_scale
         out_s[...] = y.astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, plan.rows)], out.at[:, outputs])

@@ -1,11 +1,12 @@
 """Where every array lives.
 
 Maps logical axis names ("heads") to mesh axes ("tensor"). No model code, no weights.
-Start at `mesh.py` (which devices), then `rules.py` (which name goes where).
+Start at `mesh.py` (which devices), then `rules.py` (which name goes where), then `collectives.py` (what model programs
+exchange).
 Axes: batch (B) = requests in one step; embed (D) = residual width; mlp (F) = hidden width; vocab (V) = token ids.
 """
 
-from sharding.mesh import MeshConfig
+from sharding.mesh import MeshConfig, read_mesh
 from sharding.rules import ShardingRules
 
-__all__ = ["MeshConfig", "ShardingRules"]
+__all__ = ["MeshConfig", "ShardingRules", "read_mesh"]

@@ -11,6 +11,8 @@ import jax
 import msgspec
 from jax.sharding import AxisType
 
+from sharding.rules import ShardingRules
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -56,24 +58,12 @@ class MeshConfig:
                 f"{self} needs {self.size} devices, got {len(devices)}: lower {' or '.join(self.IMPLEMENTED)}."
             )
         shape = tuple(getattr(self, axis) for axis in self.AXES)
-        # Auto: weights are placed by sharding and the compiler partitions the programs around them.
+        # Placing arrays needs Auto axes. Model programs are traced inside `jax.shard_map`, which makes them Manual.
         return jax.make_mesh(shape, self.AXES, (AxisType.Auto,) * len(shape), devices=devices)
 
     def abstract(self) -> jax.sharding.AbstractMesh:
         """The mesh without devices, for planning on a machine that has fewer."""
         return jax.sharding.AbstractMesh(tuple(getattr(self, axis) for axis in self.AXES), self.AXES)
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Self:
-        """The `[mesh]` table of a TOML file; every error names the file."""
-        path = pathlib.Path(path)
-        try:
-            document = msgspec.toml.decode(path.read_bytes())
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not valid TOML: {error}.") from error
-        if set(document) != {"mesh"} or not isinstance(document["mesh"], dict):
-            raise ValueError(f"{path}: expected exactly one table, [mesh]; found {sorted(document)}.")
-        return cls._from_mapping(document["mesh"], source=f"{path}: [mesh]")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -88,13 +78,40 @@ class MeshConfig:
             if axis in fields:
                 raise ValueError(f"mesh {text!r}: {axis} is given twice; give it once.")
             fields[axis] = int(ways) if ways.isdecimal() else ways
-        return cls._from_mapping(fields, source=f"mesh {text!r}")
+        return cls.from_mapping(fields, source=f"mesh {text!r}")
 
     @classmethod
-    def _from_mapping(cls, fields: Mapping[str, Any], *, source: str) -> Self:
+    def from_mapping(cls, fields: Mapping[str, Any], *, source: str) -> Self:
+        """From the sizes of axes by name; every error begins with `source`."""
         if unknown := sorted(set(fields) - set(cls.AXES)):
             raise ValueError(f"{source}: unknown field {unknown[0]!r}; known: {', '.join(cls.AXES)}.")
         try:
             return cls(**fields)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
+
+
+def read_mesh(path: str | os.PathLike[str]) -> tuple[MeshConfig, ShardingRules | None]:
+    """A TOML file with a `[mesh]` table and, unless the default rules are meant, a `[rules]` table.
+
+    Raises ValueError, naming the file, for anything else in it.
+    """
+    tables = _read_tables(pathlib.Path(path))
+    rules = None
+    if "rules" in tables:
+        try:
+            rules = ShardingRules.from_mapping(tables["rules"])
+        except ValueError as error:
+            raise ValueError(f"{path}: [rules]: {error}") from error
+    return MeshConfig.from_mapping(tables["mesh"], source=f"{path}: [mesh]"), rules
+
+
+def _read_tables(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    try:
+        document = msgspec.toml.decode(path.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}.") from error
+    tables = {name: table for name, table in document.items() if isinstance(table, dict)}
+    if "mesh" not in tables or not document.keys() <= {"mesh", "rules"} or tables.keys() != document.keys():
+        raise ValueError(f"{path}: expected a table [mesh], and perhaps one [rules]; found {sorted(document)}.")
+    return tables

@@ -1,51 +1,111 @@
 """One table from logical axis names to mesh axes. Change a layout here, never inside a layer."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+MeshAxes = str | tuple[str, ...] | None
+"""The mesh axes that a dimension is split over; None: every device has all of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Logical axis -> mesh axis; None: every device has the whole dimension.
+    """Logical axis -> the mesh axes that split it: one, several (a tuple, the slowest first), or None.
 
     Parameters and caches of the models name their dimensions by these logical axes.
+
+    Attributes:
+      batch: requests.
+      vocab: token ids, in the embedding and the head.
+      heads: of attention. kv_heads: of the KV cache, which goes where the heads go.
+      mlp: hidden width.
+      embed, word_embed, norm, positions, pages, page, head_dim: what every device has whole.
     """
 
-    batch: str | None = "data"
-    vocab: str | None = "tensor"
-    heads: str | None = "tensor"
-    kv_heads: str | None = "tensor"
-    mlp: str | None = "tensor"
-    embed: str | None = None
-    word_embed: str | None = None
-    norm: str | None = None
-    positions: str | None = None
-    pages: str | None = None
-    page: str | None = None
-    head_dim: str | None = None
+    batch: MeshAxes = "data"
+    vocab: MeshAxes = "tensor"
+    heads: MeshAxes = "tensor"
+    kv_heads: MeshAxes = "tensor"
+    mlp: MeshAxes = "tensor"
+    embed: MeshAxes = None
+    word_embed: MeshAxes = None
+    norm: MeshAxes = None
+    positions: MeshAxes = None
+    pages: MeshAxes = None
+    page: MeshAxes = None
+    head_dim: MeshAxes = None
+
+    SPLIT: ClassVar = ("batch", "vocab", "heads", "kv_heads", "mlp")
+    """The axes that can be split: sums over them are what the models exchange."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            axes = (value,) if isinstance(value, str) or value is None else value
+            if not isinstance(axes, tuple) or not axes or any(type(axis) not in (str, type(None)) for axis in axes):
+                raise ValueError(f"ShardingRules.{name} must be a mesh axis, a tuple of them, or None; got {value!r}.")
+            if len(set(axes)) != len(axes):
+                raise ValueError(f"ShardingRules.{name}={value!r} names a mesh axis twice.")
+            if value is not None and name not in self.SPLIT:
+                raise ValueError(
+                    f"ShardingRules.{name}={value!r} is not implemented: every device computes with the whole {name}; "
+                    f"split {', '.join(self.SPLIT)}."
+                )
+        if self.mesh_axes("heads") != self.mesh_axes("kv_heads"):
+            raise ValueError(
+                f"ShardingRules.heads={self.heads!r} and kv_heads={self.kv_heads!r} must be equal: a query head reads "
+                "the keys and values on its own device."
+            )
+
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        """The mesh axes that a logical axis is split over. Raises ValueError for an unknown one."""
+        known = [field.name for field in dataclasses.fields(self)]
+        if axis not in known:
+            raise ValueError(f"Unknown axes {[axis]}; known: {sorted(known)}.")
+        value = getattr(self, axis)
+        return (value,) if isinstance(value, str) else value or ()
+
+    def ways(self, mesh: Mesh | AbstractMesh, axis: str) -> int:
+        """How many parts a logical axis has on a mesh. Raises ValueError if the rules name an axis it has not."""
+        names = self.mesh_axes(axis)
+        if unknown := [name for name in names if name not in mesh.shape]:
+            raise ValueError(
+                f"ShardingRules.{axis}={getattr(self, axis)!r}: the mesh has no axis {unknown[0]!r}; it has "
+                f"{', '.join(map(str, mesh.shape))}."
+            )
+        return math.prod(mesh.shape[name] for name in names)
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """The PartitionSpec of an array with these logical axes (None: a dimension that is not split)."""
-        table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if unknown := {axis for axis in axes if axis is not None} - table.keys():
-            raise ValueError(f"Unknown axes {sorted(unknown)}; known: {sorted(table)}.")
-        mapped = [None if axis is None else table[axis] for axis in axes]
-        used = [axis for axis in mapped if axis is not None]
+        mapped = [() if axis is None else self.mesh_axes(axis) for axis in axes]
+        used = [name for names in mapped for name in names]
         if len(set(used)) != len(used):
             raise ValueError(f"{axes} maps two dimensions to one mesh axis: {used}.")
-        return PartitionSpec(*mapped)
+        return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in mapped))
 
     def sharding(self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         """Where an array of this shape lives. A dimension that does not divide is an error, never a silent copy."""
         if len(axes) != len(shape):
             raise ValueError(f"axes {tuple(axes)} do not fit shape {tuple(shape)}: one name per dimension.")
-        spec = self.spec(*axes)
-        for axis, mapped, size in zip(axes, spec, shape, strict=True):
-            if mapped is not None and size % mesh.shape[mapped]:
+        for axis, size in zip(axes, shape, strict=True):
+            if axis is not None and size % (ways := self.ways(mesh, axis)):
+                over = "x".join(self.mesh_axes(axis))
                 raise ValueError(
-                    f"{axis}={size} does not divide over {mapped}={mesh.shape[mapped]} devices: choose another "
-                    f"{mapped}, or ShardingRules({axis}=None) to keep it whole on every device."
+                    f"{axis}={size} does not divide over {over}={ways} devices: choose another {over}, or "
+                    f"ShardingRules({axis}=None) to keep it whole on every device."
                 )
-        return NamedSharding(mesh, spec)
+        return NamedSharding(mesh, self.spec(*axes))
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> Self:
+        """From names: {"heads": "tensor", "mlp": ["expert", "tensor"], "vocab": []}; an empty list splits nothing.
+
+        Raises ValueError for an unknown name, and for what the class refuses.
+        """
+        if unknown := sorted(fields.keys() - {*cls.SPLIT}):
+            raise ValueError(f"unknown axis {unknown[0]!r}; known: {', '.join(cls.SPLIT)}.")
+        given = {axis: tuple(names) or None if isinstance(names, list) else names for axis, names in fields.items()}
+        return cls(**given)

@@ -405,9 +405,9 @@ def prefill(
     )
 
 
-def _slopes(heads: int) -> tuple[float, ...]:
+def _slopes(heads: int) -> np.ndarray:
     """ALiBi's, for a power of two of heads."""
-    return tuple(2.0 ** (-8 * (head + 1) / heads) for head in range(heads))
+    return np.float32(2.0) ** (-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
 
 
 def _attention_name(

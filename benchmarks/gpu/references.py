@@ -106,14 +106,14 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    alibi: tuple[float, ...] | None = None,
+    alibi: np.ndarray | None = None,
 ) -> np.ndarray:
     rows, caches = [], dequantized(pages)
     for one, taken, at in zip(q, table, positions, strict=True):
         k, v = (x[taken].reshape(-1, *x.shape[2:]) for x in caches)
         distance = at[:, None] - np.arange(len(k))
         visible = (distance >= 0) & (distance < (window or len(k)))
-        bias = 0.0 if alibi is None else -np.array(alibi)[:, None, None] * distance
+        bias = 0.0 if alibi is None else -alibi[:, None, None] * distance
         rows.append(_attention(one, k, v, visible, scale=scale, softcap=softcap, bias=bias))
     return np.stack(rows)
 

@@ -11,10 +11,11 @@ import typer
 if TYPE_CHECKING:
     from jaxinfer.generation import LLM
     from jaxinfer.generation.text import Prompt
-    from sharding import MeshConfig
+    from sharding import MeshConfig, ShardingRules
 
 MeshOption = Annotated[
-    str | None, typer.Option(help='Devices: "tensor=2,data=1", or a TOML file with a table named mesh (default: one).')
+    str | None,
+    typer.Option(help='Devices: "tensor=2", or a TOML file with a table named mesh and perhaps rules (default: one).'),
 ]
 DtypeOption = Annotated[
     str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as stored).")
@@ -28,17 +29,17 @@ KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where the GPU sup
 KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values as bytes (default: the model's dtype).")]
 
 
-def parse_mesh(text: str | None) -> "MeshConfig | None":
-    """The mesh that `--mesh` describes, or None."""
-    from sharding import MeshConfig
+def parse_mesh(text: str | None) -> "tuple[MeshConfig | None, ShardingRules | None]":
+    """The mesh that `--mesh` describes, and the rules if it gives some."""
+    from sharding import MeshConfig, read_mesh
 
     if text is None:
-        return None
+        return None, None
     if "=" in text:
-        return MeshConfig.parse(text)
+        return MeshConfig.parse(text), None
     if not Path(text).is_file():
         raise ValueError(f"--mesh {text}: no such file; name a TOML file, or give axes such as tensor=2.")
-    return MeshConfig.read(text)
+    return read_mesh(text)
 
 
 def read_text(option: str, file: Path) -> str:
@@ -56,10 +57,12 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
     from jaxinfer.generation import LLM
 
     show_compiling()
+    mesh, rules = parse_mesh(ctx.params["mesh"])
     names = ("dtype", "quantize", "context", "num_speculative_tokens", "kv_dtype", "kernels")
     return LLM(
         ctx.params["model"],
-        mesh=parse_mesh(ctx.params["mesh"]),
+        mesh=mesh,
+        rules=rules,
         max_batch=max_batch,
         **{name: ctx.params[name] for name in names},
         **options,

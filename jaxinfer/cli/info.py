@@ -38,20 +38,24 @@ def info(
     from jaxinfer.models import WeightFormat
     from jaxinfer.models.description import Description, weight_format
     from jaxinfer.models.devices import bytes_per_device
+    from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
     from sharding import MeshConfig, ShardingRules
 
     manifest, description = read_manifest(directory), Description.read(directory)
     config, weights = description.config, weight_format(description, dtype=dtype, quantize=quantize)
-    layout, rules = parse_mesh(mesh) or MeshConfig(), ShardingRules()
+    layout, rules = parse_mesh(mesh)
+    layout, rules = layout or MeshConfig(), rules or ShardingRules()
     context = context or config.context
     if context > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
 
-    leaves = canonical_leaves(config, weights)
+    stored = weights.quantized == description.quantization
+    fitted = fit(config, weights, layout.abstract(), rules, stored=stored).config
+    leaves = canonical_leaves(fitted, weights)
     parameters = sum(math.prod(leaf.shape) for leaf in canonical_leaves(config, WeightFormat()).values())
     weight_bytes = bytes_per_device(leaves, layout.abstract(), rules)
-    cache_bytes = bytes_per_device(cache_leaves(config, weights, batch, context), layout.abstract(), rules)
+    cache_bytes = bytes_per_device(cache_leaves(fitted, weights, batch, context), layout.abstract(), rules)
 
     attention = config.attention
     table = Table("", str(directory), title_justify="left")

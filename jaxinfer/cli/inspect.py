@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer.cli.common import DtypeOption, QuantizeOption
+from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
     from rich.table import Table
 
     from jaxinfer.compiled import ProgramSpec, Sizes
     from jaxinfer.compiled.target import Kernel, TargetReport
     from jaxinfer.generation.engine.buckets import Buckets
     from jaxinfer.models import DecoderConfig, WeightFormat
+    from sharding import ShardingRules
 
 PAGE_SIZE = 16
 TEMPORARIES = 5
@@ -31,49 +33,65 @@ def inspect(
     passes: Annotated[int, typer.Option(min=1, help="Most passes through the model, and so tokens, per launch.")] = 16,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
     registers: Annotated[
         bool, typer.Option("--registers", help="Also registers, spills and SASS, for some seconds.")
     ] = False,
 ) -> None:
-    """Compile a model's decode loop for a GPU on this machine and show kernels, CUDA graphs and memory.
+    """Compile a model's decode loop for GPUs on this machine and show kernels, collectives, CUDA graphs and memory.
 
     Only config.json is read. Nothing is timed, and XLA's matrix products have tiles that a real GPU would tune.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
-    from jaxinfer.compiled.target import Target, compile_for
+    from jaxinfer.compiled.target import Target, compile_program
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.description import Description, weight_format
 
     gpu, description = Target.load(target), Description.read(directory)
+    devices, rules = parse_mesh(mesh)
     weights, config = weight_format(description, dtype=dtype, quantize=quantize), description.config
     if not isinstance(config, DecoderConfig):
         raise ValueError(f"{directory} holds an encoder; inspect compiles the decode loop of decoders.")
     if (context := context or config.context) > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
-    spec, sizes = decode_program(config, weights, batch=batch, context=context, passes=passes)
-    report = compile_for(
-        gpu,
-        spec.function(sizes),
-        spec.arguments(sizes),
-        donate=spec.donate,
-        options=spec.compiler_options(sizes),
-        resources=registers,
+    stored = weights.quantized == description.quantization
+    built = None if devices is None else gpu.mesh(devices)
+    spec, sizes = decode_program(
+        config, weights, batch=batch, context=context, passes=passes, mesh=built, rules=rules, stored=stored
     )
+    report = compile_program(gpu, spec, sizes, mesh=built, resources=registers)
     _print(report, f"{directory}: decode of {passes} passes, batch {batch}, {context} tokens", registers)
 
 
 def decode_program(
-    config: "DecoderConfig", weights: "WeightFormat", *, batch: int, context: int, passes: int
+    config: "DecoderConfig",
+    weights: "WeightFormat",
+    *,
+    batch: int,
+    context: int,
+    passes: int,
+    mesh: "Mesh | None" = None,
+    rules: "ShardingRules | None" = None,
+    stored: bool = True,
 ) -> "tuple[ProgramSpec[Buckets], Sizes]":
-    """The engine's decode loop for a model on a GPU, without speculation, and the sizes to compile it for."""
+    """The engine's decode loop for a model on a GPU, without speculation, and the sizes to compile it for.
+
+    mesh, rules: as in `DeviceLayout`. stored: as in `fit`.
+    """
     from jaxinfer.generation.engine.config import EngineConfig
     from jaxinfer.generation.execution.layout import DeviceLayout
     from jaxinfer.generation.execution.programs import decode
+    from jaxinfer.models import DecoderConfig
+    from jaxinfer.models.fitting import fit
+    from sharding import ShardingRules
 
     engine = EngineConfig(max_batch=batch, context=context, page_size=PAGE_SIZE, max_decode_passes=passes)
     pages = -(-context // PAGE_SIZE)
-    layout = DeviceLayout(config, weights, engine, num_pages=batch * pages, platform="gpu")
+    rules = rules or ShardingRules()
+    fitted = fit(config, weights, mesh, rules, stored=stored).config
+    assert isinstance(fitted, DecoderConfig)
+    layout = DeviceLayout(fitted, weights, engine, num_pages=batch * pages, platform="gpu", mesh=mesh, rules=rules)
     return decode.spec(layout), {"batch": batch, "speculative": 0, "pages": pages}
 
 
@@ -88,6 +106,7 @@ def _print(report: "TargetReport", title: str, registers: bool) -> None:
         _kernels(f"layer {last}", report.of_layer(last), registers),
         _kernels("outside the layers", each_pass, registers),
         _branches(report),
+        *([_collectives(report)] if report.collectives else []),
         _temporaries(report),
     ):
         console.print(table)
@@ -146,6 +165,21 @@ def _branches(report: "TargetReport") -> "Table":
     return table
 
 
+def _collectives(report: "TargetReport") -> "Table":
+    """What a pass exchanges; arrays of one kind, shape and place in one line, those of all layers together."""
+    table = _table("exchanged in a pass", "from", "devices", "array", "how many", "bytes sent", numbers=4)
+    found: collections.Counter[tuple[str, ...]] = collections.Counter()
+    sent: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for one in report.collectives:
+        place = " if ".join(dict.fromkeys(_place(scope.split("/", 1)[-1]) for scope in (one.op_name, *one.conditions)))
+        key = one.kind, place, str(one.participants), f"{one.dtype}[{','.join(map(str, one.shape))}]"
+        found[key] += one.trips
+        sent[key] += round(one.trips * one.wire_bytes)
+    for key, count in found.items():
+        table.add_row(*key, str(count), f"{sent[key]:,}")
+    return table
+
+
 def _temporaries(report: "TargetReport") -> "Table":
     table = _table("largest temporaries", "from", "bytes", "how many", numbers=2)
     same = collections.Counter((buffer.shape, buffer.bytes) for buffer in report.temporaries)
@@ -156,7 +190,7 @@ def _temporaries(report: "TargetReport") -> "Table":
     return table
 
 
-_CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|jit\(.*\)|layers\.\d+")
+_CONTROL = re.compile(r"while|shard_map|body|cond|branch_\d+_fun|jit\(.*\)|layers\.\d+")
 
 
 def _place(scope: str) -> str:

@@ -43,7 +43,7 @@ def _gpu(rows: int, dtype: np.dtype) -> dict[str, str | bool | int]:
     # compiler options, unlike XLA_FLAGS, do not accept "+WHILE".
     options: dict[str, str | bool | int] = {
         "xla_gpu_enable_command_buffer": (
-            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
         ),
         "xla_gpu_graph_min_graph_size": 1,
     }

@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.program import Program, bucket_text
@@ -32,7 +35,7 @@ class ProgramSpec[Buckets]:
       arguments: its arguments, for given sizes: pytrees of arrays or `jax.ShapeDtypeStruct`s, with their shardings.
       reachable: the sizes that calls can ask for, given the buckets in use.
       donate: positions of arguments that results of the same shape overwrite.
-      out_shardings: where results are placed, a pytree prefix; None leaves it to the compiler.
+      out_shardings: where results are placed, a pytree prefix; None: on a mesh whole on every device.
       compiler_options: XLA's options, for given sizes.
     """
 
@@ -49,10 +52,18 @@ class ProgramSpec[Buckets]:
         """The function to compile, for these sizes."""
         return self.build(self.static, sizes)
 
-    def lower(self, sizes: Sizes) -> jax.stages.Lowered:
-        """Trace for these sizes, in the context of the caller: its mesh, and whether it lets kernels run."""
-        jitted = jax.jit(self.function(sizes), donate_argnums=self.donate, out_shardings=self.out_shardings)
-        return jitted.lower(*self.arguments(sizes))
+    def lower(self, sizes: Sizes, mesh: Mesh | None = None) -> jax.stages.Lowered:
+        """Trace for these sizes; on a mesh for the part of each device, with the exchanges that the program asks for.
+
+        The caller's context says whether kernels may run.
+        """
+        function, arguments = self.function(sizes), self.arguments(sizes)
+        if mesh is None:
+            return jax.jit(function, donate_argnums=self.donate, out_shardings=self.out_shardings).lower(*arguments)
+        out_specs = jax.tree.map(_spec, self.out_shardings, is_leaf=lambda x: x is None)
+        out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
+        divided = _divide(function, mesh, arguments, out_specs)
+        return jax.jit(divided, donate_argnums=self.donate, out_shardings=out_shardings).lower(*arguments)
 
     def key(self, sizes: Sizes) -> dict[str, Any]:
         """All that the executable depends on, in the context of the caller. Raises `keys.NoKeyError`."""
@@ -72,7 +83,7 @@ class ProgramSpec[Buckets]:
         self,
         sizes: Sizes,
         *,
-        mesh: jax.sharding.Mesh | None = None,
+        mesh: Mesh | None = None,
         kernels: bool = True,
         store: ExecutableStore | None = None,
     ) -> Program:
@@ -80,21 +91,19 @@ class ProgramSpec[Buckets]:
 
         Args:
           sizes: one of `reachable`.
-          mesh: the devices that XLA divides the program over, which operations ask for (a kernel cannot be divided).
+          mesh: the devices that the program is divided over, by the shardings of its arguments.
           kernels: whether operations may run as kernels.
           store: where executables are kept; None: nowhere.
         """
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            if mesh is not None:
-                stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
             if not kernels:
                 stack.enter_context(without_kernels())
             executable, kept = self._executable(sizes, mesh, store)
         return Program(self.name, tuple(sizes.items()), executable, time.perf_counter() - start, kept=kept)
 
     def _executable(
-        self, sizes: Sizes, mesh: jax.sharding.Mesh | None, store: ExecutableStore | None
+        self, sizes: Sizes, mesh: Mesh | None, store: ExecutableStore | None
     ) -> tuple[jax.stages.Compiled, bool]:
         """The executable, and whether it was kept."""
         key = None
@@ -107,8 +116,43 @@ class ProgramSpec[Buckets]:
             return found, True
         shown, start = f"{self.name}({bucket_text(tuple(sizes.items()))})", time.perf_counter()
         _log.info("compiling %s", shown)
-        executable = self.lower(sizes).compile(compiler_options=dict(self.compiler_options(sizes)))
+        executable = self.lower(sizes, mesh).compile(compiler_options=dict(self.compiler_options(sizes)))
         _log.info("compiled %s in %.1f s", shown, time.perf_counter() - start)
         if key and store:
             store.save(key, executable)
         return executable, False
+
+
+def _spec(x: Any) -> PartitionSpec:
+    """How an argument or a result is divided; whole on every device unless its sharding, or `x` itself, says else."""
+    sharding = x if isinstance(x, jax.sharding.Sharding) else getattr(x, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def _divide(function: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
+    """The function on every device's part of its arguments.
+
+    Empty arrays are made inside: Shardy crashes on them (`ManualComputationUnusedInputsPattern`, jaxlib 0.11.2).
+    """
+    leaves, tree = jax.tree.flatten(arguments)
+    empty = [x.size == 0 for x in leaves]
+
+    def on_each(*parts: jax.Array) -> Any:
+        given = iter(parts)
+        return function(
+            *tree.unflatten(
+                [
+                    jnp.zeros(x.shape, x.dtype) if is_empty else next(given)
+                    for x, is_empty in zip(leaves, empty, strict=True)
+                ]
+            )
+        )
+
+    specs = tuple(_spec(x) for x, is_empty in zip(leaves, empty, strict=True) if not is_empty)
+    mapped = jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+
+    @functools.wraps(function)
+    def divided(*args: Any) -> Any:
+        return mapped(*(x for x, is_empty in zip(jax.tree.leaves(args), empty, strict=True) if not is_empty))
+
+    return divided

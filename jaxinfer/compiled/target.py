@@ -8,7 +8,6 @@ the buffers; on request also each kernel's registers, spills and instructions. S
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import os
 import re
 import shutil
@@ -28,9 +27,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.compiled.dumps import (
     CONTROL,
     Buffer,
+    Collective,
     Resources,
     Thunk,
     read_aliases,
+    read_collectives,
     read_instructions,
     read_mosaic_calls,
     read_op_names,
@@ -40,8 +41,10 @@ from jaxinfer.compiled.dumps import (
     read_thunk_names,
     read_thunks,
 )
+from jaxinfer.compiled.spec import ProgramSpec, Sizes
 from pallas_kernels.dispatch import kernels_available, targeting
 from pallas_kernels.gpu import GPU
+from sharding import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,16 +54,10 @@ class Target:
     Attributes:
       name: as users give it ("h200").
       description: XLA's `GpuTargetConfigProto` as text.
-      topology: processes x devices of each x partitions; the product is the number of devices.
     """
 
     name: str
     description: str
-    topology: str = "1x1x1"
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", self.topology):
-            raise ValueError(f"Target.topology must be three numbers like 1x1x1, got {self.topology!r}.")
 
     @staticmethod
     def names() -> list[str]:
@@ -70,7 +67,7 @@ class Target:
 
     @classmethod
     def load(cls, name: str) -> "Target":
-        """The target of that name, on one device."""
+        """The target of that name."""
         if name not in cls.names():
             raise ValueError(f"Unknown target {name!r}; known: {', '.join(cls.names())}.")
         return cls(name=name, description=(resources.files("jaxinfer.compiled") / f"targets/{name}.txtpb").read_text())
@@ -91,14 +88,18 @@ class Target:
             return found.groups()
         raise ValueError(f"The description of target {self.name!r} has nothing like {pattern}")
 
-    def mesh(self) -> jax.sharding.Mesh:
-        """A mesh of devices that can be compiled for but run nothing. Raises MissingCompilerError."""
+    def mesh(self, config: MeshConfig | None = None) -> jax.sharding.Mesh:
+        """A mesh of devices, all of one process, that can be compiled for but run nothing. Raises MissingCompilerError.
+
+        config: None: one device.
+        """
         require_compiler()
-        count = math.prod(int(size) for size in self.topology.split("x"))
+        config = config or MeshConfig()
+        # slices x processes of each x devices of each
         described = topologies.get_topology_desc(
-            platform="cuda", target_config=self.description, topology=self.topology
+            platform="cuda", target_config=self.description, topology=f"1x1x{config.size}"
         )
-        return topologies.make_mesh(described, (count,), ("device",))
+        return config.build(described.devices)
 
 
 class MissingCompilerError(FileNotFoundError):
@@ -193,6 +194,7 @@ class TargetReport:
       alias_bytes: results that are written in place.
       temp_bytes: workspace.
       temporaries: the values that share the workspace, largest first.
+      collectives: what the devices exchange.
       donated: arrays that may be overwritten.
       aliased: results that are written into a donated array.
       compile_seconds: of lowering and compiling.
@@ -207,6 +209,7 @@ class TargetReport:
     alias_bytes: int
     temp_bytes: int
     temporaries: tuple[Buffer, ...]
+    collectives: tuple[Collective, ...]
     donated: int
     aliased: int
     compile_seconds: float
@@ -240,7 +243,7 @@ def compile_for(
     options: Mapping[str, str | bool | int] | None = None,
     resources: bool = False,
 ) -> TargetReport:
-    """Compile `function` for a target, which need not be installed, and report on it.
+    """Compile `function` for a device of a target, which need not be installed, and report on it.
 
     Args:
       args: pytrees of arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are used, and all are replicated.
@@ -254,6 +257,46 @@ def compile_for(
     mesh = target.mesh()
     replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), args)
+
+    def lower() -> jax.stages.Lowered:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.jit(function, donate_argnums=donate).lower(*shapes)
+
+    donated = len(jax.tree.leaves([args[index] for index in donate]))
+    return _compile(target, lower, donated=donated, devices=1, options=options or {}, resources=resources)
+
+
+def compile_program(
+    target: Target, spec: ProgramSpec, sizes: Sizes, *, mesh: jax.sharding.Mesh | None = None, resources: bool = False
+) -> TargetReport:
+    """Compile a program for a target, or for a mesh of it, and report on one device.
+
+    mesh: from `target.mesh`, where the spec's arguments are; None: one device, whatever their places. The rest is as
+    in `compile_for`.
+    """
+    args, options = spec.arguments(sizes), spec.compiler_options(sizes)
+    if mesh is None:
+        return compile_for(target, spec.function(sizes), args, donate=spec.donate, options=options, resources=resources)
+    donated = len(jax.tree.leaves([args[index] for index in spec.donate]))
+    return _compile(
+        target,
+        lambda: spec.lower(sizes, mesh),
+        donated=donated,
+        devices=mesh.size,
+        options=options,
+        resources=resources,
+    )
+
+
+def _compile(
+    target: Target,
+    lower: Callable[[], jax.stages.Lowered],
+    *,
+    donated: int,
+    devices: int,
+    options: Mapping[str, str | bool | int],
+    resources: bool,
+) -> TargetReport:
     with tempfile.TemporaryDirectory(prefix="jaxinfer-dump-") as folder, _uncached():
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         mosaic_folder = Path(folder) / "mosaic"
@@ -262,9 +305,9 @@ def compile_for(
             dump["xla_dump_emitter_re"] = "ptx"
         start = time.perf_counter()
         with _mosaic_dumps(mosaic_folder) if resources else contextlib.nullcontext():
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), targeting(target.gpu), _mosaic_for(target.gpu):
-                lowered = jax.jit(function, donate_argnums=donate).lower(*shapes)
-            executable = lowered.compile(compiler_options=dict(options or {}) | dump)
+            with targeting(target.gpu), _mosaic_for(target.gpu):
+                lowered = lower()
+            executable = lowered.compile(compiler_options=dict(options) | dump)
         seconds = time.perf_counter() - start
         files = list(Path(folder).iterdir())
         usage = _disassemble([*Path(folder).glob("*.ptx"), *mosaic_folder.glob("*.ptx")])
@@ -285,7 +328,8 @@ def compile_for(
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         temporaries=tuple(temporaries),
-        donated=len(jax.tree.leaves([args[index] for index in donate])),
+        collectives=tuple(read_collectives(hlo, devices)),
+        donated=donated,
         aliased=read_aliases(hlo),
         compile_seconds=seconds,
     )

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig, alibi_slopes
+from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig
 from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
 from jaxinfer.models.linear import Linear
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages, attention, cached_attention, split_heads
+from sharding.collectives import local_part
 
 
 class Attention(nnx.Module):
@@ -39,7 +40,7 @@ class Attention(nnx.Module):
     ):
         self.cfg, self.causal, self.norm_eps = cfg, causal, norm.eps
         self.scale, self.window = cfg.score_scale(layer), cfg.window(layer)
-        self.alibi = alibi_slopes(cfg.q_heads) if positions.kind is PositionKind.ALIBI else None
+        self.slopes = cfg.slopes if positions.kind is PositionKind.ALIBI else None
         qkv, width = cfg.kv_heads * (cfg.group + 2) * cfg.head_dim, cfg.q_heads * cfg.head_dim
         self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
         self.out = Linear(width, embed, weights, axes=("embed", "heads"), bias=cfg.out_bias, rngs=rngs)
@@ -56,8 +57,12 @@ class Attention(nnx.Module):
         *,
         norm: Norm | None = None,
         residual: jax.Array | None = None,
+        partial_result: bool = False,
     ) -> tuple[jax.Array, KVPages | None]:
-        """residual + attention(norm(x)), and the cache with the tokens' keys and values written."""
+        """residual + attention(norm(x)), and the cache with the tokens' keys and values written.
+
+        partial_result: as in `Linear`.
+        """
         qkv_delta = out_delta = None
         if adapters is not None:
             qkv_delta = forward_context.adapter_delta(adapters.qkv)
@@ -70,25 +75,28 @@ class Attention(nnx.Module):
                 # Without it the next group's write is not known to come after this one's reads: XLA copies the cache.
                 mixed, cache = lax.optimization_barrier((mixed, cache))
             heads.append(mixed)
-        return self.out(pack(heads), residual=residual, adapter_delta=out_delta), cache
+        y = self.out(pack(heads), residual=residual, partial_result=partial_result, adapter_delta=out_delta)
+        return y, cache
 
     def _attend(
         self, group: TokenRows, rotary: tuple[jax.Array, jax.Array] | None, qkv: jax.Array, cache: KVPages | None
     ) -> tuple[jax.Array, KVPages | None]:
-        """The heads of one group, [B, T, Hq * K], over its pages or, without a cache, over its own tokens."""
+        """This device's heads of one group, [B, T, Hq * K], over its pages or, without a cache, over its own tokens."""
         cfg, positions = self.cfg, group.positions
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale[...], self.k_norm.scale[...])
         preparation: dict[str, Any] = {"rotary": rotary, "norms": norms, "norm_eps": self.norm_eps}
+        slopes = None if self.slopes is None else local_part(jnp.asarray(self.slopes, jnp.float32), "heads")
         options: dict[str, Any] = {
+            "alibi": slopes,
             "scale": self.scale,
             "window": self.window,
             "softcap": cfg.softcap,
-            "alibi": self.alibi,
         }
         if cache is not None:
             assert group.page_table is not None
             return cached_attention(qkv, cache, group.page_table, positions, **preparation, **options)
-        q, k, v = split_heads(qkv, kv_heads=cfg.kv_heads, head_dim=cfg.head_dim, **preparation)
+        kv_heads = qkv.shape[-1] // ((cfg.group + 2) * cfg.head_dim)
+        q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=cfg.head_dim, **preparation)
         lengths = jnp.sum(positions >= 0, axis=1)
         heads = attention(q, k, v, positions, lengths, causal=self.causal, **options)
         return heads.reshape(*positions.shape, -1), None

@@ -114,6 +114,7 @@ class AttentionConfig:
     softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
     windows: tuple[int | None, ...] = (None,)  # cycled over layers; None: all earlier tokens, w: the last w
     qk_norm: bool = False  # normalise each query and key head before rotation (Qwen3)
+    alibi: tuple[float, ...] | None = None  # the slope of each query head; None: those of `alibi_slopes`
 
     def __post_init__(self) -> None:
         _require_positive(self, "q_heads", "kv_heads", "head_dim")
@@ -129,6 +130,11 @@ class AttentionConfig:
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        """ALiBi's slope of each query head."""
+        return alibi_slopes(self.q_heads) if self.alibi is None else self.alibi
 
     def score_scale(self, layer: int) -> float:
         """What multiplies the scores in one layer."""
@@ -163,9 +169,12 @@ class _TransformerConfig:
     positions: PositionsConfig
     mlp: MlpConfig
     norm: NormConfig
+    padded_vocab: int | None = None  # rows of the embedding and the head; from `vocab` on no tokens. None: vocab
 
     def __post_init__(self) -> None:
         _require_positive(self, "vocab", "embed", "layers", "context")
+        if self.padded_vocab is not None and self.padded_vocab < self.vocab:
+            raise ValueError(f"padded_vocab={self.padded_vocab} is less than vocab={self.vocab}.")
         if self.positions.kind is PositionKind.ROTARY and self.positions.rotary_dim > self.attention.head_dim:
             raise ValueError(
                 f"rotary_dim={self.positions.rotary_dim} is larger than head_dim={self.attention.head_dim}."
@@ -175,6 +184,11 @@ class _TransformerConfig:
     def output_width(self) -> int:
         """The width of the hidden vectors that the model returns."""
         return self.embed
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding, and of the head."""
+        return self.vocab if self.padded_vocab is None else self.padded_vocab
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

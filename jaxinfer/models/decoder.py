@@ -14,6 +14,7 @@ from jaxinfer.models.norm import Norm
 from jaxinfer.models.rotary import rotary_table
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages
+from sharding.collectives import axis_index
 
 
 class Decoder(nnx.Module):
@@ -35,7 +36,7 @@ class Decoder(nnx.Module):
 
         projected = cfg.word_embed is not None
         width, axis = cfg.output_width, "word_embed" if projected else "embed"
-        self.embed = Embedding(cfg.vocab, width, weights, axes=("vocab", axis), rngs=rngs)
+        self.embed = Embedding(cfg.vocab_rows, width, weights, axes=("vocab", axis), rngs=rngs)
         self.project_in = linear(width, cfg.embed, ("embed", axis)) if projected else None
         table = WeightFormat(dtype=weights.dtype)  # added, not multiplied: never int8
         self.positions = (
@@ -47,7 +48,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([TransformerLayer(cfg, weights, layer=i, rngs=rngs) for i in range(cfg.layers)])
         self.final_norm = Norm(cfg.embed, cfg.norm) if cfg.final_norm else None
         self.project_out = linear(cfg.embed, width, (axis, "embed")) if projected else None
-        self.head = None if cfg.tied else linear(width, cfg.vocab, ("vocab", axis), bias=cfg.head_bias)
+        self.head = None if cfg.tied else linear(width, cfg.vocab_rows, ("vocab", axis), bias=cfg.head_bias)
 
     def __call__(
         self,
@@ -150,11 +151,14 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Scores of every next token, float32: [..., W] -> [..., V]."""
+        """Scores of every next token on this device, float32: [..., W] -> [..., V]; -inf in rows that are no tokens."""
         scores = self.embed.project(hidden) if self.head is None else self.head(hidden)
         scores = scores.astype(jnp.float32)
         if (cap := self.cfg.logit_softcap) is not None:
             scores = cap * jnp.tanh(scores / cap)
+        if self.cfg.vocab_rows > self.cfg.vocab:
+            ids = axis_index("vocab") * scores.shape[-1] + jnp.arange(scores.shape[-1])
+            scores = jnp.where(ids < self.cfg.vocab, scores, -jnp.inf)
         return scores
 
 

@@ -15,14 +15,22 @@ from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from checkpoints import Leaf
 from jaxinfer.disk_cache.processor import cpu_model, usable_cores
-from sharding import MeshConfig, ShardingRules
+from sharding import MeshConfig, ShardingRules, read_mesh
 
 
-def build_mesh(mesh: Mesh | MeshConfig | str | os.PathLike[str] | None) -> Mesh | None:
-    """A mesh from its config or from a TOML file with a [mesh] table; None: the first device, without a mesh."""
+def build_mesh(
+    mesh: Mesh | MeshConfig | str | os.PathLike[str] | None, rules: ShardingRules | None
+) -> tuple[Mesh | None, ShardingRules]:
+    """A mesh, from its config or a TOML file (None: the first device, without one), and the rules for it.
+
+    Raises ValueError for rules beside a file that has some.
+    """
     if isinstance(mesh, (str, os.PathLike)):
-        mesh = MeshConfig.read(mesh)
-    return mesh.build() if isinstance(mesh, MeshConfig) else mesh
+        mesh, given = read_mesh(path := mesh)
+        if given is not None and rules is not None:
+            raise ValueError(f"{path} has a table [rules], and rules are given too: keep one of them.")
+        rules = rules or given
+    return (mesh.build() if isinstance(mesh, MeshConfig) else mesh), rules or ShardingRules()
 
 
 def devices_of(mesh: Mesh | None) -> list[Any]:  # jax.Device has no static type
@@ -67,9 +75,6 @@ def bytes_per_device(leaves: Mapping[str, Leaf], mesh: Mesh | AbstractMesh | Non
 
 def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
     """Raise MemoryError unless each device has this many bytes free for the model in `folder`."""
-    devices = devices_of(mesh)
-    if devices[0].platform == "cpu":
-        needed *= len(devices)  # they share the host's memory
     if needed > (available := available_bytes(mesh)):
         raise MemoryError(
             f"{folder}: loading needs {needed / 2**30:.2f} GiB of memory and {available / 2**30:.2f} GiB are "
@@ -79,10 +84,11 @@ def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
 
 def available_bytes(mesh: Mesh | None = None) -> int:
     """Bytes that are free for arrays on each device; CPU devices share the host's."""
-    stats = devices_of(mesh)[0].memory_stats()
+    devices = devices_of(mesh)
+    stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return host_available_bytes()
+    return host_available_bytes() // len(devices)
 
 
 def host_available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:

@@ -17,7 +17,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, cfg: EncoderConfig, weights: WeightFormat, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.embed = Embedding(cfg.vocab, cfg.embed, weights, axes=("vocab", "embed"), rngs=rngs)
+        self.embed = Embedding(cfg.vocab_rows, cfg.embed, weights, axes=("vocab", "embed"), rngs=rngs)
         table = WeightFormat(dtype=weights.dtype)  # added, not multiplied: never int8
         rows = cfg.context + cfg.positions.offset
         self.positions = Embedding(rows, cfg.embed, table, axes=("positions", "embed"), rngs=rngs)

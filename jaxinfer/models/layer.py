@@ -13,6 +13,7 @@ from jaxinfer.models.mlp import Mlp
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages
+from sharding.collectives import mesh_axes
 
 
 class TransformerLayer(nnx.Module):
@@ -59,12 +60,11 @@ class TransformerLayer(nnx.Module):
             case BlockKind.SEQUENTIAL:  # x += attention(norm(x)); x += mlp(norm(x))
                 x, cache = attend(x, norm=self.attention_norm, residual=x)
                 x = mlp(x, norm=self.mlp_norm, residual=x)
-            case BlockKind.PARALLEL:  # x += attention(n) + mlp(n), with one n = norm(x)
-                y, cache = attend(x, norm=self.attention_norm, residual=x)
-                x = mlp(x, norm=self.attention_norm, residual=y)
-            case BlockKind.PARALLEL_TWO_NORMS:  # x += attention(norm1(x)) + mlp(norm2(x))
-                y, cache = attend(x, norm=self.attention_norm, residual=x)
-                x = mlp(x, norm=self.mlp_norm, residual=y)
+            case BlockKind.PARALLEL | BlockKind.PARALLEL_TWO_NORMS:  # x += attention(norm1(x)) + mlp(norm2(x))
+                mlp_norm = self.attention_norm if self.block is BlockKind.PARALLEL else self.mlp_norm
+                partial = mesh_axes("heads") == mesh_axes("mlp")  # one sum over the devices serves both
+                y, cache = attend(x, norm=self.attention_norm, residual=x, partial_result=partial)
+                x = mlp(x, norm=mlp_norm, residual=y, partial_residual=partial)
             case BlockKind.SANDWICH:  # x += norm(attention(norm(x))); x += norm(mlp(norm(x)))
                 y, cache = attend(x, norm=self.attention_norm)
                 x += self.attention_post_norm(y)

@@ -49,11 +49,6 @@ def _read(content: bytes) -> dict[str, Leaf]:
     return {name: Leaf(tuple(shape), dtype, tuple(axes)) for name, (shape, dtype, axes) in described.items()}
 
 
-def abstract_leaves(config: ModelConfig, weights: WeightFormat) -> list[jax.ShapeDtypeStruct]:
-    """Shapes in place of the leaves."""
-    return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in canonical_leaves(config, weights).values()]
-
-
 def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context: int) -> dict[str, Leaf]:
     """Keys and values of `batch` requests of `context` tokens, as leaves; an encoder has none."""
     if not isinstance(config, DecoderConfig):

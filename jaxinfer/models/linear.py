@@ -1,5 +1,8 @@
 """Matrices: the two modules that have one, `Linear` and `Embedding`.
 
+On a mesh each device has a part of a matrix (DeepSpeed Inference, section IV-A). Outputs that are split stay so; where
+the inputs are split, every device has a partial sum, and one `psum` adds them up.
+
 Matrices take the format's dtype or are quantised; vectors (norms, biases, scales) stay in float32. Every parameter
 names its dimensions (`axes`), which `sharding.ShardingRules` maps onto a mesh.
 """
@@ -15,6 +18,7 @@ from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import Weights, activate_outputs, linear_residual, norm_linear, small_batch_linear
 from pallas_kernels.weights import QuantizedFormat, quantize
+from sharding.collectives import axis_index, axis_size, psum
 
 
 def _matrix(
@@ -52,6 +56,7 @@ class Linear(nnx.Module):
         bias: bool,
         rngs: nnx.Rngs,
     ):
+        self.inputs_axis = axes[1]
         self.weight, self.scale = _matrix((outputs, inputs), axes, weights.dtype, weights.of_matrix(inputs), rngs)
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=axes[:1]) if bias else None
 
@@ -63,6 +68,8 @@ class Linear(nnx.Module):
         activation: Activation | None = None,
         gated: bool = False,
         residual: jax.Array | None = None,
+        partial_residual: bool = False,
+        partial_result: bool = False,
         adapter_delta: AdapterDelta | None = None,
     ) -> jax.Array:
         """act(norm(x) W^T + b), or x W^T + b + residual: no operation has a residual beside a norm or an activation.
@@ -73,6 +80,8 @@ class Linear(nnx.Module):
           activation: applied to the outputs.
           gated: outputs alternate between gate and up; the result is act(gate) * up, [..., N / 2].
           residual: [..., N], added at the end.
+          partial_residual: whether `residual` is a partial sum like the product, which its `psum` adds up too.
+          partial_result: leave the result a partial sum, for a caller that adds more to it before the `psum`.
           adapter_delta: what adapters add to the product, before the activation. The product then runs unfused.
         Raises ValueError for a residual given with a norm, an activation or `gated`.
         """
@@ -81,18 +90,26 @@ class Linear(nnx.Module):
                 "Linear adds a residual without a norm, an activation or a gate: apply those by themselves."
             )
         weights, bias = _weights(self.weight, self.scale), None if self.bias is None else self.bias[...]
+        parts = axis_size(self.inputs_axis)
+        if parts > 1 and (norm is not None or activation is not None or gated):
+            raise ValueError(f"Linear adds up {self.inputs_axis} last: no norm, activation or gate fits beside it.")
+        # Each device adds an equal share of what is added once: scaling is uniform and exact for powers of two.
+        scale = 1.0 if partial_residual else 1.0 / parts
+        bias = bias if bias is None or parts == 1 else bias / parts
         if adapter_delta is None and norm is not None:
-            scale, shift = norm.parameters
-            return norm_linear(x, scale, shift, weights, bias, eps=norm.eps, activation=activation, gated=gated)
+            norm_scale, shift = norm.parameters
+            return norm_linear(x, norm_scale, shift, weights, bias, eps=norm.eps, activation=activation, gated=gated)
         if adapter_delta is None and residual is not None:
-            return linear_residual(x, weights, residual, bias)
-
-        x = x if norm is None else norm(x)
-        y = small_batch_linear(x, weights, bias)
-        if adapter_delta is not None:
-            y += adapter_delta(x)
-        y = activate_outputs(y, activation, gated=gated)
-        return y if residual is None else residual + y
+            y = linear_residual(x, weights, residual, bias, residual_scale=scale)
+        else:
+            x = x if norm is None else norm(x)
+            y = small_batch_linear(x, weights, bias)
+            if adapter_delta is not None:
+                y += adapter_delta(x)
+            y = activate_outputs(y, activation, gated=gated)
+            if residual is not None:
+                y += residual if scale == 1.0 else residual * np.asarray(scale, residual.dtype)
+        return y if partial_result else psum(y, self.inputs_axis)
 
 
 class Embedding(nnx.Module):
@@ -104,16 +121,26 @@ class Embedding(nnx.Module):
     """
 
     def __init__(self, rows: int, embed: int, weights: WeightFormat, *, axes: tuple[str, str], rngs: nnx.Rngs):
-        self.dtype = weights.dtype
+        self.dtype, self.rows_axis = weights.dtype, axes[0]
         self.table, self.scale = _matrix((rows, embed), axes, weights.dtype, weights.of_table, rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """[...] -> [..., D]."""
+        """[...] -> [..., D]. Where the rows are split, the device that has a row gives it to all."""
+        if axis_size(self.rows_axis) == 1:
+            return self._rows(ids)
+        size = len(self.table[...])
+        ids -= axis_index(self.rows_axis) * size
+        here = (ids >= 0) & (ids < size)
+        rows = self._rows(jnp.where(here, ids, 0))
+        return psum(jnp.where(here[..., None], rows, 0), self.rows_axis)
+
+    def _rows(self, ids: jax.Array) -> jax.Array:
+        """Rows of those on this device."""
         rows = self.table[...][ids]
         if self.scale is None:
             return rows
         return (rows.astype(jnp.float32) * self.scale[...][ids][..., None]).astype(self.dtype)
 
     def project(self, x: jax.Array) -> jax.Array:
-        """x table^T: [..., D] -> [..., rows]."""
+        """x table^T: [..., D] -> [..., rows], of those on this device."""
         return small_batch_linear(x, _weights(self.table, self.scale))

@@ -22,6 +22,7 @@ from checkpoints.reading import GROUP_BYTES
 from jaxinfer.models import devices
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.description import CONFIG, Description, weight_format
+from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.weights import quantize as quantize_matrix
@@ -39,6 +40,8 @@ class LoadedModel:
 
     Attributes:
       folder: the model directory, where the tokenizer is.
+      description: of the stored model.
+      fitting: how it was fitted to the mesh.
       weights: the format of the leaves.
       mesh: the devices, or None for one device.
       leaves: the weights by name, in the order in which programs take them.
@@ -46,6 +49,7 @@ class LoadedModel:
 
     folder: pathlib.Path
     description: Description
+    fitting: Fitting
     weights: WeightFormat
     mesh: Mesh | None
     rules: ShardingRules
@@ -61,7 +65,8 @@ class LoadedModel:
 
     @property
     def config(self) -> ModelConfig:
-        return self.description.config
+        """What is on the devices: that of the description, fitted to the mesh."""
+        return self.fitting.config
 
     @property
     def bos_id(self) -> int | None:
@@ -92,26 +97,29 @@ def load_model(
     """Load a model directory.
 
     Args:
-      mesh: the devices, their config, or a TOML file with a [mesh] table; None: the first device.
-      rules: which dimension of a weight is split over which mesh axis.
+      mesh: the devices, their config, or a TOML file with a [mesh] table and perhaps one [rules]; None: the first
+        device.
+      rules: which dimension of a weight is split over which mesh axis; None: those of the file, or the default.
       dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
       quantize: "int8", "int4" or "fp8" quantises a float checkpoint while loading; None: as stored.
-    Raises CheckpointError if files, config and weights do not fit together, and MemoryError before any weight is
-    read if they do not fit the devices.
+    Raises CheckpointError if files, config and weights do not fit together, and before any weight is read ValueError
+    for a mesh that the model cannot be fitted to, and MemoryError if it does not fit the devices.
     """
-    folder, rules = pathlib.Path(path), rules or ShardingRules()
+    folder = pathlib.Path(path)
     manifest, description = checkpoints.read_manifest(folder), Description.read(folder)
-    mesh = devices.build_mesh(mesh)
+    mesh, rules = devices.build_mesh(mesh, rules)
     if dtype is None:
         dtype = devices.default_dtype(mesh)
     weights = weight_format(description, dtype=dtype, quantize=quantize)
     _check_leaves(folder, manifest, description)
-    targets = canonical_leaves(description.config, weights)
+    stored = weights.quantized == description.quantization
+    fitting = fit(description.config, weights, mesh, rules, stored=stored)
+    targets = canonical_leaves(fitting.config, weights)
     needed = devices.bytes_per_device(targets, mesh, rules) + min(manifest.bytes, GROUP_BYTES)
     devices.check_memory(folder, needed, mesh)
 
     arrays: dict[str, jax.Array] = {}
-    for name, array in checkpoints.stream(folder, mesh=mesh, rules=rules, dtype=weights.dtype):
+    for name, array in checkpoints.stream(folder, mesh=mesh, rules=rules, dtype=weights.dtype, takes=fitting.of_leaf):
         for part, value in _adapt(name, array, targets[name]).items():
             leaf = targets[part]
             arrays[part] = jax.device_put(value, devices.sharding_on(mesh, rules, leaf.axes, leaf.shape))
@@ -119,6 +127,7 @@ def load_model(
     return LoadedModel(
         folder=folder,
         description=description,
+        fitting=fitting,
         weights=weights,
         mesh=mesh,
         rules=rules,

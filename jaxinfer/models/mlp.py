@@ -35,11 +35,12 @@ class Mlp(nnx.Module):
         *,
         norm: Norm | None = None,
         residual: jax.Array | None = None,
+        partial_residual: bool = False,
     ) -> jax.Array:
-        """residual + mlp(norm(x))."""
+        """residual + mlp(norm(x)). partial_residual: as in `Linear`."""
         gate_up = down = None
         if adapters is not None:
             gate_up = forward_context.adapter_delta(adapters.gate_up)
             down = forward_context.adapter_delta(adapters.down)
         hidden = self.gate_up(x, norm=norm, activation=self.cfg.activation, gated=self.cfg.gated, adapter_delta=gate_up)
-        return self.down(hidden, residual=residual, adapter_delta=down)
+        return self.down(hidden, residual=residual, partial_residual=partial_residual, adapter_delta=down)

@@ -116,6 +116,16 @@ PRESETS: dict[str, DecoderConfig] = {
         context=8192,
         theta=500_000.0,
     ),
+    "llama3-70b": _llama(
+        vocab=128_256,
+        embed=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        hidden=28_672,
+        context=8192,
+        theta=500_000.0,
+    ),
     "llama-213m": _llama(  # for the CPU benchmarks; a decode step reads 213M of its 246M (one row of the table)
         vocab=32_000,
         embed=1024,

@@ -55,7 +55,7 @@ def test_encoders_have_no_cache(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--mesh", "tensor=3"), "does not divide over tensor=3"),
+        (("--mesh", "tensor=0"), "MeshConfig.tensor must be an integer >= 1, got 0"),
         (("--mesh", "pipeline=2"), "pipeline=2 is not implemented yet"),
         (("--mesh", "none.toml"), "none.toml"),
         (("--context", "65"), "--context 65 is more than the model's 64"),

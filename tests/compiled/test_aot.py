@@ -14,13 +14,15 @@ from flax import nnx
 
 from jaxinfer.cli.inspect import decode_program
 from jaxinfer.compiled import compiler_options
-from jaxinfer.compiled.target import Target, compile_for
+from jaxinfer.compiled.target import Target, compile_for, compile_program
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import prefill
 from jaxinfer.models import KVPages, WeightFormat
 from jaxinfer.models.abstract import abstract_model
+from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.presets import preset
+from sharding import MeshConfig
 
 BF16 = WeightFormat(dtype=np.dtype(jnp.bfloat16))
 CONTEXT = 2048
@@ -194,3 +196,39 @@ def test_a_step_on_other_gpus(name, kernels):
 def test_whole_programs(name, of_prompts):
     """Prompts run as plain XLA where there is no `wgmma`; a step is the same everywhere."""
     assert in_its_own_process(kernels_of_whole_programs, name) == {"decode": LAYER, "prefill": of_prompts}
+
+
+def eight_devices(layers):
+    """A decode step of Llama 3 70B's shape, split over eight H200s, and the bytes of its weights."""
+    config, target = dataclasses.replace(preset("llama3-70b"), layers=layers), Target.load("h200")
+    mesh = target.mesh(MeshConfig(tensor=8))
+    spec, sizes = decode_program(config, BF16, batch=1, context=CONTEXT, passes=16, mesh=mesh)
+    leaves = canonical_leaves(config, BF16)
+    return compile_program(target, spec, sizes, mesh=mesh), sum(leaf.bytes for leaf in leaves.values())
+
+
+def check_eight_devices(layers):
+    report, weight_bytes = eight_devices(layers)
+    last = report.of_layer(layers - 1)
+    assert [kernel.kind for kernel in last if kernel.kind != "kAllReduce"] == ["mosaic"] * KERNELS_PER_LAYER
+    assert len(last) == KERNELS_PER_LAYER + 2
+    assert (report.graphs, report.host_launches) == (1, ())
+    assert report.aliased == report.donated
+    assert (report.argument_bytes - report.alias_bytes) * 8 == pytest.approx(weight_bytes, rel=0.01)
+    assert report.temp_bytes < 0.01 * weight_bytes / 8
+    always = [one for one in report.collectives if not one.conditions]
+    assert [one.kind for one in always].count("all-reduce") == 2 * layers + 1
+    assert [one.kind for one in always if one.kind != "all-reduce"] == ["all-gather"]
+    assert {one.participants for one in report.collectives} == {8}
+    return report
+
+
+@pytest.mark.aot
+def test_eight_devices_run_five_kernels_and_two_sums_a_layer():
+    check_eight_devices(2)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_seventy_billion_parameters_on_eight_devices():
+    assert check_eight_devices(80).compile_seconds < 60

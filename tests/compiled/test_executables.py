@@ -27,6 +27,7 @@ from jaxinfer.models.config import EncoderConfig, PositionKind, PositionsConfig
 from jaxinfer.models.loading import load_model
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import interpreted, without_kernels
+from sharding import ShardingRules
 from tests.tiny import CONFIG
 
 ENGINE = EngineConfig(max_batch=2, context=32, page_size=8, chunk_size=8, token_budget=8, max_adapters=1)
@@ -249,7 +250,7 @@ def test_every_program_of_ours_can_be_kept(model_dir):
         keys.describe(spec.static)
     for given in (embed.build, zeros.build):
         keys.describe_function(given)
-    keys.describe(embed.EncoderStatic(_encoder(), WeightFormat()))
+    keys.describe(embed.EncoderStatic(_encoder(), WeightFormat(), ShardingRules()))
     keys.describe((layout.state, layout.adapters))
 
 

@@ -32,13 +32,14 @@ def loop_reference(q, k, v, q_positions, lengths, *, scale, causal, window, soft
     return out
 
 
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 OPTIONS = {
     "plain": {},
     "encoder": {"causal": False},
     "window": {"window": 3},
     "softcap": {"softcap": 2.0},
-    "alibi": {"alibi": (0.5, 0.25, 0.125, 0.0625)},
-    "all": {"window": 5, "softcap": 1.5, "alibi": (0.5, 0.25, 0.125, 0.0625)},
+    "alibi": {"alibi": SLOPES},
+    "all": {"window": 5, "softcap": 1.5, "alibi": SLOPES},
 }
 
 

@@ -47,7 +47,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        alibi = tuple(2.0 ** -np.arange(1, self.kv_heads * self.group + 1)) if self.alibi else None
+        alibi = np.float32(2.0) ** -np.arange(1, self.kv_heads * self.group + 1) if self.alibi else None
         return {
             "norm_eps": EPS,
             "scale": self.head_dim**-0.5,
@@ -102,7 +102,8 @@ def reference(case: Case, args: tuple[Any, ...]) -> np.ndarray:
         a, b = np.split(x[..., :-1, : 2 * case.rotary_half], 2, axis=-1)
         x[..., :-1, : 2 * case.rotary_half] = rounded(np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1))
     heads = np.zeros((batch, case.tokens, case.kv_heads, case.group, case.head_dim))
-    slopes = np.reshape(case.options["alibi"] or np.zeros(case.kv_heads * case.group), (case.kv_heads, case.group))
+    slopes = case.options["alibi"] if case.alibi else np.zeros(case.kv_heads * case.group)
+    slopes = np.reshape(slopes, (case.kv_heads, case.group))
     for row in range(batch):
         cached = [p[table[row]].reshape(-1, case.kv_heads, case.head_dim).astype(np.float64) for p in pages[:2]]
         for token, position in enumerate(positions[row]):

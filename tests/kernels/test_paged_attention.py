@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention import paged_attention_reference
 from tests.kernels.stale import with_stale_slots
 
 SIZE, HEADS, DIM, SCALE = 16, 4, 8, 0.4
-ALIBI = (0.5, 0.25, 0.125, 0.0625)
+ALIBI = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 OPTIONS = {
     "plain": {},
     "window": {"window": 40},

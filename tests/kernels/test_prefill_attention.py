@@ -54,7 +54,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         heads = self.kv_heads * self.group
-        alibi = tuple(2.0 ** -np.arange(1, heads + 1)) if self.alibi else None
+        alibi = np.float32(2.0) ** -np.arange(1, heads + 1) if self.alibi else None
         return {"scale": self.head_dim**-0.5, "window": self.window, "softcap": self.softcap, "alibi": alibi}
 
     def shapes(self) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import shutil
 
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 import checkpoints
-from checkpoints import CheckpointError
+from checkpoints import CheckpointError, reading
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, WeightFormat, devices
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.config import (
@@ -257,3 +258,42 @@ def test_options(saved, original, tmp_path):
         save_model(tmp_path / "x", nnx.merge(quantized.graphdef, quantized.state), family="test")
     with pytest.raises(ValueError, match="dtype='int8' is not implemented"):
         save_model(tmp_path / "x", original, family="test", dtype="int8")
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_each_device_asks_for_its_own_part_alone(model_dir, monkeypatch, tensor):
+    """Together the parts of a leaf that is split are read once, without what it is padded with."""
+    read, asked = reading._read_part, []
+
+    class Asked:
+        """A leaf on disk, and how many elements are asked of it."""
+
+        def __init__(self, store):
+            self._store, self.shape, self.dtype = store, store.shape, store.dtype
+
+        def __getitem__(self, index):
+            view = self._store[index]
+            asked.append(view.size)
+            return view
+
+        @property
+        def oindex(self):
+            return Outer(self._store)
+
+    class Outer(Asked):
+        def __init__(self, store):
+            self._store = store.oindex
+
+    monkeypatch.setattr(reading, "_read_part", lambda store, part, takes: read(Asked(store), part, takes))
+    model = load_model(model_dir, mesh=MeshConfig(tensor=tensor))
+    attention = model.config.attention
+    copies = attention.kv_heads // model.description.config.attention.kv_heads
+    assert copies == tensor // 2
+    stored = checkpoints.read_manifest(model_dir).leaves
+    wanted = 0
+    for name, leaf in stored.items():
+        size = math.prod(leaf.shape)
+        if name.endswith("qkv.kernel"):  # each copy of a KV head has its key and value
+            size += (copies - 1) * 2 * 2 * attention.head_dim * leaf.shape[1]
+        wanted += size
+    assert sum(asked) == wanted

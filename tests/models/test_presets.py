@@ -11,6 +11,7 @@ EXACT = {
     "gpt-j-6b": 6_050_882_784,
     "gpt-neox-20b": 20_554_567_680,
     "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
     # table and head, layers of (qkv, out, gate, up and down, two norms), the last norm
     "llama-213m": 2 * 32_000 * 1024 + 16 * (1536 * 1024 + 1024 * 1024 + 3 * 2816 * 1024 + 2 * 1024) + 1024,
 }

@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from sharding import MeshConfig
+from sharding import MeshConfig, ShardingRules, read_mesh
 
 
 def test_builds_over_the_first_devices():
@@ -47,7 +47,14 @@ def test_parse_refuses(text, message):
 
 def test_read(tmp_path):
     (tmp_path / "mesh.toml").write_text("[mesh]\ndata = 2\ntensor = 4\n")
-    assert MeshConfig.read(tmp_path / "mesh.toml") == MeshConfig(data=2, tensor=4)
+    assert read_mesh(tmp_path / "mesh.toml") == (MeshConfig(data=2, tensor=4), None)
+
+
+def test_read_with_rules(tmp_path):
+    text = '[mesh]\ntensor = 4\n[rules]\nmlp = ["expert", "tensor"]\nvocab = []\nheads = "tensor"\n'
+    (tmp_path / "mesh.toml").write_text(text)
+    rules = ShardingRules(mlp=("expert", "tensor"), vocab=None)
+    assert read_mesh(tmp_path / "mesh.toml") == (MeshConfig(tensor=4), rules)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +66,21 @@ def test_read(tmp_path):
         ("[mesh]\ntensor = 2.0", "got 2.0"),
         ("[mesh]\ntensor =", "not valid TOML"),
         ("[mesh]\nténsor = 2", "not valid TOML"),  # in Latin-1
-        ("[mesh]\n[other]\n", "expected exactly one table"),
-        ("mesh = 2", "expected exactly one table"),
+        ("[mesh]\n[other]\n", r"expected a table \[mesh\], and perhaps one \[rules\]; found \['mesh', 'other'\]"),
+        ("[rules]\n", r"expected a table \[mesh\]"),
+        ("mesh = 2", r"expected a table \[mesh\]"),
+        ("[mesh]\n[rules]\nhedas = 'tensor'", r"\[rules\]: unknown axis 'hedas'; known: batch, vocab, heads"),
+        ("[mesh]\n[rules]\nembed = 'tensor'", r"\[rules\]: unknown axis 'embed'"),
+        (
+            "[mesh]\n[rules]\nmlp = 2",
+            r"\[rules\]: ShardingRules.mlp must be a mesh axis, a tuple of them, or None; got 2",
+        ),
+        ("[mesh]\n[rules]\nheads = []", r"\[rules\]: ShardingRules.heads=None and kv_heads='tensor' must be equal"),
     ],
 )
 def test_read_refuses_and_names_the_file(tmp_path, text, message):
     file = tmp_path / "mesh.toml"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message) as error:
-        MeshConfig.read(file)
+        read_mesh(file)
     assert str(file) in str(error.value)

@@ -1,4 +1,6 @@
+import jax
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharding import MeshConfig, ShardingRules
@@ -37,3 +39,35 @@ def test_what_does_not_divide_is_refused():
 
 def test_abstract_mesh_needs_no_devices():
     assert ShardingRules().sharding(MeshConfig(tensor=64).abstract(), ("mlp",), (128,)).shard_shape((128,)) == (2,)
+
+
+def test_several_mesh_axes_split_one_dimension():
+    rules = ShardingRules(mlp=("expert", "tensor"))
+    assert rules.spec("mlp", "embed") == P(("expert", "tensor"), None)
+    mesh = jax.make_mesh((2, 4), ("expert", "tensor"), (AxisType.Auto,) * 2)
+    assert rules.sharding(mesh, ("mlp", "embed"), (16, 6)).shard_shape((16, 6)) == (2, 6)
+    with pytest.raises(ValueError, match=r"mlp=12 does not divide over expertxtensor=8"):
+        rules.sharding(mesh, ("mlp",), (12,))
+    with pytest.raises(ValueError, match="two dimensions to one mesh axis"):
+        rules.spec("vocab", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embed": "tensor"}, r"ShardingRules.embed='tensor' is not implemented: every device computes with the whole"),
+        ({"heads": None}, r"heads=None and kv_heads='tensor' must be equal"),
+        ({"mlp": ("tensor", "tensor")}, "names a mesh axis twice"),
+        ({"mlp": 2}, r"must be a mesh axis, a tuple of them, or None; got 2"),
+        ({"mlp": ()}, r"must be a mesh axis, a tuple of them, or None; got \(\)"),
+    ],
+)
+def test_refusals(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ShardingRules(**changes)
+
+
+def test_an_axis_that_the_mesh_has_not():
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,))
+    with pytest.raises(ValueError, match=r"ShardingRules.mlp='tensor': the mesh has no axis 'tensor'; it has model"):
+        ShardingRules().sharding(mesh, ("mlp",), (8,))

@@ -18,7 +18,7 @@ from jaxinfer.generation.execution.platforms import buckets_of, check_mesh
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models import EncoderConfig
+from jaxinfer.models import DecoderConfig, EncoderConfig
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.loading import LoadedModel
 
@@ -49,7 +49,7 @@ def build_engine(
 
     Raises ValueError for what the model's platform or mesh cannot run.
     """
-    check_mesh(model)
+    check_mesh(model.mesh)
     processors, adapters = dict(logits_processors or {}), None
     if costs is None:
         costs = open_costs(model, config, tuple(processors)) if clock is time.perf_counter else Costs()
@@ -60,7 +60,9 @@ def build_engine(
     else:
         if config.max_adapters:
             sizes = config.max_adapters, config.max_lora_rank, config.adapter_bytes
-            adapters = AdapterCache(*sizes, model.description.family, model.config)
+            original = model.description.config
+            assert isinstance(original, DecoderConfig)
+            adapters = AdapterCache(*sizes, model.description.family, original)
         buckets = buckets_of(config, model.platform)
         scheduler = DecoderScheduler(config, buckets, PagePool(num_pages, config.page_size), adapters, costs=costs)
         executor = DecoderExecutor(

@@ -12,8 +12,10 @@ from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.llm import LLM
 from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
 from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.execution.platforms import check_mesh
 from jaxinfer.generation.text import Prompt, Tokenizer
 from jaxinfer.models.description import Description
+from jaxinfer.models.devices import build_mesh
 from jaxinfer.models.loading import LoadedModel, load_model
 from sharding import MeshConfig, ShardingRules
 
@@ -76,6 +78,8 @@ class Embedder:
             raise ValueError(f"Embedder.context must be in [2, {longest}] for this model, got {context}.")
         options.setdefault("token_budget", ENCODER_TOKENS)
         config = EngineConfig(max_batch=max_batch, context=context or longest, **options)
+        mesh, rules = build_mesh(mesh, rules)
+        check_mesh(mesh)
         self.model = load_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
         self.tokenizer = Tokenizer.of(self.model.folder)
         self.engine = build_engine(self.model, self.tokenizer, config)

@@ -14,6 +14,7 @@ from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
 from jaxinfer.generation.engine.output import request_output
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.execution.memory import plan_memory
+from jaxinfer.generation.execution.platforms import check_mesh
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
@@ -21,6 +22,7 @@ from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Prompt, Tokenizer, encode_chat
 from jaxinfer.models import DecoderConfig
+from jaxinfer.models.devices import build_mesh
 from jaxinfer.models.loading import load_model
 from sharding import MeshConfig, ShardingRules
 
@@ -79,6 +81,8 @@ class LLM:
         known = EngineOptions.__annotations__
         if unknown := options.keys() - known.keys():
             raise TypeError(f"LLM has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
+        mesh, rules = build_mesh(mesh, rules)
+        check_mesh(mesh)
         self.model = load_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
         model = self.model.config
         if not isinstance(model, DecoderConfig):

@@ -1,12 +1,13 @@
 """The shapes of everything on the device and where each array lives; has no array but the weights."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxinfer.compiled import compiler_options
 from jaxinfer.generation.engine.config import EngineConfig
@@ -16,8 +17,12 @@ from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.generation.sampling.sampler import LogitsProcessors
 from jaxinfer.generation.sampling.structured_outputs import bitmask_words
 from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
-from jaxinfer.models.leaves import abstract_leaves
+from jaxinfer.models.devices import sharding_on
+from jaxinfer.models.fitting import Fitting
+from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.loading import LoadedModel
+from sharding import ShardingRules
+from sharding.collectives import use_rules
 
 LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "gate_up": "mlp.up", "down": "mlp.down"}
 """The fields of `LayerAdapters` -> their linears in a layer."""
@@ -42,12 +47,14 @@ class DecoderStatic:
     Attributes:
       config: the model's. weights: the format of its leaves.
       engine: the engine's sizes.
+      rules: what is split over which mesh axis.
       processors: logits processors, compiled into the programs that choose tokens; these are never kept on disk.
     """
 
     config: DecoderConfig
     weights: WeightFormat
     engine: EngineConfig
+    rules: ShardingRules
     processors: LogitsProcessors = ()
 
     def with_model(self, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +63,8 @@ class DecoderStatic:
         def function(leaves: list[jax.Array], *rest: Any) -> Any:
             from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
 
-            return body(merge_model(self.config, self.weights, leaves), *rest)
+            with use_rules(self.rules):
+                return body(merge_model(self.config, self.weights, leaves), *rest)
 
         return function
 
@@ -65,13 +73,14 @@ class DeviceLayout:
     """The device side of one decoder, in shapes.
 
     Args:
-      config: the model's. weights: the format of its leaves.
+      config: the model's, fitted to the mesh. weights: the format of its leaves.
       engine: the engine's sizes.
       num_pages: the size of the KV cache.
-      processors: logits processors, compiled into the programs that choose tokens.
-      model: the loaded model; None: shapes alone, on no device in particular.
       platform: what it runs on.
-      family: the model's, for adapters.
+      processors: logits processors, compiled into the programs that choose tokens.
+      mesh: the devices; None: one. rules: what is split over which of its axes.
+      leaves: the weights; None: their shapes alone.
+      fitting: how the config was fitted; None: it was not. family: the model's. Both are for adapters.
 
     Attributes:
       static: what programs depend on beside shapes.
@@ -88,16 +97,20 @@ class DeviceLayout:
         engine: EngineConfig,
         *,
         num_pages: int,
-        processors: LogitsProcessors = (),
-        model: LoadedModel | None = None,
         platform: str,
+        processors: LogitsProcessors = (),
+        mesh: Mesh | None = None,
+        rules: ShardingRules | None = None,
+        leaves: Iterable[jax.Array] | None = None,
+        fitting: Fitting | None = None,
         family: str = "",
     ):
         self.config, self.weights, self.engine, self.num_pages = config, weights, engine, num_pages
-        self.static = DecoderStatic(config, weights, engine, processors)
-        self.platform, self._model = platform, model
-        self.mesh = None if model is None else model.mesh
-        self.leaves = abstract_leaves(config, weights) if model is None else list(model.leaves.values())
+        self.mesh, self.platform, self._rules = mesh, platform, rules or ShardingRules()
+        self._fitting = fitting or Fitting(original=config, config=config)
+        self.static = DecoderStatic(self.config, weights, engine, self._rules, processors)
+        self._placed = mesh is not None or leaves is not None
+        self.leaves = self._shapes() if leaves is None else list(leaves)
         self.state = self._state()
         self.adapters = self._adapters(family) if engine.max_adapters else None
 
@@ -112,9 +125,12 @@ class DeviceLayout:
             model.weights,
             engine,
             num_pages=num_pages,
-            processors=processors,
-            model=model,
             platform=model.platform,
+            processors=processors,
+            mesh=model.mesh,
+            rules=model.rules,
+            leaves=model.leaves.values(),
+            fitting=model.fitting,
             family=model.description.family,
         )
 
@@ -122,10 +138,14 @@ class DeviceLayout:
 
     def place(self, x: Any, *axes: str | None) -> Any:
         """The shape with where an array whose dimensions carry these names lives; no names: whole on every device."""
-        if self._model is None:
+        if not self._placed:
             return x
-        sharding = self._model.sharding(*(axes or [None] * len(x.shape)), shape=x.shape)
+        sharding = sharding_on(self.mesh, self._rules, axes or [None] * len(x.shape), x.shape)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def _shapes(self) -> list[jax.ShapeDtypeStruct]:
+        leaves = canonical_leaves(self.config, self.weights).values()
+        return [self.place(jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)), *x.axes) for x in leaves]
 
     def inputs(self, *shapes: Any) -> tuple[Any, ...]:
         """Arguments from the host, which on a mesh go to all devices."""
@@ -161,11 +181,15 @@ class DeviceLayout:
         return DeviceState(caches, jax.tree.map(self.place, self.slots(self.engine.max_batch + 1)))
 
     def _adapters(self, family: str) -> list[LayerAdapters]:
-        shapes = adapter_shapes(family, self.config, self.engine.max_lora_rank)
+        original = self._fitting.original
+        assert isinstance(original, DecoderConfig)
+        shapes = adapter_shapes(family, original, self.engine.max_lora_rank)
 
         def stack(layer: int, field: str, name: str) -> LowRankStack:
             (rank, inputs), (outputs, _) = shapes[f"layers.{layer}.{name}"]
             out_axis, in_axis = ADAPTER_AXES[field]
+            fitted = self._fitting.size(name.split(".")[1])
+            inputs, outputs = fitted if in_axis else inputs, fitted if out_axis else outputs
             count, dtype = self.engine.max_adapters, self.weights.dtype
             a = self.place(jax.ShapeDtypeStruct((count, rank, inputs), dtype), None, None, in_axis)
             b = self.place(jax.ShapeDtypeStruct((outputs, count, rank), dtype), out_axis, None, None)
@@ -176,6 +200,21 @@ class DeviceLayout:
             for i in range(self.config.layers)
         ]
 
+    def one_adapter(self) -> list[LayerAdapters]:
+        """The shapes of what `adapter_layers` returns."""
+        assert self.adapters is not None
+
+        def pair(field: str, stack: LowRankStack) -> LowRankStack:
+            out_axis, in_axis = ADAPTER_AXES[field]
+            (_, rank, inputs), outputs = stack.a.shape, len(stack.b)
+            a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rank, inputs), (outputs, rank)))
+            return LowRankStack(self.place(a, None, in_axis), self.place(b, out_axis, None))
+
+        return [
+            LayerAdapters(**{field: pair(field, stack) for field, stack in layer._asdict().items()})
+            for layer in self.adapters
+        ]
+
     def adapter_layers(self, adapter: Adapter | None) -> list[LayerAdapters]:
         """One adapter's matrices, as numpy arrays; zeros where it leaves a linear alone."""
         assert self.adapters is not None
@@ -183,7 +222,10 @@ class DeviceLayout:
         def pair(layer: int, field: str, stack: LowRankStack) -> LowRankStack:
             found = adapter and adapter.layers.get(f"layers.{layer}.{LINEARS[field]}")
             if found:
-                return LowRankStack(found.a, found.b)  # type: ignore[arg-type]  # numpy until it is sent
+                (out_axis, in_axis), part = ADAPTER_AXES[field], LINEARS[field].split(".")[1]
+                a = self._fitting.take(part, found.a, 1) if in_axis else found.a
+                b = self._fitting.take(part, found.b, 0) if out_axis else found.b
+                return LowRankStack(a, b)  # type: ignore[arg-type]  # numpy until it is sent
             (_, rank, inputs), (outputs, _, _) = stack.a.shape, stack.b.shape
             zeros = np.zeros((rank, inputs), np.float32), np.zeros((outputs, rank), np.float32)
             return LowRankStack(*zeros)  # type: ignore[arg-type]

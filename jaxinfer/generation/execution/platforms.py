@@ -1,5 +1,7 @@
 """Every choice that generation makes by platform or mesh."""
 
+from jax.sharding import Mesh
+
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.loading import LoadedModel
@@ -30,9 +32,9 @@ def shares_memory(platform: str) -> bool:
     return platform == "cpu"
 
 
-def check_mesh(model: LoadedModel) -> None:
+def check_mesh(mesh: Mesh | None) -> None:
     """Raise ValueError for a mesh that generation does not implement."""
-    if model.mesh is not None and (data := model.mesh.shape.get("data", 1)) > 1:
+    if mesh is not None and (data := mesh.shape.get("data", 1)) > 1:
         raise ValueError(
             f"MeshConfig.data={data} is not implemented for generation; split by tensor, or run a process per copy."
         )

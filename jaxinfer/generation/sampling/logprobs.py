@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.generation.params import MAX_LOGPROBS
+from jaxinfer.generation.sampling.vocabulary import first_token, local_index
+from sharding.collectives import all_gather, axis_size, psum
 
 
 class Logprobs(NamedTuple):
@@ -24,11 +26,31 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-    """logits: float32 [..., V]; tokens: int32 [...]."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
-    count = min(MAX_LOGPROBS, logits.shape[-1])
-    top, top_ids = lax.top_k(logprobs, count)
+    """logits: float32 [..., V], of this device's part of the vocabulary; tokens: int32 [...], of all of it.
+
+    Devices exchange their best tokens and the sum of their exponentials once, and the token's score once.
+    """
+    size = logits.shape[-1]
+    here = local_index(tokens, size)[..., None]
+    score = jnp.take_along_axis(logits, jnp.minimum(here, size - 1), axis=-1)
+    score = psum(jnp.where(here < size, score, 0.0), "vocab")[..., 0]
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    largest = jnp.where(largest == -jnp.inf, 0.0, largest)  # of a device whose rows are all padding
+    total = jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True)
+    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, size))
+    if axis_size("vocab") > 1:
+        floats = lax.bitcast_convert_type(jnp.concatenate([largest, total, top], axis=-1), jnp.int32)
+        found = all_gather(jnp.concatenate([floats, top_ids + first_token(size)], axis=-1), "vocab")
+        found = jnp.moveaxis(found, 0, -2)  # [..., parts, 2 + 2 * count]
+        floats = lax.bitcast_convert_type(found[..., : 2 + top.shape[-1]], jnp.float32)
+        maxima, sums = floats[..., 0], floats[..., 1]
+        largest = jnp.max(maxima, axis=-1, keepdims=True)
+        total = jnp.sum(sums * jnp.exp(maxima - largest), axis=-1, keepdims=True)
+        top, ids = (x.reshape(*tokens.shape, -1) for x in (floats[..., 2:], found[..., 2 + top.shape[-1] :]))
+        top, best = lax.top_k(top, min(MAX_LOGPROBS, top.shape[-1]))
+        top_ids = jnp.take_along_axis(ids, best, axis=-1)
+    log_total, count = jnp.log(total), top.shape[-1]
+    chosen, top = score - largest[..., 0] - log_total[..., 0], top - largest - log_total
     pad = [(0, 0)] * (top.ndim - 1) + [(0, MAX_LOGPROBS - count)]
     return Logprobs(chosen, jnp.pad(top_ids, pad, constant_values=-1), jnp.pad(top, pad, constant_values=-jnp.inf))
 

@@ -2,6 +2,9 @@
 
 Every option is an array, so none of them changes a compiled program; work that no row asks for is skipped at run
 time (`lax.cond`). No step sorts the vocabulary: the cut-offs of top-k and top-p are found by bisection.
+
+Where the vocabulary is split over devices, each works on the scores of its own tokens. The cut-offs are then looked for
+among the best tokens of every device first, and by bisection, with an exchange for each bit, if they lie below these.
 """
 
 import functools
@@ -13,6 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.generation.sampling.arrays import SamplingArrays
+from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, local_index, whole
+from sharding.collectives import all_gather, axis_size, local_part, pmax, pmin, psum
+
+CANDIDATES = 64
+"""Best tokens of a device among which the cut-offs of a split vocabulary are looked for first."""
 
 LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """A pure function of scores (float32 [B, V]), history (int32 [B, C]) and length (int32 [B], the tokens known), all rows
@@ -22,12 +30,12 @@ LogitsProcessors = tuple[LogitsProcessor, ...]
 
 
 def token_counts(history: jax.Array, start: jax.Array, stop: jax.Array, vocab: int) -> jax.Array:
-    """How often each token occurs in history[start:stop]. int32 [B, C], [B], [B] -> int32 [B, V]."""
+    """How often each of this device's tokens occurs in history[start:stop]. int32 [B, C], [B], [B] -> int32 [B, V]."""
     index = jnp.arange(history.shape[1])
     inside = (index >= start[:, None]) & (index < stop[:, None])
     rows = jnp.arange(history.shape[0])[:, None]
     counts = jnp.zeros((history.shape[0], vocab), jnp.int32)
-    return counts.at[rows, jnp.where(inside, history, vocab)].add(1, mode="drop")
+    return counts.at[rows, jnp.where(inside, local_index(history, vocab), vocab)].add(1, mode="drop")
 
 
 def penalize(logits: jax.Array, history: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
@@ -48,6 +56,11 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
+def _float_of(keys: jax.Array) -> jax.Array:
+    """The floats whose `_ordered_bits` these are."""
+    return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
+
+
 def _largest_cut(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
     """The largest t for which the weights of all keys >= t sum to `wanted` or more; exact, by bisection.
 
@@ -58,11 +71,57 @@ def _largest_cut(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.
         low, high = bounds  # low reaches `wanted`, high does not
         # floor((low + high) / 2), written so that it cannot overflow
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        enough = jnp.sum(jnp.where(keys >= middle[:, None], weights, 0.0), axis=-1) >= wanted
+        enough = psum(jnp.sum(jnp.where(keys >= middle[:, None], weights, 0.0), axis=-1), "vocab") >= wanted
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    low, high = jnp.min(keys, axis=-1), jnp.max(keys, axis=-1) + 1
+    low, high = pmin(jnp.min(keys, axis=-1), "vocab"), pmax(jnp.max(keys, axis=-1), "vocab") + 1
     return lax.fori_loop(0, 32, halve, (low, high))[0]
+
+
+class _Candidates(NamedTuple):
+    """The best scores of every device that has a part of the vocabulary.
+
+    Attributes:
+      keys: int32 [B, N], `_ordered_bits` of the scores, best first.
+      floor: int32 [B]; all scores above it are among them.
+    """
+
+    keys: jax.Array
+    floor: jax.Array
+
+    @classmethod
+    def of(cls, keys: jax.Array) -> "_Candidates":
+        """From each device's keys [B, V / parts], by one exchange."""
+        count = min(CANDIDATES, keys.shape[-1])
+        found = all_gather(lax.top_k(keys, count)[0], "vocab")
+        lowest = jnp.iinfo(jnp.int32).min
+        floor = jnp.max(found[..., -1], axis=0) if count < keys.shape[-1] else jnp.full(len(keys), lowest)
+        ordered = jnp.sort(jnp.moveaxis(found, 0, 1).reshape(len(keys), -1), axis=-1, descending=True)
+        return cls(ordered, floor)
+
+    def cut(self, weights: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`_largest_cut` where it lies above the floor, int32 [B], and whether it does. weights: of the candidates."""
+        reached = jnp.cumsum(weights, axis=-1) >= wanted[:, None]
+        cut = jnp.take_along_axis(self.keys, jnp.argmax(reached, axis=-1)[:, None], axis=-1)[:, 0]
+        return cut, jnp.any(reached, axis=-1) & (cut > self.floor)
+
+
+def _cut(
+    name: str,
+    candidates: _Candidates | None,
+    of_candidates: jax.Array | None,
+    keys: jax.Array,
+    weights: jax.Array,
+    wanted: jax.Array,
+    needed: jax.Array,
+) -> jax.Array:
+    """`_largest_cut` in the rows that need it, int32 [B]: from the candidates if all of these are among them."""
+    if candidates is None or of_candidates is None:
+        return _largest_cut(keys, weights, wanted)
+    cut, known = candidates.cut(of_candidates, wanted)
+    with jax.named_scope(name):
+        below = jnp.any(needed & ~known)
+        return lax.cond(below, _largest_cut, lambda *_: cut, keys, weights, wanted)
 
 
 def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
@@ -70,21 +129,36 @@ def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
 
     logits: float32 [B, V], already divided by the temperature. Banned tokens get -inf.
     """
-    vocab = logits.shape[-1]
-    keys = _ordered_bits(logits)
-    top_k = jnp.where(options.top_k > 0, jnp.minimum(options.top_k, vocab), vocab)
-    cut = _largest_cut(keys, jnp.ones_like(logits), top_k.astype(jnp.float32))
-    logits = jnp.where(keys >= cut[:, None], logits, -jnp.inf)
-    probabilities = jax.nn.softmax(logits, axis=-1)
+    keys, vocab = _ordered_bits(logits), logits.shape[-1] * axis_size("vocab")
+    candidates = _Candidates.of(keys) if axis_size("vocab") > 1 else None
+    draws = options.temperature > 0
+
+    top_k = jnp.where(options.top_k > 0, jnp.minimum(options.top_k, vocab), vocab).astype(jnp.float32)
+    ones = None if candidates is None else jnp.ones(candidates.keys.shape, jnp.float32)
+    kept = _cut("top_k", candidates, ones, keys, jnp.ones_like(logits), top_k, draws & (options.top_k > 0))[:, None]
+    in_top_k = (keys >= kept) | (options.top_k[:, None] == 0)
+    logits = jnp.where(in_top_k, logits, -jnp.inf)
+
+    largest = jnp.max(logits, axis=-1) if candidates is None else _float_of(candidates.keys[:, 0])
+    weights = jnp.exp(logits - largest[:, None])  # the softmax, in proportion
+    total = psum(jnp.sum(weights, axis=-1), "vocab")[:, None]
+    of_candidates = None
+    if candidates is not None:
+        taken = (candidates.keys >= kept) | (options.top_k[:, None] == 0)
+        of_candidates = jnp.where(taken, jnp.exp(_float_of(candidates.keys) - largest[:, None]), 0.0) / total
     # A mass of 1 may never be reached in float32; such rows keep everything.
-    cut = _largest_cut(keys, probabilities, jnp.minimum(options.top_p, 1 - 1e-6))
-    nucleus = (keys >= cut[:, None]) | (options.top_p[:, None] >= 1)
-    likely = probabilities >= options.min_p[:, None] * jnp.max(probabilities, axis=-1, keepdims=True)
+    mass, all_of_it = jnp.minimum(options.top_p, 1 - 1e-6), options.top_p >= 1
+    cut = _cut("top_p", candidates, of_candidates, keys, weights / total, mass, draws & ~all_of_it)
+    nucleus = (keys >= cut[:, None]) | all_of_it[:, None]
+    likely = weights / total >= options.min_p[:, None] * (1.0 / total)
     return jnp.where(nucleus & likely, logits, -jnp.inf)
 
 
-def _draw(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
-    """One token a row from softmax(logits / temperature), cut off as asked; greedy where the temperature is 0."""
+def _perturb(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
+    """Scores whose best token is drawn from softmax(logits / temperature), cut off as asked (the Gumbel-max trick).
+
+    Rows of temperature 0 stay as they are.
+    """
     best = options.temperature == 0
     scaled = logits / jnp.where(best, 1.0, options.temperature)[:, None]
     cuts = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
@@ -92,22 +166,17 @@ def _draw(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.
 
     def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, logits.shape[-1:])
+        noise = jax.random.gumbel(key, (logits.shape[-1] * axis_size("vocab"),))  # a token's whatever the size
+        return local_part(noise, "vocab")
 
     # The noise depends on seed and position alone, so a row draws the same whatever its batch.
-    drawn = jnp.argmax(scaled + jax.vmap(gumbel)(options.seed, length), axis=-1)
-    return jnp.where(best, greedy(logits), drawn.astype(jnp.int32))
+    return jnp.where(best[:, None], logits, scaled + jax.vmap(gumbel)(options.seed, length))
 
 
 def allowed(bitmask: jax.Array, vocab: int) -> jax.Array:
     """The bits of uint32 [B, ceil(V / 32)] as bool [B, V]; token i is bit i % 32 of word i // 32."""
     bits = (bitmask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits.reshape(len(bitmask), -1)[:, :vocab] != 0
-
-
-def greedy(logits: jax.Array) -> jax.Array:
-    """The best token of each row: float32 [B, V] -> int32 [B]."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 class _Asked(NamedTuple):
@@ -145,32 +214,42 @@ def sample(
     options: SamplingArrays,
     bitmask: jax.Array,
     processors: LogitsProcessors = (),
+    *,
+    vocab: int | None = None,
 ) -> jax.Array:
     """Choose each row's next token, by its options.
 
     Args:
-      logits: float32 [B, V], the model's.
+      logits: float32 [B, V], the model's, of this device's part of the vocabulary.
       history: int32 [S, C], the tokens so far of row i in row `slot[i]`; `length` of them are known. int32 [B] each.
       options: the rows' options.
       bitmask: uint32 [B, ceil(V / 32)], what may be chosen in rows that are `constrained`; see `allowed`.
+      vocab: the tokens there are, which logits processors take the scores of; None: as many as `logits` has.
     Returns: int32 [B].
     """
     rows = jnp.arange(logits.shape[0])[:, None]
-    vocab = logits.shape[-1]
+    size = logits.shape[-1]
     asked = _asked(options, length)
 
     def biased(x):
-        return x.at[rows, jnp.where(options.bias_ids < 0, vocab, options.bias_ids)].add(options.bias, mode="drop")
+        return x.at[rows, local_index(options.bias_ids, size)].add(options.bias, mode="drop")
 
     def without_stops(x):
-        early = (length < options.min_length)[:, None] & (options.stop_token_ids >= 0)
-        return x.at[rows, jnp.where(early, options.stop_token_ids, vocab)].set(-jnp.inf, mode="drop")
+        early = (length < options.min_length)[:, None]
+        return x.at[rows, jnp.where(early, local_index(options.stop_token_ids, size), size)].set(-jnp.inf, mode="drop")
 
     def without_banned(x):
-        return jnp.where(allowed(bitmask, vocab) | ~options.constrained[:, None], x, -jnp.inf)
+        may = allowed(local_bitmask(bitmask, size), size)
+        return jnp.where(may | ~options.constrained[:, None], x, -jnp.inf)
 
     def processed(process: LogitsProcessor, wanted: jax.Array):
-        return lambda x: jnp.where(wanted[:, None], process(x, history[slot], length), x)
+        def change(x):
+            scores = whole(x)  # the one option that moves all of them
+            new = process(scores[:, :vocab], history[slot], length)
+            new = jnp.pad(new, ((0, 0), (0, scores.shape[1] - new.shape[1])), constant_values=-jnp.inf)
+            return jnp.where(wanted[:, None], local_part(new.T, "vocab").T, x)
+
+        return change
 
     scores = _if_any("bias", asked.bias, biased, logits)
     scores = _if_any("penalties", asked.penalties, lambda x: penalize(x, history[slot], length, options), scores)
@@ -179,8 +258,7 @@ def sample(
         scores = _if_any("logits_processor", wanted, processed(process, wanted), scores)
     scores = _if_any("min_tokens", asked.min_length, without_stops, scores)
     scores = _if_any("bitmask", asked.bitmask, without_banned, scores)
-    with jax.named_scope("draw"):
-        return lax.cond(jnp.any(asked.draw), lambda x: _draw(x, length, options), greedy, scores)
+    return greedy(_if_any("draw", asked.draw, lambda x: _perturb(x, length, options), scores))
 
 
 def _if_any(name: str, asked: jax.Array, change: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:

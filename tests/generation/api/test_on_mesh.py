@@ -3,48 +3,273 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
-from jaxinfer.generation import LLM, SamplingParams
+from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams, StructuredOutputsParams
+from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import BlockKind
+from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import save_model
-from sharding import MeshConfig
+from sharding import MeshConfig, ShardingRules
+from tests.models import goldens
+from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
+
+PROMPTS = [list(range(20)), [7, 3, 250, 9], [5] * 9]
+SIZES = {"max_batch": 3, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
+ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
+"""An engine of few programs, for one request at a time."""
+
+
+def generate(llm, params, prompts=PROMPTS):
+    return [[(o.token_ids, o.text) for o in request.outputs] for request in llm.generate(prompts, params)]
 
 
 @pytest.fixture(scope="module")
-def even_model_dir(tmp_path_factory):
-    """The tiny model with a vocabulary that divides, between projections of narrower embeddings."""
-    path = tmp_path_factory.mktemp("models") / "even"
-    weights = WeightFormat()
-    config = dataclasses.replace(CONFIG, vocab=256, word_embed=16, block=BlockKind.POST_NORM, final_norm=False)
-    model = Decoder(config, weights, rngs=nnx.Rngs(1))
-    save_model(path, model, family="tiny")
-    return path
+def pair(model_dir):
+    """One device, and four: two KV heads and 257 tokens are fitted."""
+    sizes = {**SIZES, "logits_processors": {"even": only_even}}
+    return LLM(model_dir, **sizes), LLM(model_dir, mesh=MeshConfig(tensor=4), **sizes)
 
 
-def test_tensor_parallel_equals_one_device(even_model_dir):
-    params = SamplingParams(temperature=0, max_tokens=10)
-    prompts = [list(range(20))]
-    alone = LLM(even_model_dir, max_batch=1).generate(prompts, params)
-    llm = LLM(even_model_dir, mesh=MeshConfig(tensor=2), max_batch=1)
-    split = llm.generate(prompts, params)
-    assert [o.outputs[0].token_ids for o in split] == [o.outputs[0].token_ids for o in alone]
-    weight = llm.model.state["layers"][0]["attention"]["qkv"]["weight"][...]
-    assert weight.addressable_shards[0].data.size == weight.size // 2
+def only_even(scores, history, length):
+    assert scores.shape[1] == CONFIG.vocab
+    return scores.at[:, 1::2].set(-np.inf)
+
+
+def test_leaves_and_caches_are_split(pair):
+    _, llm = pair
+    leaves = llm.model.leaves
+    for name, axis in (("layers.0.attention.qkv.kernel", 0), ("layers.1.mlp.down.kernel", 1), ("embed.table", 0)):
+        assert leaves[name].addressable_shards[0].data.shape[axis] == leaves[name].shape[axis] // 4
     caches = jax.tree.leaves(llm.engine.executor._state.caches)
-    assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of two KV heads
-    program = llm.engine.executor.programs.get("decode", batch=1, speculative=0, pages=8)
-    assert program.executable.as_text().count(" all-reduce(") >= 2 * CONFIG.layers
+    assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of four copies of two KV heads
 
 
-def test_a_mesh_that_does_not_divide_is_refused(model_dir):
-    with pytest.raises(ValueError, match="vocab=257 does not divide over tensor=2"):
-        LLM(model_dir, mesh=MeshConfig(tensor=2))
+SAMPLED = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1.0, "seed": 3},
+    "top_k": {"temperature": 1.5, "seed": 3, "top_k": 5},
+    "top_k beyond the candidates": {"temperature": 3.0, "seed": 3, "top_k": 100},
+    "top_p": {"temperature": 1.0, "seed": 4, "top_p": 0.7},
+    "top_p beyond the candidates": {"temperature": 9.0, "seed": 4, "top_p": 0.95},
+    "min_p": {"temperature": 2.0, "seed": 5, "min_p": 0.2},
+    "all cuts": {"temperature": 2.0, "seed": 6, "top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.6, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    "bias": {"temperature": 0, "logit_bias": {250: 90.0, 3: -100.0}},
+    "min_tokens": {"temperature": 0, "min_tokens": 6, "stop_token_ids": [0, 100, 200, 256]},
+    "logits processor": {"temperature": 1.0, "seed": 7, "logits_processors": ("even",)},
+    "structured": {
+        "temperature": 1.0,
+        "seed": 8,
+        "structured_outputs": StructuredOutputsParams(regex="[a-f]{4}[0-9]+"),
+    },
+}
 
 
-def test_copies_of_the_model_are_refused(even_model_dir):
+@pytest.mark.parametrize("name", SAMPLED)
+def test_every_option_draws_the_same_tokens(pair, name):
+    params = SamplingParams(max_tokens=12, **SAMPLED[name])
+    alone, split = (generate(llm, params) for llm in pair)
+    assert split == alone
+
+
+def test_logprobs_are_those_of_one_device(pair):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=20, prompt_logprobs=3)
+    for alone, split in zip(*(llm.generate(PROMPTS, params) for llm in pair), strict=True):
+        ones = [*alone.outputs[0].logprobs, *alone.prompt_logprobs[1:]]
+        others = [*split.outputs[0].logprobs, *split.prompt_logprobs[1:]]
+        for one, other in zip(ones, others, strict=True):
+            assert (one.token_id, list(one.top)) == (other.token_id, list(other.top))
+            np.testing.assert_allclose(other.logprob, one.logprob, atol=2e-4)
+            np.testing.assert_allclose([*other.top.values()], [*one.top.values()], atol=2e-4)
+
+
+def test_beams_prefixes_and_vectors(pair):
+    alone, split = pair
+    beams = [llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=3, max_tokens=6)) for llm in pair]
+    assert [b.token_ids for b in beams[0][0].beams] == [b.token_ids for b in beams[1][0].beams]
+    several = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6)
+    assert generate(split, several) == generate(alone, several)  # copies pages
+    np.testing.assert_allclose(split.embed(PROMPTS), alone.embed(PROMPTS), atol=1e-5)
+
+
+def test_a_step_that_fails_keeps_the_layout(pair, monkeypatch):
+    alone, split = pair
+    executor, params = split.engine.executor, SamplingParams(temperature=0, max_tokens=6)
+    before = [x.sharding for x in jax.tree.leaves(executor._state)]
+
+    def launch(batch):
+        monkeypatch.undo()
+        for array in jax.tree.leaves(executor._state):
+            array.delete()
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(executor, "launch", launch)
+    (failed,) = split.generate(PROMPTS[:1], params)
+    assert failed.outputs[0].finish_reason is FinishReason.ERROR
+    assert generate(split, params) == generate(alone, params)
+    assert [x.sharding for x in jax.tree.leaves(executor._state)] == before
+
+
+# What a pass exchanges
+
+
+def collectives(llm, **sizes):
+    """Of every run or turn of the decode program, without what rows may ask for besides their best tokens."""
+    program = llm.engine.executor.programs.get("decode", **sizes)
+    return read_collectives(program.executable.as_text(), llm.model.mesh.size)
+
+
+def test_a_greedy_pass_exchanges_sums_and_one_pair_a_row(pair):
+    _, llm = pair
+    found = [c for c in collectives(llm, batch=1, speculative=0, pages=8) if not c.conditions]
+    sums = [c for c in found if c.kind == "all-reduce"]
+    assert len(sums) == 2 * CONFIG.layers + 1
+    assert {(c.shape[-1], c.bytes) for c in sums} == {(CONFIG.embed, 4 * CONFIG.embed)}
+    (best,) = [c for c in found if c.kind != "all-reduce"]
+    assert (best.kind, best.bytes) == ("all-gather", 4 * 8)
+    assert all(c.participants == 4 for c in found)
+
+
+def test_sampling_exchanges_little(pair):
+    _, llm = pair
+    found = collectives(llm, batch=3, speculative=0, pages=8)
+    found = [c for c in found if c.kind != "all-reduce" or c.shape[-1] != CONFIG.embed]  # those are of the model
+    bounded = [
+        c for c in found if not any("logits_processor" in x or "top_k" in x or "top_p" in x for x in c.conditions)
+    ]
+    assert 0 < len(bounded) <= 6
+    assert sum(c.bytes for c in bounded) <= 64 * 3 * 4 * 8
+
+
+# Everything that an engine can do
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"kv_dtype": "int8", "num_speculative_tokens": 3}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "fp8"}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"num_speculative_tokens": 3}, marks=pytest.mark.slow),
+        pytest.param({"rules": ShardingRules(vocab=None)}, marks=pytest.mark.slow),
+        pytest.param({"rules": ShardingRules(heads=None, kv_heads=None, mlp=None)}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_devices_generate_the_same(model_dir, options):
+    params = SamplingParams(temperature=0, max_tokens=10)
+    prompts = [[1, 2, 3] * 5]
+    on_one = {name: value for name, value in options.items() if name != "rules"}
+    alone = generate(LLM(model_dir, **ONE, **on_one), params, prompts)
+    assert generate(LLM(model_dir, mesh=MeshConfig(tensor=2), **ONE, **options), params, prompts) == alone
+
+
+@pytest.mark.parametrize("quantize", [pytest.param("int4", marks=pytest.mark.slow), "int8"])
+def test_quantised_rows_are_as_precise_in_parts(model_dir, quantize):
+    """Each device rounds its part of a row by its own maximum: other numbers than one device's, no worse ones."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+    def logprobs(**options):
+        (out,) = LLM(model_dir, **ONE, **options).generate([list(range(40))], params)
+        return np.array([token.logprob for token in out.prompt_logprobs[1:]])
+
+    exact = logprobs()
+    alone, split = (
+        np.abs(logprobs(quantize=quantize, mesh=mesh) - exact).mean() for mesh in (None, MeshConfig(tensor=2))
+    )
+    assert split < 1.5 * alone
+
+
+def test_adapters(model_dir, tmp_path):
+    rng = np.random.default_rng(0)
+    width, heads = CONFIG.embed, CONFIG.attention.q_heads * CONFIG.attention.head_dim
+    pairs = {
+        "model.layers.0.self_attn.q_proj": random_pair(heads, width, 3, rng),
+        "model.layers.0.self_attn.v_proj": random_pair(heads // 2, width, 3, rng),
+        "model.layers.1.self_attn.o_proj": random_pair(width, heads, 3, rng),
+        "model.layers.1.mlp.gate_proj": random_pair(CONFIG.mlp.hidden, width, 3, rng),
+        "model.layers.1.mlp.down_proj": random_pair(width, CONFIG.mlp.hidden, 3, rng),
+    }
+    adapters = {"a": save_adapter(tmp_path / "a", pairs)}
+    params = SamplingParams(temperature=0, max_tokens=8, adapter="a")
+    alone = LLM(model_dir, adapters=adapters, **ONE)
+    split = LLM(model_dir, adapters=adapters, mesh=MeshConfig(tensor=4), **ONE)
+    assert generate(split, params, PROMPTS[:1]) == generate(alone, params, PROMPTS[:1])
+    assert generate(split, params) != generate(split, SamplingParams(temperature=0, max_tokens=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_narrow_embeddings_in_post_norm_blocks(tmp_path, tensor):
+    config = dataclasses.replace(CONFIG, word_embed=16, block=BlockKind.POST_NORM, final_norm=False)
+    save_model(tmp_path / "m", Decoder(config, WeightFormat(), rngs=nnx.Rngs(1)), family="tiny")
+    params, prompts = SamplingParams(temperature=0, max_tokens=10), PROMPTS[:1]
+    alone = generate(LLM(tmp_path / "m", **ONE), params, prompts)
+    assert generate(LLM(tmp_path / "m", mesh=MeshConfig(tensor=tensor), **ONE), params, prompts) == alone
+
+
+def check_family(name, tmp_path, tensor):
+    """The greedy tokens of one device, and the exchanges of a pass: of 2 L + 1 sums or L + 1, and the best tokens."""
+    convert(goldens.DIRECTORY / name, tmp_path / name)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6]]
+    llm = LLM(tmp_path / name, mesh=MeshConfig(tensor=tensor), **ONE)
+    assert generate(llm, params, prompts) == generate(LLM(tmp_path / name, **ONE), params, prompts)
+    config = llm.model.config
+    parallel = config.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
+    for program in list(llm.engine.executor.programs):
+        if program.name in ("decode", "prefill"):
+            sizes = dict(program.bucket)
+            rows = sizes["batch"] + sizes.get("chunks", 0) * (ONE["chunk_size"] if "chunks" in sizes else 0)
+            found = read_collectives(program.executable.as_text(), tensor)
+            found = [c for c in found if not c.conditions]
+            sums = [c for c in found if c.kind == "all-reduce"]
+            assert len(sums) == (1 if parallel else 2) * config.layers + 1
+            assert sum(c.bytes for c in sums) <= 4 * rows * (
+                (len(sums) - 1) * config.embed + max(config.embed, config.output_width)
+            )
+            assert [c.kind for c in found if c not in sums] == ["all-gather"]
+
+
+DECODERS = [name for name in goldens.NAMES if not name.startswith(("bert", "distilbert", "roberta"))]
+QUICK = {"gptj_awkward": 4}
+
+
+@pytest.mark.parametrize(("name", "tensor"), QUICK.items())
+def test_a_family(name, tensor, tmp_path):
+    check_family(name, tmp_path, tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_family(name, tensor, tmp_path):
+    check_family(name, tmp_path, tensor)
+
+
+def test_an_encoder(tmp_path):
+    convert(goldens.DIRECTORY / "bert_awkward", tmp_path / "bert")
+    texts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    alone, split = (Embedder(tmp_path / "bert", mesh=mesh).embed(texts) for mesh in (None, MeshConfig(tensor=4)))
+    np.testing.assert_allclose(split, alone, atol=1e-5)
+
+
+# Refusals
+
+
+def test_copies_of_the_model_are_refused(model_dir):
     with pytest.raises(ValueError, match=r"MeshConfig.data=2 is not implemented for generation"):
-        LLM(even_model_dir, mesh=MeshConfig(data=2))
+        LLM(model_dir, mesh=MeshConfig(data=2))
+
+
+def test_rules_are_given_once(model_dir, tmp_path):
+    (tmp_path / "mesh.toml").write_text("[mesh]\ntensor = 2\n[rules]\nvocab = []\n")
+    with pytest.raises(ValueError, match=r"mesh.toml has a table \[rules\], and rules are given too"):
+        LLM(model_dir, mesh=tmp_path / "mesh.toml", rules=ShardingRules())
+    llm = LLM(model_dir, mesh=tmp_path / "mesh.toml", **ONE)
+    assert llm.model.leaves["embed.table"].sharding.is_fully_replicated

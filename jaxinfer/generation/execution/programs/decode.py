@@ -24,7 +24,8 @@ from jaxinfer.generation.execution.state import (
 )
 from jaxinfer.generation.sampling.arrays import SamplingArrays
 from jaxinfer.generation.sampling.logprobs import Logprobs, no_logprobs, record_logprobs
-from jaxinfer.generation.sampling.sampler import LogitsProcessors, asks_more_than_greedy, greedy, sample
+from jaxinfer.generation.sampling.sampler import LogitsProcessors, asks_more_than_greedy, sample
+from jaxinfer.generation.sampling.vocabulary import greedy
 from jaxinfer.models import KVPages, LayerAdapters
 
 if TYPE_CHECKING:
@@ -216,7 +217,8 @@ def _choose(
             (inputs.rows.slot, inputs.start, inputs.options, inputs.bitmask),
         )
         lengths = (length[:, None] + jnp.arange(width)).reshape(-1)
-        tokens = sample(logits, history, slot, lengths, options, bitmask, inputs.processors)
+        vocab = inputs.model.cfg.vocab
+        tokens = sample(logits, history, slot, lengths, options, bitmask, inputs.processors, vocab=vocab)
         at = jnp.arange(batch * width) // width, lengths - start  # those of tokens that do not stay are overwritten
         return tokens, record_logprobs(options.logprobs, logits, tokens, at, carry.logprobs)
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.models import EncoderConfig, WeightFormat
 from jaxinfer.models.loading import LoadedModel
+from sharding import ShardingRules
+from sharding.collectives import use_rules
 
 if TYPE_CHECKING:
     from jaxinfer.models import Encoder
@@ -24,6 +26,7 @@ class EncoderStatic(NamedTuple):
 
     config: EncoderConfig
     weights: WeightFormat
+    rules: ShardingRules
 
 
 def build(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
@@ -32,7 +35,8 @@ def build(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
     def function(leaves: list[jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
         from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
 
-        return embed(merge_model(static.config, static.weights, leaves), tokens, positions)
+        with use_rules(static.rules):
+            return embed(merge_model(static.config, static.weights, leaves), tokens, positions)
 
     return function
 
@@ -49,7 +53,7 @@ def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
     return ProgramSpec(
         name="embed",
         build=build,
-        static=EncoderStatic(model.config, model.weights),
+        static=EncoderStatic(model.config, model.weights, model.rules),
         arguments=arguments,
         reachable=lambda shapes: ({"batch": rows, "tokens": length} for rows, length in shapes),
     )

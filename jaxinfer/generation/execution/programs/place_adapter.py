@@ -31,7 +31,7 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
     return ProgramSpec(
         name="place_adapter",
         build=build,
-        arguments=lambda sizes: (layout.adapters, integers(), layout.adapter_layers(None)),
+        arguments=lambda sizes: (layout.adapters, *layout.inputs(integers()), layout.one_adapter()),
         reachable=lambda buckets: () if layout.adapters is None else ({},),
         out_shardings=None if layout.mesh is None else jax.tree.map(lambda x: x.sharding, layout.adapters),
     )

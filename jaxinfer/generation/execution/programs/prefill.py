@@ -24,7 +24,8 @@ from jaxinfer.generation.execution.state import (
 )
 from jaxinfer.generation.sampling.arrays import SamplingArrays
 from jaxinfer.generation.sampling.logprobs import Logprobs, logprobs_of, no_logprobs, record_logprobs
-from jaxinfer.generation.sampling.sampler import LogitsProcessors, asks_more_than_greedy, greedy, sample
+from jaxinfer.generation.sampling.sampler import LogitsProcessors, asks_more_than_greedy, sample
+from jaxinfer.generation.sampling.vocabulary import greedy
 from jaxinfer.models import LayerAdapters, TokenRows
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ def prefill(
     length = jnp.concatenate([chunks.start + chunks.num_tokens, decoding.length])
     produced = jnp.concatenate([chunks.chooses, decoding.active])
     options = options_of(slots, slot)
-    tokens, logprobs = _choose(model.logits(ends), slots.history, slot, length, options, bitmask, processors)
+    tokens, logprobs = _choose(
+        model.logits(ends), slots.history, slot, length, options, bitmask, processors, vocab=model.cfg.vocab
+    )
     before, count = progress(length, produced), produced.astype(jnp.int32)
     history, after = append(slots.history, slot, before, tokens[:, None], count, options)
     slots = with_progress(slots._replace(history=history), slot, after, produced)
@@ -131,16 +134,19 @@ def _choose(
     options: SamplingArrays,
     bitmask: jax.Array,
     processors: LogitsProcessors,
+    *,
+    vocab: int,
 ) -> tuple[jax.Array, Logprobs]:
     """The next token of each row, and its log probabilities; arguments as of `sample`."""
     none = no_logprobs(slot.shape)
 
     def by_options() -> tuple[jax.Array, Logprobs]:
-        tokens = sample(logits, history, slot, length, options, bitmask, processors)
+        tokens = sample(logits, history, slot, length, options, bitmask, processors, vocab=vocab)
         return tokens, record_logprobs(options.logprobs, logits, tokens, (jnp.arange(len(slot)),), none)
 
     with jax.named_scope("sample"):
-        return lax.cond(asks_more_than_greedy(options, length), by_options, lambda: (greedy(logits), none))
+        best = greedy(logits)
+        return lax.cond(asks_more_than_greedy(options, length), by_options, lambda: (best, none))
 
 
 def _prompt_logprobs(model: "Decoder", hidden: jax.Array, following: jax.Array) -> Logprobs:

@@ -13,7 +13,7 @@ def build(static: Any, sizes: Sizes) -> Callable[..., Any]:
     """The function without arguments that returns zeros of these shapes."""
 
     def zeros() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), static)
+        return jax.tree.map(lambda x: jnp.zeros(x.sharding.shard_shape(x.shape), x.dtype), static)
 
     return zeros
 

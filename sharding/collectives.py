@@ -1,0 +1,78 @@
+"""What model programs exchange between devices, by logical axis.
+
+A model program is traced inside `jax.shard_map`: every array is this device's part of it. A layer that has summed over
+a split axis adds the parts up by `psum("heads")`, whatever mesh axes the rules map it to. Without a mesh, and where an
+axis is not split, everything here does nothing, so that layers have no second way.
+"""
+
+import contextlib
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, get_abstract_mesh
+
+from sharding.rules import ShardingRules
+
+_rules = jax.make_user_context(ShardingRules())
+
+
+def use_rules(rules: ShardingRules) -> contextlib.AbstractContextManager[None]:
+    """The rules by which what this thread traces inside was split."""
+    return _rules(rules)
+
+
+def mesh_axes(axis: str) -> tuple[str, ...]:
+    """The mesh axes of more than one device that a logical axis is split over in the program being traced."""
+    mesh = get_abstract_mesh()
+    manual = {
+        name
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        if kind is AxisType.Manual and size > 1
+    }
+    return tuple(name for name in _rules.value.mesh_axes(axis) if name in manual)
+
+
+def axis_size(axis: str) -> int:
+    """How many parts a logical axis has."""
+    sizes = get_abstract_mesh().shape
+    return math.prod(sizes[name] for name in mesh_axes(axis))
+
+
+def axis_index(axis: str) -> jax.Array:
+    """Which part this device has: int32 [], from 0."""
+    names = mesh_axes(axis)
+    return lax.axis_index(names) if names else jnp.zeros((), jnp.int32)
+
+
+def psum(x: jax.Array, axis: str) -> jax.Array:
+    """The sum of x over the devices that have the other parts of an axis."""
+    names = mesh_axes(axis)
+    return lax.psum(x, names) if names else x
+
+
+def pmax(x: jax.Array, axis: str) -> jax.Array:
+    """The largest x of these devices, element by element."""
+    names = mesh_axes(axis)
+    return lax.pmax(x, names) if names else x
+
+
+def pmin(x: jax.Array, axis: str) -> jax.Array:
+    """The smallest."""
+    names = mesh_axes(axis)
+    return lax.pmin(x, names) if names else x
+
+
+def all_gather(x: jax.Array, axis: str) -> jax.Array:
+    """x of each of these devices: [...] -> [parts, ...]."""
+    names = mesh_axes(axis)
+    return lax.all_gather(x, names) if names else x[None]
+
+
+def local_part(x: jax.Array, axis: str) -> jax.Array:
+    """This device's part of the first dimension of an array that all devices have whole."""
+    size = axis_size(axis)
+    if size == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, axis_index(axis) * (len(x) // size), len(x) // size)

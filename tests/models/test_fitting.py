@@ -1,0 +1,109 @@
+"""A model fitted to a mesh has sizes that divide, and gives what the original gives."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoints import Leaf
+from jaxinfer.models import WeightFormat
+from jaxinfer.models.config import AttentionConfig
+from jaxinfer.models.fitting import fit
+from sharding import MeshConfig, ShardingRules
+from tests.tiny import CONFIG
+
+FLOAT, INT4 = WeightFormat(), WeightFormat(quantized="int4")
+
+
+def fitted(config, tensor, *, weights=FLOAT, rules=None, stored=True):
+    return fit(config, weights, MeshConfig(tensor=tensor).abstract(), rules or ShardingRules(), stored=stored)
+
+
+def with_heads(q_heads, kv_heads, **changes):
+    attention = AttentionConfig(q_heads=q_heads, kv_heads=kv_heads, head_dim=8, **changes)
+    return dataclasses.replace(CONFIG, attention=attention)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tensor", "wanted"),
+    [
+        ((8, 8), 4, (8, 8)),
+        ((25, 25), 2, (26, 26)),  # GPT-2 XL
+        ((9, 3), 2, (12, 4)),  # SmolLM: one empty KV head is cheaper than copies
+        ((28, 4), 8, (32, 8)),  # Qwen2.5 7B: each KV head twice, with four of its seven queries
+        ((32, 1), 4, (32, 4)),  # multi-query: a copy each
+        ((64, 8), 8, (64, 8)),
+        ((14, 2), 4, (16, 4)),
+    ],
+)
+def test_heads(heads, tensor, wanted):
+    attention = fitted(with_heads(*heads), tensor).config.attention
+    assert (attention.q_heads, attention.kv_heads) == wanted
+
+
+@given(kv_heads=st.integers(1, 9), group=st.integers(1, 9), tensor=st.sampled_from([1, 2, 3, 4, 8]))
+def test_any_heads_divide_and_keep_their_keys_and_slopes(kv_heads, group, tensor):
+    config = with_heads(kv_heads * group, kv_heads)
+    fitting = fitted(config, tensor)
+    new, old = fitting.config.attention, config.attention
+    assert new.kv_heads % tensor == 0
+    width, new_width = old.group + 2, new.group + 2
+    # Number every row of qkv by its head, and follow each query head to its key and value.
+    rows = fitting.take("qkv", np.arange(1, kv_heads * width + 1).repeat(8), 0)[::8].reshape(new.kv_heads, new_width)
+    outs = fitting.take("out", np.arange(1, old.q_heads + 1).repeat(8), 0)[::8].reshape(new.kv_heads, new.group)
+    seen = []
+    for head in range(new.kv_heads):
+        for index, query in enumerate(outs[head]):
+            slope = new.slopes[head * new.group + index]
+            if query == 0:
+                assert rows[head, index] == 0
+                continue
+            seen.append(query)
+            own, place = divmod(query - 1, old.group)
+            assert rows[head, index] == own * width + place + 1
+            assert list(rows[head, -2:]) == [own * width + old.group + 1, own * width + old.group + 2]
+            assert slope == old.slopes[query - 1]
+    assert sorted(seen) == list(range(1, old.q_heads + 1))  # each once: what leaves is a sum over heads
+
+
+def test_hidden_width_and_vocabulary_are_padded():
+    config = dataclasses.replace(CONFIG, mlp=dataclasses.replace(CONFIG.mlp, hidden=50))
+    fitting = fitted(config, 4)
+    assert (fitting.config.mlp.hidden, fitting.config.vocab, fitting.config.vocab_rows) == (52, 257, 384)
+    assert list(fitting.take("up", np.ones(100), 0)) == [1] * 100 + [0] * 4  # gate and up alternate
+    assert list(fitting.take("down", np.ones(50), 0)) == [1] * 50 + [0] * 2
+    assert fitting.take("head", np.ones((257, 2)), 0).sum() == 514
+
+
+def test_rules_say_what_is_split():
+    fitting = fitted(CONFIG, 4, rules=ShardingRules(vocab=None, heads=None, kv_heads=None))
+    assert fitting.config == CONFIG
+    assert not fitting.takes
+    assert fit(CONFIG, FLOAT, None, ShardingRules(), stored=True).config is CONFIG
+
+
+def test_int4_groups_stay_whole():
+    mlp = dataclasses.replace(CONFIG.mlp, hidden=384)
+    config = dataclasses.replace(CONFIG, attention=AttentionConfig(q_heads=6, kv_heads=6, head_dim=64), mlp=mlp)
+    fitting = fitted(config, 2, weights=INT4)
+    assert fitting.config.mlp.hidden == 512  # two groups on each device
+    assert fitting.config.attention.q_heads == 8
+    words, scales = Leaf((32, 96), "uint16", ("embed", "mlp")), Leaf((3, 32), "bfloat16", ("mlp", "embed"))
+    assert fitting.of_leaf("layers.0.mlp.down.kernel", words)[0] is None
+    assert list(fitting.of_leaf("layers.0.mlp.down.kernel", words)[1]) == [*range(96)] + [-1] * 32
+    assert list(fitting.of_leaf("layers.0.mlp.down.scale", scales)[0]) == [0, 1, 2, -1]
+
+
+def test_int4_groups_that_heads_would_share_are_refused():
+    config = dataclasses.replace(CONFIG, attention=AttentionConfig(q_heads=6, kv_heads=2, head_dim=64))
+    with pytest.raises(ValueError, match=r"mesh tensor=4: out: int4 has one scale for 128 inputs.* nearest .* 3 ways"):
+        fitted(config, 4, weights=INT4)
+    assert fitted(config, 4, weights=INT4, stored=False).config.attention.kv_heads == 4  # quantised after fitting
+
+
+def test_a_quantised_matrix_keeps_its_format():
+    """int4 needs groups of 128 inputs; a matrix stored in int8 for lack of them must not get them by padding."""
+    config = dataclasses.replace(CONFIG, mlp=dataclasses.replace(CONFIG.mlp, hidden=1278))
+    assert fitted(config, 4, weights=INT4).config.mlp.hidden == 1284
