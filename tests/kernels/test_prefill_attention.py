@@ -313,8 +313,9 @@ def test_on_an_h200(name):
     report = compile_for(
         Target.load("h200"), functools.partial(paged_attention, **case.options), case.shapes(), resources=True
     )
-    (kernel,) = report.kernels
-    assert report.temp_bytes == 0
+    (kernel,) = [kernel for kernel in report.kernels if kernel.kind == "mosaic"]
+    assert len(report.kernels) <= 1 + case.alibi  # slopes are laid out for the tiles, once for all layers
+    assert report.temp_bytes <= 64 * 4 * 32 * case.alibi
     assert kernel.shared_bytes <= SMEM_BYTES
     assert kernel.resources is not None
     assert kernel.resources.spill_bytes == 0
