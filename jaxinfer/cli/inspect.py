@@ -171,7 +171,7 @@ def _collectives(report: "TargetReport") -> "Table":
     found: collections.Counter[tuple[str, ...]] = collections.Counter()
     sent: collections.Counter[tuple[str, ...]] = collections.Counter()
     for one in report.collectives:
-        place = " if ".join(dict.fromkeys(_place(scope.split("/", 1)[-1]) for scope in (one.op_name, *one.conditions)))
+        place = _place(one.op_name.split("/", 1)[-1]) + (", if asked" if one.conditions else "")
         key = one.kind, place, str(one.participants), f"{one.dtype}[{','.join(map(str, one.shape))}]"
         found[key] += one.trips
         sent[key] += round(one.trips * one.wire_bytes)
