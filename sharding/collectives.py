@@ -70,9 +70,21 @@ def all_gather(x: jax.Array, axis: str) -> jax.Array:
     return lax.all_gather(x, names) if names else x[None]
 
 
-def local_part(x: jax.Array, axis: str) -> jax.Array:
-    """This device's part of the first dimension of an array that all devices have whole."""
-    size = axis_size(axis)
-    if size == 1:
+def local_start(axis: str, size: int) -> jax.Array:
+    """The index in a split dimension at which this device's part begins, of `size` on each: int32 []."""
+    return axis_index(axis) * size
+
+
+def local_index(index: jax.Array, axis: str, size: int) -> jax.Array:
+    """Where indices of a split dimension are in this device's part, of `size`; `size` if elsewhere or below 0."""
+    local = index - local_start(axis, size)
+    return jnp.where((local >= 0) & (local < size), local, size)
+
+
+def local_part(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
+    """This device's part of a dimension of an array that all devices have whole."""
+    parts = axis_size(axis)
+    if parts == 1:
         return x
-    return lax.dynamic_slice_in_dim(x, axis_index(axis) * (len(x) // size), len(x) // size)
+    size = x.shape[dim] // parts
+    return lax.dynamic_slice_in_dim(x, local_start(axis, size), size, dim)

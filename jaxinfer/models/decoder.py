@@ -14,7 +14,7 @@ from jaxinfer.models.norm import Norm
 from jaxinfer.models.rotary import rotary_table
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages
-from sharding.collectives import axis_index
+from sharding.collectives import local_start
 
 
 class Decoder(nnx.Module):
@@ -157,7 +157,7 @@ class Decoder(nnx.Module):
         if (cap := self.cfg.logit_softcap) is not None:
             scores = cap * jnp.tanh(scores / cap)
         if self.cfg.vocab_rows > self.cfg.vocab:
-            ids = axis_index("vocab") * scores.shape[-1] + jnp.arange(scores.shape[-1])
+            ids = local_start("vocab", scores.shape[-1]) + jnp.arange(scores.shape[-1])
             scores = jnp.where(ids < self.cfg.vocab, scores, -jnp.inf)
         return scores
 

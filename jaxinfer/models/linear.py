@@ -18,7 +18,7 @@ from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import Weights, activate_outputs, linear_residual, norm_linear, small_batch_linear
 from pallas_kernels.weights import QuantizedFormat, quantize
-from sharding.collectives import axis_index, axis_size, psum
+from sharding.collectives import axis_size, local_index, psum
 
 
 def _matrix(
@@ -129,10 +129,9 @@ class Embedding(nnx.Module):
         if axis_size(self.rows_axis) == 1:
             return self._rows(ids)
         size = len(self.table[...])
-        ids -= axis_index(self.rows_axis) * size
-        here = (ids >= 0) & (ids < size)
-        rows = self._rows(jnp.where(here, ids, 0))
-        return psum(jnp.where(here[..., None], rows, 0), self.rows_axis)
+        local = local_index(ids, self.rows_axis, size)
+        rows = self._rows(jnp.minimum(local, size - 1))
+        return psum(jnp.where(local[..., None] < size, rows, 0), self.rows_axis)
 
     def _rows(self, ids: jax.Array) -> jax.Array:
         """Rows of those on this device."""

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.generation.params import MAX_LOGPROBS
-from jaxinfer.generation.sampling.vocabulary import first_token, local_index
-from sharding.collectives import all_gather, axis_size, psum
+from sharding.collectives import all_gather, axis_size, local_index, local_start, psum
 
 
 class Logprobs(NamedTuple):
@@ -31,7 +30,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     Devices exchange their best tokens and the sum of their exponentials once, and the token's score once.
     """
     size = logits.shape[-1]
-    here = local_index(tokens, size)[..., None]
+    here = local_index(tokens, "vocab", size)[..., None]
     score = jnp.take_along_axis(logits, jnp.minimum(here, size - 1), axis=-1)
     score = psum(jnp.where(here < size, score, 0.0), "vocab")[..., 0]
     largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -40,7 +39,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, size))
     if axis_size("vocab") > 1:
         floats = lax.bitcast_convert_type(jnp.concatenate([largest, total, top], axis=-1), jnp.int32)
-        found = all_gather(jnp.concatenate([floats, top_ids + first_token(size)], axis=-1), "vocab")
+        found = all_gather(jnp.concatenate([floats, top_ids + local_start("vocab", size)], axis=-1), "vocab")
         found = jnp.moveaxis(found, 0, -2)  # [..., parts, 2 + 2 * count]
         floats = lax.bitcast_convert_type(found[..., : 2 + top.shape[-1]], jnp.float32)
         maxima, sums = floats[..., 0], floats[..., 1]

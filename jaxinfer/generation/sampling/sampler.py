@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.generation.sampling.arrays import SamplingArrays
-from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, local_index, whole
-from sharding.collectives import all_gather, axis_size, local_part, pmax, pmin, psum
+from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, whole
+from sharding.collectives import all_gather, axis_size, local_index, local_part, pmax, pmin, psum
 
 CANDIDATES = 64
 """Best tokens of a device among which the cut-offs of a split vocabulary are looked for first."""
@@ -35,7 +35,7 @@ def token_counts(history: jax.Array, start: jax.Array, stop: jax.Array, vocab: i
     inside = (index >= start[:, None]) & (index < stop[:, None])
     rows = jnp.arange(history.shape[0])[:, None]
     counts = jnp.zeros((history.shape[0], vocab), jnp.int32)
-    return counts.at[rows, jnp.where(inside, local_index(history, vocab), vocab)].add(1, mode="drop")
+    return counts.at[rows, jnp.where(inside, local_index(history, "vocab", vocab), vocab)].add(1, mode="drop")
 
 
 def penalize(logits: jax.Array, history: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
@@ -108,20 +108,22 @@ class _Candidates(NamedTuple):
 
 def _cut(
     name: str,
-    candidates: _Candidates | None,
-    of_candidates: jax.Array | None,
     keys: jax.Array,
-    weights: jax.Array,
+    candidates: _Candidates | None,
+    weigh: Callable[[jax.Array], jax.Array],
     wanted: jax.Array,
     needed: jax.Array,
 ) -> jax.Array:
-    """`_largest_cut` in the rows that need it, int32 [B]: from the candidates if all of these are among them."""
-    if candidates is None or of_candidates is None:
-        return _largest_cut(keys, weights, wanted)
-    cut, known = candidates.cut(of_candidates, wanted)
+    """`_largest_cut` in the rows that need it, int32 [B]: from the candidates if all of these are among them.
+
+    weigh: from keys to their weights.
+    """
+    if candidates is None:
+        return _largest_cut(keys, weigh(keys), wanted)
+    cut, known = candidates.cut(weigh(candidates.keys), wanted)
     with jax.named_scope(name):
         below = jnp.any(needed & ~known)
-        return lax.cond(below, _largest_cut, lambda *_: cut, keys, weights, wanted)
+        return lax.cond(below, lambda: _largest_cut(keys, weigh(keys), wanted), lambda: cut)
 
 
 def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
@@ -133,25 +135,31 @@ def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
     candidates = _Candidates.of(keys) if axis_size("vocab") > 1 else None
     draws = options.temperature > 0
 
-    top_k = jnp.where(options.top_k > 0, jnp.minimum(options.top_k, vocab), vocab).astype(jnp.float32)
-    ones = None if candidates is None else jnp.ones(candidates.keys.shape, jnp.float32)
-    kept = _cut("top_k", candidates, ones, keys, jnp.ones_like(logits), top_k, draws & (options.top_k > 0))[:, None]
-    in_top_k = (keys >= kept) | (options.top_k[:, None] == 0)
-    logits = jnp.where(in_top_k, logits, -jnp.inf)
+    def count(keys: jax.Array) -> jax.Array:
+        return jnp.ones(keys.shape, jnp.float32)
 
-    largest = jnp.max(logits, axis=-1) if candidates is None else _float_of(candidates.keys[:, 0])
-    weights = jnp.exp(logits - largest[:, None])  # the softmax, in proportion
-    total = psum(jnp.sum(weights, axis=-1), "vocab")[:, None]
-    of_candidates = None
-    if candidates is not None:
-        taken = (candidates.keys >= kept) | (options.top_k[:, None] == 0)
-        of_candidates = jnp.where(taken, jnp.exp(_float_of(candidates.keys) - largest[:, None]), 0.0) / total
+    top_k = jnp.where(options.top_k > 0, jnp.minimum(options.top_k, vocab), vocab).astype(jnp.float32)
+    kth = _cut("top_k", keys, candidates, count, top_k, draws & (options.top_k > 0))[:, None]
+    largest = jnp.max(keys, axis=-1, keepdims=True) if candidates is None else candidates.keys[:, :1]
+
+    def in_top_k(keys: jax.Array) -> jax.Array:
+        return (keys >= kth) | (options.top_k[:, None] == 0)
+
+    def weight(keys: jax.Array) -> jax.Array:
+        """Probabilities among the top-k, but for a factor."""
+        return jnp.where(in_top_k(keys), jnp.exp(_float_of(keys) - _float_of(largest)), 0.0)
+
+    total = psum(jnp.sum(weight(keys), axis=-1), "vocab")[:, None]
+
+    def probability(keys: jax.Array) -> jax.Array:
+        return weight(keys) / total
+
     # A mass of 1 may never be reached in float32; such rows keep everything.
     mass, all_of_it = jnp.minimum(options.top_p, 1 - 1e-6), options.top_p >= 1
-    cut = _cut("top_p", candidates, of_candidates, keys, weights / total, mass, draws & ~all_of_it)
+    cut = _cut("top_p", keys, candidates, probability, mass, draws & ~all_of_it)
     nucleus = (keys >= cut[:, None]) | all_of_it[:, None]
-    likely = weights / total >= options.min_p[:, None] * (1.0 / total)
-    return jnp.where(nucleus & likely, logits, -jnp.inf)
+    likely = probability(keys) >= options.min_p[:, None] * (1.0 / total)
+    return jnp.where(in_top_k(keys) & nucleus & likely, logits, -jnp.inf)
 
 
 def _perturb(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
@@ -232,11 +240,13 @@ def sample(
     asked = _asked(options, length)
 
     def biased(x):
-        return x.at[rows, local_index(options.bias_ids, size)].add(options.bias, mode="drop")
+        return x.at[rows, local_index(options.bias_ids, "vocab", size)].add(options.bias, mode="drop")
 
     def without_stops(x):
         early = (length < options.min_length)[:, None]
-        return x.at[rows, jnp.where(early, local_index(options.stop_token_ids, size), size)].set(-jnp.inf, mode="drop")
+        return x.at[rows, jnp.where(early, local_index(options.stop_token_ids, "vocab", size), size)].set(
+            -jnp.inf, mode="drop"
+        )
 
     def without_banned(x):
         may = allowed(local_bitmask(bitmask, size), size)
@@ -247,7 +257,7 @@ def sample(
             scores = whole(x)  # the one option that moves all of them
             new = process(scores[:, :vocab], history[slot], length)
             new = jnp.pad(new, ((0, 0), (0, scores.shape[1] - new.shape[1])), constant_values=-jnp.inf)
-            return jnp.where(wanted[:, None], local_part(new.T, "vocab").T, x)
+            return jnp.where(wanted[:, None], local_part(new, "vocab", dim=1), x)
 
         return change
 

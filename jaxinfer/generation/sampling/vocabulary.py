@@ -7,30 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives import all_gather, axis_index, axis_size
-
-TOKENS_PER_WORD = 32
-"""Of a bitmask."""
-
-
-def first_token(size: int) -> jax.Array:
-    """The id of this device's first token, of `size` that each has: int32 []."""
-    return axis_index("vocab") * size
-
-
-def local_index(ids: jax.Array, size: int) -> jax.Array:
-    """Where tokens are in this device's scores; `size`, which is out of range, if they are not, or if an id is < 0."""
-    local = ids - first_token(size)
-    return jnp.where((local >= 0) & (local < size), local, size)
+from jaxinfer.models.fitting import TOKENS_PER_WORD
+from sharding.collectives import all_gather, axis_size, local_part, local_start
 
 
 def local_bitmask(bitmask: jax.Array, size: int) -> jax.Array:
-    """This device's words of uint32 [B, words]."""
+    """This device's words of uint32 [B, words], for the `size` tokens that each has."""
     if (parts := axis_size("vocab")) == 1:
         return bitmask
-    words = size // TOKENS_PER_WORD
-    bitmask = jnp.pad(bitmask, ((0, 0), (0, parts * words - bitmask.shape[1])))
-    return lax.dynamic_slice_in_dim(bitmask, axis_index("vocab") * words, words, axis=1)
+    words = parts * size // TOKENS_PER_WORD
+    return local_part(jnp.pad(bitmask, ((0, 0), (0, words - bitmask.shape[1]))), "vocab", dim=1)
 
 
 def whole(scores: jax.Array) -> jax.Array:
@@ -45,7 +31,7 @@ def greedy(scores: jax.Array) -> jax.Array:
     if axis_size("vocab") == 1:
         return local
     score = jnp.take_along_axis(scores, local[:, None], axis=-1)[:, 0]
-    pairs = jnp.stack([lax.bitcast_convert_type(score, jnp.int32), local + first_token(scores.shape[-1])])
+    pairs = jnp.stack([lax.bitcast_convert_type(score, jnp.int32), local + local_start("vocab", scores.shape[-1])])
     found = all_gather(pairs, "vocab")  # [parts, 2, B], in the order of the tokens
     part = jnp.argmax(lax.bitcast_convert_type(found[:, 0], jnp.float32), axis=0)
     return jnp.take_along_axis(found[:, 1], part[None], axis=0)[0]
