@@ -89,7 +89,7 @@ def open_costs(model: LoadedModel, config: EngineConfig, logits_processors: tupl
     return Costs.open(
         device=device_name(devices_of(model.mesh)[0]),
         model={
-            "config": str(model.config),
+            "config": str(model.description.config),
             "weights": str(model.weights),
             "mesh": "" if model.mesh is None else f"{dict(model.mesh.shape)} {model.rules}",
             "options": ", ".join(f"{name}={getattr(config, name)}" for name in COST_OPTIONS),
