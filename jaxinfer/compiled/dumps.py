@@ -115,6 +115,12 @@ def read_thunk_names(text: str) -> dict[int, str]:
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*)$")
 
 
+def _op_name(line: str) -> str:
+    """The part of the model that an instruction's line names, or nothing."""
+    given = re.search(r'op_name="([^"]*)"', line)
+    return given[1] if given else ""
+
+
 def read_op_names(hlo: str) -> dict[str, str]:
     """Instruction -> the part of the model that it belongs to ("jit(step)/layers.3/attention/dot_general").
 
@@ -125,8 +131,7 @@ def read_op_names(hlo: str) -> dict[str, str]:
     for line in reversed(hlo.splitlines()):  # users come after what they use
         if not (match := _INSTRUCTION.match(line)):
             continue
-        given = re.search(r'op_name="([^"]*)"', line)
-        names[match[1]] = given[1] if given else of_user.get(match[1], "")
+        names[match[1]] = _op_name(line) if "op_name=" in line else of_user.get(match[1], "")
         for operand in re.findall(r"%([\w.-]+)", match[2].split(", metadata=", 1)[0]):
             of_user[operand] = names[match[1]]
     return names
@@ -386,11 +391,6 @@ def read_collectives(hlo: str, devices: int) -> list[Collective]:
     ]
 
 
-def _op_name(line: str) -> str:
-    given = re.search(r'op_name="([^"]*)"', line)
-    return given[1] if given else ""
-
-
 def _calls(instruction: str, caller: str, line: str) -> list[tuple[str, _Call]]:
     """The computations that an instruction calls, but those that reduce pairs of numbers."""
     trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
@@ -446,8 +446,8 @@ def _exchanged(match: re.Match[str], line: str, devices: int) -> list[Collective
 
 def _participants(attributes: str, devices: int) -> int:
     """The devices of a group: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `mesh['data'=2,'tensor'=2] {'tensor'}`, or all: `{}`."""
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", attributes):
-        return 2 if pairs else 1
+    if "source_target_pairs=" in attributes:
+        return 2
     if explicit := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return len(explicit[1].split(","))
     if iota := re.search(r"replica_groups=\[(\d+(?:,\d+)*)\]<=", attributes):

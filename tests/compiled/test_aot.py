@@ -123,10 +123,11 @@ def test_the_generation_loop_is_one_graph_with_little_outside_the_layers(model, 
     config = dataclasses.replace(preset(model), layers=2)
     context = min(CONTEXT, config.context)
     spec, sizes = decode_program(config, BF16, batch=batch, context=context, passes=16)
-    args, options = spec.arguments(sizes), spec.compiler_options(sizes)
-    report = compile_for(Target.load("h200"), spec.function(sizes), args, donate=spec.donate, options=options)
+    report = compile_program(Target.load("h200"), spec, sizes)
     assert (report.graphs, report.host_launches) == (1, ())
-    assert report.aliased == report.donated == len(jax.tree.leaves(args[2]))  # the caches and the slots
+    assert (
+        report.aliased == report.donated == len(jax.tree.leaves(spec.arguments(sizes)[2]))
+    )  # the caches and the slots
     assert len(report.of_layer(1)) == KERNELS_PER_LAYER
     assert report.temp_bytes < (16e6 if model != "llama3-8b" else 32e6)  # including logits
     running = [kernel for kernel in report.kernels if not kernel.condition]
@@ -158,9 +159,7 @@ def kernels_of_whole_programs(name):
     chunks = {"chunks": 4, "batch": 0, "pages": 32}
     found = {}
     for spec, sizes in (decode_program(config, BF16, batch=1, context=512, passes=4), (prefill.spec(layout), chunks)):
-        args, options = spec.arguments(sizes), spec.compiler_options(sizes)
-        report = compile_for(Target.load(name), spec.function(sizes), args, donate=spec.donate, options=options)
-        found[spec.name] = kernels_of_a_layer(report)
+        found[spec.name] = kernels_of_a_layer(compile_program(Target.load(name), spec, sizes))
     return found
 
 
@@ -169,8 +168,7 @@ def test_a_step_of_chunks_and_rows_copies_no_cache():
     config = dataclasses.replace(preset("llama3-8b"), layers=2)
     layout = DeviceLayout(config, BF16, EngineConfig(max_batch=2, context=512), num_pages=1024, platform="gpu")
     spec, sizes = prefill.spec(layout), {"chunks": 1, "batch": 2, "pages": 32}
-    args, options = spec.arguments(sizes), spec.compiler_options(sizes)
-    report = compile_for(Target.load("h200"), spec.function(sizes), args, donate=spec.donate, options=options)
+    report = compile_program(Target.load("h200"), spec, sizes)
     assert report.aliased == report.donated
     assert report.temporaries[0].bytes < layout.state.caches[0].k.size * 2
 
