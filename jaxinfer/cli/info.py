@@ -50,8 +50,7 @@ def info(
     if context > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
 
-    stored = weights.quantized == description.quantization
-    fitted = fit(config, weights, layout.abstract(), rules, stored=stored).config
+    fitted = fit(config, weights, layout.abstract(), rules, stored=description.quantization).config
     leaves = canonical_leaves(fitted, weights)
     parameters = sum(math.prod(leaf.shape) for leaf in canonical_leaves(config, WeightFormat()).values())
     weight_bytes = bytes_per_device(leaves, layout.abstract(), rules)

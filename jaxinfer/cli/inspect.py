@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxinfer.compiled.target import Kernel, TargetReport
     from jaxinfer.generation.engine.buckets import Buckets
     from jaxinfer.models import DecoderConfig, WeightFormat
+    from pallas_kernels.weights import QuantizedFormat
     from sharding import ShardingRules
 
 PAGE_SIZE = 16
@@ -55,10 +56,16 @@ def inspect(
         raise ValueError(f"{directory} holds an encoder; inspect compiles the decode loop of decoders.")
     if (context := context or config.context) > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
-    stored = weights.quantized == description.quantization
     built = None if devices is None else gpu.mesh(devices)
     spec, sizes = decode_program(
-        config, weights, batch=batch, context=context, passes=passes, mesh=built, rules=rules, stored=stored
+        config,
+        weights,
+        batch=batch,
+        context=context,
+        passes=passes,
+        mesh=built,
+        rules=rules,
+        stored=description.quantization,
     )
     report = compile_program(gpu, spec, sizes, mesh=built, resources=registers)
     _print(report, f"{directory}: decode of {passes} passes, batch {batch}, {context} tokens", registers)
@@ -73,7 +80,7 @@ def decode_program(
     passes: int,
     mesh: "Mesh | None" = None,
     rules: "ShardingRules | None" = None,
-    stored: bool = True,
+    stored: "QuantizedFormat | None" = None,
 ) -> "tuple[ProgramSpec[Buckets], Sizes]":
     """The engine's decode loop for a model on a GPU, without speculation, and the sizes to compile it for.
 

@@ -14,11 +14,14 @@ from jax.sharding import AbstractMesh, Mesh
 from checkpoints import Leaf
 from jaxinfer.models.config import AttentionConfig, ModelConfig
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels.weights import GROUP
+from pallas_kernels.weights import GROUP, QuantizedFormat
 from sharding import ShardingRules
 
 TOKENS_PER_WORD = 32
 """Of a bitmask of the vocabulary, whose words are divided too."""
+
+SPLIT = ("heads", "mlp", "vocab")
+"""The logical axes that are fitted; a leaf has at most one of them."""
 
 Take = np.ndarray
 """int [new size]: for each index of a fitted dimension, the stored index that it has, or -1 for zeros."""
@@ -44,10 +47,9 @@ class Fitting:
         part = name.split(".")[-2]
         if (take := self.takes.get(part)) is None:
             return (None,) * len(stored.shape)
-        split = {"qkv": "heads", "out": "heads", "up": "mlp", "down": "mlp"}.get(part, "vocab")
         size = self.stored_size(part)
         return tuple(
-            _in_groups(name, take, size, stored.shape[dim]) if axis == split else None
+            _in_groups(name, take, size, stored.shape[dim]) if axis in SPLIT else None
             for dim, axis in enumerate(stored.axes)
         )
 
@@ -78,19 +80,24 @@ class Fitting:
 
 
 def fit(
-    config: ModelConfig, weights: WeightFormat, mesh: Mesh | AbstractMesh | None, rules: ShardingRules, *, stored: bool
+    config: ModelConfig,
+    weights: WeightFormat,
+    mesh: Mesh | AbstractMesh | None,
+    rules: ShardingRules,
+    *,
+    stored: QuantizedFormat | None = None,
 ) -> Fitting:
     """Fit a model to a mesh.
 
     Args:
       weights: the format on the devices.
-      stored: whether the checkpoint has that format already; int4 groups then stay whole.
+      stored: the format on disk; groups of int4 then stay whole.
 
     Raises ValueError, with the reason and the nearest size that works, for a mesh that it cannot be fitted to.
     """
     if mesh is None:
         return Fitting(original=config, config=config)
-    ways = {axis: rules.ways(mesh, axis) for axis in ("vocab", "heads", "mlp")}
+    ways = {axis: rules.ways(mesh, axis) for axis in SPLIT}
     try:
         return _fit(config, weights, ways, stored=stored)
     except ValueError as error:
@@ -104,7 +111,9 @@ def fit(
         raise
 
 
-def _fit(config: ModelConfig, weights: WeightFormat, ways: Mapping[str, int], *, stored: bool) -> Fitting:
+def _fit(
+    config: ModelConfig, weights: WeightFormat, ways: Mapping[str, int], *, stored: QuantizedFormat | None
+) -> Fitting:
     takes: dict[str, Take] = {}
     attention, heads = _fit_heads(config.attention, ways["heads"], weights)
     if heads is not None:
@@ -124,7 +133,7 @@ def _fit(config: ModelConfig, weights: WeightFormat, ways: Mapping[str, int], *,
         padded_vocab=None if vocab == config.vocab else vocab,
     )
     fitting = Fitting(original=config, config=fitted, takes=takes)
-    if stored and weights.quantized == "int4":
+    if stored == "int4":
         for part in takes.keys() & {"out", "down"}:
             if weights.of_matrix(size := fitting.stored_size(part)) == "int4":
                 _in_groups(part, takes[part], size, size // GROUP)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 import checkpoints
 from checkpoints import CheckpointError, Leaf, Manifest
@@ -81,10 +81,6 @@ class LoadedModel:
         """What its devices are: "cpu", "gpu"."""
         return devices.devices_of(self.mesh)[0].platform
 
-    def sharding(self, *axes: str | None, shape: tuple[int, ...]) -> Sharding:
-        """Where an array with these logical axes lives, next to the weights."""
-        return devices.sharding_on(self.mesh, self.rules, axes, shape)
-
 
 def load_model(
     path: str | os.PathLike[str],
@@ -112,8 +108,7 @@ def load_model(
         dtype = devices.default_dtype(mesh)
     weights = weight_format(description, dtype=dtype, quantize=quantize)
     _check_leaves(folder, manifest, description)
-    stored = weights.quantized == description.quantization
-    fitting = fit(description.config, weights, mesh, rules, stored=stored)
+    fitting = fit(description.config, weights, mesh, rules, stored=description.quantization)
     targets = canonical_leaves(fitting.config, weights)
     needed = devices.bytes_per_device(targets, mesh, rules) + min(manifest.bytes, GROUP_BYTES)
     devices.check_memory(folder, needed, mesh)

@@ -17,7 +17,7 @@ from tests.tiny import CONFIG
 FLOAT, INT4 = WeightFormat(), WeightFormat(quantized="int4")
 
 
-def fitted(config, tensor, *, weights=FLOAT, rules=None, stored=True):
+def fitted(config, tensor, *, weights=FLOAT, rules=None, stored=None):
     return fit(config, weights, MeshConfig(tensor=tensor).abstract(), rules or ShardingRules(), stored=stored)
 
 
@@ -81,13 +81,13 @@ def test_rules_say_what_is_split():
     fitting = fitted(CONFIG, 4, rules=ShardingRules(vocab=None, heads=None, kv_heads=None))
     assert fitting.config == CONFIG
     assert not fitting.takes
-    assert fit(CONFIG, FLOAT, None, ShardingRules(), stored=True).config is CONFIG
+    assert fit(CONFIG, FLOAT, None, ShardingRules()).config is CONFIG
 
 
 def test_int4_groups_stay_whole():
     mlp = dataclasses.replace(CONFIG.mlp, hidden=384)
     config = dataclasses.replace(CONFIG, attention=AttentionConfig(q_heads=6, kv_heads=6, head_dim=64), mlp=mlp)
-    fitting = fitted(config, 2, weights=INT4)
+    fitting = fitted(config, 2, weights=INT4, stored="int4")
     assert fitting.config.mlp.hidden == 512  # two groups on each device
     assert fitting.config.attention.q_heads == 8
     words, scales = Leaf((32, 96), "uint16", ("embed", "mlp")), Leaf((3, 32), "bfloat16", ("mlp", "embed"))
@@ -99,8 +99,8 @@ def test_int4_groups_stay_whole():
 def test_int4_groups_that_heads_would_share_are_refused():
     config = dataclasses.replace(CONFIG, attention=AttentionConfig(q_heads=6, kv_heads=2, head_dim=64))
     with pytest.raises(ValueError, match=r"mesh tensor=4: out: int4 has one scale for 128 inputs.* nearest .* 3 ways"):
-        fitted(config, 4, weights=INT4)
-    assert fitted(config, 4, weights=INT4, stored=False).config.attention.kv_heads == 4  # quantised after fitting
+        fitted(config, 4, weights=INT4, stored="int4")
+    assert fitted(config, 4, weights=INT4).config.attention.kv_heads == 4  # quantised after fitting
 
 
 def test_a_quantised_matrix_keeps_its_format():

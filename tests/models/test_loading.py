@@ -110,7 +110,7 @@ def test_on_a_mesh_the_same_numbers(saved, tmp_path, quantize):
     assert split.mesh is not None
     up = _leaves(split.state)["layers.0.mlp.up.kernel"]
     assert {shard.data.shape for shard in up.addressable_shards} == {(48, 32)}
-    assert split.sharding("batch", None, shape=(4, 3)).shard_shape((4, 3)) == (2, 3)
+    assert split.rules.sharding(split.mesh, ("batch", None), (4, 3)).shard_shape((4, 3)) == (2, 3)
     # A split sum rounds differently, and int8 activations may then fall on the other side of a step.
     np.testing.assert_allclose(_hidden(one), _hidden(split), atol=1e-5 if quantize is None else 2e-2)
 
