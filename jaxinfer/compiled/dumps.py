@@ -424,10 +424,10 @@ def _contexts(computation: str, entry: str, calls: Mapping[str, list[_Call]]) ->
 
 
 def _exchanged(match: re.Match[str], line: str, devices: int) -> list[Collective]:
-    """One collective for each array; of an all-gather that is started, the type has operands before the results."""
+    """One collective for each array; where it is started, the type may have the operands before the results."""
     kind, arrays = match["kind"], _ARRAY.findall(match["type"])
-    if match["start"] and kind != "all-reduce":
-        operands = len(re.findall(r"%", match["operands"])) or 1
+    operands = len(re.findall(r"%", match["operands"])) or 1
+    if match["start"] and len(arrays) > operands:
         arrays = arrays[operands : 2 * operands]
     participants = _participants(match["rest"], devices)
     if participants == 1:

@@ -200,6 +200,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   %loop = (s32[], f32[8]{0}) while((s32[], f32[8]{0}) %init), condition=%add, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   %start = (f32[8]{0}, f32[16]{0}) all-gather-start(f32[8]{0} %x), replica_groups=mesh['data'=2,'tensor'=2] {'tensor'}, dimensions={0}
   %done = f32[16]{0} all-gather-done((f32[8]{0}, f32[16]{0}) %start)
+  %sum = ((f32[5]{0}), f32[5]{0}) all-reduce-start(%z), replica_groups={{0,1},{2,3}}, to_apply=%add, output_to_operand_aliasing={{1}: (0, {})}
+  %summed = f32[5]{0} all-reduce-done(%sum)
   %moved = s32[4]{0} collective-permute(s32[4]{0} %i), source_target_pairs={{0,1},{1,0}}
   %every = pred[4]{0} all-reduce(pred[4]{0} %p), replica_groups={}, to_apply=%add
   ROOT %scattered = f32[2]{0} reduce-scatter(f32[8]{0} %x), replica_groups=[1,4]<=[4], to_apply=%add
@@ -208,7 +210,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_collectives_with_their_loops_and_conditions():
-    found = {(c.kind, c.dtype, c.shape): c for c in read_collectives(COLLECTIVES, 4)}
+    collectives = read_collectives(COLLECTIVES, 4)
+    found = {(c.kind, c.dtype, c.shape): c for c in collectives}
     summed = found["all-reduce", "f32", (8,)]
     assert (summed.participants, summed.trips, summed.conditions) == (2, 5, ())
     assert summed.op_name == "jit(f)/layers.0/psum"
@@ -221,7 +224,8 @@ def test_collectives_with_their_loops_and_conditions():
     assert found["reduce-scatter", "f32", (2,)].wire_bytes == 3 * 8
     assert summed.wire_bytes == 32
     assert rare.wire_bytes == 96
-    assert len(found) == 7
+    assert found["all-reduce", "f32", (5,)].trips == 1
+    assert len(found) == len(collectives) == 8
 
 
 def test_groups_in_an_unknown_form_are_an_error():
