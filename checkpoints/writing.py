@@ -43,7 +43,7 @@ class Writer:
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._exit.enter_context(_sole_owner(self._temporary))
+        self._exit.enter_context(sole_owner(self._temporary))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -112,20 +112,34 @@ def save(
 
 
 @contextlib.contextmanager
-def _sole_owner(directory: pathlib.Path) -> Iterator[None]:
-    """An empty directory that no other process writes to, removed at the end."""
-    directory.mkdir(exist_ok=True)
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a killed process has no lock
-        except BlockingIOError:
-            raise CheckpointError(f"{directory}: another process is writing here; wait for it to end.") from None
+def sole_owner(directory: pathlib.Path, *, wait: bool = False) -> Iterator[pathlib.Path]:
+    """An empty directory that no other process writes to, removed at the end.
+
+    wait: for another process that has it, rather than raise CheckpointError.
+    """
+    with _locked(directory, wait=wait):
         for left_behind in directory.iterdir():
             shutil.rmtree(left_behind) if left_behind.is_dir() else left_behind.unlink()
         try:
-            yield
+            yield directory
         finally:
             shutil.rmtree(directory)
-    finally:
-        os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(directory: pathlib.Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock of a directory, which is made."""
+    while True:
+        directory.mkdir(exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))  # a killed process has no lock
+            except BlockingIOError:
+                raise CheckpointError(f"{directory}: another process is writing here; wait for it to end.") from None
+            if directory.exists() and os.path.samestat(directory.stat(), os.fstat(handle)):
+                yield
+                return
+            # Whoever was waited for has removed the directory.
+        finally:
+            os.close(handle)

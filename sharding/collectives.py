@@ -7,13 +7,14 @@ axis is not split, everything here does nothing, so that layers have no second w
 
 import contextlib
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
 
-from sharding.rules import ShardingRules
+from sharding.rules import ShardingRules, is_shared
 
 _rules = jax.make_user_context(ShardingRules())
 
@@ -68,6 +69,15 @@ def all_gather(x: jax.Array, axis: str) -> jax.Array:
     """x of each of these devices: [...] -> [parts, ...]."""
     names = mesh_axes(axis)
     return lax.all_gather(x, names) if names else x[None]
+
+
+def gather_fetched(x: jax.Array, axes: Sequence[str | None], shape: Sequence[int]) -> jax.Array:
+    """A weight of this shape that came to the devices as `ShardingRules.fetch_sharding` says, as they use it."""
+    mesh = get_abstract_mesh()
+    is_whole = not any(mesh_axes(axis) for axis in axes if axis is not None)
+    if is_shared(is_whole, shape, math.prod(mesh.shape.values())):
+        return lax.all_gather(x, tuple(mesh.shape), tiled=True)
+    return x
 
 
 def local_start(axis: str, size: int) -> jax.Array:

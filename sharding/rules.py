@@ -99,6 +99,19 @@ class ShardingRules:
                 )
         return NamedSharding(mesh, self.spec(*axes))
 
+    def fetch_sharding(
+        self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]
+    ) -> NamedSharding:
+        """Where a weight comes to the devices while it is on its way from the host or a disk.
+
+        As `sharding` says; but a matrix that every device will have whole comes to each in a part, so that no byte comes
+        twice, and `collectives.gather_fetched` makes it whole (DeepSpeed Inference, section VI-B).
+        """
+        placed, devices = self.sharding(mesh, axes, shape), math.prod(mesh.shape.values())
+        if is_shared(placed.is_fully_replicated, shape, devices):
+            return NamedSharding(mesh, PartitionSpec(tuple(mesh.shape)))
+        return placed
+
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> Self:
         """From names: {"heads": "tensor", "mlp": ["expert", "tensor"], "vocab": []}; an empty list splits nothing.
@@ -109,3 +122,8 @@ class ShardingRules:
             raise ValueError(f"unknown axis {unknown[0]!r}; known: {', '.join(cls.SPLIT)}.")
         given = {axis: tuple(names) or None if isinstance(names, list) else names for axis, names in fields.items()}
         return cls(**given)
+
+
+def is_shared(is_whole: bool, shape: Sequence[int], devices: int) -> bool:
+    """Whether a weight of this shape, whole on every device if `is_whole`, comes to each in a part."""
+    return is_whole and devices > 1 and len(shape) > 1 and shape[0] % devices == 0

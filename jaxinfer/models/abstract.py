@@ -5,7 +5,7 @@ on disk does without (`leaves.py` remembers what such a model has).
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -39,6 +39,13 @@ def state_of(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Ar
 def merge_model(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Array]) -> Any:
     """The `Decoder` or `Encoder` with these leaves, in the order of `describe_leaves`."""
     return nnx.merge(split_model(config, weights)[0], state_of(config, weights, leaves))
+
+
+def merge_parts(config: ModelConfig, weights: WeightFormat, parts: Mapping[str, jax.Array]) -> Any:
+    """The model with these leaves by name, and shapes alone in place of the others."""
+    graph, state = split_model(config, weights)
+    leaves = [parts.get(name, leaf) for name, leaf in zip(variables(state), jax.tree.leaves(state), strict=True)]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
 
 def variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:

@@ -186,6 +186,16 @@ class _TransformerConfig:
         return self.embed
 
     @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """For each layer the first one that computes the same with other weights."""
+        first: dict[tuple[float, int | None], int] = {}
+        attention = self.attention
+        return tuple(
+            first.setdefault((attention.score_scale(layer), attention.window(layer)), layer)
+            for layer in range(self.layers)
+        )
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the embedding, and of the head."""
         return self.vocab if self.padded_vocab is None else self.padded_vocab

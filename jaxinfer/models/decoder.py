@@ -11,7 +11,6 @@ from jaxinfer.models.layer import TransformerLayer
 from jaxinfer.models.linear import Embedding, Linear
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
-from jaxinfer.models.rotary import rotary_table
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages
 from sharding.collectives import local_start
@@ -86,7 +85,8 @@ class Decoder(nnx.Module):
         self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None = None
     ) -> tuple[jax.Array, ForwardContext]:
         """The embeddings of the packed tokens, [N, D], and what all layers share; arguments as for `forward`."""
-        cfg, forward_context = self.cfg, self.forward_context(groups, adapters)
+        cfg = self.cfg
+        forward_context = ForwardContext.of(groups, cfg.positions, None if adapters is None else adapters[0])
         x = self.embed(pack(group.ids for group in groups))
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
@@ -113,7 +113,7 @@ class Decoder(nnx.Module):
 
         Args:
           x: [N, D].
-          forward_context: of this pass, from `enter` or `forward_context`.
+          forward_context: of this pass, from `enter` or `ForwardContext.of`.
           caches: one KVPages for each of these layers, or None.
           adapters: one LayerAdapters for each of these layers, or None.
         Returns: [N, D], and the new caches of these layers (None without caches).
@@ -136,19 +136,6 @@ class Decoder(nnx.Module):
             x = self.project_out(x)
         return unpack(x, forward_context.groups)
 
-    def forward_context(
-        self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None = None
-    ) -> ForwardContext:
-        """What all layers of a pass over these groups share; `adapters`, of any layers, give the number of slots."""
-        cfg = self.cfg.positions
-        rotary = tuple(
-            rotary_table(cfg, group.positions) if cfg.kind is PositionKind.ROTARY else None for group in groups
-        )
-        if adapters is None:
-            return ForwardContext(groups, rotary)
-        slots = len(adapters[0].qkv.a)
-        return ForwardContext(groups, rotary, pack(_adapter_one_hot(group, slots) for group in groups))
-
     @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of every next token on this device, float32: [..., W] -> [..., V]; -inf in rows that are no tokens."""
@@ -160,9 +147,3 @@ class Decoder(nnx.Module):
             ids = local_start("vocab", scores.shape[-1]) + jnp.arange(scores.shape[-1])
             scores = jnp.where(ids < self.cfg.vocab, scores, -jnp.inf)
         return scores
-
-
-def _adapter_one_hot(group: TokenRows, slots: int) -> jax.Array:
-    """The adapter of each token: [B, T, S]."""
-    assert group.adapter is not None, "a pass with adapters needs the adapter of each row"
-    return jnp.broadcast_to(jax.nn.one_hot(group.adapter - 1, slots)[:, None], (*group.ids.shape, slots))

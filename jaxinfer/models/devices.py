@@ -57,6 +57,15 @@ def sharding_on(mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | No
     return rules.sharding(mesh, axes, shape)
 
 
+def fetch_sharding_on(
+    mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | None], shape: Sequence[int]
+) -> Sharding:
+    """Where a weight with these logical axes comes to the devices, layer by layer."""
+    if mesh is None:
+        return sharding_on(mesh, rules, axes, shape)
+    return rules.fetch_sharding(mesh, axes, shape)
+
+
 def default_dtype(mesh: Mesh | None) -> str | None:
     """The dtype to compute in if none is asked for; None: as stored."""
     if devices_of(mesh)[0].platform == "cpu":
@@ -73,12 +82,13 @@ def bytes_per_device(leaves: Mapping[str, Leaf], mesh: Mesh | AbstractMesh | Non
     return total
 
 
-def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
-    """Raise MemoryError unless each device has this many bytes free for the model in `folder`."""
-    if needed > (available := available_bytes(mesh)):
+def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None, *, limit: int | None = None) -> None:
+    """Raise MemoryError unless each device has this many bytes free for the model in `folder`, and within `limit`."""
+    available = available_bytes(mesh)
+    if needed > (available := min(available, limit or available)):
         raise MemoryError(
             f"{folder}: loading needs {needed / 2**30:.2f} GiB of memory and {available / 2**30:.2f} GiB are "
-            "available; use quantize='int4', a smaller dtype, or a mesh with more devices."
+            "available; use weights='auto', quantize='int4', a smaller dtype, or a mesh with more devices."
         )
 
 

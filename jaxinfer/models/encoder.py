@@ -32,21 +32,26 @@ class Encoder(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """Hidden vectors [B, T, D].
+        """Hidden vectors [B, T, D]: `enter`, and all layers.
 
         Args:
           tokens: int32 [B, T].
           positions: int32 [B, T], negative for padding.
           token_types: int32 [B, T]; None: all 0.
         """
-        x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
-        if self.token_types is not None:
-            x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
-        forward_context = ForwardContext((TokenRows(tokens, positions),), (None,))
-        x = self.embed_norm(x)
+        x, forward_context = self.enter(tokens, positions, token_types)
         for layer in self.layers:
             x, _ = layer(x, forward_context)
         return x
+
+    def enter(
+        self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None
+    ) -> tuple[jax.Array, ForwardContext]:
+        """The embeddings, [B, T, D], and what all layers share; arguments as above."""
+        x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
+        if self.token_types is not None:
+            x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
+        return self.embed_norm(x), ForwardContext.of((TokenRows(tokens, positions),), self.cfg.positions)
 
     def pool(self, hidden: jax.Array, positions: jax.Array) -> jax.Array:
         """One float32 vector per row, of length 1: [B, T, D] -> [B, D]."""

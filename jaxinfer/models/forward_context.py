@@ -5,13 +5,15 @@ Linears work on the N tokens of all groups together (`pack`), attention on each 
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.models.low_rank import AdapterDelta, LowRankStack
+from jaxinfer.models.config import PositionKind, PositionsConfig
+from jaxinfer.models.low_rank import AdapterDelta, LayerAdapters, LowRankStack
+from jaxinfer.models.rotary import rotary_table
 
 
 class TokenRows(NamedTuple):
@@ -45,6 +47,18 @@ class ForwardContext(NamedTuple):
     rotary: tuple[tuple[jax.Array, jax.Array] | None, ...]
     adapter_one_hot: jax.Array | None = None
 
+    @classmethod
+    def of(
+        cls, groups: tuple[TokenRows, ...], positions: PositionsConfig, adapters: LayerAdapters | None = None
+    ) -> Self:
+        """Of a pass over these groups; `adapters`, of any layer, give the number of adapter slots."""
+        is_rotary = positions.kind is PositionKind.ROTARY
+        rotary = tuple(rotary_table(positions, group.positions) if is_rotary else None for group in groups)
+        if adapters is None:
+            return cls(groups, rotary)
+        slots = len(adapters.qkv.a)
+        return cls(groups, rotary, pack(_adapter_one_hot(group, slots) for group in groups))
+
     def adapter_delta(self, stack: LowRankStack) -> AdapterDelta | None:
         """What the tokens' adapters add to one linear."""
         if self.adapter_one_hot is None:
@@ -67,3 +81,9 @@ def unpack(x: jax.Array, groups: tuple[TokenRows, ...]) -> list[jax.Array]:
     ends = np.cumsum([group.ids.size for group in groups])
     parts = jnp.split(x, ends[:-1])
     return [part.reshape(*group.ids.shape, *x.shape[1:]) for part, group in zip(parts, groups, strict=True)]
+
+
+def _adapter_one_hot(group: TokenRows, slots: int) -> jax.Array:
+    """The adapter of each token: [B, T, S]."""
+    assert group.adapter is not None, "a pass with adapters needs the adapter of each row"
+    return jnp.broadcast_to(jax.nn.one_hot(group.adapter - 1, slots)[:, None], (*group.ids.shape, slots))

@@ -58,6 +58,12 @@ def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context
     return {f"{name}.{layer}": pages for layer in range(config.layers) for name in ("keys", "values")}
 
 
+def layer_of(name: str) -> int | None:
+    """The layer that a leaf belongs to, by its name; None for embeddings, the head and what else is there once."""
+    first, *rest = name.split(".")
+    return int(rest[0]) if first == "layers" else None
+
+
 def scale_name(name: str) -> str:
     """The leaf with the scales of a quantised matrix: `a.kernel` -> `a.scale`."""
     return name.rpartition(".")[0] + ".scale"

@@ -9,12 +9,12 @@ import functools
 import os
 import pathlib
 import types
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 import checkpoints
 from checkpoints import CheckpointError, Leaf, Manifest
@@ -23,7 +23,7 @@ from jaxinfer.models import devices
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.description import CONFIG, Description, weight_format
 from jaxinfer.models.fitting import Fitting, fit
-from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
+from jaxinfer.models.leaves import canonical_leaves, layer_of, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.weights import quantize as quantize_matrix
 from sharding import MeshConfig, ShardingRules
@@ -35,33 +35,35 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedModel:
-    """A model on its devices: `nnx.merge(graphdef, state)` is the module.
+class OpenedModel:
+    """A model directory, checked and fitted to its devices, before any weight is read.
 
     Attributes:
       folder: the model directory, where the tokenizer is.
+      manifest: what the directory holds.
       description: of the stored model.
-      fitting: how it was fitted to the mesh.
+      fitting: how it is fitted to the mesh.
       weights: the format of the leaves.
-      mesh: the devices, or None for one device.
-      leaves: the weights by name, in the order in which programs take them.
+      mesh: the devices, or None for one device. rules: what is split over which mesh axis.
     """
 
     folder: pathlib.Path
+    manifest: Manifest
     description: Description
     fitting: Fitting
     weights: WeightFormat
     mesh: Mesh | None
     rules: ShardingRules
-    leaves: dict[str, jax.Array]
 
-    @functools.cached_property
-    def graphdef(self) -> "nnx.GraphDef":
-        return _abstract().split_model(self.config, self.weights)[0]
+    def load(self, *, device_memory: int | None = None) -> "LoadedModel":
+        """The whole model on its devices. Raises MemoryError if it does not fit them, or `device_memory` bytes."""
+        needed = self.bytes_per_device() + min(self.manifest.bytes, GROUP_BYTES)
+        devices.check_memory(self.folder, needed, self.mesh, limit=device_memory)
+        return LoadedModel(**self.fields(), leaves=self.read())
 
-    @functools.cached_property
-    def state(self) -> "nnx.State":
-        return _abstract().state_of(self.config, self.weights, self.leaves.values())
+    def fields(self) -> dict[str, Any]:
+        """What a `LoadedModel` takes beside its weights."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(OpenedModel)}
 
     @property
     def config(self) -> ModelConfig:
@@ -80,6 +82,92 @@ class LoadedModel:
     def platform(self) -> str:
         """What its devices are: "cpu", "gpu"."""
         return devices.devices_of(self.mesh)[0].platform
+
+    @property
+    def shapes(self) -> Mapping[str, Leaf]:
+        """The leaves on the devices by name, in the order in which programs take them."""
+        return canonical_leaves(self.config, self.weights)
+
+    def sharding(self, leaf: Leaf) -> Sharding:
+        """Where one of `shapes` lives."""
+        return devices.sharding_on(self.mesh, self.rules, leaf.axes, leaf.shape)
+
+    def layer_shapes(self, layer: int) -> list[jax.ShapeDtypeStruct]:
+        """The leaves of one layer, as they come to the devices, in the order in which programs take them."""
+
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            sharding = devices.fetch_sharding_on(self.mesh, self.rules, leaf.axes, leaf.shape)
+            return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
+
+        return [shape(leaf) for name, leaf in self.shapes.items() if layer_of(name) == layer]
+
+    def bytes_per_device(self, only: Callable[[str], bool] = lambda name: True) -> int:
+        """Bytes of each device's part of the leaves that are selected by name."""
+        chosen = {name: leaf for name, leaf in self.shapes.items() if only(name)}
+        return devices.bytes_per_device(chosen, self.mesh, self.rules)
+
+    def read(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, jax.Array]:
+        """The leaves that are selected by name, placed, and quantised if the format asks for it; in order."""
+        stored = checkpoints.stream(
+            self.folder,
+            mesh=self.mesh,
+            rules=self.rules,
+            dtype=self.weights.dtype,
+            only=only,
+            takes=self.fitting.of_leaf,
+        )
+        arrays: dict[str, jax.Array] = {}
+        for name, array in stored:
+            for part, value in _adapt(name, array, self.shapes[name]).items():
+                arrays[part] = jax.device_put(value, self.sharding(self.shapes[part]))
+                arrays[part].block_until_ready()  # otherwise reading runs ahead and the originals pile up
+        return {name: arrays[name] for name in self.shapes if name in arrays}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel(OpenedModel):
+    """A model on its devices: `nnx.merge(graphdef, state)` is the module.
+
+    Attributes:
+      leaves: the weights by name, in the order in which programs take them.
+    """
+
+    leaves: dict[str, jax.Array]
+
+    @functools.cached_property
+    def graphdef(self) -> "nnx.GraphDef":
+        return _abstract().split_model(self.config, self.weights)[0]
+
+    @functools.cached_property
+    def state(self) -> "nnx.State":
+        return _abstract().state_of(self.config, self.weights, self.leaves.values())
+
+
+def open_model(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | MeshConfig | str | os.PathLike[str] | None = None,
+    rules: ShardingRules | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+) -> OpenedModel:
+    """Check a model directory, without reading a weight; arguments and errors as of `load_model`, but MemoryError."""
+    folder = pathlib.Path(path)
+    manifest, description = checkpoints.read_manifest(folder), Description.read(folder)
+    mesh, rules = devices.build_mesh(mesh, rules)
+    if dtype is None:
+        dtype = devices.default_dtype(mesh)
+    weights = weight_format(description, dtype=dtype, quantize=quantize)
+    _check_leaves(folder, manifest, description)
+    return OpenedModel(
+        folder=folder,
+        manifest=manifest,
+        description=description,
+        fitting=fit(description.config, weights, mesh, rules, stored=description.quantization),
+        weights=weights,
+        mesh=mesh,
+        rules=rules,
+    )
 
 
 def load_model(
@@ -101,33 +189,7 @@ def load_model(
     Raises CheckpointError if files, config and weights do not fit together, and before any weight is read ValueError
     for a mesh that the model cannot be fitted to, and MemoryError if it does not fit the devices.
     """
-    folder = pathlib.Path(path)
-    manifest, description = checkpoints.read_manifest(folder), Description.read(folder)
-    mesh, rules = devices.build_mesh(mesh, rules)
-    if dtype is None:
-        dtype = devices.default_dtype(mesh)
-    weights = weight_format(description, dtype=dtype, quantize=quantize)
-    _check_leaves(folder, manifest, description)
-    fitting = fit(description.config, weights, mesh, rules, stored=description.quantization)
-    targets = canonical_leaves(fitting.config, weights)
-    needed = devices.bytes_per_device(targets, mesh, rules) + min(manifest.bytes, GROUP_BYTES)
-    devices.check_memory(folder, needed, mesh)
-
-    arrays: dict[str, jax.Array] = {}
-    for name, array in checkpoints.stream(folder, mesh=mesh, rules=rules, dtype=weights.dtype, takes=fitting.of_leaf):
-        for part, value in _adapt(name, array, targets[name]).items():
-            leaf = targets[part]
-            arrays[part] = jax.device_put(value, devices.sharding_on(mesh, rules, leaf.axes, leaf.shape))
-            arrays[part].block_until_ready()  # otherwise reading runs ahead and the originals pile up
-    return LoadedModel(
-        folder=folder,
-        description=description,
-        fitting=fitting,
-        weights=weights,
-        mesh=mesh,
-        rules=rules,
-        leaves={name: arrays[name] for name in targets},
-    )
+    return open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize).load()
 
 
 def _abstract() -> types.ModuleType:

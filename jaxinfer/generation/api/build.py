@@ -1,26 +1,32 @@
 """An engine from a loaded model: which scheduler and which executor it has."""
 
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import cast
 
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.buckets import EncoderBuckets
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.protocols import Clock
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
+from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecutor
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
+from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.generation.execution.platforms import buckets_of, check_mesh
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, EncoderConfig
 from jaxinfer.models.devices import device_name, devices_of
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.loading import LoadedModel, OpenedModel
+from jaxinfer.streaming.config import MemoryConfig, MemoryOptions
+from jaxinfer.streaming.model import StreamedModel, stream_model
 
 COST_OPTIONS = ("page_size", "chunk_size", "kv_dtype", "max_adapters", "max_lora_rank", "kernels")
 """The fields of `EngineConfig` that decide how long programs of the same sizes take."""
@@ -56,7 +62,8 @@ def build_engine(
     if isinstance(model.config, EncoderConfig):
         shapes = EncoderBuckets.of(config)
         scheduler = EncoderScheduler(config, shapes)
-        executor = EncoderExecutor(model, config, shapes, clock=clock, costs=costs)
+        runs_encoder = EncoderChainExecutor if isinstance(model, StreamedModel) else EncoderExecutor
+        executor = runs_encoder(model, config, shapes, clock=clock, costs=costs)
     else:
         if config.max_adapters:
             sizes = config.max_adapters, config.max_lora_rank, config.adapter_bytes
@@ -65,7 +72,8 @@ def build_engine(
             adapters = AdapterCache(*sizes, model.description.family, original)
         buckets = buckets_of(config, model.platform)
         scheduler = DecoderScheduler(config, buckets, PagePool(num_pages, config.page_size), adapters, costs=costs)
-        executor = DecoderExecutor(
+        runs_decoder = ChainExecutor if isinstance(model, StreamedModel) else DecoderExecutor
+        executor = runs_decoder(
             model, config, buckets, num_pages=num_pages, logits_processors=processors, clock=clock, costs=costs
         )
     inputs = InputProcessor(
@@ -80,7 +88,50 @@ def build_engine(
     return Engine(config, inputs, scheduler, executor, clock=clock)
 
 
-def open_costs(model: LoadedModel, config: EngineConfig, logits_processors: tuple[str, ...]) -> Costs:
+class ModelOptions(EngineOptions, MemoryOptions, total=False):
+    """What `LLM` and `Embedder` take as options."""
+
+
+def split_options(options: ModelOptions, *, owner: str) -> tuple[EngineOptions, MemoryConfig]:
+    """The options of an engine, and where weights are. Raises TypeError for unknown ones, ValueError for bad values."""
+    known = ModelOptions.__annotations__
+    if unknown := options.keys() - known.keys():
+        raise TypeError(f"{owner} has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
+    memory = {name: value for name, value in options.items() if name in MemoryOptions.__annotations__}
+    engine = {name: value for name, value in options.items() if name not in memory}
+    return cast(EngineOptions, engine), MemoryConfig.of(cast(MemoryOptions, memory))
+
+
+def place_model(
+    opened: OpenedModel,
+    config: EngineConfig,
+    memory: MemoryConfig,
+    *,
+    cache_bytes: int | None = None,
+    given: Collection[str] = (),
+) -> tuple[LoadedModel, EngineConfig]:
+    """The model, all of it on its devices or streamed to them; and the engine's sizes that it can run.
+
+    Args:
+      given: the options that the user has set, rather than left.
+    Raises MemoryError if it does not fit, ValueError for options that a streamed model does not have.
+    """
+    placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=open_costs(opened, config))
+    if placement is None:
+        return opened.load(device_memory=memory.device_memory), config
+    for name, only in (("num_speculative_tokens", 0), ("max_decode_passes", 1)):
+        if name in given and (value := getattr(config, name)) != only:
+            raise ValueError(
+                f"{name}={value} needs all weights on the devices, and weights={memory.weights!r} streams them: "
+                f"leave it {only}."
+            )
+    model = stream_model(opened, placement)
+    if isinstance(opened.config, DecoderConfig):  # the host drives each pass through the layers: a step is one pass
+        config = dataclasses.replace(config, max_decode_passes=1)
+    return model, config
+
+
+def open_costs(model: OpenedModel, config: EngineConfig, logits_processors: tuple[str, ...] = ()) -> Costs:
     """The record of a model's programs that is kept on disk, under all that decides how long they take.
 
     What only says which programs there are, or how large arrays are of which a step reads a part (the number of pages,

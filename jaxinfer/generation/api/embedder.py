@@ -7,16 +7,16 @@ from typing import Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.api.build import ModelOptions, build_engine, place_model, split_options
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.llm import LLM
-from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
+from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.platforms import check_mesh
 from jaxinfer.generation.text import Prompt, Tokenizer
 from jaxinfer.models.description import Description
 from jaxinfer.models.devices import build_mesh
-from jaxinfer.models.loading import LoadedModel, load_model
+from jaxinfer.models.loading import LoadedModel, open_model
 from sharding import MeshConfig, ShardingRules
 
 ENCODER_TOKENS = 4096
@@ -34,7 +34,7 @@ class Embedder:
       rules: as in `LLM`.
       max_batch: how many texts can run at once.
       context: how many tokens a text can have; None: the model's own.
-      options: those of `LLM` for a decoder; for an encoder token_budget, overlap and kernels.
+      options: those of `LLM` for a decoder; for an encoder token_budget, overlap, kernels, and `MemoryOptions`.
 
     Attributes:
       engine: where requests can be queued one by one (`prepare` with PoolingParams, `add`, `step`, `abort`).
@@ -52,7 +52,7 @@ class Embedder:
         rules: ShardingRules | None = None,
         max_batch: int = 32,
         context: int | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Unpack[ModelOptions],
     ):
         if max_batch < 1:
             raise ValueError(f"Embedder.max_batch must be >= 1, got {max_batch}.")
@@ -76,11 +76,13 @@ class Embedder:
         longest = description.config.context
         if context is not None and not 1 < context <= longest:
             raise ValueError(f"Embedder.context must be in [2, {longest}] for this model, got {context}.")
-        options.setdefault("token_budget", ENCODER_TOKENS)
-        config = EngineConfig(max_batch=max_batch, context=context or longest, **options)
+        engine_options, memory = split_options(options, owner="Embedder")
+        engine_options.setdefault("token_budget", ENCODER_TOKENS)
+        config = EngineConfig(max_batch=max_batch, context=context or longest, **engine_options)
         mesh, rules = build_mesh(mesh, rules)
         check_mesh(mesh)
-        self.model = load_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
+        opened = open_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
+        self.model, config = place_model(opened, config, memory, given=options.keys())
         self.tokenizer = Tokenizer.of(self.model.folder)
         self.engine = build_engine(self.model, self.tokenizer, config)
 

@@ -8,9 +8,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.api.build import ModelOptions, build_engine, place_model, split_options
 from jaxinfer.generation.api.embedding import embed
-from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
+from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.output import request_output
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.execution.memory import plan_memory
@@ -23,7 +23,7 @@ from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Prompt, Tokenizer, encode_chat
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.devices import build_mesh
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.loading import open_model
 from sharding import MeshConfig, ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
@@ -52,7 +52,8 @@ class LLM:
       adapters: LoRA adapters (PEFT folders) by the name that `SamplingParams.adapter` gives.
       logits_processors: `sampler.LogitsProcessor`s by the name that `SamplingParams.logits_processors` gives.
       options: `EngineOptions`: page_size, token_budget, chunk_size, max_decode_passes, num_speculative_tokens,
-        prefix_caching, kv_dtype, max_adapters, max_lora_rank, adapter_bytes, overlap, kernels.
+        prefix_caching, kv_dtype, max_adapters, max_lora_rank, adapter_bytes, overlap, kernels; and `MemoryOptions`:
+        weights ("device", "host", "disk", "auto"), device_memory, host_memory, prefetch.
 
     Raises ValueError naming what is wrong and how to fix it, and MemoryError if the weights do not fit, both before
     any weight is read.
@@ -74,29 +75,29 @@ class LLM:
         cache_bytes: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Unpack[ModelOptions],
     ):
         if max_batch < 1:
             raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
-        known = EngineOptions.__annotations__
-        if unknown := options.keys() - known.keys():
-            raise TypeError(f"LLM has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
+        engine_options, memory = split_options(options, owner="LLM")
         mesh, rules = build_mesh(mesh, rules)
         check_mesh(mesh)
-        self.model = load_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
-        model = self.model.config
+        opened = open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
+        model = opened.config
         if not isinstance(model, DecoderConfig):
             raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
         if context is not None and not 1 < context <= model.context:
             raise ValueError(f"LLM.context must be in [2, {model.context}] for this model, got {context}.")
         if adapters:
-            options.setdefault("max_adapters", min(len(adapters), 8))
-            options.setdefault("max_lora_rank", max(AdapterInfo.read(folder).rank for folder in adapters.values()))
-            if options.get("max_adapters") == 0:
+            engine_options.setdefault("max_adapters", min(len(adapters), 8))
+            rank = max(AdapterInfo.read(folder).rank for folder in adapters.values())
+            engine_options.setdefault("max_lora_rank", rank)
+            if engine_options.get("max_adapters") == 0:
                 raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
-        config = EngineConfig(max_batch=max_batch, context=context or model.context, **options)
+        config = EngineConfig(max_batch=max_batch, context=context or model.context, **engine_options)
+        self.model, config = place_model(opened, config, memory, cache_bytes=cache_bytes, given=options.keys())
         self.tokenizer = Tokenizer.of(self.model.folder)
-        self.memory = plan_memory(self.model, config, cache_bytes=cache_bytes)
+        self.memory = plan_memory(self.model, config, cache_bytes=cache_bytes, device_memory=memory.device_memory)
         self.engine = build_engine(
             self.model,
             self.tokenizer,

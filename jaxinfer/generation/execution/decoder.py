@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.compiled import Costs, Program
+from jaxinfer.compiled import Costs, Program, ProgramSpec, Sizes
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
@@ -17,9 +17,10 @@ from jaxinfer.generation.execution.base import BaseExecutor
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import ALL_TOKENS, Packer
 from jaxinfer.generation.execution.programs import decoder_programs, zeros
-from jaxinfer.generation.execution.programs.prefill import PrefillOutput
+from jaxinfer.generation.execution.programs.decode import DecodeOutput
+from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
-from jaxinfer.generation.execution.state import DeviceState
+from jaxinfer.generation.execution.state import DeviceState, Rows
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.models import LayerAdapters
 from jaxinfer.models.devices import available_bytes
@@ -51,7 +52,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         costs: Costs,
     ):
         self._layout = DeviceLayout.of(model, config, num_pages=num_pages, processors=tuple(logits_processors.values()))
-        super().__init__(model, config, decoder_programs(self._layout), clock, costs)
+        super().__init__(model, config, self._specs(self._layout), clock, costs)
         self._pass_costs = PassCosts(costs, config.num_speculative_tokens)
         self._packer = Packer(self._layout, buckets, logits_processors)
         self._empty_state = zeros.spec(self._layout.state).compile({}, mesh=model.mesh, store=self.store)
@@ -60,6 +61,11 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         if config.max_adapters:
             self._adapters = zeros.spec(self._layout.adapters).compile({}, mesh=model.mesh, store=self.store)()
         self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
+
+    @staticmethod
+    def _specs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+        """All programs there are."""
+        return decoder_programs(layout)
 
     def restart(self) -> None:
         """Begin with an empty state, after a step that failed may have destroyed it."""
@@ -93,26 +99,35 @@ class DecoderExecutor(BaseExecutor[Buckets]):
             self._update("copy_pages", *self._packer.copies(batch.copies))
         if batch.admissions:
             self._update("admit", *self._packer.admissions(batch.admissions))
-        program, inputs = self._prefill(batch) if batch.chunks else self._decode(batch)
         launched = self._clock()
-        self._state, output = program(self._layout.leaves, self._adapters, self._state, *inputs)
+        program, output = self._run(batch)
         output = only_asked(batch, output)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
         return InFlightStep(batch, program, output, launched)
+
+    def _run(self, batch: Batch) -> tuple[Program, PrefillOutput | DecodeOutput]:
+        """Send the passes of a batch to the device; the program that ran, and its results to come."""
+        program, inputs = self._prefill(batch) if batch.chunks else self._decode(batch)
+        self._state, output = program(self._layout.leaves, self._adapters, self._state, *inputs)
+        return program, output
 
     def _update(self, name: str, first: np.ndarray, second: Any) -> None:
         """Change the state by a program of this name, for as many items as the arrays have."""
         self._state = self.programs.get(name, count=len(first))(self._state, first, second)
 
     def _prefill(self, batch: Batch) -> tuple[Program, tuple[Any, ...]]:
-        width = self._packer.page_table_width(batch)
-        chunks = self._packer.chunks(batch.chunks, width)
-        padded, size = len(chunks.slot), round_up(len(batch.rows), self._packer.buckets.prefill_rows)
-        rows = self._packer.rows(batch.rows, size, width)
-        parts = [*batch.chunks, *[None] * (padded - len(batch.chunks)), *batch.rows]
-        program = self.programs.get("prefill", chunks=padded, batch=size, pages=width)
-        return program, (chunks, rows, self._bitmask(parts, padded + size))
+        buckets = self._packer.buckets
+        count, size = round_up(len(batch.chunks), buckets.chunks), round_up(len(batch.rows), buckets.prefill_rows)
+        sizes = {"chunks": count, "batch": size, "pages": self._packer.page_table_width(batch)}
+        return self.programs.get("prefill", **sizes), self._inputs(batch, sizes)
+
+    def _inputs(self, batch: Batch, sizes: Sizes) -> tuple[Chunks, Rows, Any]:
+        """A batch's chunks, rows and bitmask, padded to these sizes."""
+        count, size, width = sizes["chunks"], sizes["batch"], sizes["pages"]
+        parts = [*batch.chunks, *[None] * (count - len(batch.chunks)), *batch.rows]
+        chunks, rows = self._packer.chunks(batch.chunks, count, width), self._packer.rows(batch.rows, size, width)
+        return chunks, rows, self._bitmask(parts, count + size)
 
     def _decode(self, batch: Batch) -> tuple[Program, tuple[Any, ...]]:
         width, speculative = self._packer.page_table_width(batch), batch.num_speculative_tokens

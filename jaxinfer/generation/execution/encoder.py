@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
+import jax
 import numpy as np
 
-from jaxinfer.compiled import Costs
+from jaxinfer.compiled import Costs, Program, ProgramSpec
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import EncoderBuckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
@@ -21,8 +22,13 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
     def __init__(
         self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
-        super().__init__(model, config, [embed.spec(model)], clock, costs)
+        super().__init__(model, config, self._specs(model), clock, costs)
         self._leaves, self._buckets = list(model.leaves.values()), buckets
+
+    @staticmethod
+    def _specs(model: LoadedModel) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+        """All programs there are."""
+        return [embed.spec(model)]
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile what these sequences need together, or any (None); returns how many programs were missing."""
@@ -38,11 +44,15 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
         for row, sequence in enumerate(sequences):
             length = sequence.num_prompt_tokens
             tokens[row, :length], positions[row, :length] = sequence.token_ids, np.arange(length)
-        program = self.programs.get("embed", batch=rows, tokens=width)
         launched = self._clock()
-        vectors = program(self._leaves, tokens, positions)
+        program, vectors = self._run(tokens, positions)
         vectors.copy_to_host_async()
         return InFlightStep(batch, program, vectors, launched)
+
+    def _run(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[Program, jax.Array]:
+        """Send a padded batch to the device; the program that ran, and its vectors to come."""
+        program = self.programs.get("embed", batch=tokens.shape[0], tokens=tokens.shape[1])
+        return program, program(self._leaves, tokens, positions)
 
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a batch; its vectors are pooled already, so that only their directions count."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from checkpoints import Leaf
 from jaxinfer.compiled import compiler_options
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
@@ -17,9 +18,9 @@ from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.generation.sampling.sampler import LogitsProcessors
 from jaxinfer.generation.sampling.structured_outputs import bitmask_words
 from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
-from jaxinfer.models.devices import sharding_on
+from jaxinfer.models.devices import fetch_sharding_on, sharding_on
 from jaxinfer.models.fitting import Fitting
-from jaxinfer.models.leaves import canonical_leaves
+from jaxinfer.models.leaves import canonical_leaves, layer_of
 from jaxinfer.models.loading import LoadedModel
 from sharding import ShardingRules
 from sharding.collectives import use_rules
@@ -84,7 +85,7 @@ class DeviceLayout:
 
     Attributes:
       static: what programs depend on beside shapes.
-      leaves: the weights, or their shapes.
+      leaves: the weights that are on the device all the time, or their shapes.
       state: the shapes of `DeviceState`.
       adapters: the shapes of the adapters on the device, or None.
       mesh: the devices, or None for one.
@@ -146,6 +147,18 @@ class DeviceLayout:
     def _shapes(self) -> list[jax.ShapeDtypeStruct]:
         leaves = canonical_leaves(self.config, self.weights).values()
         return [self.place(jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)), *x.axes) for x in leaves]
+
+    def layer_leaves(self, layer: int) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of a layer's weights as they come to the devices, in the order in which programs take them."""
+
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            x = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+            if not self._placed:
+                return x
+            return x.update(sharding=fetch_sharding_on(self.mesh, self._rules, leaf.axes, leaf.shape))
+
+        leaves = canonical_leaves(self.config, self.weights).items()
+        return [shape(leaf) for name, leaf in leaves if layer_of(name) == layer]
 
     def inputs(self, *shapes: Any) -> tuple[Any, ...]:
         """Arguments from the host, which on a mesh go to all devices."""

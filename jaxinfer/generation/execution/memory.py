@@ -12,9 +12,10 @@ from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
-from jaxinfer.generation.execution.programs import decode, prefill
+from jaxinfer.generation.execution.programs import chain, decode, prefill
 from jaxinfer.models.devices import available_bytes
 from jaxinfer.models.loading import LoadedModel
+from jaxinfer.streaming.model import StreamedModel
 
 FRACTION = 0.9
 """Of the memory that is free beside the weights, what cache and workspace may take."""
@@ -55,7 +56,9 @@ class MemoryPlan:
         return f"weights {decimal(self.weights)}, cache {decimal(self.cache)} ({pages}){workspace}, of {free} free"
 
 
-def plan_memory(model: LoadedModel, config: EngineConfig, *, cache_bytes: int | None = None) -> MemoryPlan:
+def plan_memory(
+    model: LoadedModel, config: EngineConfig, *, cache_bytes: int | None = None, device_memory: int | None = None
+) -> MemoryPlan:
     """Divide the memory beside the weights between the cache and the programs' workspace.
 
     A CPU, which shares its memory with others, gets the pages of `config.max_batch` full sequences, a GPU all that fit.
@@ -63,15 +66,23 @@ def plan_memory(model: LoadedModel, config: EngineConfig, *, cache_bytes: int | 
 
     Args:
       cache_bytes: bytes of the cache; None: as many as there is room for.
+      device_memory: bytes that the model may take of each device, weights included; None: all that are free.
     Raises ValueError if not even one page fits, MemoryError if `cache_bytes` and the workspace do not fit together.
     """
-    available, shared = available_bytes(model.mesh), shares_memory(model.platform)
-    buckets = buckets_of(config, model.platform)
+    weights, shared = _weight_bytes(model), shares_memory(model.platform)
+    available = available_bytes(model.mesh)
+    if device_memory is not None:
+        available = min(available, device_memory - weights)
+    if isinstance(model, StreamedModel):
+        available -= model.placement.buffer_bytes
+    buckets, streamed = buckets_of(config, model.platform), isinstance(model, StreamedModel)
     layout = DeviceLayout.of(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
-    adapters, size = _device_bytes(layout.adapters), _device_bytes(layout.state.caches) // layout.num_pages
+    adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
     full = config.max_batch * -(-config.context // config.page_size)
     ample = AMPLE * (full * size + adapters) <= available
-    workspace = None if shared and cache_bytes is None and ample else workspace_bytes(layout, buckets)
+    workspace = (
+        None if shared and cache_bytes is None and ample else workspace_bytes(layout, buckets, streamed=streamed)
+    )
     room = int(available * FRACTION) - adapters - (workspace or 0)
     budget = room if cache_bytes is None else cache_bytes
     if budget < size:
@@ -88,7 +99,7 @@ def plan_memory(model: LoadedModel, config: EngineConfig, *, cache_bytes: int | 
     if cache_bytes is None and pages != full:
         pages = _coarse(pages)
     return MemoryPlan(
-        weights=_device_bytes(model.leaves) + adapters,
+        weights=weights + adapters,
         available=available,
         workspace=workspace,
         page_bytes=size,
@@ -102,14 +113,25 @@ def _coarse(pages: int) -> int:
     return pages // step * step
 
 
-def workspace_bytes(layout: DeviceLayout, buckets: Buckets) -> int:
+def _weight_bytes(model: LoadedModel) -> int:
+    """Of the weights that are on each device all the time."""
+    if not isinstance(model, StreamedModel):
+        return part_bytes(model.leaves)
+    return part_bytes(model.leaves) + model.placement.tiers.count("device") * model.placement.layer_bytes
+
+
+def workspace_bytes(layout: DeviceLayout, buckets: Buckets, *, streamed: bool = False) -> int:
     """What the largest programs need while they run, on each device; compiles them."""
-    specs = [prefill.spec(layout), decode.spec(layout)]
+    specs = chain.decoder_specs(layout) if streamed else [prefill.spec(layout), decode.spec(layout)]
     programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=ExecutableStore())
     programs.compile_ahead(buckets.largest)
     return max(program.memory.workspace_bytes for program in programs)
 
 
-def _device_bytes(tree: Any) -> int:
-    """Bytes of each device's part of arrays or shapes."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def part_bytes(tree: Any) -> int:
+    """Bytes of each device's part of arrays or shapes; shapes without a sharding are on one device."""
+
+    def shape(x: Any) -> tuple[int, ...]:
+        return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+
+    return sum(math.prod(shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

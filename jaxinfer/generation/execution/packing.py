@@ -64,9 +64,8 @@ class Packer:
         """Pages of the longest page table, rounded up."""
         return round_up(max(len(part.pages) for part in batch.parts), self.buckets.page_tables)
 
-    def chunks(self, chunks: Sequence[Chunk], width: int) -> Chunks:
-        """Chunks of prompts with page tables of this width."""
-        count = round_up(len(chunks), self.buckets.chunks)
+    def chunks(self, chunks: Sequence[Chunk], count: int, width: int) -> Chunks:
+        """`count` chunks of prompts with page tables of this width."""
         slot = np.full(count, self._nowhere, np.int32)
         (start, tokens), (chooses, pooling) = np.zeros((2, count), np.int32), np.zeros((2, count), np.bool_)
         for row, chunk in enumerate(chunks):

@@ -14,18 +14,14 @@ from jaxinfer.models.config import BlockKind
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import save_model
 from sharding import MeshConfig, ShardingRules
+from tests.generation.sampled import PROMPTS, SAMPLED, generate, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
 
-PROMPTS = [list(range(20)), [7, 3, 250, 9], [5] * 9]
 SIZES = {"max_batch": 3, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
 """An engine of few programs, for one request at a time."""
-
-
-def generate(llm, params, prompts=PROMPTS):
-    return [[(o.token_ids, o.text) for o in request.outputs] for request in llm.generate(prompts, params)]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +31,6 @@ def pair(model_dir):
     return LLM(model_dir, **sizes), LLM(model_dir, mesh=MeshConfig(tensor=4), **sizes)
 
 
-def only_even(scores, history, length):
-    assert scores.shape[1] == CONFIG.vocab
-    return scores.at[:, 1::2].set(-np.inf)
-
-
 def test_leaves_and_caches_are_split(pair):
     _, llm = pair
     leaves = llm.model.leaves
@@ -47,27 +38,6 @@ def test_leaves_and_caches_are_split(pair):
         assert leaves[name].addressable_shards[0].data.shape[axis] == leaves[name].shape[axis] // 4
     caches = jax.tree.leaves(llm.engine.executor._state.caches)
     assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of four copies of two KV heads
-
-
-SAMPLED = {
-    "greedy": {"temperature": 0},
-    "seeded": {"temperature": 1.0, "seed": 3},
-    "top_k": {"temperature": 1.5, "seed": 3, "top_k": 5},
-    "top_k beyond the candidates": {"temperature": 3.0, "seed": 3, "top_k": 100},
-    "top_p": {"temperature": 1.0, "seed": 4, "top_p": 0.7},
-    "top_p beyond the candidates": {"temperature": 9.0, "seed": 4, "top_p": 0.95},
-    "min_p": {"temperature": 2.0, "seed": 5, "min_p": 0.2},
-    "all cuts": {"temperature": 2.0, "seed": 6, "top_k": 40, "top_p": 0.8, "min_p": 0.01},
-    "penalties": {"temperature": 0, "repetition_penalty": 1.6, "presence_penalty": 0.4, "frequency_penalty": 0.3},
-    "bias": {"temperature": 0, "logit_bias": {250: 90.0, 3: -100.0}},
-    "min_tokens": {"temperature": 0, "min_tokens": 6, "stop_token_ids": [0, 100, 200, 256]},
-    "logits processor": {"temperature": 1.0, "seed": 7, "logits_processors": ("even",)},
-    "structured": {
-        "temperature": 1.0,
-        "seed": 8,
-        "structured_outputs": StructuredOutputsParams(regex="[a-f]{4}[0-9]+"),
-    },
-}
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -10,10 +10,18 @@ Dimensions: B rows of the batch, M chunks of prompts, T tokens a chunk, P pages 
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout
-from jaxinfer.generation.execution.programs import admit, copy_pages, decode, place_adapter, prefill
+from jaxinfer.generation.execution.programs import admit, chain, copy_pages, decode, place_adapter, prefill
 
 
 def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
     """All programs of a decoder."""
-    files = (admit, copy_pages, place_adapter, prefill, decode)
-    return [file.spec(layout) for file in files]
+    return [*_state_programs(layout), prefill.spec(layout), decode.spec(layout)]
+
+
+def chain_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+    """All programs of a decoder whose layers are streamed."""
+    return [*_state_programs(layout), *chain.decoder_specs(layout)]
+
+
+def _state_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+    return [file.spec(layout) for file in (admit, copy_pages, place_adapter)]

@@ -1,7 +1,7 @@
 """`embed`: an encoder's vectors of a batch of prompts."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,12 @@ class EncoderStatic(NamedTuple):
     weights: WeightFormat
     rules: ShardingRules
 
+    @classmethod
+    def of(cls, model: LoadedModel) -> Self:
+        """That of a loaded encoder."""
+        assert isinstance(model.config, EncoderConfig)
+        return cls(model.config, model.weights, model.rules)
+
 
 def build(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
     """The function of these sizes."""
@@ -43,7 +49,6 @@ def build(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
 
 def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
     """Sizes: `batch` rows of `tokens`; buckets are pairs of these."""
-    assert isinstance(model.config, EncoderConfig)
     leaves = list(model.leaves.values())
 
     def arguments(sizes):
@@ -53,7 +58,7 @@ def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
     return ProgramSpec(
         name="embed",
         build=build,
-        static=EncoderStatic(model.config, model.weights, model.rules),
+        static=EncoderStatic.of(model),
         arguments=arguments,
         reachable=lambda shapes: ({"batch": rows, "tokens": length} for rows, length in shapes),
     )

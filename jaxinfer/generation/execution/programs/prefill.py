@@ -15,6 +15,7 @@ from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, fl
 from jaxinfer.generation.execution.state import (
     DeviceState,
     Rows,
+    Slots,
     append,
     last_tokens,
     options_of,
@@ -90,40 +91,73 @@ def prefill(
       bitmask: uint32 [M + B, V / 32], the tokens that may be chosen; see `sampler.allowed`.
       chunk_size: T, tokens a chunk.
     """
-    slots = state.slots
-    index = jnp.arange(chunk_size)
-    positions = jnp.where(index < chunks.num_tokens[:, None], chunks.start[:, None] + index, -1)
-    ids = slots.history[chunks.slot[:, None], jnp.maximum(positions, 0)]
-    groups = [TokenRows(ids, positions, chunks.page_table, slots.adapter[chunks.slot])]
-    decoding = progress_of(slots, rows.slot)
-    if rows.slot.size:
-        groups.append(last_tokens(slots.history, rows, decoding.position, slots.adapter[rows.slot]))
-    hidden, caches = model.forward(tuple(groups), state.caches, adapters)
+    groups = groups_of(state.slots, chunks, rows, chunk_size=chunk_size)
+    hidden, caches = model.forward(groups, state.caches, adapters)
     assert caches is not None
-    last = jnp.take_along_axis(hidden[0], jnp.maximum(chunks.num_tokens - 1, 0)[:, None, None], axis=1)
-    ends = jnp.concatenate([last[:, 0], *(group[:, 0] for group in hidden[1:])])  # [M + B, D]
+    slots, output = add_tokens(model, state.slots, hidden, chunks, rows, bitmask, processors=processors)
+    return DeviceState(caches, slots), output
+
+
+def groups_of(slots: Slots, chunks: Chunks, rows: Rows, *, chunk_size: int) -> tuple[TokenRows, ...]:
+    """The tokens of a pass: those of the chunks, then one of each row; a group that is empty is left out."""
+    groups = []
+    if chunks.slot.size:
+        positions = _positions(chunks, chunk_size)
+        ids = slots.history[chunks.slot[:, None], jnp.maximum(positions, 0)]
+        groups.append(TokenRows(ids, positions, chunks.page_table, slots.adapter[chunks.slot]))
+    if rows.slot.size:
+        position = progress_of(slots, rows.slot).position
+        groups.append(last_tokens(slots.history, rows, position, slots.adapter[rows.slot]))
+    return tuple(groups)
+
+
+def _positions(chunks: Chunks, chunk_size: int) -> jax.Array:
+    """Of the chunks' tokens: int32 [M, T], negative for padding."""
+    index = jnp.arange(chunk_size)
+    return jnp.where(index < chunks.num_tokens[:, None], chunks.start[:, None] + index, -1)
+
+
+def add_tokens(
+    model: "Decoder",
+    slots: Slots,
+    hidden: list[jax.Array],
+    chunks: Chunks,
+    rows: Rows,
+    bitmask: jax.Array,
+    *,
+    processors: LogitsProcessors,
+) -> tuple[Slots, PrefillOutput]:
+    """The end of a pass: choose the tokens that come next, from the hidden vectors of each group of `groups_of`."""
+    decoding = progress_of(slots, rows.slot)
+    ends = [group[:, 0] for group in hidden[-1:] if rows.slot.size]
+    if chunks.slot.size:
+        last = jnp.maximum(chunks.num_tokens - 1, 0)[:, None, None]
+        ends.insert(0, jnp.take_along_axis(hidden[0], last, axis=1)[:, 0])
     slot = jnp.concatenate([chunks.slot, rows.slot])
     length = jnp.concatenate([chunks.start + chunks.num_tokens, decoding.length])
     produced = jnp.concatenate([chunks.chooses, decoding.active])
     options = options_of(slots, slot)
-    tokens, logprobs = _choose(
-        model.logits(ends), slots.history, slot, length, options, bitmask, processors, vocab=model.cfg.vocab
-    )
+    logits = model.logits(jnp.concatenate(ends))  # [M + B, V]
+    tokens, logprobs = _choose(logits, slots.history, slot, length, options, bitmask, processors, vocab=model.cfg.vocab)
     before, count = progress(length, produced), produced.astype(jnp.int32)
     history, after = append(slots.history, slot, before, tokens[:, None], count, options)
     slots = with_progress(slots._replace(history=history), slot, after, produced)
-    following = slots.history[chunks.slot[:, None], positions + 1]
-    asked = options.prompt_logprobs[: len(chunks.slot)]
-    prompt_logprobs = lax.cond(
-        jnp.any(asked), lambda: _prompt_logprobs(model, hidden[0], following), lambda: no_logprobs(ids.shape)
-    )
-    real = (positions >= 0)[..., None]
-    pooled = lax.cond(
+    if chunks.slot.size:
+        prompt_logprobs = _prompt_logprobs(model, hidden[0], slots.history, chunks, options)
+        pooled = _pooled(hidden[0], chunks)
+    else:
+        prompt_logprobs, pooled = no_logprobs((0, 1)), jnp.zeros((0, model.cfg.output_width), jnp.float32)
+    return slots, PrefillOutput(tokens, produced, logprobs, prompt_logprobs, pooled)
+
+
+def _pooled(hidden: jax.Array, chunks: Chunks) -> jax.Array:
+    """Sums of the chunks' hidden vectors [M, T, W], where a request wants them: float32 [M, W]."""
+    real = (_positions(chunks, hidden.shape[1]) >= 0)[..., None]
+    return lax.cond(
         jnp.any(chunks.pooling),
-        lambda: jnp.sum(jnp.where(real, hidden[0].astype(jnp.float32), 0.0), axis=1),
-        lambda: jnp.zeros(last[:, 0].shape, jnp.float32),
+        lambda: jnp.sum(jnp.where(real, hidden.astype(jnp.float32), 0.0), axis=1),
+        lambda: jnp.zeros((len(hidden), hidden.shape[2]), jnp.float32),
     )
-    return DeviceState(caches, slots), PrefillOutput(tokens, produced, logprobs, prompt_logprobs, pooled)
 
 
 def _choose(
@@ -149,10 +183,16 @@ def _choose(
         return lax.cond(asks_more_than_greedy(options, length), by_options, lambda: (best, none))
 
 
-def _prompt_logprobs(model: "Decoder", hidden: jax.Array, following: jax.Array) -> Logprobs:
-    """Log probabilities of the following tokens, some positions at a time: the logits of all would be large."""
-    batch, tokens = following.shape
+def _prompt_logprobs(
+    model: "Decoder", hidden: jax.Array, history: jax.Array, chunks: Chunks, options: SamplingArrays
+) -> Logprobs:
+    """Log probabilities of the token after each one of a chunk, [M, T], if a request asks for some.
+
+    They are found for some positions at a time: the logits of all would be large.
+    """
+    batch, tokens = hidden.shape[:2]
     size = math.gcd(PROMPT_LOGPROB_POSITIONS, tokens)
+    following = history[chunks.slot[:, None], _positions(chunks, tokens) + 1]
 
     def one(args):
         return logprobs_of(model.logits(args[0]), args[1])
@@ -160,8 +200,12 @@ def _prompt_logprobs(model: "Decoder", hidden: jax.Array, following: jax.Array) 
     def split(x):
         return jnp.moveaxis(x.reshape(batch, tokens // size, size, *x.shape[2:]), 1, 0)
 
-    found = lax.map(one, (split(hidden), split(following)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:]), found)
+    def every() -> Logprobs:
+        found = lax.map(one, (split(hidden), split(following)))
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:]), found)
+
+    asked = options.prompt_logprobs[: len(chunks.slot)]
+    return lax.cond(jnp.any(asked), every, lambda: no_logprobs((batch, tokens)))
 
 
 def build(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
@@ -170,19 +214,20 @@ def build(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
     return static.with_model(body)
 
 
+def parts(layout: DeviceLayout, sizes: Sizes) -> tuple[Chunks, Rows]:
+    """The shapes of chunks and rows."""
+    chunks, batch, pages = sizes["chunks"], sizes["batch"], sizes["pages"]
+    vector, flag = integers(chunks), flags(chunks)
+    return Chunks(vector, vector, vector, flag, flag, integers(chunks, pages)), layout.rows(batch, pages)
+
+
 def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
     """Sizes: `chunks`, `batch` decoding rows beside them, `pages` of a page table."""
     chunk_size = layout.engine.chunk_size
 
     def arguments(sizes):
-        chunks, batch, pages = sizes["chunks"], sizes["batch"], sizes["pages"]
-        vector, flag = integers(chunks), flags(chunks)
-        inputs = layout.inputs(
-            Chunks(vector, vector, vector, flag, flag, integers(chunks, pages)),
-            layout.rows(batch, pages),
-            layout.bitmask(chunks + batch),
-        )
-        return (layout.leaves, layout.adapters, layout.state, *inputs)
+        bitmask = layout.bitmask(sizes["chunks"] + sizes["batch"])
+        return (layout.leaves, layout.adapters, layout.state, *layout.inputs(*parts(layout, sizes), bitmask))
 
     return ProgramSpec(
         name="prefill",

@@ -1,0 +1,285 @@
+"""Layers on disk as devices take them: one aligned file a layer, which is read past the page cache and verified.
+
+FOLDER/layer-00000.bin   the layer's leaves, fitted and quantised; each device's slice of a leaf is contiguous, and
+                         begins at a multiple of 4 KiB, which `O_DIRECT` needs and JAX takes without a copy on a CPU
+FOLDER/layers.json       what is where, and a crc32c of every 8 MiB; written last
+
+Orbax's files are unaligned and compressed in parts: reading a layer of them takes a core and half the disk's speed.
+"""
+
+import dataclasses
+import errno
+import mmap
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import crc32c
+import jax
+import ml_dtypes  # noqa: F401  (teaches numpy the name "bfloat16")
+import msgspec
+import numpy as np
+
+from checkpoints.errors import CheckpointError
+from checkpoints.writing import sole_owner
+
+FORMAT = 1
+MANIFEST = "layers.json"
+ALIGNMENT = 4096
+BLOCK_BYTES = 8 << 20
+"""Read at once, and verified by itself; at 8 MiB a read costs the CPU least for each byte."""
+ATTEMPTS = 4
+"""How often a block is read before its error counts."""
+FIRST_DELAY = 0.05
+"""Seconds before the second attempt; each further one waits twice as long."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredSlice:
+    """A contiguous part of a leaf: where it begins in the leaf, its shape, and its first byte in the file."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredLeaf:
+    """A leaf of a layer: its name in the model, its dtype, its shape, and its slices, which cover it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[StoredSlice, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredLayer:
+    """A layer's file: its name, its bytes, what is in it, and the crc32c of every block."""
+
+    file: str
+    bytes: int
+    leaves: tuple[StoredLeaf, ...]
+    crc32c: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayersManifest:
+    """The content of `layers.json`."""
+
+    format: int
+    block_bytes: int
+    layers: tuple[StoredLayer, ...]
+
+
+class LayerFiles:
+    """The layers of a folder, for reading.
+
+    Args:
+      folder: one that `write_layers` made.
+      preadv: reads from a file into buffers; tests give one that fails.
+
+    Attributes:
+      folder: the same.
+      layers: what each layer has.
+      retries: reads that failed or did not verify and were done again.
+
+    Raises CheckpointError for a folder that is damaged, truncated, or not such a folder.
+    """
+
+    def __init__(self, folder: pathlib.Path, preadv: Callable[[int, list[Any], int], int] = os.preadv):
+        self.folder, self._preadv, self.retries = folder, preadv, 0
+        manifest = _read_manifest(folder)
+        self.layers, self._block_bytes = manifest.layers, manifest.block_bytes
+        for index, layer in enumerate(self.layers):
+            file = folder / layer.file
+            if not file.is_file() or file.stat().st_size != layer.bytes:
+                found = f"has {file.stat().st_size} bytes instead of {layer.bytes}" if file.is_file() else "is missing"
+                raise CheckpointError(f"layer {index}: {file} {found}; remove {folder}, and it is written again.")
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest layer."""
+        return max(layer.bytes for layer in self.layers)
+
+    def blocks(self, layer: int) -> range:
+        """The offsets of a layer's blocks."""
+        return range(0, self.layers[layer].bytes, self._block_bytes)
+
+    def read_block(self, layer: int, offset: int, buffer: memoryview) -> None:
+        """Read one block of a layer into its place in a buffer for the whole layer, and verify it.
+
+        Raises CheckpointError, naming layer and file, if that fails `ATTEMPTS` times.
+        """
+        stored = self.layers[layer]
+        part = buffer[offset : min(offset + self._block_bytes, stored.bytes)]
+        wanted, problem = stored.crc32c[offset // self._block_bytes], ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                self.retries += 1
+                time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
+            try:
+                self._read(self.folder / stored.file, offset, part)
+            except OSError as error:
+                problem = f"cannot be read ({error.strerror or error}); check the disk"
+                continue
+            if crc32c.crc32c(part) == wanted:
+                return
+            problem = f"is damaged: its crc32c differs; remove {self.folder}, and it is written again"
+        where = f"layer {layer}: {self.folder / stored.file}, bytes {offset} to {offset + len(part)}"
+        raise CheckpointError(f"{where}: {problem}.")
+
+    def _read(self, file: pathlib.Path, offset: int, part: memoryview) -> None:
+        handle, direct = _open(file)
+        try:
+            done = 0
+            while done < len(part):
+                try:
+                    count = self._preadv(handle, [part[done:]], offset + done)
+                except OSError as error:
+                    if not direct or error.errno != errno.EINVAL:
+                        raise
+                    os.close(handle)  # the file system takes O_DIRECT when opening, and refuses to read
+                    handle, direct = os.open(file, os.O_RDONLY), False
+                    continue
+                if count == 0:
+                    raise OSError(errno.EIO, f"ends after {offset + done} bytes")
+                done += count
+            if not direct:  # what is read once a pass would push everything else out of the page cache
+                os.posix_fadvise(handle, offset, len(part), os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+    def views(self, layer: int, buffer: np.ndarray) -> list[dict[tuple[int, ...], np.ndarray]]:
+        """The slices of each leaf of a layer by where they begin, as views of a buffer (uint8) that it was read to."""
+
+        def view(leaf: StoredLeaf, part: StoredSlice) -> np.ndarray:
+            dtype = np.dtype(leaf.dtype)
+            size = int(np.prod(part.shape, dtype=np.int64)) * dtype.itemsize
+            return buffer[part.offset : part.offset + size].view(dtype).reshape(part.shape)
+
+        return [{part.start: view(leaf, part) for part in leaf.slices} for leaf in self.layers[layer].leaves]
+
+
+def _open(file: pathlib.Path) -> tuple[int, bool]:
+    """A file for reading, past the page cache where the file system can; and whether it can."""
+    try:
+        return os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0)), hasattr(os, "O_DIRECT")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(file, os.O_RDONLY), False
+
+
+def slice_start(index: tuple[slice, ...]) -> tuple[int, ...]:
+    """Where a device's part of an array begins, by which `LayerFiles.views` finds it."""
+    return tuple(part.start or 0 for part in index)
+
+
+def aligned_buffer(size: int) -> np.ndarray:
+    """uint8 [size], zero, beginning at a page; its pages are given back when the last array over it is gone."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
+def write_layers(
+    folder: pathlib.Path,
+    layers: int,
+    read: Callable[[int], Mapping[str, jax.Array]],
+    *,
+    total_bytes: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Make a folder of layer files, unless it is there; one process writes, others that want the same wait.
+
+    Until all is written it is in `.NAME.partial` beside it, which the next writer empties if this one is killed.
+
+    Args:
+      layers: how many.
+      read: the leaves of a layer, placed as they will be used, in the order in which they will be wanted.
+      total_bytes: about how many bytes there will be.
+      progress: called with the layers written and their number.
+    Raises CheckpointError if the disk is full.
+    """
+    if folder.exists():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with sole_owner(folder.parent / f".{folder.name}.partial", wait=True) as partial:
+            if folder.exists():  # by the process that was waited for
+                return
+            if total_bytes > (free := shutil.disk_usage(partial).free):
+                raise OSError(errno.ENOSPC, f"needs {total_bytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+            made = partial / "layers"
+            made.mkdir()
+            stored = []
+            for index in range(layers):
+                stored.append(_write_layer(made, f"layer-{index:05}.bin", read(index)))
+                progress(index + 1, layers)
+            manifest = LayersManifest(format=FORMAT, block_bytes=BLOCK_BYTES, layers=tuple(stored))
+            _write(made / MANIFEST, msgspec.json.encode(manifest))
+            made.rename(folder)
+    except OSError as error:
+        remedy = "make room, or have the model directory where there is" if error.errno == errno.ENOSPC else "see to it"
+        raise CheckpointError(f"{folder}: cannot be written ({error.strerror or error}); {remedy}.") from error
+
+
+def _write_layer(folder: pathlib.Path, name: str, leaves: Mapping[str, jax.Array]) -> StoredLayer:
+    """Write a layer's file: first what every device has, then the slices of one device after the other."""
+    slices = [(rank, *found) for leaf, array in leaves.items() for rank, found in enumerate(_slices(leaf, array))]
+    size, placed = 0, []
+    for _, leaf, start, part in sorted(slices, key=lambda found: found[0]):
+        placed.append((leaf, part, StoredSlice(start=start, shape=part.shape, offset=size)))
+        size += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+    buffer = aligned_buffer(size)
+    for _, part, where in placed:
+        target = buffer[where.offset : where.offset + part.nbytes]
+        target[:] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    _write(folder / name, buffer.data)
+    blocks = range(0, size, BLOCK_BYTES)
+    return StoredLayer(
+        file=name,
+        bytes=size,
+        leaves=tuple(
+            StoredLeaf(
+                name=leaf,
+                dtype=array.dtype.name,
+                shape=array.shape,
+                slices=tuple(where for owner, _, where in placed if owner == leaf),
+            )
+            for leaf, array in leaves.items()
+        ),
+        crc32c=tuple(crc32c.crc32c(buffer[at : at + BLOCK_BYTES].data) for at in blocks),
+    )
+
+
+def _slices(leaf: str, array: jax.Array) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
+    """The different slices of an array on its devices: its leaf, where each begins, and its values."""
+    parts = {slice_start(shard.index): shard.data for shard in array.addressable_shards}
+    for start, part in sorted(parts.items()):
+        yield leaf, start, np.asarray(part)
+
+
+def _write(file: pathlib.Path, content: bytes | memoryview) -> None:
+    """Write a file to the disk itself, and keep nothing of it in the page cache."""
+    with file.open("wb", buffering=0) as opened:
+        done = 0
+        while done < len(content):
+            done += opened.write(content[done:])
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_manifest(folder: pathlib.Path) -> LayersManifest:
+    file = folder / MANIFEST
+    try:
+        manifest = msgspec.json.decode(file.read_bytes(), type=LayersManifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{file}: damaged ({error}); remove {folder}, and it is written again.") from error
+    if manifest.format != FORMAT:
+        raise CheckpointError(
+            f"{file}: format={manifest.format} is not known to this version (it reads {FORMAT}); remove {folder}."
+        )
+    return manifest

@@ -1,0 +1,278 @@
+"""Where the weights of layers come from while a model runs: devices, host memory, or disk, behind one interface.
+
+A layer is asked for (`start`), brought to its devices (`place`), used (`arrays`) and given back (`release`), in this
+order and each by the thread that runs the model. Only reading files happens on other threads.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from checkpoints.layer_files import LayerFiles, aligned_buffer, slice_start
+
+READERS = 4
+"""Threads that read blocks: enough to keep an NVMe disk busy, and together a tenth of a core at 1 GB/s."""
+
+
+class Fetch(Protocol):
+    """A layer on its way to the devices.
+
+    Attributes:
+      tier: where it comes from: "device", "host" or "disk".
+      bytes: how many are moved; 0 from a device.
+      interval: when moving them began and when it was seen to be done, by `time.perf_counter`; None until then.
+    """
+
+    tier: str
+    bytes: int
+    interval: tuple[float, float] | None
+
+    def place(self) -> None:
+        """Let the devices begin to copy it, unless they have: before the computation that hides it is sent to them."""
+        ...
+
+    def arrays(self) -> list[jax.Array]:
+        """Its leaves on the devices, in the order in which programs take them; waits for a disk."""
+        ...
+
+    def release(self) -> None:
+        """Give its memory back: all that was computed from the arrays is done."""
+        ...
+
+
+class LayerStore(Protocol):
+    """The layers of a model."""
+
+    def start(self, layer: int) -> Fetch:
+        """Ask for a layer. Layers arrive in the order in which they are asked for."""
+        ...
+
+    def close(self) -> None:
+        """Give threads and memory back; nothing is in use any more."""
+        ...
+
+
+class _OnDevice:
+    """A layer that stays on its devices."""
+
+    tier, bytes = "device", 0
+    interval: tuple[float, float] | None = None
+
+    def __init__(self, leaves: list[jax.Array]):
+        self._leaves = leaves
+
+    def place(self) -> None:
+        pass
+
+    def arrays(self) -> list[jax.Array]:
+        return self._leaves
+
+    def release(self) -> None:
+        pass
+
+
+class DeviceStore:
+    """Layers that are on their devices all the time."""
+
+    def __init__(self, layers: dict[int, list[jax.Array]]):
+        self._layers = layers
+
+    def start(self, layer: int) -> Fetch:
+        return _OnDevice(self._layers[layer])
+
+    def close(self) -> None:
+        self._layers.clear()
+
+
+class _FromHost:
+    """A layer that is copied from the host's memory; the copy begins with `place` and runs by itself."""
+
+    tier = "host"
+
+    def __init__(self, store: "HostStore", leaves: list[jax.Array]):
+        self._store, self._host = store, leaves
+        self.bytes = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+        self.interval: tuple[float, float] | None = None
+        self._arrays: list[jax.Array] = []
+        self._begun = 0.0
+        self._ended: Future[float] | None = None
+
+    def place(self) -> None:
+        if self._ended is not None:
+            return
+        self._begun, shardings = time.perf_counter(), self._store.shardings
+        self._arrays = [jax.device_put(x, sharding) for x, sharding in zip(self._host, shardings, strict=True)]
+        self._ended = self._store.watcher.submit(_ended, self._arrays)
+
+    def arrays(self) -> list[jax.Array]:
+        assert self._ended is not None, "a layer is placed before it is used"
+        self.interval = self._begun, self._ended.result()
+        return self._arrays
+
+    def release(self) -> None:
+        if self._ended is not None:
+            self._ended.exception()
+        for array in self._arrays:
+            array.delete()
+
+
+def _ended(arrays: list[jax.Array]) -> float:
+    """When the arrays were there."""
+    jax.block_until_ready(arrays)
+    return time.perf_counter()
+
+
+class HostStore:
+    """Layers in the host's memory, pinned where the device is a GPU.
+
+    Args:
+      layers: the leaves of each layer, as `to_host` made them.
+      shardings: where each leaf of a layer lives on the devices.
+
+    Attributes:
+      watcher: the thread that sees when copies end.
+    """
+
+    def __init__(self, layers: dict[int, list[jax.Array]], shardings: Sequence[Sharding]):
+        self._layers, self.shardings = layers, shardings
+        self.watcher = ThreadPoolExecutor(1, "jaxinfer-host-copies")
+
+    def start(self, layer: int) -> Fetch:
+        return _FromHost(self, self._layers[layer])
+
+    def close(self) -> None:
+        self.watcher.shutdown()
+        self._layers.clear()
+
+
+def to_host(array: jax.Array) -> jax.Array:
+    """The array in the host's memory, divided as it is on the devices, whose copy is freed."""
+    moved = jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+    moved.block_until_ready()
+    array.delete()
+    return moved
+
+
+class _FromDisk:
+    """A layer that threads read into a staging buffer."""
+
+    tier = "disk"
+
+    def __init__(self, store: "DiskStore", layer: int, buffer: np.ndarray):
+        self._store, self._layer, self._buffer = store, layer, buffer
+        self.bytes = store.files.layers[layer].bytes
+        self.interval: tuple[float, float] | None = None
+        self._arrays: list[jax.Array] | None = None
+        self._begun = time.perf_counter()
+        view = buffer.data
+        self._blocks: list[Future[float]] = [
+            store.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
+        ]
+
+    def _read(self, offset: int, view: memoryview) -> float:
+        self._store.files.read_block(self._layer, offset, view)
+        return time.perf_counter()
+
+    def place(self) -> None:
+        if not self._store.aliases:
+            self.arrays()
+
+    def arrays(self) -> list[jax.Array]:
+        if self._arrays is None:
+            self.interval = self._begun, max(block.result() for block in self._blocks)
+            views = self._store.files.views(self._layer, self._buffer)
+            self._arrays = [
+                _array(leaf.shape, parts, sharding)
+                for leaf, parts, sharding in zip(
+                    self._store.files.layers[self._layer].leaves, views, self._store.shardings, strict=True
+                )
+            ]
+        return self._arrays
+
+    def release(self) -> None:
+        for block in self._blocks:
+            block.cancel()
+        for block in self._blocks:
+            if not block.cancelled():
+                block.exception()  # waits: nothing may write to the buffer any more
+        for array in self._arrays or ():
+            array.block_until_ready()  # the copy to a GPU has read the buffer
+            array.delete()
+        self._store.give_back(self._buffer)
+
+
+def _array(shape: tuple[int, ...], parts: dict[tuple[int, ...], np.ndarray], sharding: Sharding) -> jax.Array:
+    """The array whose parts are on the host, by where they begin, on its devices; on a CPU it is the parts."""
+    if len(sharding.device_set) == 1:
+        return jax.device_put(next(iter(parts.values())), sharding)
+    places = sharding.addressable_devices_indices_map(shape)
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [jax.device_put(parts[slice_start(index)], device) for device, index in places.items()]
+    )
+
+
+class DiskStore:
+    """Layers in files.
+
+    Staging buffers are the memory of the arrays on a CPU (`aliases`), and on a GPU what they are copied from. One is
+    used again only after `release`, which comes when the devices have finished.
+
+    Args:
+      files: the layers.
+      shardings: where each leaf of a layer lives on the devices.
+      aliases: whether arrays on the devices are the buffers.
+      on_release: called with a buffer that nothing uses any more; tests fill it with wrong values.
+
+    Attributes:
+      readers: the threads.
+    """
+
+    def __init__(
+        self,
+        files: LayerFiles,
+        shardings: Sequence[Sharding],
+        *,
+        aliases: bool,
+        on_release: Callable[[np.ndarray], None] | None = None,
+    ):
+        self.files, self.shardings, self.aliases = files, shardings, aliases
+        self.readers = ThreadPoolExecutor(READERS, "jaxinfer-reader")
+        self._free: list[np.ndarray] = []
+        self._on_release = on_release
+
+    def start(self, layer: int) -> Fetch:
+        buffer = self._free.pop() if self._free else aligned_buffer(self.files.largest)
+        return _FromDisk(self, layer, buffer)
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        """Take a buffer that nothing uses any more."""
+        if self._on_release is not None:
+            self._on_release(buffer)
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        self.readers.shutdown(cancel_futures=True)
+        self._free.clear()
+
+
+class TieredStore:
+    """Layers of which some are in one store and some in another.
+
+    Args:
+      stores: that of each layer.
+    """
+
+    def __init__(self, stores: Sequence[LayerStore]):
+        self._stores = stores
+
+    def start(self, layer: int) -> Fetch:
+        return self._stores[layer].start(layer)
+
+    def close(self) -> None:
+        for store in {id(store): store for store in self._stores}.values():
+            store.close()

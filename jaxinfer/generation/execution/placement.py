@@ -1,0 +1,145 @@
+"""Which layers stay on the devices, which in the host's memory, and which on disk."""
+
+import math
+
+from rich.filesize import decimal
+
+from jaxinfer.compiled import Costs
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.memory import FRACTION, part_bytes
+from jaxinfer.generation.execution.platforms import shares_memory
+from jaxinfer.models import DecoderConfig
+from jaxinfer.models.devices import available_bytes, devices_of, host_available_bytes
+from jaxinfer.models.leaves import layer_of
+from jaxinfer.models.loading import OpenedModel
+from jaxinfer.streaming.config import MemoryConfig, Placement, Tier, spread
+
+DEPTH = 1
+"""How many layers are brought ahead while nothing is known of fetches: where layers are alike, more hide nothing more."""
+MAX_DEPTH = 4
+
+
+def plan_placement(
+    opened: OpenedModel,
+    config: EngineConfig,
+    memory: MemoryConfig,
+    *,
+    cache_bytes: int | None = None,
+    costs: Costs | None = None,
+) -> Placement | None:
+    """Where the layers of a model are to be; None: all on the devices, in programs of the whole model.
+
+    "host" and "disk" keep as many layers on the devices as `device_memory` has room for beside embeddings, head,
+    layers on their way, and the cache of `config.max_batch` full sequences; without it none, so that nothing is taken
+    from the cache. Likewise "disk" keeps layers in as much of the host's memory as `host_memory` says. "auto" uses what
+    is free, and takes the first of device, host and disk that the model fits.
+
+    Args:
+      costs: what earlier fetches took, which says how far ahead layers are brought.
+    Raises MemoryError if not even the layers on their way and one page of the cache fit, or "host" does not.
+    """
+    if memory.weights == "device":
+        return None
+    count, layer_bytes, rest = opened.config.layers, _layer_bytes(opened), _rest_bytes(opened, config)
+    available = available_bytes(opened.mesh)
+    free = int(min(available, memory.device_memory or available) * FRACTION)
+    cache, least = _cache_bytes(opened, config)
+    cache = cache if cache_bytes is None else cache_bytes
+    if memory.weights == "auto" and rest + count * layer_bytes + cache <= free:
+        return None
+    depth = _depth(memory, costs)
+    depth = depth if memory.prefetch is not None else _most(depth, free - rest - least, layer_bytes)
+    needed = rest + (depth + 1) * layer_bytes + least
+    if needed > free:
+        raise MemoryError(
+            f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(rest)} beside the layers, "
+            f"{depth + 1} layers of {decimal(layer_bytes)}, {decimal(least)} of cache), and {decimal(free)} may be "
+            "used: raise device_memory, lower prefetch, or use quantize='int4' or a mesh with more devices."
+        )
+    room = max(0, free - rest - (depth + 1) * layer_bytes - cache)
+    resident = 0
+    if memory.device_memory is not None or memory.weights == "auto":
+        resident = min(count, room // layer_bytes)
+    on_host = _on_host(opened, memory, count - resident, layer_bytes)
+    counts: dict[Tier, int] = {"device": resident, "host": on_host}
+    limits = "free" if memory.device_memory is None else "device_memory"
+    reason = (
+        f"{memory.weights}: the model takes {decimal(rest + count * layer_bytes)} of each device, "
+        f"{decimal(free)} may be used ({limits})"
+    )
+    return Placement(
+        tiers=spread(count, counts),
+        device_depth=depth,
+        host_depth=depth if shares_memory(opened.platform) else depth + 1,
+        layer_bytes=layer_bytes,
+        reason=reason,
+    )
+
+
+def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes: int) -> int:
+    """How many of the layers that are not on the devices are in the host's memory."""
+    each = layer_bytes * len(devices_of(opened.mesh))
+    budget = memory.host_memory
+    if budget is None and memory.weights == "disk":
+        return 0
+    if budget is None:
+        free = host_available_bytes()
+        if shares_memory(opened.platform):  # what the devices may take is the host's too
+            free -= min(free, memory.device_memory or (free if memory.weights == "auto" else 0))
+        budget = int(free * FRACTION)
+    count = min(layers, budget // each)
+    if memory.weights == "host" and count < layers:
+        raise MemoryError(
+            f"{opened.folder}: {layers} layers take {decimal(layers * each)} of the host's memory, and {decimal(budget)} "
+            "may be used: raise host_memory, or use weights='disk'."
+        )
+    return count
+
+
+def _depth(memory: MemoryConfig, costs: Costs | None) -> int:
+    """How many layers ahead: the slowest of twenty fetches is still hidden by as many of the usual ones."""
+    if memory.prefetch is not None:
+        return memory.prefetch
+    found = [cost for tier in ("disk", "host") if costs and (cost := costs.of(f"fetch_{tier}"))]
+    return max([DEPTH, *(min(MAX_DEPTH, math.ceil(cost.p95 / cost.mean - 1e-2)) for cost in found)])
+
+
+def _most(depth: int, room: int, layer_bytes: int) -> int:
+    """The depth, or less where memory is short, but 1 at least."""
+    return max(DEPTH, min(depth, room // layer_bytes - 1))
+
+
+def _layer_bytes(opened: OpenedModel) -> int:
+    """Of the largest layer, on each device."""
+    return max(opened.bytes_per_device(lambda name, i=i: layer_of(name) == i) for i in set(opened.config.layer_kinds))
+
+
+def _rest_bytes(opened: OpenedModel, config: EngineConfig) -> int:
+    """What is on each device beside layers and cache: embeddings, head, norms, adapters."""
+    rest = opened.bytes_per_device(lambda name: layer_of(name) is None)
+    return rest + (part_bytes(_layout(opened, config).adapters) if config.max_adapters else 0)
+
+
+def _cache_bytes(opened: OpenedModel, config: EngineConfig) -> tuple[int, int]:
+    """Of the cache of `max_batch` full sequences, and of one page, on each device; an encoder has none."""
+    if not isinstance(opened.config, DecoderConfig):
+        return 0, 0
+    page = part_bytes(_layout(opened, config).state.caches)
+    return page * config.max_batch * -(-config.context // config.page_size), page
+
+
+def _layout(opened: OpenedModel, config: EngineConfig) -> DeviceLayout:
+    """A layout with one page."""
+    assert isinstance(opened.config, DecoderConfig)
+    return DeviceLayout(
+        opened.config,
+        opened.weights,
+        config,
+        num_pages=1,
+        platform=opened.platform,
+        mesh=opened.mesh,
+        rules=opened.rules,
+        fitting=opened.fitting,
+        family=opened.description.family,
+    )

@@ -1,0 +1,230 @@
+"""`enter`, `layer`, `leave`: one pass in parts, so that each layer's weights are needed only while it runs.
+
+All layers of a kind are one executable for each bucket, whatever the number of layers (DeepSpeed Inference, VI-A).
+A decode step is a pass without chunks.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.compiled import ProgramSpec, Sizes
+from jaxinfer.generation.engine.buckets import Buckets
+from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
+from jaxinfer.generation.execution.programs import prefill
+from jaxinfer.generation.execution.programs.embed import EncoderStatic
+from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
+from jaxinfer.generation.execution.state import Rows, Slots
+from jaxinfer.models import KVPages, LayerAdapters, TokenRows
+from jaxinfer.models.forward_context import ForwardContext
+from jaxinfer.models.leaves import canonical_leaves, layer_of
+from jaxinfer.models.loading import LoadedModel
+from sharding.collectives import gather_fetched, use_rules
+
+if TYPE_CHECKING:
+    from jaxinfer.models import Decoder, Encoder
+
+
+def with_part(static: DecoderStatic | EncoderStatic, layer: int | None, body: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of (leaves of a layer, or of what is there once, *rest) from one of (model, *rest)."""
+    leaves = canonical_leaves(static.config, static.weights)
+    names = [name for name in leaves if layer_of(name) == layer]
+
+    def function(arrays: list[jax.Array], *rest: Any) -> Any:
+        from jaxinfer.models.abstract import merge_parts  # imports Flax, which only tracing needs
+
+        with use_rules(static.rules):
+            parts = dict(zip(names, arrays, strict=True))
+            if layer is not None:
+                parts = {name: gather_fetched(x, leaves[name].axes, leaves[name].shape) for name, x in parts.items()}
+            return body(merge_parts(static.config, static.weights, parts), *rest)
+
+    return function
+
+
+def run_layer(
+    model: "Decoder | Encoder",
+    adapters: LayerAdapters | None,
+    cache: KVPages | None,
+    x: jax.Array,
+    groups: tuple[TokenRows, ...],
+    *,
+    layer: int,
+) -> tuple[jax.Array, KVPages | None]:
+    """One layer over a pass's activations, [N, D] -> [N, D], and its cache with their keys and values."""
+    forward_context = ForwardContext.of(groups, model.cfg.positions, adapters)
+    with jax.named_scope(f"layers.{layer}"):
+        return model.layers[layer](x, forward_context, cache, adapters)
+
+
+def enter(
+    model: "Decoder", slots: Slots, chunks: Chunks, rows: Rows, *, chunk_size: int
+) -> tuple[jax.Array, tuple[TokenRows, ...]]:
+    """The embeddings of a pass, [N, D], and its tokens; arguments as of `prefill`."""
+    groups = prefill.groups_of(slots, chunks, rows, chunk_size=chunk_size)
+    return model.enter(groups)[0], groups
+
+
+def leave(
+    model: "Decoder",
+    slots: Slots,
+    x: jax.Array,
+    groups: tuple[TokenRows, ...],
+    chunks: Chunks,
+    rows: Rows,
+    bitmask: jax.Array,
+    *,
+    processors: Any,
+) -> tuple[Slots, PrefillOutput]:
+    """The next tokens, from what the last layer gave."""
+    hidden = model.leave(x, ForwardContext(groups, ()))
+    return prefill.add_tokens(model, slots, hidden, chunks, rows, bitmask, processors=processors)
+
+
+def build_layer(static: DecoderStatic | EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return with_part(static, sizes["kind"], functools.partial(run_layer, layer=sizes["kind"]))
+
+
+def build_enter(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return with_part(static, None, functools.partial(enter, chunk_size=static.engine.chunk_size))
+
+
+def build_leave(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return with_part(static, None, functools.partial(leave, processors=static.processors))
+
+
+def _passes(buckets: Buckets) -> Iterable[dict[str, int]]:
+    """The sizes of all passes: with chunks, and without."""
+    for pages in buckets.page_tables:
+        for chunks in buckets.chunks:
+            for batch in buckets.prefill_rows:
+                yield {"chunks": chunks, "batch": batch, "pages": pages}
+        for batch in buckets.decode_rows:
+            yield {"chunks": 0, "batch": batch, "pages": pages}
+
+
+def decoder_specs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+    """The programs of a pass. Sizes: `chunks`, `batch` decoding rows, `pages` of a page table; of `layer` its kind."""
+    config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
+    kinds = sorted(set(config.layer_kinds))
+
+    def options(sizes: Sizes) -> dict[str, Any]:
+        return layout.compiler_options(tokens=sizes["batch"] + sizes["chunks"] * layout.engine.chunk_size)
+
+    def activations(sizes: Sizes) -> tuple[Any, tuple[TokenRows, ...]]:
+        groups = tuple(
+            TokenRows(integers(rows, tokens), integers(rows, tokens), integers(rows, sizes["pages"]), integers(rows))
+            for rows, tokens in ((sizes["chunks"], layout.engine.chunk_size), (sizes["batch"], 1))
+            if rows
+        )
+        shape = groups[0].ids.shape if len(groups) == 1 else (sum(group.ids.size for group in groups),)
+        x = jax.ShapeDtypeStruct((*shape, config.embed), layout.weights.dtype)
+        return layout.inputs(x, groups)  # type: ignore[return-value]
+
+    def of_enter(sizes: Sizes) -> tuple[Any, ...]:
+        return layout.leaves, layout.state.slots, *layout.inputs(*prefill.parts(layout, sizes))
+
+    def of_layer(sizes: Sizes) -> tuple[Any, ...]:
+        kind = sizes["kind"]
+        adapters = None if layout.adapters is None else layout.adapters[kind]
+        return layout.layer_leaves(kind), adapters, layout.state.caches[kind], *activations(sizes)
+
+    def of_leave(sizes: Sizes) -> tuple[Any, ...]:
+        bitmask = layout.bitmask(sizes["chunks"] + sizes["batch"])
+        inputs = layout.inputs(*prefill.parts(layout, sizes), bitmask)
+        return layout.leaves, layout.state.slots, *activations(sizes), *inputs
+
+    return [
+        ProgramSpec(
+            name="enter",
+            build=build_enter,
+            static=static,
+            arguments=of_enter,
+            reachable=_passes,
+            compiler_options=options,
+        ),
+        ProgramSpec(
+            name="layer",
+            build=build_layer,
+            static=static,
+            arguments=of_layer,
+            reachable=lambda buckets: ({"kind": kind, **sizes} for sizes in _passes(buckets) for kind in kinds),
+            donate=(2, 3),
+            out_shardings=(None, layout.state_shardings.caches[0]) if on_mesh else None,
+            compiler_options=options,
+        ),
+        ProgramSpec(
+            name="leave",
+            build=build_leave,
+            static=static,
+            arguments=of_leave,
+            reachable=_passes,
+            donate=(1,),
+            out_shardings=(layout.state_shardings.slots, None) if on_mesh else None,
+            compiler_options=options,
+        ),
+    ]
+
+
+def enter_encoder(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """The embeddings of a batch, [B, T, D]; arguments as of `embed`."""
+    return model.enter(tokens, positions)[0]
+
+
+def leave_encoder(model: "Encoder", x: jax.Array, positions: jax.Array) -> jax.Array:
+    """The vectors of a batch, float32 [B, D], from what the last layer gave."""
+    return model.pool(x, positions)
+
+
+def build_enter_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return with_part(static, None, enter_encoder)
+
+
+def build_leave_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return with_part(static, None, leave_encoder)
+
+
+def encoder_specs(model: LoadedModel) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+    """The programs of a batch. Sizes: `batch` rows of `tokens`; of `layer` its kind, too."""
+    config, leaves = model.config, list(model.leaves.values())
+    static = EncoderStatic.of(model)
+
+    def activations(sizes: Sizes) -> tuple[Any, Any, tuple[TokenRows, ...]]:
+        shape = (sizes["batch"], sizes["tokens"])
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        x = jax.ShapeDtypeStruct((*shape, config.embed), model.weights.dtype)
+        return tokens, x, (TokenRows(tokens, tokens),)  # type: ignore[arg-type]
+
+    def of_enter(sizes: Sizes) -> tuple[Any, ...]:
+        tokens, _, _ = activations(sizes)
+        return leaves, tokens, tokens
+
+    def of_layer(sizes: Sizes) -> tuple[Any, ...]:
+        _, x, groups = activations(sizes)
+        return model.layer_shapes(sizes["kind"]), None, None, x, groups
+
+    def of_leave(sizes: Sizes) -> tuple[Any, ...]:
+        tokens, x, _ = activations(sizes)
+        return leaves, x, tokens
+
+    def reachable(shapes: Iterable[tuple[int, int]]) -> Iterable[dict[str, int]]:
+        return ({"batch": rows, "tokens": length} for rows, length in shapes)
+
+    def with_kinds(shapes: Iterable[tuple[int, int]]) -> Iterable[dict[str, int]]:
+        return ({"kind": kind, **sizes} for sizes in reachable(shapes) for kind in sorted(set(config.layer_kinds)))
+
+    return [
+        ProgramSpec(name="enter", build=build_enter_encoder, static=static, arguments=of_enter, reachable=reachable),
+        ProgramSpec(
+            name="layer", build=build_layer, static=static, arguments=of_layer, reachable=with_kinds, donate=(3,)
+        ),
+        ProgramSpec(name="leave", build=build_leave_encoder, static=static, arguments=of_leave, reachable=reachable),
+    ]

@@ -1,0 +1,122 @@
+"""Where weights are while a model runs, and how much memory it may take: the user's choice, and what became of it."""
+
+import dataclasses
+import re
+from collections import Counter
+from typing import Literal, Self, TypedDict
+
+from rich.filesize import decimal
+
+WEIGHTS = ("device", "host", "disk", "auto")
+Tier = Literal["device", "host", "disk"]
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+class MemoryOptions(TypedDict, total=False):
+    """The fields of `MemoryConfig`, as `LLM` and `Embedder` take them."""
+
+    weights: str
+    """"device": all on the devices; "host", "disk": layers are brought from there; "auto": the first that fits."""
+    device_memory: int | str | None
+    """Of each device, how much the model may take, weights and cache: bytes, or such as "12GiB"; None: what is free."""
+    host_memory: int | str | None
+    """How much layers in the host's memory may take; None: what is free."""
+    prefetch: int | None
+    """How many layers are brought ahead of the one that computes; None: as the costs of earlier fetches say."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Where weights are while a model runs; see `MemoryOptions`."""
+
+    weights: str = "device"
+    device_memory: int | None = None
+    host_memory: int | None = None
+    prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}.")
+        for name in ("device_memory", "host_memory"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 byte, got {value}.")
+        if self.prefetch is not None and not 0 <= self.prefetch <= 64:
+            raise ValueError(f"prefetch must be in [0, 64], got {self.prefetch}.")
+
+    @classmethod
+    def of(cls, options: MemoryOptions) -> Self:
+        """From the options of `LLM`; sizes may be texts."""
+        if unknown := options.keys() - MemoryOptions.__annotations__.keys():
+            raise TypeError(f"unknown option {sorted(unknown)[0]!r}.")
+        sizes = {
+            name: parse_bytes(name, value)
+            for name in ("device_memory", "host_memory")
+            if (value := options.get(name)) is not None
+        }
+        return cls(weights=options.get("weights", "device"), prefetch=options.get("prefetch"), **sizes)
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """Bytes from a number or a text.
+
+    >>> parse_bytes("device_memory", "1.5GiB")
+    1610612736
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if not found or (unit := found[2].upper()) not in _UNITS:
+        raise ValueError(f'{name} must be bytes or a size such as "12GiB" or "800MB", got {value!r}.')
+    return int(float(found[1]) * _UNITS[unit])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where each layer is while the model runs.
+
+    Attributes:
+      tiers: of each layer.
+      device_depth: how many layers are brought ahead onto the devices.
+      host_depth: and how many from disk into the host's memory, at least as many.
+      layer_bytes: of the largest layer, on each device.
+      reason: why, in one line.
+    """
+
+    tiers: tuple[Tier, ...]
+    device_depth: int
+    host_depth: int
+    layer_bytes: int
+    reason: str
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """The layers that are not on the devices all the time."""
+        return tuple(layer for layer, tier in enumerate(self.tiers) if tier != "device")
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What streamed layers take of each device."""
+        return min(self.device_depth + 1, len(self.streamed)) * self.layer_bytes
+
+    def __str__(self) -> str:
+        counts = Counter(self.tiers)
+        where = ", ".join(f"{counts[tier]} on {tier}" for tier in ("device", "host", "disk") if counts[tier])
+        return f"layers: {where}; {self.device_depth} ahead, of {decimal(self.layer_bytes)}; {self.reason}"
+
+
+def spread(layers: int, counts: dict[Tier, int]) -> tuple[Tier, ...]:
+    """A tier for each layer, those that are nearer as evenly between the others as can be: fetches then come evenly.
+
+    counts: layers of the device, of the host; the others are on disk.
+
+    >>> spread(6, {"device": 2})
+    ('disk', 'disk', 'device', 'disk', 'disk', 'device')
+    """
+    tiers: list[Tier] = ["disk"] * layers
+    for tier in ("device", "host"):
+        free = [layer for layer in range(layers) if tiers[layer] == "disk"]
+        count = min(counts.get(tier, 0), len(free))
+        for index in range(count):
+            tiers[free[(index + 1) * len(free) // count - 1]] = tier
+    return tuple(tiers)

@@ -1,0 +1,77 @@
+"""What streaming was seen to do: bytes and seconds of each tier, and how much of fetching computing hid."""
+
+import collections
+import dataclasses
+
+from rich.filesize import decimal
+
+RECENT = 64
+"""Computations that a fetch can have overlapped."""
+
+Interval = tuple[float, float]
+
+
+@dataclasses.dataclass
+class StreamingStatistics:
+    """Sums over all layers since the last `clear`; seconds of the wall clock.
+
+    Attributes:
+      bytes: moved from each tier, "host" and "disk".
+      fetch_seconds: while a layer was on its way, from each tier; layers travel one after the other.
+      compute_seconds: while layers were computed.
+      overlapped_seconds: while both happened.
+      stalls: how often a layer was waited for.
+      stalled_seconds: for how long.
+      layers: how many were computed.
+    """
+
+    bytes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    fetch_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    compute_seconds: float = 0.0
+    overlapped_seconds: float = 0.0
+    stalls: int = 0
+    stalled_seconds: float = 0.0
+    layers: int = 0
+
+    def __post_init__(self) -> None:
+        self._computations: collections.deque[Interval] = collections.deque(maxlen=RECENT)
+        self._fetched = float("-inf")  # when the last layer had come
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.__init__()
+
+    def computed(self, interval: Interval) -> None:
+        """Count a layer's computation."""
+        self._computations.append(interval)
+        self.layers += 1
+        self.compute_seconds += interval[1] - interval[0]
+
+    def fetched(self, tier: str, size: int, interval: Interval) -> None:
+        """Count a layer that has come; of an interval, only what the layer before it left of the link."""
+        begin, end = max(interval[0], self._fetched), interval[1]
+        self._fetched = max(end, self._fetched)
+        self.bytes[tier] += size
+        self.fetch_seconds[tier] = self.fetch_seconds.get(tier, 0.0) + max(end - begin, 0.0)
+        for first, last in self._computations:
+            self.overlapped_seconds += max(0.0, min(end, last) - max(begin, first))
+
+    def stalled(self, seconds: float) -> None:
+        """Count a wait for a layer."""
+        self.stalls += 1
+        self.stalled_seconds += seconds
+
+    @property
+    def overlap(self) -> float:
+        """The part of the shorter of fetching and computing that the other one hid; 0 without either."""
+        shorter = min(sum(self.fetch_seconds.values()), self.compute_seconds)
+        return self.overlapped_seconds / shorter if shorter else 0.0
+
+    def bandwidth(self, tier: str) -> float:
+        """Bytes a second while layers came from a tier; 0 if none did."""
+        seconds = self.fetch_seconds.get(tier, 0.0)
+        return self.bytes[tier] / seconds if seconds else 0.0
+
+    def __str__(self) -> str:
+        tiers = "".join(f"{tier} {decimal(int(self.bandwidth(tier)))}/s, " for tier in self.bytes)
+        return f"{tiers}overlap {self.overlap:.0%}, {self.stalls} stalls of {self.stalled_seconds:.1f} s in all"

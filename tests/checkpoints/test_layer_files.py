@@ -1,0 +1,222 @@
+"""Layers on disk: what is written is what is read, and what is damaged is never taken for weights."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from checkpoints import CheckpointError, layer_files
+from checkpoints.layer_files import ALIGNMENT, LayerFiles, aligned_buffer, write_layers
+from checkpoints.stores import DiskStore
+
+
+def leaves(layer, sharding=None):
+    rng = np.random.default_rng(layer)
+    matrix = rng.normal(size=(40, 1000)).astype(np.float32)
+    arrays = {"matrix": jnp.asarray(matrix), "half": jnp.asarray(matrix[:3], jnp.bfloat16), "norm": jnp.arange(7.0)}
+    return arrays if sharding is None else {name: jax.device_put(x, sharding[name]) for name, x in arrays.items()}
+
+
+def write(folder, read=leaves, layers=3, **options):
+    write_layers(folder, layers, read, total_bytes=1, **options)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_files, "BLOCK_BYTES", 64 << 10)  # several blocks a layer
+    monkeypatch.setattr(layer_files, "FIRST_DELAY", 1e-3)
+    return write(tmp_path / "layers")
+
+
+def read_all(files, layer):
+    buffer = aligned_buffer(files.largest)
+    for offset in files.blocks(layer):
+        files.read_block(layer, offset, buffer.data)
+    return files.views(layer, buffer)
+
+
+def test_layers_are_read_as_they_were_written(folder):
+    files = LayerFiles(folder)
+    assert len(list(files.blocks(0))) > 1
+    for layer in range(3):
+        for (name, array), parts in zip(leaves(layer).items(), read_all(files, layer), strict=True):
+            (part,) = parts.values()
+            assert (part.dtype, part.ctypes.data % ALIGNMENT) == (array.dtype, 0)
+            np.testing.assert_array_equal(part, array, err_msg=name)
+    assert files.retries == 0
+
+
+def test_each_device_reads_its_own_slice(tmp_path):
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    axes = {"matrix": ("tensor", None), "half": (None, "tensor"), "norm": (None,)}
+    shardings = {name: NamedSharding(mesh, PartitionSpec(*axis)) for name, axis in axes.items()}
+    files = LayerFiles(write(tmp_path / "layers", lambda layer: leaves(layer, shardings)))
+    stored = {leaf.name: leaf for leaf in files.layers[0].leaves}
+    assert [part.shape for part in stored["matrix"].slices] == [(20, 1000), (20, 1000)]
+    assert len(stored["norm"].slices) == 1  # both devices have it: stored once
+    store = DiskStore(files, list(shardings.values()), aliases=True)
+    fetch = store.start(1)
+    for array, (name, wanted) in zip(fetch.arrays(), leaves(1).items(), strict=True):
+        assert array.sharding == shardings[name]
+        np.testing.assert_array_equal(array, wanted)
+    fetch.release()
+    store.close()
+
+
+def test_a_buffer_is_given_back_only_when_its_arrays_are_gone(folder):
+    released, sharding = [], SingleDeviceSharding(jax.devices()[0])
+
+    def poison(buffer):
+        buffer.fill(255)
+        released.append(buffer)
+
+    store = DiskStore(LayerFiles(folder), [sharding] * 3, aliases=True, on_release=poison)
+    first, second = store.start(0), store.start(1)
+    kept = first.arrays()
+    first.release()
+    assert all(array.is_deleted() for array in kept)
+    assert len(released) == 1
+    third = store.start(2)  # in the buffer of the first
+    for fetch, layer in ((second, 1), (third, 2)):
+        for array, wanted in zip(fetch.arrays(), leaves(layer).values(), strict=True):
+            np.testing.assert_array_equal(array, wanted)
+    assert len(released) == 1
+    store.close()
+
+
+def test_damage_is_found(folder):
+    file = folder / "layer-00001.bin"
+    content = bytearray(file.read_bytes())
+    content[70_000] ^= 1
+    file.write_bytes(content)
+    files = LayerFiles(folder)
+    read_all(files, 0)
+    with pytest.raises(CheckpointError, match=r"layer 1: .*layer-00001.bin, bytes 65536 to .*damaged.*remove"):
+        read_all(files, 1)
+
+
+def test_a_truncated_or_missing_file_is_found_at_once(folder):
+    file = folder / "layer-00002.bin"
+    os.truncate(file, 4096)
+    with pytest.raises(CheckpointError, match=r"layer 2: .*layer-00002.bin has 4096 bytes instead of"):
+        LayerFiles(folder)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"layer 2: .*is missing; remove"):
+        LayerFiles(folder)
+
+
+def test_a_file_that_shrinks_while_it_is_read(folder):
+    files = LayerFiles(folder)
+    os.truncate(folder / "layer-00000.bin", 4096)
+    with pytest.raises(CheckpointError, match=r"layer 0: .*cannot be read \(ends after 4096 bytes\)"):
+        read_all(files, 0)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 9, "block_bytes": 1, "layers": []}'])
+def test_a_damaged_manifest(folder, text):
+    (folder / "layers.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"layers.json: (damaged|format=9)"):
+        LayerFiles(folder)
+
+
+def test_transient_errors_are_tried_again_and_counted(folder):
+    failures = [OSError(errno.EIO, "injected")] * 2
+
+    def preadv(handle, buffers, offset):
+        if failures:
+            raise failures.pop()
+        return os.preadv(handle, buffers, offset)
+
+    files = LayerFiles(folder, preadv)
+    np.testing.assert_array_equal(read_all(files, 0)[0][0, 0], leaves(0)["matrix"])
+    assert files.retries == 2
+
+
+def test_a_disk_that_is_gone_ends_in_an_error(folder):
+    def preadv(handle, buffers, offset):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(CheckpointError, match=r"layer 0: .*cannot be read \(Input/output error\); check the disk"):
+        read_all(LayerFiles(folder, preadv), 0)
+
+
+def test_short_reads_are_continued_and_refused_direct_reads_are_buffered(folder):
+    direct = []
+
+    def preadv(handle, buffers, offset):
+        if os.get_blocking(handle) and os.O_DIRECT & fcntl_flags(handle):
+            direct.append(handle)
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return os.preadv(handle, [buffers[0][:8192]], offset)
+
+    files = LayerFiles(folder, preadv)
+    np.testing.assert_array_equal(read_all(files, 0)[0][0, 0], leaves(0)["matrix"])
+    assert direct
+    assert files.retries == 0
+
+
+def fcntl_flags(handle):
+    import fcntl
+
+    return fcntl.fcntl(handle, fcntl.F_GETFL)
+
+
+# Writing
+
+
+def test_layers_are_written_once(folder):
+    def read(layer):
+        raise AssertionError("they are there")
+
+    write(folder, read)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def read(layer):
+        if layer == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return leaves(layer)
+
+    with pytest.raises(CheckpointError, match=r"layers: cannot be written \(No space left on device\); make room"):
+        write(tmp_path / "layers", read)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=r"needs .* GiB, .* GiB are free"):
+        write_layers(tmp_path / "layers", 3, leaves, total_bytes=1 << 60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write(tmp_path / "file" / "layers")
+
+
+KILLED = """
+import os, sys, pathlib, signal
+from checkpoints.layer_files import write_layers
+import numpy as np, jax.numpy as jnp
+def read(layer):
+    if layer == 2:
+        os.kill(os.getpid(), signal.Signals[sys.argv[2]])
+    return {"matrix": jnp.ones((4, 4))}
+write_layers(pathlib.Path(sys.argv[1]), 3, read, total_bytes=1)
+"""
+
+
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGTERM"])
+def test_a_writer_that_is_killed_leaves_nothing_that_counts(tmp_path, sent):
+    folder = tmp_path / "layers"
+    done = subprocess.run([sys.executable, "-c", KILLED, folder, sent], capture_output=True, text=True)
+    assert done.returncode == -signal.Signals[sent], done.stderr
+    assert not folder.exists()
+    write(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["layers"]
+    assert len(LayerFiles(folder).layers) == 3

@@ -1,0 +1,295 @@
+"""A model whose layers come from the host's memory or from disk generates what it generates on its device."""
+
+import dataclasses
+import math
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from checkpoints import CheckpointError
+from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
+from jaxinfer.compiled.dumps import read_collectives
+from jaxinfer.models import Decoder, WeightFormat
+from jaxinfer.models.conversion import convert
+from jaxinfer.models.leaves import layer_of
+from jaxinfer.models.loading import open_model, save_model
+from jaxinfer.streaming.model import layer_folder
+from sharding import MeshConfig, ShardingRules
+from tests.generation.sampled import PROMPTS, SAMPLED, generate, only_even
+from tests.models import goldens
+from tests.peft import random_pair, save_adapter
+from tests.tiny import CONFIG
+
+SIZES = {"max_batch": 3, "token_budget": 8, "chunk_size": 8}
+ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
+"""An engine of few programs, for one request at a time."""
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(model_dir):
+    sizes = {**SIZES, "logits_processors": {"even": only_even}}
+    return LLM(model_dir, max_decode_passes=4, **sizes), LLM(model_dir, weights="disk", **sizes)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of six layers of two kinds."""
+    config = dataclasses.replace(CONFIG, layers=6)
+    model = Decoder(config, WeightFormat(), rngs=nnx.Rngs(1))
+    return save_model(path := tmp_path_factory.mktemp("models") / "deep", model, family="tiny") or path
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_every_option_draws_the_same_tokens(pair, name):
+    params = SamplingParams(max_tokens=12, **SAMPLED[name])
+    alone, streamed = (generate(llm, params) for llm in pair)
+    assert streamed == alone
+
+
+def test_logprobs_are_the_same(pair):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=5, prompt_logprobs=3)
+    for alone, streamed in zip(*(llm.generate(PROMPTS, params) for llm in pair), strict=True):
+        ones = [*alone.outputs[0].logprobs, *alone.prompt_logprobs[1:]]
+        others = [*streamed.outputs[0].logprobs, *streamed.prompt_logprobs[1:]]
+        for one, other in zip(ones, others, strict=True):
+            assert (one.token_id, list(one.top)) == (other.token_id, list(other.top))
+            np.testing.assert_allclose(other.logprob, one.logprob, atol=1e-4)
+
+
+def test_beams_prefixes_and_vectors(pair):
+    alone, streamed = pair
+    beams = [llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=3, max_tokens=6)) for llm in pair]
+    assert [b.token_ids for b in beams[0][0].beams] == [b.token_ids for b in beams[1][0].beams]
+    several = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6)
+    assert generate(streamed, several) == generate(alone, several)  # copies pages
+    np.testing.assert_allclose(streamed.embed(PROMPTS), alone.embed(PROMPTS), atol=1e-5)
+
+
+def test_one_fetch_of_a_layer_serves_all_sequences(pair):
+    _, llm = pair
+    statistics = llm.engine.executor.prefetcher.statistics
+    statistics.clear()
+    llm.generate([[1, 2, 3]] * 3, GREEDY)
+    passes = 1 + 5 if llm.engine.config.token_budget >= 24 else 3 + 5
+    assert statistics.layers <= CONFIG.layers * passes
+    assert statistics.bytes["disk"] <= (CONFIG.layers * passes + 1) * llm.model.store.start(0).bytes
+
+
+def test_all_layers_of_a_kind_are_one_program(deep):
+    llm = LLM(deep, weights="disk", **ONE)
+    llm.generate([[1, 2, 3]], GREEDY)
+    layers = [program for program in llm.engine.executor.programs if program.name == "layer"]
+    assert {dict(program.bucket)["kind"] for program in layers} == {0, 1}
+    assert len(layers) == 2 * 2  # with a chunk, and with a row
+
+
+@pytest.mark.parametrize("weights", ["host", "disk"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_at_most_so_many_layers_are_on_the_device(deep, monkeypatch, weights, depth):
+    llm = LLM(deep, weights=weights, prefetch=depth, **ONE)
+    store, counted = llm.model.store, []
+    shapes = {leaf.shape for name, leaf in llm.model.shapes.items() if layer_of(name) == 0 and len(leaf.shape) == 2}
+    starts = type(store).start
+
+    def start(self, layer):
+        fetch = starts(self, layer)
+        on_device = [x for x in jax.live_arrays() if x.shape in shapes and x.sharding.memory_kind == "device"]
+        counted.append(sum(x.nbytes for x in on_device))
+        return fetch
+
+    monkeypatch.setattr(type(store), "start", start)
+    others = [x for x in jax.live_arrays() if x.shape in shapes and x.sharding.memory_kind == "device"]
+    before = sum(x.nbytes for x in others)
+    llm.generate([[1, 2, 3]], GREEDY)
+    matrices = sum(
+        leaf.bytes for name, leaf in llm.model.shapes.items() if layer_of(name) == 0 and leaf.shape in shapes
+    )
+    assert max(counted) - before <= (depth + 1) * matrices
+    llm.engine.executor.prefetcher.close()
+
+
+def test_buffers_are_not_filled_while_they_are_used(deep):
+    want = generate(LLM(deep, **ONE), GREEDY)
+    llm = LLM(deep, weights="disk", **ONE)
+    (store,) = set(llm.model.store._stores)
+    store._on_release = lambda buffer: buffer.fill(255)  # NaN, unless it is read anew
+    assert generate(llm, GREEDY) == want
+
+
+def test_a_device_limit_keeps_some_layers_there(deep):
+    want = generate(LLM(deep, **ONE), GREEDY)
+    memory, layer = (llm := LLM(deep, weights="disk", **ONE)).memory, llm.model.placement.layer_bytes
+    limit = int((memory.weights + memory.cache + 4.5 * layer) / 0.9)
+    for host_memory, counts in ((None, (2, 0, 4)), (2 * layer, (2, 2, 2))):
+        llm = LLM(deep, weights="disk", device_memory=limit, host_memory=host_memory, **ONE)
+        tiers = llm.model.placement.tiers
+        assert tuple(tiers.count(tier) for tier in ("device", "host", "disk")) == counts
+        assert generate(llm, GREEDY) == want
+
+
+def test_auto_takes_the_first_that_fits(deep):
+    whole = LLM(deep, weights="auto", **ONE)
+    assert not hasattr(whole.model, "placement")
+    limit = int((whole.memory.weights + whole.memory.cache) / 0.9) - 40_000
+    host = LLM(deep, weights="auto", device_memory=limit, **ONE)
+    assert set(host.model.placement.tiers) == {"device", "host"}
+    disk = LLM(deep, weights="auto", device_memory=limit, host_memory=1, **ONE)
+    assert set(disk.model.placement.tiers) == {"device", "disk"}
+    assert "auto: the model takes" in str(disk.model.placement)
+    assert generate(host, GREEDY) == generate(disk, GREEDY) == generate(whole, GREEDY)
+
+
+@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"quantize": "int8"}, {"quantize": "int4"}], ids=str)
+def test_narrow_weights_and_caches(model_dir, options):
+    alone, streamed = (LLM(model_dir, weights=weights, **options, **ONE) for weights in ("device", "host"))
+    assert generate(streamed, GREEDY) == generate(alone, GREEDY)
+
+
+def test_adapters(model_dir, tmp_path):
+    rng = np.random.default_rng(0)
+    pairs = {
+        "model.layers.0.self_attn.q_proj": random_pair(32, 32, 4, rng),
+        "model.layers.1.mlp.down_proj": random_pair(32, 48, 4, rng),
+    }
+    adapters = {"a": save_adapter(tmp_path / "a", pairs)}
+    results = []
+    for weights in ("device", "disk"):
+        llm = LLM(model_dir, weights=weights, adapters=adapters, **ONE)
+        params = [GREEDY, dataclasses.replace(GREEDY, adapter="a")]
+        results.append([generate(llm, each) for each in params])
+    assert results[0] == results[1]
+    assert results[0][0] != results[0][1]
+
+
+@pytest.mark.parametrize("weights", ["host", "disk"])
+def test_on_a_mesh_each_device_gets_its_own_slice(deep, weights):
+    want = generate(LLM(deep, **ONE), GREEDY)
+    llm = LLM(deep, weights=weights, mesh=MeshConfig(tensor=2), **ONE)
+    assert generate(llm, GREEDY) == want
+    arrays = fetched(llm)
+    assert all(shard.data.size == x.size // 2 for x in arrays for shard in x.addressable_shards if x.ndim > 1)
+    assert all(one.kind == "all-reduce" for one in exchanged(llm))
+
+
+def test_what_every_device_has_whole_comes_in_parts(deep):
+    whole = ShardingRules(heads=None, kv_heads=None, mlp=None, vocab=None)
+    llm = LLM(deep, weights="disk", mesh=MeshConfig(tensor=2), rules=whole, **ONE)
+    assert generate(llm, GREEDY) == generate(LLM(deep, **ONE), GREEDY)
+    matrices = [x for x in fetched(llm) if x.ndim > 1]
+    assert all(shard.data.size == x.size // 2 for x in matrices for shard in x.addressable_shards)
+    gathers = [one for one in exchanged(llm) if one.kind == "all-gather"]
+    assert sorted(one.bytes for one in gathers) == sorted(x.nbytes for x in matrices)
+    (store,) = set(llm.model.store._stores)
+    sizes = [math.prod(part.shape) for leaf in store.files.layers[0].leaves for part in leaf.slices]
+    assert sum(sizes) == sum(x.size for x in fetched(llm))  # no byte is stored, nor read, twice
+
+
+def fetched(llm):
+    """The leaves of a layer, as they come to the devices."""
+    fetch = llm.model.store.start(0)
+    fetch.place()
+    return fetch.arrays()
+
+
+def exchanged(llm):
+    program = llm.engine.executor.programs.get("layer", kind=0, chunks=0, batch=1, pages=8)
+    return read_collectives(program.executable.as_text(), llm.model.mesh.size)
+
+
+def test_an_encoder(tmp_path):
+    convert(goldens.DIRECTORY / "bert_awkward", tmp_path / "bert")
+    texts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    alone = Embedder(tmp_path / "bert").embed(texts)
+    for weights in ("host", "disk"):
+        np.testing.assert_allclose(Embedder(tmp_path / "bert", weights=weights).embed(texts), alone, atol=1e-6)
+
+
+DECODERS = [name for name in goldens.NAMES if not name.startswith(("bert", "distilbert", "roberta"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_family(name, tmp_path):
+    convert(goldens.DIRECTORY / name, tmp_path / name)
+    alone, streamed = (LLM(tmp_path / name, weights=weights, **ONE) for weights in ("device", "disk"))
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
+    assert generate(streamed, GREEDY, prompts) == generate(alone, GREEDY, prompts)
+
+
+# What goes wrong
+
+
+def test_a_damaged_layer_ends_requests_with_its_name(deep):
+    llm = LLM(deep, weights="disk", **ONE)
+    want = generate(llm, GREEDY)
+    (store,) = set(llm.model.store._stores)
+    read, broken = store.files._preadv, [True]
+
+    def preadv(handle, buffers, offset):
+        count = read(handle, buffers, offset)
+        if broken and "layer-00003" in os.readlink(f"/proc/self/fd/{handle}"):
+            buffers[0][100:101] = bytes([buffers[0][100] ^ 1])
+        return count
+
+    store.files._preadv = preadv
+    (failed, *_) = llm.generate(PROMPTS[:1], GREEDY)
+    assert failed.outputs[0].finish_reason is FinishReason.ERROR
+    assert "layer 3: " in failed.outputs[0].error
+    assert "layer-00003.bin" in failed.outputs[0].error
+    assert store.files.retries
+    broken.clear()
+    assert generate(llm, GREEDY) == want
+
+
+def test_a_disk_that_becomes_slow_changes_no_token(deep, monkeypatch):
+    llm = LLM(deep, weights="disk", **ONE)
+    want = generate(llm, GREEDY)
+    (store,) = set(llm.model.store._stores)
+    read, calls = store.files._preadv, []
+
+    def preadv(handle, buffers, offset):
+        calls.append(offset)
+        if len(calls) % 7 == 0:
+            raise InterruptedError("injected")
+        return read(handle, buffers, offset)
+
+    store.files._preadv = preadv
+    monkeypatch.setattr("checkpoints.layer_files.FIRST_DELAY", 0.01)
+    assert generate(llm, GREEDY) == want
+    assert store.files.retries == len(calls) // 7
+    assert llm.engine.executor.prefetcher.statistics.stalls
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weights": "nvme"}, ValueError, "weights must be one of device, host, disk, auto, got 'nvme'"),
+        ({"device_memory": "12 apples"}, ValueError, r'device_memory must be bytes or a size such as "12GiB"'),
+        ({"weights": "disk", "prefetch": -1}, ValueError, r"prefetch must be in \[0, 64\], got -1"),
+        ({"weights": "disk", "device_memory": "1KiB"}, MemoryError, "raise device_memory, lower prefetch"),
+        ({"weights": "host", "host_memory": 1}, MemoryError, "raise host_memory, or use weights='disk'"),
+        ({"weights": "device", "device_memory": "1KiB"}, MemoryError, "use weights='auto'"),
+        ({"weights": "disk", "num_speculative_tokens": 3}, ValueError, "needs all weights on the devices"),
+        ({"weights": "disk", "max_decode_passes": 3}, ValueError, "max_decode_passes=3 needs all weights"),
+        ({"weigths": "disk"}, TypeError, "LLM has no option weigths; known: .*weights"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(model_dir, options, error, message):
+    with pytest.raises(error, match=message):
+        LLM(model_dir, **options)
+
+
+def test_damaged_files_are_refused_when_loading(deep):
+    folder = layer_folder(open_model(deep))
+    LLM(deep, weights="disk", **ONE)
+    os.truncate(folder / "layer-00000.bin", 10)
+    with pytest.raises(CheckpointError, match="layer-00000.bin has 10 bytes"):
+        LLM(deep, weights="disk", **ONE)
+    shutil.rmtree(folder)  # as the error says
+    generate(LLM(deep, weights="disk", **ONE), GREEDY)
