@@ -174,8 +174,8 @@ def _open(file: pathlib.Path) -> tuple[int, bool]:
     return os.open(file, os.O_RDONLY), False
 
 
-def slice_start(index: tuple[slice, ...]) -> tuple[int, ...]:
-    """Where a device's part of an array begins, by which `LayerFiles.views` finds it."""
+def slice_start(index: Any) -> tuple[int, ...]:
+    """Where a device's part of an array (a tuple of slices) begins, by which `LayerFiles.views` finds it."""
     return tuple(part.start or 0 for part in index)
 
 

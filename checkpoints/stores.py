@@ -7,7 +7,7 @@ order and each by the thread that runs the model. Only reading files happens on 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, override
 
 import jax
 import numpy as np
@@ -76,15 +76,17 @@ class _OnDevice:
         pass
 
 
-class DeviceStore:
+class DeviceStore(LayerStore):
     """Layers that are on their devices all the time."""
 
     def __init__(self, layers: dict[int, list[jax.Array]]):
         self._layers = layers
 
+    @override
     def start(self, layer: int) -> Fetch:
         return _OnDevice(self._layers[layer])
 
+    @override
     def close(self) -> None:
         self._layers.clear()
 
@@ -127,7 +129,7 @@ def _ended(arrays: list[jax.Array]) -> float:
     return time.perf_counter()
 
 
-class HostStore:
+class HostStore(LayerStore):
     """Layers in the host's memory, pinned where the device is a GPU.
 
     Args:
@@ -142,9 +144,11 @@ class HostStore:
         self._layers, self.shardings = layers, shardings
         self.watcher = ThreadPoolExecutor(1, "jaxinfer-host-copies")
 
+    @override
     def start(self, layer: int) -> Fetch:
         return _FromHost(self, self._layers[layer])
 
+    @override
     def close(self) -> None:
         self.watcher.shutdown()
         self._layers.clear()
@@ -216,7 +220,7 @@ def _array(shape: tuple[int, ...], parts: dict[tuple[int, ...], np.ndarray], sha
     )
 
 
-class DiskStore:
+class DiskStore(LayerStore):
     """Layers in files.
 
     Staging buffers are the memory of the arrays on a CPU (`aliases`), and on a GPU what they are copied from. One is
@@ -245,6 +249,7 @@ class DiskStore:
         self._free: list[np.ndarray] = []
         self._on_release = on_release
 
+    @override
     def start(self, layer: int) -> Fetch:
         buffer = self._free.pop() if self._free else aligned_buffer(self.files.largest)
         return _FromDisk(self, layer, buffer)
@@ -255,12 +260,13 @@ class DiskStore:
             self._on_release(buffer)
         self._free.append(buffer)
 
+    @override
     def close(self) -> None:
         self.readers.shutdown(cancel_futures=True)
         self._free.clear()
 
 
-class TieredStore:
+class TieredStore(LayerStore):
     """Layers of which some are in one store and some in another.
 
     Args:
@@ -270,9 +276,11 @@ class TieredStore:
     def __init__(self, stores: Sequence[LayerStore]):
         self._stores = stores
 
+    @override
     def start(self, layer: int) -> Fetch:
         return self._stores[layer].start(layer)
 
+    @override
     def close(self) -> None:
         for store in {id(store): store for store in self._stores}.values():
             store.close()

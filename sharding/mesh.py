@@ -91,19 +91,35 @@ class MeshConfig:
             raise ValueError(f"{source}: {error}") from error
 
 
-def read_mesh(path: str | os.PathLike[str]) -> tuple[MeshConfig, ShardingRules | None]:
-    """A TOML file with a `[mesh]` table and, unless the default rules are meant, a `[rules]` table.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshFile:
+    """A TOML file that says where a model runs.
+
+    Attributes:
+      mesh: its table `[mesh]`; None without one.
+      rules: its table `[rules]`; None: the default.
+      memory: its table `[memory]` as it stands, which `LLM` and `Embedder` read (`jaxinfer.streaming.config`).
+    """
+
+    mesh: MeshConfig | None = None
+    rules: ShardingRules | None = None
+    memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def read_mesh(path: str | os.PathLike[str]) -> MeshFile:
+    """Read a TOML file with a table `[mesh]`, and perhaps `[rules]` and `[memory]`; or with `[memory]` alone.
 
     Raises ValueError, naming the file, for anything else in it.
     """
     tables = _read_tables(pathlib.Path(path))
+    mesh = MeshConfig.from_mapping(tables["mesh"], source=f"{path}: [mesh]") if "mesh" in tables else None
     rules = None
     if "rules" in tables:
         try:
             rules = ShardingRules.from_mapping(tables["rules"])
         except ValueError as error:
             raise ValueError(f"{path}: [rules]: {error}") from error
-    return MeshConfig.from_mapping(tables["mesh"], source=f"{path}: [mesh]"), rules
+    return MeshFile(mesh=mesh, rules=rules, memory=tables.get("memory", {}))
 
 
 def _read_tables(path: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -112,6 +128,8 @@ def _read_tables(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}.") from error
     tables = {name: table for name, table in document.items() if isinstance(table, dict)}
-    if "mesh" not in tables or not document.keys() <= {"mesh", "rules"} or tables.keys() != document.keys():
-        raise ValueError(f"{path}: expected a table [mesh], and perhaps one [rules]; found {sorted(document)}.")
+    known = document.keys() <= {"mesh", "rules", "memory"} and tables.keys() == document.keys()
+    if not known or not tables.keys() & {"mesh", "memory"} or ("rules" in tables and "mesh" not in tables):
+        found = sorted(document)
+        raise ValueError(f"{path}: expected a table [mesh], and perhaps [rules] and [memory]; found {found}.")
     return tables

@@ -104,8 +104,8 @@ class ShardingRules:
     ) -> NamedSharding:
         """Where a weight comes to the devices while it is on its way from the host or a disk.
 
-        As `sharding` says; but a matrix that every device will have whole comes to each in a part, so that no byte comes
-        twice, and `collectives.gather_fetched` makes it whole (DeepSpeed Inference, section VI-B).
+        As `sharding` says; but a matrix that every device will have whole comes to each in a part, so that no byte
+        comes twice, and `collectives.gather_fetched` makes it whole (DeepSpeed Inference, section VI-B).
         """
         placed, devices = self.sharding(mesh, axes, shape), math.prod(mesh.shape.values())
         if is_shared(placed.is_fully_replicated, shape, devices):

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from jaxinfer.generation import LLM
     from jaxinfer.generation.text import Prompt
-    from sharding import MeshConfig, ShardingRules
+    from sharding import MeshFile
 
 MeshOption = Annotated[
     str | None,
@@ -25,18 +25,31 @@ SpeculationOption = Annotated[
     int,
     typer.Option(help="Most tokens the n-gram proposer suggests per pass; 0: no speculation."),
 ]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(help="Where layers are: device, or brought from host or disk, or auto (default: device)."),
+]
+DeviceMemoryOption = Annotated[
+    str | None, typer.Option(help="Of each device, how much the model may take, such as 12GiB (default: what is free).")
+]
+HostMemoryOption = Annotated[
+    str | None, typer.Option(help="How much layers in the host's memory may take (default: what is free).")
+]
+PrefetchOption = Annotated[int | None, typer.Option(help="How many layers are brought ahead (default: by experience).")]
+MEMORY = ("weights", "device_memory", "host_memory", "prefetch")
+"""The parameters of the four options above."""
 KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where the GPU supports them, or plain XLA.")]
 KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values as bytes (default: the model's dtype).")]
 
 
-def parse_mesh(text: str | None) -> "tuple[MeshConfig | None, ShardingRules | None]":
-    """The mesh that `--mesh` describes, and the rules if it gives some."""
-    from sharding import MeshConfig, read_mesh
+def parse_mesh(text: str | None) -> "MeshFile":
+    """What `--mesh` says: the axes themselves, or a file."""
+    from sharding import MeshConfig, MeshFile, read_mesh
 
     if text is None:
-        return None, None
+        return MeshFile()
     if "=" in text:
-        return MeshConfig.parse(text), None
+        return MeshFile(mesh=MeshConfig.parse(text))
     if not Path(text).is_file():
         raise ValueError(f"--mesh {text}: no such file; name a TOML file, or give axes such as tensor=2.")
     return read_mesh(text)
@@ -56,26 +69,27 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
     """The model of a command, loaded with the options above and the others given."""
     from jaxinfer.generation import LLM
 
-    show_compiling()
-    mesh, rules = parse_mesh(ctx.params["mesh"])
+    show_progress()
     names = ("dtype", "quantize", "context", "num_speculative_tokens", "kv_dtype", "kernels")
+    memory = {name: value for name in MEMORY if (value := ctx.params.get(name)) is not None}
     return LLM(
         ctx.params["model"],
-        mesh=mesh,
-        rules=rules,
+        mesh=parse_mesh(ctx.params["mesh"]),
         max_batch=max_batch,
         **{name: ctx.params[name] for name in names},
+        **memory,
         **options,
     )
 
 
-def show_compiling() -> None:
-    """Name the programs that are compiled, one a line, if somebody watches: a first start takes a while."""
-    log = logging.getLogger("jaxinfer.compiled")
-    if sys.stderr.isatty() and not log.handlers:
-        log.addHandler(logging.StreamHandler(sys.stderr))
-        log.setLevel(logging.INFO)
-        log.propagate = False
+def show_progress() -> None:
+    """Say what takes a while, one thing a line, if somebody watches: programs compiled, layers written and brought."""
+    for name in ("jaxinfer.compiled", "jaxinfer.streaming"):
+        log = logging.getLogger(name)
+        if sys.stderr.isatty() and not log.handlers:
+            log.addHandler(logging.StreamHandler(sys.stderr))
+            log.setLevel(logging.INFO)
+            log.propagate = False
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":

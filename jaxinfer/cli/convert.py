@@ -16,11 +16,16 @@ def convert(
         str | None,
         typer.Option(help="Of the matrices: int8 or fp8 (a scale per output), int4 (a scale per 128 inputs)."),
     ] = None,
+    layout: Annotated[
+        str, typer.Option(help="orbax; or streaming, which writes layers as weights='disk' reads them, too.")
+    ] = "orbax",
 ) -> None:
     """Convert a Hugging Face checkpoint, tensor by tensor.
 
     OUT_DIR appears only when everything is written; if the command was interrupted, run it again.
     """
+    if layout not in ("orbax", "streaming"):
+        raise ValueError(f"--layout must be orbax or streaming, got {layout!r}.")
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -36,5 +41,13 @@ def convert(
             quantize=quantize,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+        if layout == "streaming":
+            from jaxinfer.models.loading import open_model
+            from jaxinfer.streaming.model import write_layer_files
+
+            task = bar.add_task("writing layers", total=None)
+            write_layer_files(
+                open_model(out_dir), progress=lambda done, total: bar.update(task, completed=done, total=total)
+            )
     stored = description.quantization or description.dtype
     typer.echo(f"{out_dir}: {description.family} {description.kind}, {stored}")

@@ -9,12 +9,16 @@ import msgspec
 import typer
 
 from jaxinfer.cli.common import (
+    DeviceMemoryOption,
     DtypeOption,
+    HostMemoryOption,
     KernelsOption,
     KVDtypeOption,
     MeshOption,
+    PrefetchOption,
     QuantizeOption,
     SpeculationOption,
+    WeightsOption,
     load_llm,
     read_prompts,
     read_text,
@@ -57,6 +61,10 @@ def generate(
     num_speculative_tokens: SpeculationOption = 0,
     kv_dtype: KVDtypeOption = None,
     kernels: KernelsOption = True,
+    weights: WeightsOption = None,
+    device_memory: DeviceMemoryOption = None,
+    host_memory: HostMemoryOption = None,
+    prefetch: PrefetchOption = None,
     adapter: Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="The text must satisfy this file's JSON schema.")] = None,
     whitespace_pattern: Annotated[
@@ -98,6 +106,8 @@ def generate(
     else:
         _print_text(llm, prompts, params)
         _note(f"[model loaded in {loaded:.2f} s; {_memory(llm)}]")
+        if llm.streaming is not None:
+            _note(f"[{llm.streaming}]")
 
 
 def _structured_outputs(

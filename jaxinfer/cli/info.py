@@ -44,8 +44,8 @@ def info(
 
     manifest, description = read_manifest(directory), Description.read(directory)
     config, weights = description.config, weight_format(description, dtype=dtype, quantize=quantize)
-    layout, rules = parse_mesh(mesh)
-    layout, rules = layout or MeshConfig(), rules or ShardingRules()
+    file = parse_mesh(mesh)
+    layout, rules = file.mesh or MeshConfig(), file.rules or ShardingRules()
     context = context or config.context
     if context > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")

@@ -50,13 +50,13 @@ def inspect(
     from jaxinfer.models.description import Description, weight_format
 
     gpu, description = Target.load(target), Description.read(directory)
-    devices, rules = parse_mesh(mesh)
+    file = parse_mesh(mesh)
     weights, config = weight_format(description, dtype=dtype, quantize=quantize), description.config
     if not isinstance(config, DecoderConfig):
         raise ValueError(f"{directory} holds an encoder; inspect compiles the decode loop of decoders.")
     if (context := context or config.context) > config.context:
         raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
-    built = None if devices is None else gpu.mesh(devices)
+    built = None if file.mesh is None else gpu.mesh(file.mesh)
     spec, sizes = decode_program(
         config,
         weights,
@@ -64,7 +64,7 @@ def inspect(
         context=context,
         passes=passes,
         mesh=built,
-        rules=rules,
+        rules=file.rules,
         stored=description.quantization,
     )
     report = compile_program(gpu, spec, sizes, mesh=built, resources=registers)

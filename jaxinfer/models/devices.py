@@ -15,21 +15,27 @@ from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from checkpoints import Leaf
 from jaxinfer.disk_cache.processor import cpu_model, usable_cores
-from sharding import MeshConfig, ShardingRules, read_mesh
+from sharding import MeshConfig, MeshFile, ShardingRules, read_mesh
+
+AnyMesh = Mesh | MeshConfig | MeshFile | str | os.PathLike[str] | None
+"""How a user says which devices: a mesh, its config, or a TOML file, read or by its path; None: the first device."""
 
 
-def build_mesh(
-    mesh: Mesh | MeshConfig | str | os.PathLike[str] | None, rules: ShardingRules | None
-) -> tuple[Mesh | None, ShardingRules]:
-    """A mesh, from its config or a TOML file (None: the first device, without one), and the rules for it.
+def open_mesh(mesh: AnyMesh) -> Mesh | MeshConfig | MeshFile | None:
+    """The same, with a file that is named by its path read."""
+    return read_mesh(mesh) if isinstance(mesh, (str, os.PathLike)) else mesh
+
+
+def build_mesh(mesh: AnyMesh, rules: ShardingRules | None) -> tuple[Mesh | None, ShardingRules]:
+    """A mesh (None: the first device, without one), and the rules for it.
 
     Raises ValueError for rules beside a file that has some.
     """
-    if isinstance(mesh, (str, os.PathLike)):
-        mesh, given = read_mesh(path := mesh)
-        if given is not None and rules is not None:
-            raise ValueError(f"{path} has a table [rules], and rules are given too: keep one of them.")
-        rules = rules or given
+    mesh = open_mesh(mesh)
+    if isinstance(mesh, MeshFile):
+        if mesh.rules is not None and rules is not None:
+            raise ValueError("The mesh's file has a table [rules], and rules are given too: keep one of them.")
+        mesh, rules = mesh.mesh, rules or mesh.rules
     return (mesh.build() if isinstance(mesh, MeshConfig) else mesh), rules or ShardingRules()
 
 

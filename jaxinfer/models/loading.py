@@ -26,7 +26,7 @@ from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.weights import quantize as quantize_matrix
-from sharding import MeshConfig, ShardingRules
+from sharding import ShardingRules
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -146,7 +146,7 @@ class LoadedModel(OpenedModel):
 def open_model(
     path: str | os.PathLike[str],
     *,
-    mesh: Mesh | MeshConfig | str | os.PathLike[str] | None = None,
+    mesh: devices.AnyMesh = None,
     rules: ShardingRules | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -173,7 +173,7 @@ def open_model(
 def load_model(
     path: str | os.PathLike[str],
     *,
-    mesh: Mesh | MeshConfig | str | os.PathLike[str] | None = None,
+    mesh: devices.AnyMesh = None,
     rules: ShardingRules | None = None,
     dtype: str | None = None,
     quantize: str | None = None,

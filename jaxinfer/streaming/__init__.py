@@ -1,1 +1,1 @@
-"""Weights that are not on the devices all the time: brought there layer by layer, ahead of their use (ZeRO-Inference)."""
+"""Weights that come to the devices layer by layer, ahead of their use (ZeRO-Inference, DeepSpeed Inference VI)."""

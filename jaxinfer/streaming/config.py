@@ -47,8 +47,6 @@ class MemoryConfig:
     @classmethod
     def of(cls, options: MemoryOptions) -> Self:
         """From the options of `LLM`; sizes may be texts."""
-        if unknown := options.keys() - MemoryOptions.__annotations__.keys():
-            raise TypeError(f"unknown option {sorted(unknown)[0]!r}.")
         sizes = {
             name: parse_bytes(name, value)
             for name in ("device_memory", "host_memory")

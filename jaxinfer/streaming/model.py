@@ -1,6 +1,7 @@
 """A model whose layers are brought to its devices while it runs."""
 
 import dataclasses
+import logging
 import pathlib
 from collections.abc import Callable
 
@@ -13,8 +14,14 @@ from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.streaming.config import Placement, Tier
 
+_log = logging.getLogger("jaxinfer.streaming")
+
 Progress = Callable[[int, int], None]
 """Called with the layers done and their number."""
+
+
+def _log_progress(done: int, total: int) -> None:
+    _log.info("written layer %d of %d", done, total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,19 +37,18 @@ class StreamedModel(LoadedModel):
     store: LayerStore
 
 
-def stream_model(
-    opened: OpenedModel, placement: Placement, *, progress: Progress = lambda done, total: None
-) -> StreamedModel:
+def stream_model(opened: OpenedModel, placement: Placement) -> StreamedModel:
     """Read what stays on the devices and in the host's memory; write layer files if layers are on disk and none are.
 
     Raises CheckpointError for files that are damaged or cannot be written.
     """
+    _log.info("%s", placement)
     leaves = opened.read(lambda name: layer_of(name) is None)
     shardings = [shape.sharding for shape in opened.layer_shapes(0)]
 
     stores: dict[Tier, LayerStore] = {}
     if "disk" in placement.tiers:
-        files = LayerFiles(write_layer_files(opened, progress=progress))
+        files = LayerFiles(write_layer_files(opened))
         stores["disk"] = DiskStore(files, shardings, aliases=opened.platform == "cpu")
     host, device = {}, {}
     for layer, tier in enumerate(placement.tiers):
@@ -55,7 +61,7 @@ def stream_model(
     return StreamedModel(**opened.fields(), leaves=leaves, placement=placement, store=store)
 
 
-def write_layer_files(opened: OpenedModel, *, progress: Progress = lambda done, total: None) -> pathlib.Path:
+def write_layer_files(opened: OpenedModel, *, progress: Progress = _log_progress) -> pathlib.Path:
     """The folder with the layers as the devices take them, in the model directory; written if it is not there."""
     folder = layer_folder(opened)
     write_layers(

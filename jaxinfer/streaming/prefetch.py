@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,11 @@ import jax
 from checkpoints.stores import Fetch, LayerStore
 from jaxinfer.compiled import Costs
 from jaxinfer.streaming.statistics import StreamingStatistics
+
+_log = logging.getLogger("jaxinfer.streaming")
+
+LOG_SECONDS = 5.0
+"""How often to say how streaming goes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class Prefetcher:
         self._used = 0  # how many of the queue the computation in flight uses: 0 or 1
         self._result: Any = None
         self._sent = 0.0
+        self._logged = time.perf_counter()
         self.statistics = StreamingStatistics()
 
     @property
@@ -106,8 +113,11 @@ class Prefetcher:
         """Wait for the computation in flight, and give the memory of its layer back."""
         if self._result is not None:
             jax.block_until_ready(self._result)
-            self.statistics.computed((self._sent, time.perf_counter()))
+            self.statistics.computed((self._sent, now := time.perf_counter()))
             self._result = None
+            if now - self._logged > LOG_SECONDS:
+                _log.info("%s", self.statistics)
+                self._logged = now
         if self._used:
             self._used = 0
             self._queue.popleft()[1].release()

@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from sharding import MeshConfig, ShardingRules, read_mesh
+from sharding import MeshConfig, MeshFile, ShardingRules, read_mesh
 
 
 def test_builds_over_the_first_devices():
@@ -47,14 +47,19 @@ def test_parse_refuses(text, message):
 
 def test_read(tmp_path):
     (tmp_path / "mesh.toml").write_text("[mesh]\ndata = 2\ntensor = 4\n")
-    assert read_mesh(tmp_path / "mesh.toml") == (MeshConfig(data=2, tensor=4), None)
+    assert read_mesh(tmp_path / "mesh.toml") == MeshFile(mesh=MeshConfig(data=2, tensor=4))
 
 
 def test_read_with_rules(tmp_path):
     text = '[mesh]\ntensor = 4\n[rules]\nmlp = ["expert", "tensor"]\nvocab = []\nheads = "tensor"\n'
     (tmp_path / "mesh.toml").write_text(text)
     rules = ShardingRules(mlp=("expert", "tensor"), vocab=None)
-    assert read_mesh(tmp_path / "mesh.toml") == (MeshConfig(tensor=4), rules)
+    assert read_mesh(tmp_path / "mesh.toml") == MeshFile(mesh=MeshConfig(tensor=4), rules=rules)
+
+
+def test_read_with_memory(tmp_path):
+    (tmp_path / "mesh.toml").write_text('[memory]\nweights = "disk"\n')
+    assert read_mesh(tmp_path / "mesh.toml") == MeshFile(memory={"weights": "disk"})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,10 @@ def test_read_with_rules(tmp_path):
         ("[mesh]\ntensor = 2.0", "got 2.0"),
         ("[mesh]\ntensor =", "not valid TOML"),
         ("[mesh]\nténsor = 2", "not valid TOML"),  # in Latin-1
-        ("[mesh]\n[other]\n", r"expected a table \[mesh\], and perhaps one \[rules\]; found \['mesh', 'other'\]"),
+        (
+            "[mesh]\n[other]\n",
+            r"and perhaps \[rules\] and \[memory\]; found \['mesh', 'other'\]",
+        ),
         ("[rules]\n", r"expected a table \[mesh\]"),
         ("mesh = 2", r"expected a table \[mesh\]"),
         ("[mesh]\n[rules]\nhedas = 'tensor'", r"\[rules\]: unknown axis 'hedas'; known: batch, vocab, heads"),

@@ -20,12 +20,16 @@ from jaxinfer.cli.bench.options import (
     read_config,
 )
 from jaxinfer.cli.common import (
+    DeviceMemoryOption,
     DtypeOption,
+    HostMemoryOption,
     KernelsOption,
     KVDtypeOption,
     MeshOption,
+    PrefetchOption,
     QuantizeOption,
     SpeculationOption,
+    WeightsOption,
     load_llm,
 )
 
@@ -50,6 +54,10 @@ def latency(
     num_speculative_tokens: SpeculationOption = 0,
     kv_dtype: KVDtypeOption = None,
     kernels: KernelsOption = True,
+    weights: WeightsOption = None,
+    device_memory: DeviceMemoryOption = None,
+    host_memory: HostMemoryOption = None,
+    prefetch: PrefetchOption = None,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
     plot: PlotOption = None,
@@ -114,6 +122,10 @@ def throughput(
     num_speculative_tokens: SpeculationOption = 0,
     kv_dtype: KVDtypeOption = None,
     kernels: KernelsOption = True,
+    weights: WeightsOption = None,
+    device_memory: DeviceMemoryOption = None,
+    host_memory: HostMemoryOption = None,
+    prefetch: PrefetchOption = None,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
     plot: PlotOption = None,

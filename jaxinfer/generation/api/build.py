@@ -23,10 +23,11 @@ from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, EncoderConfig
-from jaxinfer.models.devices import device_name, devices_of
+from jaxinfer.models.devices import AnyMesh, device_name, devices_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.streaming.config import MemoryConfig, MemoryOptions
 from jaxinfer.streaming.model import StreamedModel, stream_model
+from sharding import MeshFile
 
 COST_OPTIONS = ("page_size", "chunk_size", "kv_dtype", "max_adapters", "max_lora_rank", "kernels")
 """The fields of `EngineConfig` that decide how long programs of the same sizes take."""
@@ -92,14 +93,21 @@ class ModelOptions(EngineOptions, MemoryOptions, total=False):
     """What `LLM` and `Embedder` take as options."""
 
 
-def split_options(options: ModelOptions, *, owner: str) -> tuple[EngineOptions, MemoryConfig]:
-    """The options of an engine, and where weights are. Raises TypeError for unknown ones, ValueError for bad values."""
+def split_options(options: ModelOptions, mesh: AnyMesh, *, owner: str) -> tuple[EngineOptions, MemoryConfig]:
+    """The options of an engine; and where weights are, from options or else from the file of the mesh.
+
+    Raises TypeError for unknown options, ValueError for unknown ones of the file and for bad values.
+    """
     known = ModelOptions.__annotations__
     if unknown := options.keys() - known.keys():
         raise TypeError(f"{owner} has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
     memory = {name: value for name, value in options.items() if name in MemoryOptions.__annotations__}
     engine = {name: value for name, value in options.items() if name not in memory}
-    return cast(EngineOptions, engine), MemoryConfig.of(cast(MemoryOptions, memory))
+    table = mesh.memory if isinstance(mesh, MeshFile) else {}
+    if unknown := sorted(table.keys() - MemoryOptions.__annotations__.keys()):
+        known = ", ".join(MemoryOptions.__annotations__)
+        raise ValueError(f"[memory]: unknown field {unknown[0]!r}; known: {known}.")
+    return cast(EngineOptions, engine), MemoryConfig.of(cast(MemoryOptions, {**table, **memory}))
 
 
 def place_model(

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Unpack
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxinfer.generation.api.build import ModelOptions, build_engine, place_model, split_options
 from jaxinfer.generation.api.embedding import embed
@@ -15,9 +14,9 @@ from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.platforms import check_mesh
 from jaxinfer.generation.text import Prompt, Tokenizer
 from jaxinfer.models.description import Description
-from jaxinfer.models.devices import build_mesh
+from jaxinfer.models.devices import AnyMesh, build_mesh, open_mesh
 from jaxinfer.models.loading import LoadedModel, open_model
-from sharding import MeshConfig, ShardingRules
+from sharding import ShardingRules
 
 ENCODER_TOKENS = 4096
 """The token budget of an encoder's batch, padding included, unless told otherwise."""
@@ -46,7 +45,7 @@ class Embedder:
         self,
         path: str | Path,
         *,
-        mesh: Mesh | MeshConfig | str | Path | None = None,
+        mesh: AnyMesh = None,
         dtype: str | None = None,
         quantize: str | None = None,
         rules: ShardingRules | None = None,
@@ -76,7 +75,8 @@ class Embedder:
         longest = description.config.context
         if context is not None and not 1 < context <= longest:
             raise ValueError(f"Embedder.context must be in [2, {longest}] for this model, got {context}.")
-        engine_options, memory = split_options(options, owner="Embedder")
+        mesh = open_mesh(mesh)
+        engine_options, memory = split_options(options, mesh, owner="Embedder")
         engine_options.setdefault("token_budget", ENCODER_TOKENS)
         config = EngineConfig(max_batch=max_batch, context=context or longest, **engine_options)
         mesh, rules = build_mesh(mesh, rules)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Unpack, cast
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from jaxinfer.generation.api.build import ModelOptions, build_engine, place_model, split_options
@@ -13,6 +12,7 @@ from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.output import request_output
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.execution.chain import ChainExecutor
 from jaxinfer.generation.execution.memory import plan_memory
 from jaxinfer.generation.execution.platforms import check_mesh
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
@@ -22,9 +22,10 @@ from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Prompt, Tokenizer, encode_chat
 from jaxinfer.models import DecoderConfig
-from jaxinfer.models.devices import build_mesh
+from jaxinfer.models.devices import AnyMesh, build_mesh, open_mesh
 from jaxinfer.models.loading import open_model
-from sharding import MeshConfig, ShardingRules
+from jaxinfer.streaming.statistics import StreamingStatistics
+from sharding import ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
 
@@ -40,8 +41,9 @@ class LLM:
 
     Args:
       path: a model directory (`jaxinfer convert` makes one from Hugging Face files).
-      mesh: how to split the model over devices: a MeshConfig, the path of a TOML file with a [mesh] table, a
-        `jax.sharding.Mesh` with MeshConfig's axes, or None for the first device.
+      mesh: how to split the model over devices: a MeshConfig, the path of a TOML file with a table [mesh], perhaps
+        [rules], and perhaps [memory] with `MemoryOptions`, a `jax.sharding.Mesh` with MeshConfig's axes, or None for
+        the first device.
       dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
       quantize: "int8" multiplies in int8 (weights per channel, activations per row); "int4" (per 128 inputs) and "fp8"
         (per channel) hold the weights alone so; None: as stored.
@@ -66,7 +68,7 @@ class LLM:
         self,
         path: str | Path,
         *,
-        mesh: Mesh | MeshConfig | str | Path | None = None,
+        mesh: AnyMesh = None,
         dtype: str | None = None,
         quantize: str | None = None,
         rules: ShardingRules | None = None,
@@ -79,7 +81,8 @@ class LLM:
     ):
         if max_batch < 1:
             raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
-        engine_options, memory = split_options(options, owner="LLM")
+        mesh = open_mesh(mesh)
+        engine_options, memory = split_options(options, mesh, owner="LLM")
         mesh, rules = build_mesh(mesh, rules)
         check_mesh(mesh)
         opened = open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
@@ -108,6 +111,12 @@ class LLM:
         for name, folder in (adapters or {}).items():
             assert self.engine.adapters is not None
             self.engine.adapters.register(name, folder)
+
+    @property
+    def streaming(self) -> StreamingStatistics | None:
+        """What bringing layers was seen to take, if `model.placement` streams some; else None."""
+        executor = self.engine.executor
+        return executor.prefetcher.statistics if isinstance(executor, ChainExecutor) else None
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """A request that `generate` and `stream` take in place of a prompt: tokenised and checked once.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxinfer.compiled import Costs, Program, ProgramSpec
-from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.batch import Batch, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep

@@ -16,7 +16,7 @@ from jaxinfer.models.loading import OpenedModel
 from jaxinfer.streaming.config import MemoryConfig, Placement, Tier, spread
 
 DEPTH = 1
-"""How many layers are brought ahead while nothing is known of fetches: where layers are alike, more hide nothing more."""
+"""How many layers are brought ahead while nothing is known of fetches: of like layers, more would hide no more."""
 MAX_DEPTH = 4
 
 
@@ -91,8 +91,8 @@ def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes
     count = min(layers, budget // each)
     if memory.weights == "host" and count < layers:
         raise MemoryError(
-            f"{opened.folder}: {layers} layers take {decimal(layers * each)} of the host's memory, and {decimal(budget)} "
-            "may be used: raise host_memory, or use weights='disk'."
+            f"{opened.folder}: {layers} layers take {decimal(layers * each)} of the host's memory, and "
+            f"{decimal(budget)} may be used: raise host_memory, or use weights='disk'."
         )
     return count
 

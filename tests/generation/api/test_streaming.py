@@ -289,7 +289,7 @@ def test_damaged_files_are_refused_when_loading(deep):
     folder = layer_folder(open_model(deep))
     LLM(deep, weights="disk", **ONE)
     os.truncate(folder / "layer-00000.bin", 10)
-    with pytest.raises(CheckpointError, match="layer-00000.bin has 10 bytes"):
+    with pytest.raises(CheckpointError, match=r"layer-00000\.bin has 10 bytes"):
         LLM(deep, weights="disk", **ONE)
     shutil.rmtree(folder)  # as the error says
     generate(LLM(deep, weights="disk", **ONE), GREEDY)
