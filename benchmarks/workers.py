@@ -95,7 +95,7 @@ def find_peers(given: Path | None) -> Path:
     python = given or Path(os.environ.get("JAXINFER_PEERS") or ROOT / ".venv-peers/bin/python")
     if not python.exists():
         raise EngineError(f"No interpreter at {python}: {REMEDY}")
-    modules = ("torch", "transformers", "ctranslate2", "llama_cpp", "gguf", "safetensors", "tokenizers")
+    modules = ("torch", "transformers", "accelerate", "ctranslate2", "llama_cpp", "gguf", "safetensors", "tokenizers")
     code = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m) is None])"
     missing = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     if missing:

@@ -25,11 +25,13 @@ class Fetch(Protocol):
     Attributes:
       tier: where it comes from: "device", "host" or "disk".
       bytes: how many are moved; 0 from a device.
+      cpu_seconds: what reading it took of the CPU.
       interval: when moving them began and when it was seen to be done, by `time.perf_counter`; None until then.
     """
 
     tier: str
     bytes: int
+    cpu_seconds: float
     interval: tuple[float, float] | None
 
     def place(self) -> None:
@@ -60,7 +62,7 @@ class LayerStore(Protocol):
 class _OnDevice:
     """A layer that stays on its devices."""
 
-    tier, bytes = "device", 0
+    tier, bytes, cpu_seconds = "device", 0, 0.0
     interval: tuple[float, float] | None = None
 
     def __init__(self, leaves: list[jax.Array]):
@@ -94,7 +96,7 @@ class DeviceStore(LayerStore):
 class _FromHost:
     """A layer that is copied from the host's memory; the copy begins with `place` and runs by itself."""
 
-    tier = "host"
+    tier, cpu_seconds = "host", 0.0
 
     def __init__(self, store: "HostStore", leaves: list[jax.Array]):
         self._store, self._host = store, leaves
@@ -171,16 +173,19 @@ class _FromDisk:
         self._store, self._layer, self._buffer = store, layer, buffer
         self.bytes = store.files.layers[layer].bytes
         self.interval: tuple[float, float] | None = None
+        self.cpu_seconds = 0.0
         self._arrays: list[jax.Array] | None = None
         self._begun = time.perf_counter()
         view = buffer.data
-        self._blocks: list[Future[float]] = [
+        self._blocks: list[Future[tuple[float, float]]] = [
             store.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
         ]
 
-    def _read(self, offset: int, view: memoryview) -> float:
+    def _read(self, offset: int, view: memoryview) -> tuple[float, float]:
+        """Read a block; when it was there, and what it took of the CPU."""
+        begun = time.thread_time()
         self._store.files.read_block(self._layer, offset, view)
-        return time.perf_counter()
+        return time.perf_counter(), time.thread_time() - begun
 
     def place(self) -> None:
         if not self._store.aliases:
@@ -188,7 +193,8 @@ class _FromDisk:
 
     def arrays(self) -> list[jax.Array]:
         if self._arrays is None:
-            self.interval = self._begun, max(block.result() for block in self._blocks)
+            ends, cpu_seconds = zip(*(block.result() for block in self._blocks), strict=True)
+            self.interval, self.cpu_seconds = (self._begun, max(ends)), sum(cpu_seconds)
             views = self._store.files.views(self._layer, self._buffer)
             self._arrays = [
                 _array(leaf.shape, parts, sharding)

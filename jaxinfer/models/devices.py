@@ -6,7 +6,7 @@ Everything that the models decide by platform is decided here.
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,9 +113,35 @@ def host_available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = root / "sys/fs/cgroup"
-    if (memory_max := group / "memory.max").exists() and (limit := memory_max.read_text().strip()) != "max":
+    return min([available, *_container_bytes(root)])
+
+
+def _container_bytes(root: pathlib.Path) -> Iterator[int]:
+    """What each container around this process may still take: cgroups of version 2 or 1, up to the outermost."""
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        groups = [["0", "", "/"]]
+    top = root / "sys/fs/cgroup"
+    for number, controllers, path in groups:
+        if number == "0":
+            folder, files = top, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            folder, files = top / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        inside = pathlib.PurePosixPath(path.lstrip("/"))
+        for group in {folder, folder / inside, *(folder / parent for parent in inside.parents)}:
+            yield from _group_bytes(group, *files)
+
+
+def _group_bytes(group: pathlib.Path, limit: str, usage: str, cached: str) -> Iterator[int]:
+    """What a cgroup may still take, if it has a limit; pages of files do not count, as the kernel can drop them."""
+    try:
+        most = (group / limit).read_text().strip()
+        if most == "max":
+            return
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # the kernel can drop these
-        available = min(available, int(limit) - used)
-    return available
+        yield int(most) - int((group / usage).read_text()) + int(stat[cached])
+    except (OSError, KeyError, ValueError):  # not mounted here, or without this controller
+        return

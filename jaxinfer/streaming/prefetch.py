@@ -16,6 +16,8 @@ from jaxinfer.streaming.statistics import StreamingStatistics
 
 _log = logging.getLogger("jaxinfer.streaming")
 
+STALL_SECONDS = 1e-3
+"""A layer that takes longer to be there, once it is asked for, was waited for."""
 LOG_SECONDS = 5.0
 """How often to say how streaming goes."""
 
@@ -82,19 +84,21 @@ class Prefetcher:
         begun = time.perf_counter()
         self._fill()
         if resident:
+            self._sent = time.perf_counter()
             return self._store.start(layer).arrays()
         fetch, self._used = self._queue[0][1], 1
         arrays = fetch.arrays()
-        if (waited := time.perf_counter() - begun) > 1e-3:
+        self._sent = time.perf_counter()  # a CPU may compute while a program is called
+        if (waited := self._sent - begun) > STALL_SECONDS:
             self.statistics.stalled(waited)
         assert fetch.interval is not None
-        self.statistics.fetched(fetch.tier, fetch.bytes, fetch.interval)
+        self.statistics.fetched(fetch.tier, fetch.bytes, fetch.interval, fetch.cpu_seconds)
         self._costs.record(f"fetch_{fetch.tier}", (("bytes", fetch.bytes),), fetch.interval[1] - fetch.interval[0])
         return arrays
 
     def computing(self, result: Any) -> None:
         """The devices compute this (pytree of arrays) from the layer that `get` gave last."""
-        self._result, self._sent = result, time.perf_counter()
+        self._result = result
 
     def restart(self) -> None:
         """Give back all that is on its way, after the computation in flight, which may have failed."""
@@ -114,6 +118,7 @@ class Prefetcher:
         if self._result is not None:
             jax.block_until_ready(self._result)
             self.statistics.computed((self._sent, now := time.perf_counter()))
+            self._costs.record("layer", (), now - self._sent)
             self._result = None
             if now - self._logged > LOG_SECONDS:
                 _log.info("%s", self.statistics)

@@ -18,6 +18,7 @@ class StreamingStatistics:
     Attributes:
       bytes: moved from each tier, "host" and "disk".
       fetch_seconds: while a layer was on its way, from each tier; layers travel one after the other.
+      cpu_seconds: of the threads that read files.
       compute_seconds: while layers were computed.
       overlapped_seconds: while both happened.
       stalls: how often a layer was waited for.
@@ -27,6 +28,7 @@ class StreamingStatistics:
 
     bytes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     fetch_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    cpu_seconds: float = 0.0
     compute_seconds: float = 0.0
     overlapped_seconds: float = 0.0
     stalls: int = 0
@@ -47,11 +49,12 @@ class StreamingStatistics:
         self.layers += 1
         self.compute_seconds += interval[1] - interval[0]
 
-    def fetched(self, tier: str, size: int, interval: Interval) -> None:
+    def fetched(self, tier: str, size: int, interval: Interval, cpu_seconds: float = 0.0) -> None:
         """Count a layer that has come; of an interval, only what the layer before it left of the link."""
         begin, end = max(interval[0], self._fetched), interval[1]
         self._fetched = max(end, self._fetched)
         self.bytes[tier] += size
+        self.cpu_seconds += cpu_seconds
         self.fetch_seconds[tier] = self.fetch_seconds.get(tier, 0.0) + max(end - begin, 0.0)
         for first, last in self._computations:
             self.overlapped_seconds += max(0.0, min(end, last) - max(begin, first))

@@ -32,7 +32,7 @@ class Link:
 
 
 class Travelling:
-    tier, bytes, interval = "disk", 100, None
+    tier, bytes, cpu_seconds, interval = "disk", 100, 0.0, None
 
     def __init__(self, link, layer):
         self.link, self.layer, self.released = link, layer, False

@@ -98,11 +98,14 @@ def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes
 
 
 def _depth(memory: MemoryConfig, costs: Costs | None) -> int:
-    """How many layers ahead: the slowest of twenty fetches is still hidden by as many of the usual ones."""
+    """How many layers ahead: while so many compute, even a slow fetch ends, if fetches are not what takes longest."""
     if memory.prefetch is not None:
         return memory.prefetch
-    found = [cost for tier in ("disk", "host") if costs and (cost := costs.of(f"fetch_{tier}"))]
-    return max([DEPTH, *(min(MAX_DEPTH, math.ceil(cost.p95 / cost.mean - 1e-2)) for cost in found)])
+    fetches = [cost for tier in ("disk", "host") if costs and (cost := costs.of(f"fetch_{tier}"))]
+    layer = costs.of("layer") if costs else None
+    if layer is None or not fetches or (slowest := max(fetches, key=lambda cost: cost.mean)).mean >= layer.mean:
+        return DEPTH
+    return min(MAX_DEPTH, max(DEPTH, math.ceil(slowest.p95 / layer.mean)))
 
 
 def _most(depth: int, room: int, layer_bytes: int) -> int:
