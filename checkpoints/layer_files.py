@@ -122,7 +122,7 @@ class LayerFiles:
                 self.retries += 1
                 time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
             try:
-                self._read(self.folder / stored.file, offset, part)
+                read_direct(self.folder / stored.file, offset, part, self._preadv)
             except OSError as error:
                 problem = f"cannot be read ({error.strerror or error}); check the disk"
                 continue
@@ -131,27 +131,6 @@ class LayerFiles:
             problem = f"is damaged: its crc32c differs; remove {self.folder}, and it is written again"
         where = f"layer {layer}: {self.folder / stored.file}, bytes {offset} to {offset + len(part)}"
         raise CheckpointError(f"{where}: {problem}.")
-
-    def _read(self, file: pathlib.Path, offset: int, part: memoryview) -> None:
-        handle, direct = _open(file)
-        try:
-            done = 0
-            while done < len(part):
-                try:
-                    count = self._preadv(handle, [part[done:]], offset + done)
-                except OSError as error:
-                    if not direct or error.errno != errno.EINVAL:
-                        raise
-                    os.close(handle)  # the file system takes O_DIRECT when opening, and refuses to read
-                    handle, direct = os.open(file, os.O_RDONLY), False
-                    continue
-                if count == 0:
-                    raise OSError(errno.EIO, f"ends after {offset + done} bytes")
-                done += count
-            if not direct:  # what is read once a pass would push everything else out of the page cache
-                os.posix_fadvise(handle, offset, len(part), os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
 
     def views(self, layer: int, buffer: np.ndarray) -> list[dict[tuple[int, ...], np.ndarray]]:
         """The slices of each leaf of a layer by where they begin, as views of a buffer (uint8) that it was read to."""
@@ -162,6 +141,37 @@ class LayerFiles:
             return buffer[part.offset : part.offset + size].view(dtype).reshape(part.shape)
 
         return [{part.start: view(leaf, part) for part in leaf.slices} for leaf in self.layers[layer].leaves]
+
+
+def read_direct(
+    file: pathlib.Path,
+    offset: int,
+    part: memoryview,
+    preadv: Callable[[int, list[Any], int], int] = os.preadv,
+) -> None:
+    """Fill a buffer from a file, past the page cache where the file system can.
+
+    Offset, size and place of the buffer are multiples of `ALIGNMENT`. Raises OSError if it cannot be read, or ends.
+    """
+    handle, direct = _open(file)
+    try:
+        done = 0
+        while done < len(part):
+            try:
+                count = preadv(handle, [part[done:]], offset + done)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                os.close(handle)  # the file system takes O_DIRECT when opening, and refuses to read
+                handle, direct = os.open(file, os.O_RDONLY), False
+                continue
+            if count == 0:
+                raise OSError(errno.EIO, f"ends after {offset + done} bytes")
+            done += count
+        if not direct:  # what is read once a pass would push everything else out of the page cache
+            os.posix_fadvise(handle, offset, len(part), os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
 
 
 def _open(file: pathlib.Path) -> tuple[int, bool]:

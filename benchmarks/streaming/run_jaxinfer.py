@@ -31,7 +31,7 @@ def main(model: str, given: dict[str, Any]) -> None:
         there = (x.nbytes for x in jax.live_arrays() if x.shape in shapes and x.sharding.memory_kind == "device")
         peak = max(peak, sum(there))
 
-    Prefetcher.computing = counting
+    Prefetcher.computing = counting  # type: ignore[assignment]
     engine, ids = llm.engine, prompts(batch, length)
     engine.compile_ahead()
     params = SamplingParams(temperature=0, max_tokens=passes, ignore_eos=True)

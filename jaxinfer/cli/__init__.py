@@ -14,6 +14,7 @@ from jaxinfer.cli.convert import convert
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
 from jaxinfer.cli.inspect import inspect
+from jaxinfer.cli.plan import plan
 from jaxinfer.cli.renamed import refuse_renamed
 from jaxinfer.cli.verify import verify
 
@@ -46,6 +47,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Compiled transformer inference in JAX.",
 )
-for _command in (cache, convert, generate, info, inspect, verify):
+for _command in (cache, convert, generate, info, inspect, plan, verify):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")

@@ -6,6 +6,7 @@ Loading takes one leaf at a time: it places the leaf where it will be used and q
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import types
@@ -91,6 +92,12 @@ class OpenedModel:
     def sharding(self, leaf: Leaf) -> Sharding:
         """Where one of `shapes` lives."""
         return devices.sharding_on(self.mesh, self.rules, leaf.axes, leaf.shape)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the matrices of all layers have, however they are stored."""
+        leaves = canonical_leaves(self.config, WeightFormat()).items()
+        return sum(math.prod(leaf.shape) for name, leaf in leaves if layer_of(name) is not None)
 
     def layer_shapes(self, layer: int) -> list[jax.ShapeDtypeStruct]:
         """The leaves of one layer, as they come to the devices, in the order in which programs take them."""

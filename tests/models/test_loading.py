@@ -244,6 +244,36 @@ def test_a_container_may_have_less_than_its_machine(tmp_path):
     assert devices.host_available_bytes(tmp_path) == 100_000
 
 
+def test_limits_of_groups_within_groups_and_of_version_1(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu,memory:/outer/inner\n1:name=systemd:/\n0::/unified\n")
+    groups = tmp_path / "sys/fs/cgroup"
+
+    def limit(folder, most, used, cached):
+        folder.mkdir(parents=True)
+        (folder / "memory.limit_in_bytes").write_text(f"{most}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"cache 1\ntotal_inactive_file {cached}\n")
+
+    limit(groups / "memory/outer/inner", 9223372036854771712, 100_000, 0)  # none
+    assert devices.host_available_bytes(tmp_path) == 500 * 1024
+    (groups / "memory/outer/memory.limit_in_bytes").write_text("not yet all files\n")
+    assert devices.host_available_bytes(tmp_path) == 500 * 1024
+    limit(groups / "memory/other", 1, 0, 0)
+    assert devices.host_available_bytes(tmp_path) == 500 * 1024
+    (groups / "memory/outer/memory.limit_in_bytes").unlink()
+    (groups / "memory/outer/inner").rename(groups / "memory/inner")
+    (groups / "memory/outer").rmdir()
+    limit(groups / "memory/outer", 300_000, 250_000, 40_000)
+    assert devices.host_available_bytes(tmp_path) == 90_000
+    (groups / "unified").mkdir()
+    (groups / "unified/memory.max").write_text("70000\n")
+    (groups / "unified/memory.current").write_text("20000\n")
+    (groups / "unified/memory.stat").write_text("inactive_file 1000\n")
+    assert devices.host_available_bytes(tmp_path) == 51_000
+
+
 def test_options(saved, original, tmp_path):
     with pytest.raises(ValueError, match="dtype='int4' is not implemented; known: float32, bfloat16, float16"):
         load_model(saved, dtype="int4")

@@ -39,6 +39,7 @@ def build_engine(
     config: EngineConfig,
     *,
     num_pages: int = 0,
+    max_chunks: int | None = None,
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     clock: Clock = time.perf_counter,
     costs: Costs | None = None,
@@ -50,6 +51,7 @@ def build_engine(
       tokenizer: its tokenizer, or None for token ids only.
       config: the engine's sizes.
       num_pages: the size of a decoder's cache; `memory.plan_memory` says what fits.
+      max_chunks: of a step, that go through a streamed layer together; None: all.
       logits_processors: by the name that requests give.
       clock: the time of sequences and steps, real or virtual.
       costs: the record of how long programs take; None: the one kept on disk, or under a virtual clock a new one.
@@ -73,6 +75,8 @@ def build_engine(
             adapters = AdapterCache(*sizes, model.description.family, original)
         buckets = buckets_of(config, model.platform)
         scheduler = DecoderScheduler(config, buckets, PagePool(num_pages, config.page_size), adapters, costs=costs)
+        if max_chunks is not None:
+            buckets = dataclasses.replace(buckets, chunks=tuple(n for n in buckets.chunks if n <= max_chunks))
         runs_decoder = ChainExecutor if isinstance(model, StreamedModel) else DecoderExecutor
         executor = runs_decoder(
             model, config, buckets, num_pages=num_pages, logits_processors=processors, clock=clock, costs=costs

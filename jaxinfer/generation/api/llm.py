@@ -106,6 +106,7 @@ class LLM:
             self.tokenizer,
             config,
             num_pages=self.memory.num_pages,
+            max_chunks=self.memory.max_chunks,
             logits_processors=logits_processors,
         )
         for name, folder in (adapters or {}).items():

@@ -93,15 +93,16 @@ class Allocator:
         """Forget which pages the step before writes: what the next one reads comes after it."""
         self._written.clear()
 
-    def admit(self, allocation: Allocation, *, spare: int) -> Admission | None:
+    def admit(self, allocation: Allocation, *, spare: int, wait: bool = True) -> Admission | None:
         """Give a waiting sequence all that it needs to run; None if it has to wait.
 
         Args:
           spare: pages to leave free for others.
+          wait: for its adapter's files, as nothing else runs.
         Raises ValueError or OSError if its adapter cannot be read.
         """
         sequence = allocation.sequence
-        adapter_index = self._acquire_adapter(sequence)
+        adapter_index = self._acquire_adapter(sequence, wait=wait)
         if adapter_index is None:
             return None
         taken = self._take_pages(sequence, spare)
@@ -196,10 +197,15 @@ class Allocator:
         allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, []
         allocation.prefilling, allocation.num_prefilled_tokens = True, 0
 
-    def _acquire_adapter(self, sequence: Sequence) -> int | None:
-        """Where its adapter is on the device, 0 without one; None while others use all places."""
+    def prefetch(self, sequence: Sequence) -> None:
+        """Begin to read what a waiting sequence needs of disk: its adapter."""
+        if sequence.params.adapter is not None and self.adapters is not None:
+            self.adapters.prefetch(sequence.params.adapter)
+
+    def _acquire_adapter(self, sequence: Sequence, *, wait: bool) -> int | None:
+        """Where its adapter is on the device, 0 without one; None while others use all places, or it is being read."""
         name = sequence.params.adapter
-        return 0 if name is None or self.adapters is None else self.adapters.acquire(name)
+        return 0 if name is None or self.adapters is None else self.adapters.acquire(name, wait=wait)
 
     def _release_adapter(self, sequence: Sequence) -> None:
         if sequence.params.adapter is not None and self.adapters is not None:

@@ -88,6 +88,7 @@ class DecoderScheduler:
             speculation=SpeculationControl(speculative) if speculative else None,
         )
         self._allocations[sequence] = allocation
+        self._allocator.prefetch(sequence)
         self._wait(allocation)
 
     def allocation(self, sequence: Sequence) -> Allocation | None:
@@ -201,7 +202,8 @@ class DecoderScheduler:
         allocation = self.waiting[0]
         try:
             # A page for each that runs, so that none is preempted at once.
-            admission = self._allocator.admit(allocation, spare=len(self.running))
+            running = len(self.running)
+            admission = self._allocator.admit(allocation, spare=running, wait=not running)
         except (ValueError, OSError) as error:  # its adapter cannot be read: only this request fails
             del self.waiting[0], self._allocations[allocation.sequence]
             return Failure(allocation.sequence, str(error))

@@ -4,6 +4,7 @@ One fetch of a layer serves all sequences of a step. The host drives the pass, a
 sent: no step is in flight while the next one is scheduled.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxinfer.compiled import Costs, Program, ProgramSpec
-from jaxinfer.generation.engine.batch import Batch, StepOutput
+from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
@@ -19,13 +20,32 @@ from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import chain, chain_programs
-from jaxinfer.generation.execution.programs.prefill import PrefillOutput
-from jaxinfer.generation.execution.results import read_prefill
+from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
+from jaxinfer.generation.execution.results import only_asked, read_prefill
+from jaxinfer.generation.execution.state import Rows
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.models import TokenRows
 from jaxinfer.models.loading import LoadedModel
 from jaxinfer.streaming.model import StreamedModel
 from jaxinfer.streaming.prefetch import PrefetchDepth, Prefetcher
+
+
+@dataclasses.dataclass
+class _Slice:
+    """A part of a batch on its way through the layers.
+
+    Attributes:
+      batch: it. sizes: of its programs.
+      inputs: its chunks, rows and bitmask.
+      groups: its tokens.
+      x: [N, D], what the last layer that ran has given.
+    """
+
+    batch: Batch
+    sizes: dict[str, int]
+    inputs: tuple[Chunks, Rows, Any]
+    groups: tuple[TokenRows, ...]
+    x: jax.Array
 
 
 class ChainExecutor(DecoderExecutor):
@@ -67,29 +87,59 @@ class ChainExecutor(DecoderExecutor):
         self.prefetcher.restart()
         super().restart()
 
-    def _run(self, batch: Batch) -> tuple[Program, PrefillOutput]:
+    def _run(self, batch: Batch) -> tuple[Program, list[PrefillOutput]]:
+        slices = [self._enter(part) for part in self._slices(batch)]
+        for layer, kind in enumerate(self._kinds):
+            leaves = self.prefetcher.get(layer)
+            adapters = None if self._adapters is None else self._adapters[layer]
+            for part in slices:
+                program, cache = self.programs.get("layer", kind=kind, **part.sizes), self._state.caches[layer]
+                part.x, self._state.caches[layer] = program(leaves, adapters, cache, part.x, part.groups)
+            self.prefetcher.computing([part.x for part in slices])
+        outputs = [self._leave(part) for part in slices]
+        return self.programs.get("leave", **slices[0].sizes), outputs
+
+    def _sizes(self, batch: Batch) -> dict[str, int]:
+        """Those of the programs of a pass over a batch."""
         buckets = self._packer.buckets
         count = round_up(len(batch.chunks), buckets.chunks) if batch.chunks else 0
         size = round_up(len(batch.rows), buckets.prefill_rows if count else buckets.decode_rows)
-        sizes = {"chunks": count, "batch": size, "pages": self._packer.page_table_width(batch)}
+        return {"chunks": count, "batch": size, "pages": self._packer.page_table_width(batch)}
+
+    def _slices(self, batch: Batch) -> list[Batch]:
+        """Parts of a batch whose activations fit, for each of which a layer runs; the first has the rows."""
+        most = self._packer.buckets.chunks[-1]
+        rest = [
+            dataclasses.replace(batch, chunks=batch.chunks[start : start + most], rows=())
+            for start in range(most, len(batch.chunks), most)
+        ]
+        return [dataclasses.replace(batch, chunks=batch.chunks[:most]), *rest]
+
+    def _enter(self, batch: Batch) -> "_Slice":
+        """The embeddings of a batch's tokens."""
+        sizes = self._sizes(batch)
         chunks, rows, bitmask = self._inputs(batch, sizes)
         x, groups = self.programs.get("enter", **sizes)(self._layout.leaves, self._state.slots, chunks, rows)
-        for layer, kind in enumerate(self._kinds):
-            program = self.programs.get("layer", kind=kind, **sizes)
-            leaves = self.prefetcher.get(layer)
-            adapters = None if self._adapters is None else self._adapters[layer]
-            x, self._state.caches[layer] = program(leaves, adapters, self._state.caches[layer], x, groups)
-            self.prefetcher.computing(x)
-        program = self.programs.get("leave", **sizes)
-        slots, output = program(self._layout.leaves, self._state.slots, x, groups, chunks, rows, bitmask)
+        return _Slice(batch, sizes, (chunks, rows, bitmask), groups, x)
+
+    def _leave(self, part: "_Slice") -> PrefillOutput:
+        """The next tokens, put into their slots."""
+        program = self.programs.get("leave", **part.sizes)
+        slots, output = program(self._layout.leaves, self._state.slots, part.x, part.groups, *part.inputs)
         self._state = self._state._replace(slots=slots)
-        return program, output
+        return only_asked(part.batch, output)
 
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a step."""
-        output = jax.device_get(step.output)
+        outputs = jax.device_get(step.output)
         self.costs.record("pass", step.program.bucket, self._seconds(step))
-        return StepOutput(outputs=read_prefill(step.batch, output, padded_chunks=dict(step.program.bucket)["chunks"]))
+        chunks: list[SequenceOutput] = []
+        rows: list[SequenceOutput] = []
+        for part, output in zip(self._slices(step.batch), outputs, strict=True):
+            found = read_prefill(part, output, padded_chunks=self._sizes(part)["chunks"])
+            chunks += found[: len(part.chunks)]
+            rows += found[len(part.chunks) :]
+        return StepOutput(outputs=chunks + rows)
 
 
 class EncoderChainExecutor(EncoderExecutor):

@@ -17,7 +17,6 @@ from jaxinfer.generation.execution.base import BaseExecutor
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import ALL_TOKENS, Packer
 from jaxinfer.generation.execution.programs import decoder_programs, zeros
-from jaxinfer.generation.execution.programs.decode import DecodeOutput
 from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
 from jaxinfer.generation.execution.state import DeviceState, Rows
@@ -101,16 +100,15 @@ class DecoderExecutor(BaseExecutor[Buckets]):
             self._update("admit", *self._packer.admissions(batch.admissions))
         launched = self._clock()
         program, output = self._run(batch)
-        output = only_asked(batch, output)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
         return InFlightStep(batch, program, output, launched)
 
-    def _run(self, batch: Batch) -> tuple[Program, PrefillOutput | DecodeOutput]:
-        """Send the passes of a batch to the device; the program that ran, and its results to come."""
+    def _run(self, batch: Batch) -> tuple[Program, Any]:
+        """Send the passes of a batch to the device; the program that ran, and what was asked of its results to come."""
         program, inputs = self._prefill(batch) if batch.chunks else self._decode(batch)
         self._state, output = program(self._layout.leaves, self._adapters, self._state, *inputs)
-        return program, output
+        return program, only_asked(batch, output)
 
     def _update(self, name: str, first: np.ndarray, second: Any) -> None:
         """Change the state by a program of this name, for as many items as the arrays have."""

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from rich.filesize import decimal
 
-from jaxinfer.compiled import ExecutableStore, ProgramCache
+from jaxinfer.compiled import ExecutableStore, ProgramCache, ProgramSpec
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
@@ -36,6 +37,7 @@ class MemoryPlan:
       workspace: what the largest program needs while it runs; None where there was enough not to ask.
       page_bytes: one page of keys and values, all layers.
       num_pages: pages of the cache.
+      max_chunks: chunks that go through a streamed layer together, so that their activations fit; None: all of a step.
     """
 
     weights: int
@@ -43,6 +45,7 @@ class MemoryPlan:
     workspace: int | None
     page_bytes: int
     num_pages: int
+    max_chunks: int | None = None
 
     @property
     def cache(self) -> int:
@@ -75,14 +78,17 @@ def plan_memory(
         available = min(available, device_memory - weights)
     if isinstance(model, StreamedModel):
         available -= model.placement.buffer_bytes
-    buckets, streamed = buckets_of(config, model.platform), isinstance(model, StreamedModel)
+    buckets = buckets_of(config, model.platform)
     layout = DeviceLayout.of(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
     adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
     full = config.max_batch * -(-config.context // config.page_size)
-    ample = AMPLE * (full * size + adapters) <= available
-    workspace = (
-        None if shared and cache_bytes is None and ample else workspace_bytes(layout, buckets, streamed=streamed)
-    )
+    ample, max_chunks = AMPLE * (full * size + adapters) <= available, None
+    if shared and cache_bytes is None and ample:
+        workspace = None
+    elif isinstance(model, StreamedModel):
+        max_chunks, workspace = _largest_slice(layout, buckets, int(available * FRACTION) - adapters - size)
+    else:
+        workspace = workspace_bytes(layout, buckets)
     room = int(available * FRACTION) - adapters - (workspace or 0)
     budget = room if cache_bytes is None else cache_bytes
     if budget < size:
@@ -104,6 +110,7 @@ def plan_memory(
         workspace=workspace,
         page_bytes=size,
         num_pages=pages,
+        max_chunks=max_chunks,
     )
 
 
@@ -120,9 +127,21 @@ def _weight_bytes(model: LoadedModel) -> int:
     return part_bytes(model.leaves) + model.placement.tiers.count("device") * model.placement.layer_bytes
 
 
-def workspace_bytes(layout: DeviceLayout, buckets: Buckets, *, streamed: bool = False) -> int:
-    """What the largest programs need while they run, on each device; compiles them."""
-    specs = chain.decoder_specs(layout) if streamed else [prefill.spec(layout), decode.spec(layout)]
+def _largest_slice(layout: DeviceLayout, buckets: Buckets, room: int) -> tuple[int, int]:
+    """How many chunks a streamed layer takes at once, so that they need at most half the room; and what they need."""
+
+    def workspace(chunks: int) -> int:
+        return workspace_bytes(
+            layout, dataclasses.replace(buckets.largest, chunks=(chunks,)), chain.decoder_specs(layout)
+        )
+
+    found = ((chunks, workspace(chunks)) for chunks in reversed(buckets.chunks))
+    return next(one for one in found if one[1] <= room // 2 or one[0] == buckets.chunks[0])
+
+
+def workspace_bytes(layout: DeviceLayout, buckets: Buckets, specs: Iterable[ProgramSpec[Buckets]] | None = None) -> int:
+    """What the largest programs need while they run, on each device; compiles them. specs: other ones than usually."""
+    specs = specs or [prefill.spec(layout), decode.spec(layout)]
     programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=ExecutableStore())
     programs.compile_ahead(buckets.largest)
     return max(program.memory.workspace_bytes for program in programs)

@@ -41,7 +41,7 @@ def plan_placement(
     """
     if memory.weights == "device":
         return None
-    count, layer_bytes, rest = opened.config.layers, _layer_bytes(opened), _rest_bytes(opened, config)
+    count, layer_bytes, rest = opened.config.layers, _layer_bytes(opened), rest_bytes(opened, config)
     available = available_bytes(opened.mesh)
     free = int(min(available, memory.device_memory or available) * FRACTION)
     cache, least = _cache_bytes(opened, config)
@@ -87,7 +87,7 @@ def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes
         free = host_available_bytes()
         if shares_memory(opened.platform):  # what the devices may take is the host's too
             free -= min(free, memory.device_memory or (free if memory.weights == "auto" else 0))
-        budget = int(free * FRACTION)
+        budget = free if memory.weights == "host" else int(free * FRACTION)
     count = min(layers, budget // each)
     if memory.weights == "host" and count < layers:
         raise MemoryError(
@@ -118,10 +118,15 @@ def _layer_bytes(opened: OpenedModel) -> int:
     return max(opened.bytes_per_device(lambda name, i=i: layer_of(name) == i) for i in set(opened.config.layer_kinds))
 
 
-def _rest_bytes(opened: OpenedModel, config: EngineConfig) -> int:
+def rest_bytes(opened: OpenedModel, config: EngineConfig) -> int:
     """What is on each device beside layers and cache: embeddings, head, norms, adapters."""
     rest = opened.bytes_per_device(lambda name: layer_of(name) is None)
     return rest + (part_bytes(_layout(opened, config).adapters) if config.max_adapters else 0)
+
+
+def cache_of_sequence(opened: OpenedModel, config: EngineConfig) -> int:
+    """Bytes of the cache of one full sequence, on each device."""
+    return _cache_bytes(opened, config)[0] // config.max_batch
 
 
 def _cache_bytes(opened: OpenedModel, config: EngineConfig) -> tuple[int, int]:

@@ -1,23 +1,18 @@
 """Which LoRA adapter is where on the device, and which stay in host memory; has no device array itself."""
 
-import dataclasses
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.lora.peft import Adapter, read_adapter
 from jaxinfer.models.config import DecoderConfig
-
-
-@dataclasses.dataclass
-class _Resident:
-    """An adapter on the device, and how many requests use it."""
-
-    index: int
-    pins: int = 0
+from jaxinfer.streaming.residents import Residents
 
 
 class AdapterCache:
     """Brings adapters to the device as requests need them, through host memory, and evicts the least recently used.
+
+    Files are read in a thread, from when a request is queued (`prefetch`), so that the steps of others go on.
 
     Args:
       size: how many adapters the device has at once, at indices from 1; 0 stands for no adapter.
@@ -35,9 +30,11 @@ class AdapterCache:
         self._family, self._config = family, config
         self._infos: dict[str, AdapterInfo] = {}
         self._empty = list(range(size, 0, -1))
-        self._residents: dict[str, _Resident] = {}  # the one released longest ago first
+        self._device: Residents[str, int] = Residents(size)  # their indices
         self._uploads: list[tuple[int, Adapter]] = []
-        self._host: dict[str, Adapter] = {}  # the one placed longest ago first
+        self._host: Residents[str, Adapter] = Residents(host_bytes, keeps_last=True)
+        self._reader = ThreadPoolExecutor(1, "jaxinfer-adapters")
+        self._reading: dict[str, Future[Adapter]] = {}
 
     def register(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Make an adapter known. Only its config is read; ValueError if that alone says that it cannot be used."""
@@ -53,23 +50,49 @@ class AdapterCache:
             known = ", ".join(sorted(self._infos)) or "none"
             raise ValueError(f"unknown adapter {name!r}; known: {known}.")
 
-    def acquire(self, name: str) -> int | None:
+    def prefetch(self, name: str) -> None:
+        """Begin to read a known adapter, if it will be needed; of those ahead of their use, as many as the device has.
+
+        What cannot be read is an error of the `acquire` that needs it.
+        """
+        for other in [other for other, read in self._reading.items() if read.done() and not read.exception()]:
+            self._keep(other)
+        known = name in self._infos and name not in self._device and name not in self._host
+        if known and len(self._reading) < self.size:
+            self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        if name not in self._reading:
+            arguments = self._infos[name].folder, self._family, self._config
+            self._reading[name] = self._reader.submit(read_adapter, *arguments, max_rank=self.max_rank)
+
+    def _keep(self, name: str) -> Adapter:
+        """The adapter that is being read, put into host memory; those placed longest ago make room."""
+        adapter = self._reading.pop(name).result()
+        self._host.add(name, adapter, adapter.nbytes)
+        return adapter
+
+    def acquire(self, name: str, *, wait: bool = True) -> int | None:
         """The adapter's index, which stays until `release`; None while requests use all for other adapters.
 
+        wait: for its files, rather than return None until they are read.
         Raises ValueError if the adapter is unknown or cannot be read; then nothing has changed.
         """
         self.check(name)
-        if name not in self._residents:
-            evicted = None if self._empty else self._least_recently_used()
-            if not self._empty and evicted is None:
+        if name not in self._device:
+            adapter = self._read(name, wait=wait) if self._device.has_room(1) else None
+            if adapter is None:
                 return None
-            adapter = self._read(name)
-            index = self._empty.pop() if evicted is None else self._residents.pop(evicted).index
-            self._residents[name] = _Resident(index)
-            self._uploads.append((index, adapter))
-        resident = self._residents[name]
-        resident.pins += 1
-        return resident.index
+            self._place(name, adapter)
+        return self._device.pin(name)
+
+    def _place(self, name: str, adapter: Adapter) -> None:
+        """Have an adapter uploaded, in place of the least recently used one if there is no empty place."""
+        if not self._empty:
+            self._empty += self._device.evict(1).values()
+        index = self._empty.pop()
+        self._device.add(name, index)
+        self._uploads.append((index, adapter))
 
     def take_uploads(self) -> tuple[tuple[int, Adapter], ...]:
         """(index, adapter) that must be placed on the device, in order, before a batch runs; the caller does so.
@@ -81,40 +104,28 @@ class AdapterCache:
 
     def clear(self) -> None:
         """Forget what is on the device, where no request uses it: it is placed anew when it is needed."""
-        assert not any(resident.pins for resident in self._residents.values())
+        self._device.clear()
         self._empty = list(range(self.size, 0, -1))
-        self._residents.clear()
         self._uploads.clear()
 
     def release(self, name: str) -> None:
         """Undo one `acquire`. The adapter stays until another one needs its place."""
-        if name not in self._residents or not self._residents[name].pins:
-            raise ValueError(f"adapter {name!r} was released more often than acquired.")
-        resident = self._residents.pop(name)
-        resident.pins -= 1
-        self._residents[name] = resident
+        try:
+            self._device.unpin(name)
+        except ValueError as error:
+            raise ValueError(f"adapter {error}") from None
 
-    def _least_recently_used(self) -> str | None:
-        return next((name for name, resident in self._residents.items() if not resident.pins), None)
-
-    def _read(self, name: str) -> Adapter:
-        """From host memory or else from disk; the adapters placed longest ago make room for it."""
-        adapter = self._host.pop(name, None)
-        if adapter is None:
-            folder = self._infos[name].folder
-            adapter = read_adapter(folder, self._family, self._config, max_rank=self.max_rank)
-        self._host[name] = adapter
-        while len(self._host) > 1 and self._host_use() > self.host_bytes:
-            del self._host[next(iter(self._host))]
-        return adapter
-
-    def _host_use(self) -> int:
-        return sum(adapter.nbytes for adapter in self._host.values())
+    def _read(self, name: str, *, wait: bool) -> Adapter | None:
+        """From host memory or else from disk; None if that has not ended and is not waited for."""
+        if (adapter := self._host.get(name)) is not None:
+            return adapter
+        self._begin(name)
+        return self._keep(name) if wait or self._reading[name].done() else None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every place is empty or has one adapter, and host memory is within its bound."""
-        places = [*self._empty, *(resident.index for resident in self._residents.values())]
+        places = [*self._empty, *self._device.values()]
         assert sorted(places) == list(range(1, self.size + 1)), f"places lost or doubled: {sorted(places)}"
-        assert all(resident.pins >= 0 for resident in self._residents.values())
-        assert self._residents.keys() | self._host.keys() <= self._infos.keys()
-        assert len(self._host) <= 1 or self._host_use() <= self.host_bytes
+        assert {*self._device, *self._host} <= self._infos.keys()
+        self._device.check_integrity()
+        self._host.check_integrity()

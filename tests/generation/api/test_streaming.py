@@ -132,6 +132,23 @@ def test_a_device_limit_keeps_some_layers_there(deep):
         assert generate(llm, GREEDY) == want
 
 
+def test_activations_that_do_not_fit_go_through_a_layer_in_slices(deep):
+    sizes = {"max_batch": 2, "token_budget": 64, "chunk_size": 8}
+    prompts = [list(range(50)), list(range(60, 90))]
+    params = dataclasses.replace(GREEDY, prompt_logprobs=0)
+    alone = LLM(deep, **sizes)
+    memory = alone.memory
+    limit = int((4 * memory.weights // 6 + memory.cache + 40_000) / 0.9)
+    sliced = LLM(deep, weights="disk", device_memory=limit, **sizes)
+    assert sliced.memory.max_chunks < 8
+    for one, other in zip(alone.generate(prompts, params), sliced.generate(prompts, params), strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        logprobs = [[p.logprob for p in output.prompt_logprobs[1:]] for output in (one, other)]
+        np.testing.assert_allclose(*logprobs, atol=1e-4)
+    steps = sliced.streaming.layers // 6
+    assert steps <= 2 + GREEDY.max_tokens  # not one for each slice
+
+
 def test_auto_takes_the_first_that_fits(deep):
     whole = LLM(deep, weights="auto", **ONE)
     assert not hasattr(whole.model, "placement")
@@ -293,3 +310,15 @@ def test_damaged_files_are_refused_when_loading(deep):
         LLM(deep, weights="disk", **ONE)
     shutil.rmtree(folder)  # as the error says
     generate(LLM(deep, weights="disk", **ONE), GREEDY)
+
+
+def test_the_file_of_the_mesh_says_it_too(deep, tmp_path):
+    file = tmp_path / "memory.toml"
+    file.write_text('[mesh]\ntensor = 2\n[memory]\nweights = "disk"\nprefetch = 2\ndevice_memory = "1GiB"\n')
+    llm = LLM(deep, mesh=file, **ONE)
+    assert (llm.model.mesh.size, llm.model.placement.device_depth) == (2, 2)
+    alone = LLM(deep, mesh=file, weights="device", **ONE)  # what is given counts more
+    assert not hasattr(alone.model, "placement")
+    file.write_text('[memory]\nweigths = "disk"\n')
+    with pytest.raises(ValueError, match=r"\[memory\]: unknown field 'weigths'; known: weights, device_memory"):
+        LLM(deep, mesh=file)

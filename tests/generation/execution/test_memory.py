@@ -61,7 +61,7 @@ def test_a_step_of_chunks_and_rows_copies_no_cache(model):
 
 def test_a_little_more_free_memory_needs_no_other_programs(model, monkeypatch):
     monkeypatch.setattr(memory, "AMPLE", 1000)
-    monkeypatch.setattr(memory, "workspace_bytes", lambda *args, **options: 0)
+    monkeypatch.setattr(memory, "workspace_bytes", lambda *args: 0)
     config = dataclasses.replace(CONFIG, max_batch=1000)
 
     def pages(room, **options):

@@ -1,6 +1,7 @@
 """Which adapter is where on the device: against a plain model of pins and evictions, and where files are missing."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -109,6 +110,49 @@ def test_who_waits_for_a_slot_reads_nothing(own):
     delete_weights(own["b"])
     assert cache.acquire("b") is None
     assert cache.acquire("a") == 1
+
+
+def test_files_are_read_ahead_and_nobody_waits_who_need_not(own, monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(*args, **options):
+        begun.set()
+        assert may_end.wait(60)
+        return read_adapter(*args, **options)
+
+    monkeypatch.setattr("jaxinfer.generation.lora.cache.read_adapter", slow)
+    cache = cache_of(own, size=2)
+    cache.prefetch("a")
+    assert begun.wait(60)
+    assert cache.acquire("a", wait=False) is None
+    may_end.set()
+    assert cache.acquire("a") == 1
+    delete_weights(own["a"])
+    cache.prefetch("a")  # which it needs not
+    cache.prefetch("unknown")
+    cache.prefetch("b")
+    assert cache.acquire("b") == 2
+    cache.check_integrity()
+
+
+def test_what_cannot_be_read_ahead_is_an_error_of_who_needs_it(own):
+    cache = cache_of(own)
+    delete_weights(own["a"])
+    cache.prefetch("a")
+    cache.prefetch("b")
+    with pytest.raises(ValueError, match="adapter_model"):
+        cache.acquire("a")
+    assert cache.acquire("b") == 1
+    cache.check_integrity()
+
+
+def test_no_more_is_read_ahead_than_the_device_has_room_for(folders):
+    cache = cache_of(folders, size=2, held=5)
+    for name in NAMES:
+        cache.prefetch(name)
+    assert len(cache._reading) <= 2
+    assert cache.acquire("e") == 1
+    cache.check_integrity()
 
 
 def test_the_adapter_released_longest_ago_leaves(folders):

@@ -1,0 +1,113 @@
+"""What is kept in a memory of limited size: which items are there, which must stay, and which go first."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator
+
+
+@dataclasses.dataclass
+class _Resident[Value]:
+    value: Value
+    size: int
+    pins: int = 0
+
+
+def least_recently_used[Key](keys: Iterable[Key]) -> Key:
+    """The victim policy that takes the one used longest ago: they come in this order."""
+    return next(iter(keys))
+
+
+class Residents[Key: Hashable, Value]:
+    """Items in a memory of limited size, such as adapters on a device.
+
+    Args:
+      budget: how much there is room for, in the unit of the items' sizes.
+      victim: chooses who goes, of the keys of items without pins, the one used longest ago first.
+      keeps_last: whether an item that is larger than the budget is kept until the next one comes, rather than refused.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        *,
+        victim: Callable[[Iterable[Key]], Key] = least_recently_used,
+        keeps_last: bool = False,
+    ):
+        self.budget, self._victim, self._keeps_last = budget, victim, keeps_last
+        self._items: dict[Key, _Resident[Value]] = {}  # the one used longest ago first
+
+    @property
+    def used(self) -> int:
+        """The sizes of all items together."""
+        return sum(item.size for item in self._items.values())
+
+    def add(self, key: Key, value: Value, size: int = 1) -> bool:
+        """Put an item there, which is not yet, after others have made room.
+
+        False if items with pins leave no room, or it is larger than the budget; then nothing has changed.
+        """
+        assert key not in self._items
+        if not self.has_room(size):
+            return False
+        self.evict(size)
+        self._items[key] = _Resident(value, size)
+        return True
+
+    def has_room(self, size: int) -> bool:
+        """Whether an item of this size can be there, if others go."""
+        pinned = sum(item.size for item in self._items.values() if item.pins)
+        return pinned + size <= self.budget or (self._keeps_last and not pinned)
+
+    def evict(self, size: int) -> dict[Key, Value]:
+        """Have items without pins go until there is room for this size; returns them."""
+        evicted, free = {}, [key for key, item in self._items.items() if not item.pins]
+        while free and self.used + size > self.budget:
+            victim = self._victim(free)
+            free.remove(victim)
+            evicted[victim] = self._items.pop(victim).value
+        return evicted
+
+    def get(self, key: Key) -> Value | None:
+        """The item, which has been used now; None if it is not there."""
+        if key not in self._items:
+            return None
+        self.touch(key)
+        return self._items[key].value
+
+    def touch(self, key: Key) -> None:
+        """Say that an item has been used now."""
+        self._items[key] = self._items.pop(key)
+
+    def pin(self, key: Key) -> Value:
+        """Have an item stay until as many `unpin`s; returns it."""
+        self._items[key].pins += 1
+        return self._items[key].value
+
+    def unpin(self, key: Key) -> None:
+        """Undo one `pin`; the item has been used until now. Raises ValueError for one without pins."""
+        if key not in self._items or not self._items[key].pins:
+            raise ValueError(f"{key!r} was released more often than acquired.")
+        self._items[key].pins -= 1
+        self.touch(key)
+
+    def clear(self) -> None:
+        """Forget all items, of which none has pins."""
+        assert not any(item.pins for item in self._items.values())
+        self._items.clear()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._items
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def values(self) -> list[Value]:
+        """All items, the one used longest ago first."""
+        return [item.value for item in self._items.values()]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the items fit the budget."""
+        assert self.used <= self.budget or (self._keeps_last and len(self._items) == 1)
+        assert all(item.pins >= 0 for item in self._items.values())
