@@ -54,10 +54,6 @@ class LayerStore(Protocol):
         """Ask for a layer. Layers arrive in the order in which they are asked for."""
         ...
 
-    def close(self) -> None:
-        """Give threads and memory back; nothing is in use any more."""
-        ...
-
 
 class _OnDevice:
     """A layer that stays on its devices."""
@@ -87,10 +83,6 @@ class DeviceStore(LayerStore):
     @override
     def start(self, layer: int) -> Fetch:
         return _OnDevice(self._layers[layer])
-
-    @override
-    def close(self) -> None:
-        self._layers.clear()
 
 
 class _FromHost:
@@ -149,11 +141,6 @@ class HostStore(LayerStore):
     @override
     def start(self, layer: int) -> Fetch:
         return _FromHost(self, self._layers[layer])
-
-    @override
-    def close(self) -> None:
-        self.watcher.shutdown()
-        self._layers.clear()
 
 
 def to_host(array: jax.Array) -> jax.Array:
@@ -266,11 +253,6 @@ class DiskStore(LayerStore):
             self._on_release(buffer)
         self._free.append(buffer)
 
-    @override
-    def close(self) -> None:
-        self.readers.shutdown(cancel_futures=True)
-        self._free.clear()
-
 
 class TieredStore(LayerStore):
     """Layers of which some are in one store and some in another.
@@ -285,8 +267,3 @@ class TieredStore(LayerStore):
     @override
     def start(self, layer: int) -> Fetch:
         return self._stores[layer].start(layer)
-
-    @override
-    def close(self) -> None:
-        for store in {id(store): store for store in self._stores}.values():
-            store.close()

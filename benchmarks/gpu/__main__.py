@@ -4,7 +4,8 @@
 
 Parts: `numerics` compares every kernel with float64 on the CPU; `ceilings` (always) measures bandwidth and matmul
 throughput; `autotune` searches tile sizes and writes this device's table; `kernels` times every kernel against XLA and
-other libraries; `end_to_end` generates with whole models of random weights, against transformers. A part stops when its
+other libraries; `end_to_end` generates with whole models of random weights, against transformers; `streaming` brings
+layers from the host's memory. A part stops when its
 fraction of --minutes is used up, and the report lists what was left out. `--dry-run` runs all of the code on a CPU,
 with tiny shapes and interpreted kernels; its timings are meaningless.
 """
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-TIME_WEIGHTS = {"numerics": 1.0, "autotune": 2.0, "kernels": 2.0, "end_to_end": 5.0}
+TIME_WEIGHTS = {"numerics": 1.0, "autotune": 2.0, "kernels": 2.0, "end_to_end": 5.0, "streaming": 1.0}
 """How --minutes is divided among the parts."""
 MINUTES = 7.5
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import rich
 
-from benchmarks.gpu import autotune, cases, ceilings, end_to_end, kernels, numerics, rendering
+from benchmarks.gpu import autotune, cases, ceilings, end_to_end, kernels, numerics, rendering, streaming
 from benchmarks.gpu.clock import clocks
 from benchmarks.gpu.peer import Peer
 from benchmarks.gpu.timing import DRY, FULL, QUICK
@@ -74,6 +74,8 @@ def _measure(args: Namespace, peer: Peer) -> Report:
                 kernels.measure(report, limits, clock, peer, timed, effort)
             case "end_to_end":
                 end_to_end.measure(report, limits, clock, peer, effort, quick=args.quick)
+            case "streaming":
+                streaming.measure(report, limits, dry=args.dry_run)
         report.row(part="settings", took=name, seconds=round(time.monotonic() - start, 1))
         report.save(args.json)
     report.row(part="settings", took="all", seconds=round(time.monotonic() - begun, 1))

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report import ROOT, Report
 from benchmarks.streaming.cgroup import Finished, NoCgroupError, run_capped, was_killed
-from benchmarks.streaming.models import write_gguf, write_hf
+from benchmarks.streaming.models import QUICK, write_gguf, write_hf
 from benchmarks.workers import EngineError, find_peers
 from jaxinfer.cli.bench.plots import write_plot
 from jaxinfer.compiled import cache_folder
@@ -151,8 +151,10 @@ def disk(run: Run) -> None:
 def host(run: Run) -> None:
     """Streamed from the host's memory to a device that may have 1 GiB, which holds two layers and the cache."""
     model_bytes = open_model(run.model).bytes_per_device()
-    found = run.ours(cap=model_bytes + CAP, batch=1, weights="host", device_memory=CAP, prefetch=1)
-    run.report.row(figure="host", **rounded(found))
+    options = {"weights": "host", "device_memory": CAP, "prefetch": 1, "count_layers": True}
+    found = run.ours(cap=model_bytes + CAP, batch=1, **options)
+    on_device = found["layer_bytes_on_device"]
+    run.report.row(figure="host", layer_bytes_on_device=on_device, **rounded(found))
 
 
 def overlap(run: Run) -> None:
@@ -254,7 +256,6 @@ def rounded(found: dict[str, Any]) -> dict[str, Any]:
         "gb_per_s": {tier: round(value / 1e9, 3) for tier, value in found["bandwidth"].items()},
         "overlap": round(found["overlap"], 3),
         "peak": found["peak"],
-        "layer_bytes_on_device": found["layer_bytes_on_device"],
     }
 
 
@@ -289,7 +290,7 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.work_dir) as folder:
         run = Run(report, Path(folder), quick=args.quick, python=args.peer_python)
-        write_hf(run.hf, quick=args.quick)
+        write_hf(run.hf, QUICK if args.quick else None)
         make_ours(run)
         for name in args.only or PARTS:
             start = time.monotonic()

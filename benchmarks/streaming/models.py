@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,9 @@ SIZES = {
 QUICK = {"num_hidden_layers": 8}
 
 
-def write_hf(folder: Path, *, quick: bool = False) -> None:
-    """A Hugging Face directory, a file a layer."""
-    sizes = SIZES | (QUICK if quick else {})
+def write_hf(folder: Path, others: Mapping[str, int] | None = None) -> None:
+    """A Hugging Face directory, a file a layer. others: sizes in place of those of `SIZES`."""
+    sizes = SIZES | dict(others or {})
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -93,10 +93,10 @@ def _blocks(folder: Path) -> Iterator[tuple[Path, int, int]]:
             yield file, offset, BLOCK_BYTES
 
 
-def measure_host_copy(device: Any) -> float:
-    """Bytes a second from the host's memory to a device."""
+def measure_host_copy(device: Any, size: int = COPIED_BYTES) -> float:
+    """Bytes a second from the host's memory to a device, in copies of this size."""
     sharding = jax.sharding.SingleDeviceSharding(device)
-    host = to_host(jax.device_put(np.ones(COPIED_BYTES // 4, np.float32), sharding))
+    host = to_host(jax.device_put(np.ones(size // 4, np.float32), sharding))
     best = 0.0
     for _ in range(3):
         start = time.perf_counter()

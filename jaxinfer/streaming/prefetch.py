@@ -108,11 +108,6 @@ class Prefetcher:
         while self._queue:
             self._queue.popleft()[1].release()
 
-    def close(self) -> None:
-        """Give all memory back; nothing is in flight."""
-        self.restart()
-        self._store.close()
-
     def _finish(self) -> None:
         """Wait for the computation in flight, and give the memory of its layer back."""
         if self._result is not None:

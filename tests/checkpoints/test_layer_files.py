@@ -68,7 +68,6 @@ def test_each_device_reads_its_own_slice(tmp_path):
         assert array.sharding == shardings[name]
         np.testing.assert_array_equal(array, wanted)
     fetch.release()
-    store.close()
 
 
 def test_a_buffer_is_given_back_only_when_its_arrays_are_gone(folder):
@@ -89,7 +88,6 @@ def test_a_buffer_is_given_back_only_when_its_arrays_are_gone(folder):
         for array, wanted in zip(fetch.arrays(), leaves(layer).values(), strict=True):
             np.testing.assert_array_equal(array, wanted)
     assert len(released) == 1
-    store.close()
 
 
 def test_damage_is_found(folder):

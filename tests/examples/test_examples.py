@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from examples import async_generate, batch_generate, embed, generate, generate_on_mesh
+from examples import async_generate, batch_generate, embed, generate, generate_on_mesh, stream_weights
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEMO = str(ROOT / "examples/demo_model")
@@ -50,6 +50,14 @@ def test_async_generate(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith(f"A stream:\n{text}\n")
     assert "given up after" in printed
+
+
+def test_stream_weights(model_dir, capsys):
+    texts = [stream_weights.run(str(model_dir), weights, None, max_tokens=4) for weights in ("disk", "auto")]
+    assert texts[0] == texts[1]
+    printed = capsys.readouterr().out
+    assert "layers: 2 on disk" in printed
+    assert "all layers are on the device" in printed
 
 
 def test_generate_on_mesh(capsys):

@@ -26,10 +26,6 @@ class Link:
         self.peak = max(self.peak, self.live)
         return Travelling(self, layer)
 
-    def close(self):
-        assert self.live == 0
-        self.link.shutdown()
-
 
 class Travelling:
     tier, bytes, cpu_seconds, interval = "disk", 100, 0.0, None
@@ -83,7 +79,8 @@ def test_no_more_layers_than_there_is_room_for(depth):
     run(prefetcher, 0.001, passes=3)
     assert link.peak == depth + 1
     assert link.started[: 2 * LAYERS] == [*range(LAYERS)] * 2
-    prefetcher.close()
+    prefetcher.restart()
+    assert prefetcher.live == 0
 
 
 def test_fetching_overlaps_with_computing():
@@ -92,7 +89,8 @@ def test_fetching_overlaps_with_computing():
         prefetcher = Prefetcher(Link(0.03), range(LAYERS), PrefetchDepth(device=depth, host=depth), Costs())
         run(prefetcher, 0.03, passes=3)
         overlaps[depth] = prefetcher.statistics.overlap
-        prefetcher.close()
+        prefetcher.restart()
+    assert prefetcher.live == 0
     assert overlaps[0] == 0
     assert overlaps[1] >= 0.6  # 0.9 on a quiet machine
 
@@ -114,7 +112,8 @@ def test_resident_layers_are_not_fetched():
     run(prefetcher, 0.0, passes=2)
     assert link.peak == 2
     assert link.started[:6] == [1, 3, 5] * 2
-    prefetcher.close()
+    prefetcher.restart()
+    assert prefetcher.live == 0
 
 
 def test_one_streamed_layer_is_not_held_twice():
@@ -122,7 +121,8 @@ def test_one_streamed_layer_is_not_held_twice():
     prefetcher = Prefetcher(link, [0], PrefetchDepth(device=3, host=3), Costs())
     run(prefetcher, 0.0, passes=3, layers=1)
     assert link.peak == 1
-    prefetcher.close()
+    prefetcher.restart()
+    assert prefetcher.live == 0
 
 
 def test_a_pass_that_is_given_up_begins_anew():
@@ -134,7 +134,8 @@ def test_a_pass_that_is_given_up_begins_anew():
     run(prefetcher, 0.0, passes=2)
     run(prefetcher, 0.0, layers=2)
     run(prefetcher, 0.0)  # another order than was expected
-    prefetcher.close()
+    prefetcher.restart()
+    assert prefetcher.live == 0
 
 
 def test_a_fetch_that_fails_is_raised_and_forgotten():
@@ -157,7 +158,8 @@ def test_a_fetch_that_fails_is_raised_and_forgotten():
     fails.clear()
     prefetcher.restart()
     run(prefetcher, 0.0, passes=2)
-    prefetcher.close()
+    prefetcher.restart()
+    assert prefetcher.live == 0
 
 
 def test_what_fetches_cost_is_recorded():
@@ -168,7 +170,8 @@ def test_what_fetches_cost_is_recorded():
     assert cost is not None
     assert cost.mean > 0.002
     assert prefetcher.statistics.bytes == {"disk": 100 * LAYERS}
-    prefetcher.close()
+    prefetcher.restart()
+    assert prefetcher.live == 0
 
 
 @pytest.mark.parametrize("depth", [(-1, 0), (2, 1)])

@@ -128,7 +128,8 @@ def place_model(
       given: the options that the user has set, rather than left.
     Raises MemoryError if it does not fit, ValueError for options that a streamed model does not have.
     """
-    placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=open_costs(opened, config))
+    costs = None if memory.weights == "device" else open_costs(opened, config)
+    placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
         return opened.load(device_memory=memory.device_memory), config
     for name, only in (("num_speculative_tokens", 0), ("max_decode_passes", 1)):

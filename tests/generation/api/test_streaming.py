@@ -110,7 +110,7 @@ def test_at_most_so_many_layers_are_on_the_device(deep, monkeypatch, weights, de
         leaf.bytes for name, leaf in llm.model.shapes.items() if layer_of(name) == 0 and leaf.shape in shapes
     )
     assert max(counted) - before <= (depth + 1) * matrices
-    llm.engine.executor.prefetcher.close()
+    llm.engine.executor.prefetcher.restart()
 
 
 def test_buffers_are_not_filled_while_they_are_used(deep):

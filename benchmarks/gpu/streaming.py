@@ -1,0 +1,66 @@
+"""Layers streamed from pinned host memory: how close to the link, and to the rate of products, a pass comes.
+
+Not yet run on a GPU. The device may have half of the model's bytes. A pass over one token takes as long as copying the
+layers; one over many tokens as long as multiplying (DeepSpeed Inference, figures 9b and 10c).
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.gpu.ceilings import Ceilings
+from benchmarks.report import Report
+from benchmarks.streaming.models import write_hf
+from benchmarks.streaming.run_jaxinfer import run
+from jaxinfer.models.conversion import convert
+from jaxinfer.models.loading import open_model
+from jaxinfer.streaming.prediction import COPIED_BYTES, measure_host_copy
+
+FULL: dict[str, int] = {"num_hidden_layers": 16, "hidden_size": 4096, "intermediate_size": 11008}
+FULL |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+TINY = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2}
+PROMPT, ROWS, TINY_ROWS = 256, 64, 2
+
+
+def measure(report: Report, ceilings: Ceilings, *, dry: bool) -> None:
+    """Copy bandwidth, then passes of one token and of many, with layers brought ahead and without."""
+    size = 1 << 20 if dry else COPIED_BYTES
+    bandwidth = measure_host_copy(jax.local_devices()[0], size)
+    report.row(part="streaming", what="pinned host to device", rate=round(bandwidth / 1e9, 2), unit="GB/s")
+    with tempfile.TemporaryDirectory() as folder:
+        write_hf(hf := Path(folder) / "hf", TINY if dry else FULL)
+        convert(hf, model := Path(folder) / "model", dtype="bfloat16")
+        opened = open_model(model, dtype="bfloat16")
+        memory = (
+            {"weights": "host", "device_memory": opened.bytes_per_device() // 2} if not dry else {"weights": "host"}
+        )
+        settings: dict[str, Any] = {**memory, "dtype": "bfloat16", "context": 512, "kernels": not dry}
+        for prefetch in (1, 0):
+            found = run(str(model), {**settings, "prefetch": prefetch, "batch": 1, "prompt": 64, "passes": 8})
+            _row(report, "one token", prefetch, found)
+            if prefetch:
+                moved = sum(found["bytes"].values()) / sum(found["seconds"][1:])
+                report.check("streaming_of_link", moved / bandwidth, "of the copies' bandwidth", target=0.85)
+        rows = TINY_ROWS if dry else ROWS
+        for prefetch in (1, 0):
+            many = {"batch": rows, "prompt": PROMPT, "passes": 1, "chunk_size": 64, "token_budget": rows * PROMPT // 2}
+            found = run(str(model), {**settings, "prefetch": prefetch, **many})
+            _row(report, f"{many['token_budget']} tokens", prefetch, found)
+            if prefetch:
+                rate = 2 * opened.parameters * many["token_budget"] * (len(found["seconds"]) - 1)
+                rate /= sum(found["seconds"][1:])
+                peak = ceilings.flops["bfloat16"]
+                report.check("streaming_of_products", rate / peak, "of the rate of products", target=0.5)
+
+
+def _row(report: Report, what: str, prefetch: int, found: dict[str, Any]) -> None:
+    report.row(
+        part="streaming",
+        what=what,
+        prefetch=prefetch,
+        ms=round(1e3 * sum(found["seconds"][1:]) / max(len(found["seconds"]) - 1, 1), 3),
+        overlap=round(found["overlap"], 3),
+    )
