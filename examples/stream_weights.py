@@ -16,10 +16,7 @@ PROMPTS = ["def main():\n", "import os\n", "class Point:\n"]
 def run(model: str, weights: str, device_memory: str | None, max_tokens: int) -> list[str]:
     """The text after each prompt. One fetch of a layer serves all of them."""
     llm = LLM(model, weights=weights, device_memory=device_memory, max_batch=len(PROMPTS))
-    if llm.streaming is None:
-        print("all layers are on the device")
-    else:
-        print(llm.model.placement)
+    print(llm.placement or "all layers are on the device")
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=max_tokens))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         print(f"---\n{prompt}{output.outputs[0].text}")

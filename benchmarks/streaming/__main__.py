@@ -8,6 +8,7 @@ begins with none of its files in memory. Needs root, `fio` for the disk's own sp
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -115,36 +116,42 @@ def decode_seconds(result: dict[str, Any]) -> float:
     return statistics.median(result["seconds"][1:])
 
 
-def raw_bandwidth(folder: Path, *, quick: bool) -> float:
-    """The most bytes a second that fio reads from the layer files, past the page cache, each job other files."""
-    files, best = sorted(file.name for file in folder.glob("*.bin")), 0.0
-    for size in ("1m", "8m") if quick else ("1m", "4m", "16m"):
-        for jobs in (4,) if quick else (1, 4, 8):
-            command = ["fio", "--readonly", "--rw=read", "--direct=1", f"--bs={size}", "--ioengine=psync"]
-            command += ["--time_based", "--runtime=3", "--group_reporting", "--output-format=json"]
-            for job in range(jobs):
-                command += [f"--name={job}", f"--filename={':'.join(files[job::jobs])}"]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
-            found = json.loads(done.stdout)
-            best = max(best, sum(job["read"]["bw_bytes"] for job in found["jobs"]))
-    return best
+def fio(folder: Path, size: str, jobs: int, seconds: int) -> float:
+    """Bytes a second that fio reads from the layer files, past the page cache, each job other files."""
+    files = sorted(file.name for file in folder.glob("*.bin"))
+    command = ["fio", "--readonly", "--rw=read", "--direct=1", f"--bs={size}", "--ioengine=psync", "--time_based"]
+    command += [f"--runtime={seconds}", "--group_reporting", "--output-format=json"]
+    for job in range(jobs):
+        command += [f"--name={job}", f"--filename={':'.join(files[job::jobs])}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+    return sum(job["read"]["bw_bytes"] for job in json.loads(done.stdout)["jobs"])
 
 
 def disk(run: Run) -> None:
-    """Streamed from disk under 1 GiB, against what the disk itself reads in the same minutes."""
+    """Streamed from disk under 1 GiB, in turn with fio in the best of its ways, each for about as long."""
     if shutil.which("fio") is None:
         raise EngineError("fio is missing: `apt-get install fio`.")
     model_bytes, folder = open_model(run.model).bytes_per_device(), layer_folder(open_model(run.model))
-    ratios, cores, peaks = [], [], []
+    sizes, jobs = (("8m",), (4,)) if run.quick else (("1m", "4m", "16m"), (1, 4, 8))
+    tried = {way: fio(folder, *way, seconds=4) for way in itertools.product(sizes, jobs)}
+    way = max(tried, key=tried.__getitem__)
+    run.report.row(figure="fio", way=way, gb_per_s=round(tried[way] / 1e9, 3))
+    raw, ours, cores, peaks = [], [], [], []
     for _ in range(run.rounds):
-        raw = raw_bandwidth(folder, quick=run.quick)
+        raw.append(fio(folder, *way, seconds=12))
         found = run.ours(batch=1)
-        ratios.append(found["bandwidth"]["disk"] / raw)
+        ours.append(found["bandwidth"]["disk"])
         cores.append(found["reader_cpu_seconds"] / found["fetch_seconds"])
         peaks.append(found["peak"])
-        run.report.row(figure="disk", fio_gb_per_s=round(raw / 1e9, 3), **rounded(found))
+        run.report.row(figure="disk", fio_gb_per_s=round(raw[-1] / 1e9, 3), **rounded(found))
+    raw.append(fio(folder, *way, seconds=12))
+    of_raw = statistics.median(ours) / statistics.median(raw)
+    streamed = sum(file.stat().st_size for file in folder.glob("*.bin"))
+    run.report.row(
+        figure="limit", what="a pass as fast as fio reads", seconds_a_pass=round(streamed / statistics.median(raw), 3)
+    )
     run.report.check("cap_ratio", model_bytes / max(peaks), "x of the peak of memory", target=7)
-    run.report.check("disk_of_raw_bandwidth", statistics.median(ratios), "of fio", target=0.9)
+    run.report.check("disk_of_raw_bandwidth", of_raw, "of fio", target=0.9)
     run.report.check("disk_cores", statistics.median(cores), "cores", target=0.3, better="lower")
 
 
@@ -197,10 +204,6 @@ def peers(run: Run) -> None:
             ours[batch].append(decode_seconds(mine))
             theirs[batch].append(decode_seconds(peer))
             compare(run, "accelerate", batch, peer, mine)
-    folder = layer_folder(open_model(run.model))
-    layers = sum(file.stat().st_size for file in folder.glob("*.bin"))
-    fastest = layers / raw_bandwidth(folder, quick=run.quick)
-    run.report.row(figure="limit", what="a pass as fast as fio reads", seconds_a_pass=round(fastest, 3))
     for batch in ours:
         gain = statistics.median(theirs[batch]) / statistics.median(ours[batch])
         run.report.check(f"vs_accelerate_b{batch}", gain, "x its tokens/s", target=2)

@@ -53,11 +53,10 @@ def test_async_generate(capsys):
 
 
 def test_stream_weights(model_dir, capsys):
-    texts = [stream_weights.run(str(model_dir), weights, None, max_tokens=4) for weights in ("disk", "auto")]
-    assert texts[0] == texts[1]
+    texts = stream_weights.run(str(model_dir), "disk", None, max_tokens=4)
     printed = capsys.readouterr().out
     assert "layers: 2 on disk" in printed
-    assert "all layers are on the device" in printed
+    assert all(text in printed for text in texts)
 
 
 def test_generate_on_mesh(capsys):

@@ -18,7 +18,7 @@ from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecu
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.generation.execution.platforms import buckets_of, check_mesh
+from jaxinfer.generation.execution.platforms import buckets_of, check_mesh, streamed_buckets
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
@@ -75,8 +75,8 @@ def build_engine(
             adapters = AdapterCache(*sizes, model.description.family, original)
         buckets = buckets_of(config, model.platform)
         scheduler = DecoderScheduler(config, buckets, PagePool(num_pages, config.page_size), adapters, costs=costs)
-        if max_chunks is not None:
-            buckets = dataclasses.replace(buckets, chunks=tuple(n for n in buckets.chunks if n <= max_chunks))
+        if isinstance(model, StreamedModel):
+            buckets = streamed_buckets(buckets, max_chunks)
         runs_decoder = ChainExecutor if isinstance(model, StreamedModel) else DecoderExecutor
         executor = runs_decoder(
             model, config, buckets, num_pages=num_pages, logits_processors=processors, clock=clock, costs=costs

@@ -24,6 +24,8 @@ from jaxinfer.generation.text import Prompt, Tokenizer, encode_chat
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.devices import AnyMesh, build_mesh, open_mesh
 from jaxinfer.models.loading import open_model
+from jaxinfer.streaming.config import Placement
+from jaxinfer.streaming.model import StreamedModel
 from jaxinfer.streaming.statistics import StreamingStatistics
 from sharding import ShardingRules
 
@@ -114,8 +116,13 @@ class LLM:
             self.engine.adapters.register(name, folder)
 
     @property
+    def placement(self) -> Placement | None:
+        """Where each layer is, and why; None if all are on the devices."""
+        return self.model.placement if isinstance(self.model, StreamedModel) else None
+
+    @property
     def streaming(self) -> StreamingStatistics | None:
-        """What bringing layers was seen to take, if `model.placement` streams some; else None."""
+        """What bringing layers was seen to take; None if all are on the devices."""
         executor = self.engine.executor
         return executor.prefetcher.statistics if isinstance(executor, ChainExecutor) else None
 

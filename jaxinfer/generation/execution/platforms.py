@@ -1,5 +1,7 @@
 """Every choice that generation makes by platform or mesh."""
 
+import dataclasses
+
 from jax.sharding import Mesh
 
 from jaxinfer.generation.engine.buckets import Buckets
@@ -18,6 +20,15 @@ def buckets_of(config: EngineConfig, platform: str) -> Buckets:
         return Buckets.of(config)
     # Every step takes as long as reading the weights, so that padding costs little.
     return Buckets.of(config, max_padding=4.0, short_page_tables=True)
+
+
+def streamed_buckets(buckets: Buckets, max_chunks: int | None = None) -> Buckets:
+    """Those of a decoder whose layers are streamed: fetching takes as long for few rows as for many.
+
+    max_chunks: that go through a layer together; None: all of a step.
+    """
+    chunks = tuple(count for count in buckets.chunks if max_chunks is None or count <= max_chunks)
+    return dataclasses.replace(buckets, chunks=chunks, decode_rows=buckets.prefill_rows[1:])
 
 
 def can_overlap(model: LoadedModel) -> bool:

@@ -23,9 +23,9 @@ def listen(event, seconds, **details):
 
 jax.monitoring.register_event_duration_secs_listener(listen)
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cli.common import show_compiling
+from jaxinfer.cli.common import show_progress
 
-show_compiling()
+show_progress()
 llm = LLM(sys.argv[1], context=64, max_batch=2)
 outputs = llm.generate(["one", "two and three"], SamplingParams(temperature=0, max_tokens=4))
 programs = {program.name: program.kept for program in llm.engine.executor.programs}

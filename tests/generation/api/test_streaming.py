@@ -88,8 +88,7 @@ def test_all_layers_of_a_kind_are_one_program(deep):
     assert len(layers) == 2 * 2  # with a chunk, and with a row
 
 
-@pytest.mark.parametrize("weights", ["host", "disk"])
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("weights", "depth"), [("host", 2), ("disk", 0), ("disk", 1)])
 def test_at_most_so_many_layers_are_on_the_device(deep, monkeypatch, weights, depth):
     llm = LLM(deep, weights=weights, prefetch=depth, **ONE)
     store, counted = llm.model.store, []
@@ -133,14 +132,14 @@ def test_a_device_limit_keeps_some_layers_there(deep):
 
 
 def test_activations_that_do_not_fit_go_through_a_layer_in_slices(deep):
-    sizes = {"max_batch": 2, "token_budget": 64, "chunk_size": 8}
-    prompts = [list(range(50)), list(range(60, 90))]
+    sizes = {"max_batch": 1, "token_budget": 32, "chunk_size": 8}
+    prompts = [list(range(50))]
     params = dataclasses.replace(GREEDY, prompt_logprobs=0)
     alone = LLM(deep, **sizes)
     memory = alone.memory
     limit = int((4 * memory.weights // 6 + memory.cache + 40_000) / 0.9)
     sliced = LLM(deep, weights="disk", device_memory=limit, **sizes)
-    assert sliced.memory.max_chunks < 8
+    assert sliced.memory.max_chunks == 1
     for one, other in zip(alone.generate(prompts, params), sliced.generate(prompts, params), strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         logprobs = [[p.logprob for p in output.prompt_logprobs[1:]] for output in (one, other)]
@@ -161,7 +160,11 @@ def test_auto_takes_the_first_that_fits(deep):
     assert generate(host, GREEDY) == generate(disk, GREEDY) == generate(whole, GREEDY)
 
 
-@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"quantize": "int8"}, {"quantize": "int4"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_dtype": "int8", "quantize": "int8"}, pytest.param({"quantize": "int4"}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_narrow_weights_and_caches(model_dir, options):
     alone, streamed = (LLM(model_dir, weights=weights, **options, **ONE) for weights in ("device", "host"))
     assert generate(streamed, GREEDY) == generate(alone, GREEDY)
