@@ -36,6 +36,7 @@ def run(model: str, given: dict[str, Any]) -> dict[str, Any]:
     seconds = []
     statistics = llm.streaming
     assert statistics is not None
+    assert llm.placement is not None
     with _most_layers(llm) if counts else contextlib.nullcontext([0]) as most:
         while not all(sequence.finished for sequence in sequences):
             begun = time.perf_counter()
@@ -46,9 +47,9 @@ def run(model: str, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "tokens": [sequence.token_ids[length:] for sequence in sequences],
         "seconds": seconds,
-        "placement": str(llm.model.placement),  # type: ignore[attr-defined]
+        "placement": str(llm.placement),
         "bytes": dict(statistics.bytes),
-        "layer_bytes": llm.model.placement.layer_bytes,  # type: ignore[attr-defined]
+        "layer_bytes": llm.placement.layer_bytes,
         "bandwidth": {tier: statistics.bandwidth(tier) for tier in statistics.bytes},
         "overlap": statistics.overlap,
         "fetch_seconds": sum(statistics.fetch_seconds.values()),

@@ -122,11 +122,11 @@ def test_buffers_are_not_filled_while_they_are_used(deep):
 
 def test_a_device_limit_keeps_some_layers_there(deep):
     want = generate(LLM(deep, **ONE), GREEDY)
-    memory, layer = (llm := LLM(deep, weights="disk", **ONE)).memory, llm.model.placement.layer_bytes
+    memory, layer = (llm := LLM(deep, weights="disk", **ONE)).memory, llm.placement.layer_bytes
     limit = int((memory.weights + memory.cache + 4.5 * layer) / 0.9)
     for host_memory, counts in ((None, (2, 0, 4)), (2 * layer, (2, 2, 2))):
         llm = LLM(deep, weights="disk", device_memory=limit, host_memory=host_memory, **ONE)
-        tiers = llm.model.placement.tiers
+        tiers = llm.placement.tiers
         assert tuple(tiers.count(tier) for tier in ("device", "host", "disk")) == counts
         assert generate(llm, GREEDY) == want
 
@@ -150,13 +150,13 @@ def test_activations_that_do_not_fit_go_through_a_layer_in_slices(deep):
 
 def test_auto_takes_the_first_that_fits(deep):
     whole = LLM(deep, weights="auto", **ONE)
-    assert not hasattr(whole.model, "placement")
+    assert whole.placement is None
     limit = int((whole.memory.weights + whole.memory.cache) / 0.9) - 40_000
     host = LLM(deep, weights="auto", device_memory=limit, **ONE)
-    assert set(host.model.placement.tiers) == {"device", "host"}
+    assert set(host.placement.tiers) == {"device", "host"}
     disk = LLM(deep, weights="auto", device_memory=limit, host_memory=1, **ONE)
-    assert set(disk.model.placement.tiers) == {"device", "disk"}
-    assert "auto: the model takes" in str(disk.model.placement)
+    assert set(disk.placement.tiers) == {"device", "disk"}
+    assert "auto: the model takes" in str(disk.placement)
     assert generate(host, GREEDY) == generate(disk, GREEDY) == generate(whole, GREEDY)
 
 
@@ -319,9 +319,9 @@ def test_the_file_of_the_mesh_says_it_too(deep, tmp_path):
     file = tmp_path / "memory.toml"
     file.write_text('[mesh]\ntensor = 2\n[memory]\nweights = "disk"\nprefetch = 2\ndevice_memory = "1GiB"\n')
     llm = LLM(deep, mesh=file, **ONE)
-    assert (llm.model.mesh.size, llm.model.placement.device_depth) == (2, 2)
+    assert (llm.model.mesh.size, llm.placement.device_depth) == (2, 2)
     alone = LLM(deep, mesh=file, weights="device", **ONE)  # what is given counts more
-    assert not hasattr(alone.model, "placement")
+    assert alone.placement is None
     file.write_text('[memory]\nweigths = "disk"\n')
     with pytest.raises(ValueError, match=r"\[memory\]: unknown field 'weigths'; known: weights, device_memory"):
         LLM(deep, mesh=file)
