@@ -169,9 +169,15 @@ def read_direct(
                 raise OSError(errno.EIO, f"ends after {offset + done} bytes")
             done += count
         if not direct:  # what is read once a pass would push everything else out of the page cache
-            os.posix_fadvise(handle, offset, len(part), os.POSIX_FADV_DONTNEED)
+            _drop_pages(handle, offset, len(part))
     finally:
         os.close(handle)
+
+
+def _drop_pages(handle: int, offset: int, size: int) -> None:
+    """Have the kernel forget a part of a file, or all from `offset` on (size 0), where it can be told to."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, offset, size, os.POSIX_FADV_DONTNEED)
 
 
 def _open(file: pathlib.Path) -> tuple[int, bool]:
@@ -279,7 +285,7 @@ def _write(file: pathlib.Path, content: bytes | memoryview) -> None:
         while done < len(content):
             done += opened.write(content[done:])
         os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        _drop_pages(opened.fileno(), 0, 0)
 
 
 def _read_manifest(folder: pathlib.Path) -> LayersManifest:

@@ -107,7 +107,7 @@ def generate(
         _print_text(llm, prompts, params)
         _note(f"[model loaded in {loaded:.2f} s; {_memory(llm)}]")
         if llm.streaming is not None:
-            _note(f"[{llm.streaming}]")
+            _note(f"[{llm.placement}; {llm.streaming}]")
 
 
 def _structured_outputs(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxinfer import StructuredOutputsParams
+from jaxinfer import SamplingParams, StructuredOutputsParams
 from tests.tiny import CONFIG
 
 PROMPTS = [list(range(20)), [7, 3, 250, 9], [5] * 9]
@@ -35,3 +35,14 @@ def generate(llm, params, prompts=PROMPTS):
 def only_even(scores, history, length):
     assert scores.shape[1] == CONFIG.vocab
     return scores.at[:, 1::2].set(-np.inf)
+
+
+def check_logprobs(alone, other):
+    """The log probabilities of two models' outputs and prompts are the same."""
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=20, prompt_logprobs=3)
+    for one, another in zip(*(llm.generate(PROMPTS, params) for llm in (alone, other)), strict=True):
+        found = [[*output.outputs[0].logprobs, *output.prompt_logprobs[1:]] for output in (one, another)]
+        for first, second in zip(*found, strict=True):
+            assert (first.token_id, list(first.top)) == (second.token_id, list(second.top))
+            np.testing.assert_allclose(second.logprob, first.logprob, atol=2e-4)
+            np.testing.assert_allclose([*second.top.values()], [*first.top.values()], atol=2e-4)

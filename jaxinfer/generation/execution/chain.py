@@ -5,7 +5,7 @@ sent: no step is in flight while the next one is scheduled.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from jaxinfer.generation.execution.programs import chain, chain_programs
 from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.results import only_asked, read_prefill
 from jaxinfer.generation.execution.state import Rows
-from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.models import TokenRows
 from jaxinfer.models.loading import LoadedModel
 from jaxinfer.streaming.model import StreamedModel
@@ -55,26 +54,8 @@ class ChainExecutor(DecoderExecutor):
       prefetcher: brings the layers.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        config: EngineConfig,
-        buckets: Buckets,
-        *,
-        num_pages: int,
-        logits_processors: Mapping[str, LogitsProcessor],
-        clock: Clock,
-        costs: Costs,
-    ):
-        super().__init__(
-            model,
-            config,
-            buckets,
-            num_pages=num_pages,
-            logits_processors=logits_processors,
-            clock=clock,
-            costs=costs,
-        )
+    def __init__(self, model: LoadedModel, config: EngineConfig, buckets: Buckets, *, costs: Costs, **others: Any):
+        super().__init__(model, config, buckets, costs=costs, **others)
         self.depth, self._kinds = 0, model.config.layer_kinds
         self.prefetcher = _prefetcher(model, costs)
 

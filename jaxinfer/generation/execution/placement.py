@@ -1,5 +1,6 @@
 """Which layers stay on the devices, which in the host's memory, and which on disk."""
 
+import logging
 import math
 
 from rich.filesize import decimal
@@ -14,6 +15,8 @@ from jaxinfer.models.devices import available_bytes, devices_of, host_available_
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import OpenedModel
 from jaxinfer.streaming.config import MemoryConfig, Placement, Tier, spread
+
+_log = logging.getLogger("jaxinfer.streaming")
 
 DEPTH = 1
 """How many layers are brought ahead while nothing is known of fetches: of like layers, more would hide no more."""
@@ -46,7 +49,8 @@ def plan_placement(
     free = int(min(available, memory.device_memory or available) * FRACTION)
     cache, least = _cache_bytes(opened, config)
     cache = cache if cache_bytes is None else cache_bytes
-    if memory.weights == "auto" and rest + count * layer_bytes + cache <= free:
+    if memory.weights == "auto" and (whole := rest + count * layer_bytes + cache) <= free:
+        _log.info("auto: all layers stay on the devices, %s of %s with the cache", decimal(whole), decimal(free))
         return None
     depth = _depth(memory, costs)
     depth = depth if memory.prefetch is not None else _most(depth, free - rest - least, layer_bytes)

@@ -14,7 +14,7 @@ from jaxinfer.models.config import BlockKind
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import save_model
 from sharding import MeshConfig, ShardingRules
-from tests.generation.sampled import PROMPTS, SAMPLED, generate, only_even
+from tests.generation.sampled import PROMPTS, SAMPLED, check_logprobs, generate, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
@@ -48,14 +48,7 @@ def test_every_option_draws_the_same_tokens(pair, name):
 
 
 def test_logprobs_are_those_of_one_device(pair):
-    params = SamplingParams(temperature=0, max_tokens=5, logprobs=20, prompt_logprobs=3)
-    for alone, split in zip(*(llm.generate(PROMPTS, params) for llm in pair), strict=True):
-        ones = [*alone.outputs[0].logprobs, *alone.prompt_logprobs[1:]]
-        others = [*split.outputs[0].logprobs, *split.prompt_logprobs[1:]]
-        for one, other in zip(ones, others, strict=True):
-            assert (one.token_id, list(one.top)) == (other.token_id, list(other.top))
-            np.testing.assert_allclose(other.logprob, one.logprob, atol=2e-4)
-            np.testing.assert_allclose([*other.top.values()], [*one.top.values()], atol=2e-4)
+    check_logprobs(*pair)
 
 
 def test_beams_prefixes_and_vectors(pair):

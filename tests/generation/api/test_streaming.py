@@ -19,7 +19,7 @@ from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import open_model, save_model
 from jaxinfer.streaming.model import layer_folder
 from sharding import MeshConfig, ShardingRules
-from tests.generation.sampled import PROMPTS, SAMPLED, generate, only_even
+from tests.generation.sampled import PROMPTS, SAMPLED, check_logprobs, generate, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
@@ -52,13 +52,7 @@ def test_every_option_draws_the_same_tokens(pair, name):
 
 
 def test_logprobs_are_the_same(pair):
-    params = SamplingParams(temperature=0, max_tokens=5, logprobs=5, prompt_logprobs=3)
-    for alone, streamed in zip(*(llm.generate(PROMPTS, params) for llm in pair), strict=True):
-        ones = [*alone.outputs[0].logprobs, *alone.prompt_logprobs[1:]]
-        others = [*streamed.outputs[0].logprobs, *streamed.prompt_logprobs[1:]]
-        for one, other in zip(ones, others, strict=True):
-            assert (one.token_id, list(one.top)) == (other.token_id, list(other.top))
-            np.testing.assert_allclose(other.logprob, one.logprob, atol=1e-4)
+    check_logprobs(*pair)
 
 
 def test_beams_prefixes_and_vectors(pair):
