@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+import jax
+
 from jaxinfer.compiled import Costs, ExecutableStore, ProgramCache, ProgramSpec
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
@@ -33,7 +35,8 @@ class BaseExecutor[Buckets]:
         clock: Clock,
         costs: Costs,
     ):
-        self.config, self.depth, self.costs = config, int(config.overlap and can_overlap(model)), costs
+        self._overlaps = can_overlap(model)
+        self.config, self.depth, self.costs = config, int(config.overlap and self._overlaps), costs
         self.store = ExecutableStore()
         self.programs = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels, store=self.store)
         self._clock = clock
@@ -43,6 +46,10 @@ class BaseExecutor[Buckets]:
     def workspace_bytes(self) -> int:
         """What the largest program compiled so far needs while it runs, on each device."""
         return max((program.memory.workspace_bytes for program in self.programs), default=0)
+
+    def _in_turn[Result](self, result: Result) -> Result:
+        """What a program has given, once it has where another one must not run beside it."""
+        return result if self._overlaps else jax.block_until_ready(result)
 
     def _seconds(self, step: InFlightStep) -> float:
         """How long a step took that has just come back, as `Costs` says what a time is."""

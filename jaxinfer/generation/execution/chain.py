@@ -75,7 +75,8 @@ class ChainExecutor(DecoderExecutor):
             adapters = None if self._adapters is None else self._adapters[layer]
             for part in slices:
                 program, cache = self.programs.get("layer", kind=kind, **part.sizes), self._state.caches[layer]
-                part.x, self._state.caches[layer] = program(leaves, adapters, cache, part.x, part.groups)
+                found = program(leaves, adapters, cache, part.x, part.groups)
+                part.x, self._state.caches[layer] = self._in_turn(found)
             self.prefetcher.computing([part.x for part in slices])
         outputs = [self._leave(part) for part in slices]
         return self.programs.get("leave", **slices[0].sizes), outputs
@@ -100,13 +101,15 @@ class ChainExecutor(DecoderExecutor):
         """The embeddings of a batch's tokens."""
         sizes = self._sizes(batch)
         chunks, rows, bitmask = self._inputs(batch, sizes)
-        x, groups = self.programs.get("enter", **sizes)(self._layout.leaves, self._state.slots, chunks, rows)
+        program = self.programs.get("enter", **sizes)
+        x, groups = self._in_turn(program(self._layout.leaves, self._state.slots, chunks, rows))
         return _Slice(batch, sizes, (chunks, rows, bitmask), groups, x)
 
     def _leave(self, part: "_Slice") -> PrefillOutput:
         """The next tokens, put into their slots."""
         program = self.programs.get("leave", **part.sizes)
-        slots, output = program(self._layout.leaves, self._state.slots, part.x, part.groups, *part.inputs)
+        found = program(self._layout.leaves, self._state.slots, part.x, part.groups, *part.inputs)
+        slots, output = self._in_turn(found)
         self._state = self._state._replace(slots=slots)
         return only_asked(part.batch, output)
 
@@ -148,10 +151,11 @@ class EncoderChainExecutor(EncoderExecutor):
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[Program, jax.Array]:
         sizes = {"batch": tokens.shape[0], "tokens": tokens.shape[1]}
-        x: Any = self.programs.get("enter", **sizes)(self._leaves, tokens, positions)
+        x: Any = self._in_turn(self.programs.get("enter", **sizes)(self._leaves, tokens, positions))
         for layer, kind in enumerate(self._kinds):
             program = self.programs.get("layer", kind=kind, **sizes)
-            x, _ = program(self.prefetcher.get(layer), None, None, x, (TokenRows(tokens, positions),))  # type: ignore[arg-type]
+            groups = (TokenRows(tokens, positions),)  # type: ignore[arg-type]  # numpy until sent
+            x, _ = self._in_turn(program(self.prefetcher.get(layer), None, None, x, groups))
             self.prefetcher.computing(x)
         program = self.programs.get("leave", **sizes)
         return program, program(self._leaves, x, positions)
