@@ -104,7 +104,7 @@ def test_padding(window):
     check(case._replace(positions=case.positions.at[0, 3:].set(-1).at[1].set(-1)), 1e-5, window=window)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     rows=st.integers(1, 9),
     tokens=st.sampled_from([1, 2, 17]),

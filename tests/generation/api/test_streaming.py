@@ -82,7 +82,7 @@ def test_all_layers_of_a_kind_are_one_program(deep):
     assert len(layers) == 2 * 2  # with a chunk, and with a row
 
 
-@pytest.mark.parametrize(("weights", "depth"), [("host", 2), ("disk", 0), ("disk", 1)])
+@pytest.mark.parametrize(("weights", "depth"), [("host", 2), ("disk", 0)])
 def test_at_most_so_many_layers_are_on_the_device(deep, monkeypatch, weights, depth):
     llm = LLM(deep, weights=weights, prefetch=depth, **ONE)
     store, counted = llm.model.store, []
@@ -180,7 +180,7 @@ def test_adapters(model_dir, tmp_path):
     assert results[0][0] != results[0][1]
 
 
-@pytest.mark.parametrize("weights", ["host", "disk"])
+@pytest.mark.parametrize("weights", [pytest.param("host", marks=pytest.mark.slow), "disk"])
 def test_on_a_mesh_each_device_gets_its_own_slice(deep, weights):
     want = generate(LLM(deep, **ONE), GREEDY)
     llm = LLM(deep, weights=weights, mesh=MeshConfig(tensor=2), **ONE)

@@ -210,7 +210,7 @@ def run(engines, alone, *, examples, steps, derandomize):
 
 @pytest.mark.parametrize("name", ["plain", "speculative"])
 def test_random_requests(engines, alone, name):
-    run(engines[name], alone, examples=8, steps=25, derandomize=True)
+    run(engines[name], alone, examples=6, steps=25, derandomize=True)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def tokens_of(engine, prompts):
     return [sequence.token_ids for sequences in requests for sequence in sequences]
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype):
     config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype)
     engine = build_engine(model, Tokenizer.of(model_dir), config, num_pages=SMALL_PAGES)
