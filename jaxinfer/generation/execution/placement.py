@@ -44,7 +44,8 @@ def plan_placement(
     """
     if memory.weights == "device":
         return None
-    count, layer_bytes, rest = opened.config.layers, _layer_bytes(opened), rest_bytes(opened, config)
+    count, rest = opened.config.layers, rest_bytes(opened, config)
+    layer_bytes, largest = _largest_layer(opened)
     available = available_bytes(opened.mesh)
     free = int(min(available, memory.device_memory or available) * FRACTION)
     cache, least = _cache_bytes(opened, config)
@@ -58,8 +59,8 @@ def plan_placement(
     if needed > free:
         raise MemoryError(
             f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(rest)} beside the layers, "
-            f"{depth + 1} layers of {decimal(layer_bytes)}, {decimal(least)} of cache), and {decimal(free)} may be "
-            "used: raise device_memory, lower prefetch, or use quantize='int4' or a mesh with more devices."
+            f"{depth + 1} layers such as layer {largest} of {decimal(layer_bytes)}, {decimal(least)} of cache), and "
+            f"{decimal(free)} may be used: raise device_memory, lower prefetch, or use quantize='int4' or a mesh with more devices."
         )
     room = max(0, free - rest - (depth + 1) * layer_bytes - cache)
     resident = 0
@@ -117,9 +118,11 @@ def _most(depth: int, room: int, layer_bytes: int) -> int:
     return max(DEPTH, min(depth, room // layer_bytes - 1))
 
 
-def _layer_bytes(opened: OpenedModel) -> int:
-    """Of the largest layer, on each device."""
-    return max(opened.bytes_per_device(lambda name, i=i: layer_of(name) == i) for i in set(opened.config.layer_kinds))
+def _largest_layer(opened: OpenedModel) -> tuple[int, int]:
+    """The bytes of the largest layer on each device, and which it is; layers of a kind are equally large."""
+    kinds = sorted(set(opened.config.layer_kinds))
+    sizes = [(opened.bytes_per_device(lambda name, i=i: layer_of(name) == i), i) for i in kinds]
+    return max(sizes, key=lambda found: found[0])
 
 
 def rest_bytes(opened: OpenedModel, config: EngineConfig) -> int:

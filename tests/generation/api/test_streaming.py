@@ -285,7 +285,11 @@ def test_a_disk_that_becomes_slow_changes_no_token(deep, monkeypatch):
         ({"weights": "nvme"}, ValueError, "weights must be one of device, host, disk, auto, got 'nvme'"),
         ({"device_memory": "12 apples"}, ValueError, r'device_memory must be bytes or a size such as "12GiB"'),
         ({"weights": "disk", "prefetch": -1}, ValueError, r"prefetch must be in \[0, 64\], got -1"),
-        ({"weights": "disk", "device_memory": "1KiB"}, MemoryError, "raise device_memory, lower prefetch"),
+        (
+            {"weights": "disk", "device_memory": "1KiB"},
+            MemoryError,
+            r"2 layers such as layer 0 of .* raise device_memory, lower prefetch",
+        ),
         ({"weights": "host", "host_memory": 1}, MemoryError, "raise host_memory, or use weights='disk'"),
         ({"weights": "device", "device_memory": "1KiB"}, MemoryError, "use weights='auto'"),
         ({"weights": "disk", "num_speculative_tokens": 3}, ValueError, "needs all weights on the devices"),
