@@ -214,6 +214,7 @@ def test_a_dry_run_reaches_every_part(tmp_path):
         "end to end",
         "request",
         "breakdown",
+        "streaming",
     }
     (worst,) = [check for check in result["checks"] if check["name"] == "worst_error_of_tolerance"]
     assert worst["value"] <= 1

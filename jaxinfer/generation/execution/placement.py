@@ -60,7 +60,8 @@ def plan_placement(
         raise MemoryError(
             f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(rest)} beside the layers, "
             f"{depth + 1} layers such as layer {largest} of {decimal(layer_bytes)}, {decimal(least)} of cache), and "
-            f"{decimal(free)} may be used: raise device_memory, lower prefetch, or use quantize='int4' or a mesh with more devices."
+            f"{decimal(free)} may be used: raise device_memory, lower prefetch, or use quantize='int4' or a mesh with "
+            "more devices."
         )
     room = max(0, free - rest - (depth + 1) * layer_bytes - cache)
     resident = 0
