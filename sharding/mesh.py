@@ -99,11 +99,13 @@ class MeshFile:
       mesh: its table `[mesh]`; None without one.
       rules: its table `[rules]`; None: the default.
       memory: its table `[memory]` as it stands, which `LLM` and `Embedder` read (`jaxinfer.streaming.config`).
+      source: what errors call it.
     """
 
     mesh: MeshConfig | None = None
     rules: ShardingRules | None = None
     memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    source: str = dataclasses.field(default="the mesh", compare=False)
 
 
 def read_mesh(path: str | os.PathLike[str]) -> MeshFile:
@@ -119,7 +121,7 @@ def read_mesh(path: str | os.PathLike[str]) -> MeshFile:
             rules = ShardingRules.from_mapping(tables["rules"])
         except ValueError as error:
             raise ValueError(f"{path}: [rules]: {error}") from error
-    return MeshFile(mesh=mesh, rules=rules, memory=tables.get("memory", {}))
+    return MeshFile(mesh=mesh, rules=rules, memory=tables.get("memory", {}), source=str(path))
 
 
 def _read_tables(path: pathlib.Path) -> dict[str, dict[str, Any]]:

@@ -36,8 +36,6 @@ HostMemoryOption = Annotated[
     str | None, typer.Option(help="How much layers in the host's memory may take (default: what is free).")
 ]
 PrefetchOption = Annotated[int | None, typer.Option(help="How many layers are brought ahead (default: by experience).")]
-MEMORY = ("weights", "device_memory", "host_memory", "prefetch")
-"""The parameters of the four options above."""
 KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where the GPU supports them, or plain XLA.")]
 KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values as bytes (default: the model's dtype).")]
 
@@ -68,10 +66,11 @@ def read_text(option: str, file: Path) -> str:
 def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
     """The model of a command, loaded with the options above and the others given."""
     from jaxinfer.generation import LLM
+    from jaxinfer.streaming.config import MemoryOptions
 
     show_progress()
     names = ("dtype", "quantize", "context", "num_speculative_tokens", "kv_dtype", "kernels")
-    memory = {name: value for name in MEMORY if (value := ctx.params.get(name)) is not None}
+    memory = {name: value for name in MemoryOptions.__annotations__ if (value := ctx.params.get(name)) is not None}
     return LLM(
         ctx.params["model"],
         mesh=parse_mesh(ctx.params["mesh"]),

@@ -18,7 +18,7 @@ from jaxinfer.cli.common import (
 
 def plan(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)],
-    weights: Annotated[str, typer.Option(help="Where layers are: host, disk, or auto.")] = "disk",
+    weights: Annotated[str | None, typer.Option(help="Where layers are: host, disk, or auto (default: disk).")] = None,
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
     prefetch: PrefetchOption = None,
@@ -39,20 +39,25 @@ def plan(
     from rich.filesize import decimal
     from rich.table import Table
 
+    from jaxinfer.generation.api.build import split_options
     from jaxinfer.generation.engine.config import EngineConfig
-    from jaxinfer.generation.execution.placement import cache_of_sequence, plan_placement, rest_bytes
+    from jaxinfer.generation.execution.placement import DeviceBytes, plan_placement
     from jaxinfer.models.devices import available_bytes, devices_of
     from jaxinfer.models.loading import open_model
     from jaxinfer.streaming import prediction
-    from jaxinfer.streaming.config import MemoryConfig, MemoryOptions, parse_bytes
+    from jaxinfer.streaming.config import parse_bytes
 
+    file = parse_mesh(mesh)
     given = {"weights": weights, "device_memory": device_memory, "host_memory": host_memory, "prefetch": prefetch}
-    options: MemoryOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
-    opened = open_model(directory, mesh=parse_mesh(mesh), dtype=dtype, quantize=quantize)
+    options = {name: value for name, value in given.items() if value is not None}
+    if "weights" not in file.memory:
+        options.setdefault("weights", "disk")
+    _, memory = split_options(options, file, owner="plan")  # type: ignore[arg-type]  # checked there
+    opened = open_model(directory, mesh=file, dtype=dtype, quantize=quantize)
     context = context or opened.config.context
     if not 1 < context <= opened.config.context:
         raise ValueError(f"--context must be in [2, {opened.config.context}] for this model, got {context}.")
-    config, memory = EngineConfig(max_batch=1, context=context), MemoryConfig.of(options)
+    config = EngineConfig(max_batch=1, context=context)
     placement = plan_placement(opened, config, memory)
     if placement is None:
         typer.echo("All weights fit on the devices: nothing is streamed.")
@@ -71,8 +76,8 @@ def plan(
         "flops": flops or prediction.measure_flops(device, opened.weights.dtype),
     }
     free = min(available_bytes(opened.mesh), memory.device_memory or available_bytes(opened.mesh))
-    room = free - rest_bytes(opened, config) - placement.buffer_bytes
-    most = max(1, room // max(1, cache_of_sequence(opened, config)))
+    needs = DeviceBytes.of(opened, config)
+    most = max(1, (free - needs.rest - placement.buffer_bytes) // max(1, needs.cache))
     best = min(prediction.balanced_tokens(**known), most)
     table = Table(
         "sequences", "s a pass", "tokens/s", "TFLOP/s", "limited by", title=str(placement), title_justify="left"

@@ -34,7 +34,7 @@ def build_mesh(mesh: AnyMesh, rules: ShardingRules | None) -> tuple[Mesh | None,
     mesh = open_mesh(mesh)
     if isinstance(mesh, MeshFile):
         if mesh.rules is not None and rules is not None:
-            raise ValueError("The mesh's file has a table [rules], and rules are given too: keep one of them.")
+            raise ValueError(f"{mesh.source} has a table [rules], and rules are given too: keep one of them.")
         mesh, rules = mesh.mesh, rules or mesh.rules
     return (mesh.build() if isinstance(mesh, MeshConfig) else mesh), rules or ShardingRules()
 

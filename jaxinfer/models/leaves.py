@@ -58,6 +58,11 @@ def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context
     return {f"{name}.{layer}": pages for layer in range(config.layers) for name in ("keys", "values")}
 
 
+def leaves_of_part(config: ModelConfig, weights: WeightFormat, layer: int | None) -> dict[str, Leaf]:
+    """Those of `canonical_leaves` that belong to a layer, or to none: what is there once; in the same order."""
+    return {name: leaf for name, leaf in canonical_leaves(config, weights).items() if layer_of(name) == layer}
+
+
 def layer_of(name: str) -> int | None:
     """The layer that a leaf belongs to, by its name; None for embeddings, the head and what else is there once."""
     first, *rest = name.split(".")

@@ -24,10 +24,10 @@ from jaxinfer.models import devices
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.description import CONFIG, Description, weight_format
 from jaxinfer.models.fitting import Fitting, fit
-from jaxinfer.models.leaves import canonical_leaves, layer_of, quantized_format, scale_name
+from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.weights import quantize as quantize_matrix
-from sharding import ShardingRules
+from sharding import MeshFile, ShardingRules
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -106,7 +106,7 @@ class OpenedModel:
             sharding = devices.fetch_sharding_on(self.mesh, self.rules, leaf.axes, leaf.shape)
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
 
-        return [shape(leaf) for name, leaf in self.shapes.items() if layer_of(name) == layer]
+        return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer).values()]
 
     def bytes_per_device(self, only: Callable[[str], bool] = lambda name: True) -> int:
         """Bytes of each device's part of the leaves that are selected by name."""
@@ -196,6 +196,9 @@ def load_model(
     Raises CheckpointError if files, config and weights do not fit together, and before any weight is read ValueError
     for a mesh that the model cannot be fitted to, and MemoryError if it does not fit the devices.
     """
+    mesh = devices.open_mesh(mesh)
+    if isinstance(mesh, MeshFile) and mesh.memory:
+        raise ValueError(f"{mesh.source}: [memory] is for LLM and Embedder; load_model puts all on the devices.")
     return open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize).load()
 
 

@@ -70,20 +70,35 @@ def parse_bytes(name: str, value: int | str) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefetchDepth:
+    """How many layers are brought ahead of the one that computes.
+
+    Attributes:
+      device: into the devices' memory, which holds one layer more than that.
+      host: from disk into the host's memory, at least as many; on a CPU both are the same memory and the same layers.
+    """
+
+    device: int = 1
+    host: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.device <= self.host:
+            raise ValueError(f"prefetch depths must be 0 <= device <= host, got {self.device} and {self.host}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where each layer is while the model runs.
 
     Attributes:
       tiers: of each layer.
-      device_depth: how many layers are brought ahead onto the devices.
-      host_depth: and how many from disk into the host's memory, at least as many.
+      depth: how many layers are brought ahead.
       layer_bytes: of the largest layer, on each device.
       reason: why, in one line.
     """
 
     tiers: tuple[Tier, ...]
-    device_depth: int
-    host_depth: int
+    depth: PrefetchDepth
     layer_bytes: int
     reason: str
 
@@ -95,12 +110,12 @@ class Placement:
     @property
     def buffer_bytes(self) -> int:
         """What streamed layers take of each device."""
-        return min(self.device_depth + 1, len(self.streamed)) * self.layer_bytes
+        return min(self.depth.device + 1, len(self.streamed)) * self.layer_bytes
 
     def __str__(self) -> str:
         counts = Counter(self.tiers)
         where = ", ".join(f"{counts[tier]} on {tier}" for tier in ("device", "host", "disk") if counts[tier])
-        return f"layers: {where}; {self.device_depth} ahead, of {decimal(self.layer_bytes)}; {self.reason}"
+        return f"layers: {where}; {self.depth.device} ahead, of {decimal(self.layer_bytes)}; {self.reason}"
 
 
 def spread(layers: int, counts: dict[Tier, int]) -> tuple[Tier, ...]:

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import jax
 
 from checkpoints.stores import Fetch, LayerStore
 from jaxinfer.compiled import Costs
+from jaxinfer.streaming.config import PrefetchDepth
 from jaxinfer.streaming.statistics import StreamingStatistics
 
 _log = logging.getLogger("jaxinfer.streaming")
@@ -20,23 +20,6 @@ STALL_SECONDS = 1e-3
 """A layer that takes longer to be there, once it is asked for, was waited for."""
 LOG_SECONDS = 5.0
 """How often to say how streaming goes."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefetchDepth:
-    """How many layers are brought ahead of the one that computes.
-
-    Attributes:
-      device: into the devices' memory, which holds one layer more than that.
-      host: from disk into the host's memory, at least as many; on a CPU both are the same memory and the same layers.
-    """
-
-    device: int = 1
-    host: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.device <= self.host:
-            raise ValueError(f"prefetch depths must be 0 <= device <= host, got {self.device} and {self.host}.")
 
 
 class Prefetcher:
@@ -64,7 +47,7 @@ class Prefetcher:
         self._places = {layer: place for place, layer in enumerate(streamed)}
         self._queue: collections.deque[tuple[int, Fetch]] = collections.deque()
         self._next = 0  # in `streamed`: which is asked for next
-        self._used = 0  # how many of the queue the computation in flight uses: 0 or 1
+        self._in_use = False  # whether the computation in flight uses the first of the queue
         self._result: Any = None
         self._sent = 0.0
         self._logged = time.perf_counter()
@@ -86,7 +69,7 @@ class Prefetcher:
         if resident:
             self._sent = time.perf_counter()
             return self._store.start(layer).arrays()
-        fetch, self._used = self._queue[0][1], 1
+        fetch, self._in_use = self._queue[0][1], True
         arrays = fetch.arrays()
         self._sent = time.perf_counter()  # a CPU may compute while a program is called
         if (waited := self._sent - begun) > STALL_SECONDS:
@@ -104,7 +87,7 @@ class Prefetcher:
         """Give back all that is on its way, after the computation in flight, which may have failed."""
         with contextlib.suppress(Exception):
             jax.block_until_ready(self._result)
-        self._result, self._used = None, 0
+        self._result, self._in_use = None, False
         while self._queue:
             self._queue.popleft()[1].release()
 
@@ -118,8 +101,8 @@ class Prefetcher:
             if now - self._logged > LOG_SECONDS:
                 _log.info("%s", self.statistics)
                 self._logged = now
-        if self._used:
-            self._used = 0
+        if self._in_use:
+            self._in_use = False
             self._queue.popleft()[1].release()
 
     def _fill(self) -> None:

@@ -31,6 +31,14 @@ def test_plan(model_dir):
     assert "nothing is streamed" in done.output
 
 
+def test_plan_reads_the_file_of_the_mesh(model_dir, tmp_path):
+    (tmp_path / "memory.toml").write_text('[memory]\nweights = "host"\n')
+    options = ["--mesh", str(tmp_path / "memory.toml"), "--bandwidth", "1MB", "--flops", "1e6"]
+    assert "layers: 2 on host" in CliRunner().invoke(app, ["plan", str(model_dir), *options]).output
+    (tmp_path / "memory.toml").write_text("[memory]\nweigths = 1\n")
+    assert "[memory]: unknown field 'weigths'" in CliRunner().invoke(app, ["plan", str(model_dir), *options]).output
+
+
 def test_plan_measures_this_machine(model_dir):
     done = CliRunner().invoke(app, ["plan", str(model_dir), "--weights", "host"])
     assert done.exit_code == 0, done.output

@@ -275,6 +275,9 @@ def test_limits_of_groups_within_groups_and_of_version_1(tmp_path):
 
 
 def test_options(saved, original, tmp_path):
+    (tmp_path / "memory.toml").write_text('[memory]\nweights = "disk"\n')
+    with pytest.raises(ValueError, match=r"memory.toml: \[memory\] is for LLM and Embedder"):
+        load_model(saved, mesh=tmp_path / "memory.toml")
     with pytest.raises(ValueError, match="dtype='int4' is not implemented; known: float32, bfloat16, float16"):
         load_model(saved, dtype="int4")
     with pytest.raises(ValueError, match="quantize='int2' is not implemented; known: int8, int4, fp8"):

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxinfer.compiled import Costs
-from jaxinfer.streaming.prefetch import PrefetchDepth, Prefetcher
+from jaxinfer.streaming.config import PrefetchDepth
+from jaxinfer.streaming.prefetch import Prefetcher
 from jaxinfer.streaming.statistics import StreamingStatistics
 
 LAYERS = 6

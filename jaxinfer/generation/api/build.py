@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
 from jaxinfer.compiled import Costs
@@ -107,11 +107,12 @@ def split_options(options: ModelOptions, mesh: AnyMesh, *, owner: str) -> tuple[
         raise TypeError(f"{owner} has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
     memory = {name: value for name, value in options.items() if name in MemoryOptions.__annotations__}
     engine = {name: value for name, value in options.items() if name not in memory}
-    table = mesh.memory if isinstance(mesh, MeshFile) else {}
-    if unknown := sorted(table.keys() - MemoryOptions.__annotations__.keys()):
-        known = ", ".join(MemoryOptions.__annotations__)
-        raise ValueError(f"[memory]: unknown field {unknown[0]!r}; known: {known}.")
-    return cast(EngineOptions, engine), MemoryConfig.of(cast(MemoryOptions, {**table, **memory}))
+    if isinstance(mesh, MeshFile):
+        if unknown := sorted(mesh.memory.keys() - MemoryOptions.__annotations__.keys()):
+            known = ", ".join(MemoryOptions.__annotations__)
+            raise ValueError(f"{mesh.source}: [memory]: unknown field {unknown[0]!r}; known: {known}.")
+        memory = {**mesh.memory, **memory}
+    return cast(EngineOptions, engine), MemoryConfig.of(cast(MemoryOptions, memory))
 
 
 def place_model(
@@ -119,16 +120,17 @@ def place_model(
     config: EngineConfig,
     memory: MemoryConfig,
     *,
+    costs: Costs,
     cache_bytes: int | None = None,
     given: Collection[str] = (),
 ) -> tuple[LoadedModel, EngineConfig]:
     """The model, all of it on its devices or streamed to them; and the engine's sizes that it can run.
 
     Args:
+      costs: what earlier fetches took.
       given: the options that the user has set, rather than left.
     Raises MemoryError if it does not fit, ValueError for options that a streamed model does not have.
     """
-    costs = None if memory.weights == "device" else open_costs(opened, config)
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
         return opened.load(device_memory=memory.device_memory), config
@@ -144,7 +146,7 @@ def place_model(
     return model, config
 
 
-def open_costs(model: OpenedModel, config: EngineConfig, logits_processors: tuple[str, ...] = ()) -> Costs:
+def open_costs(model: OpenedModel, config: EngineConfig, logits_processors: Iterable[str] = ()) -> Costs:
     """The record of a model's programs that is kept on disk, under all that decides how long they take.
 
     What only says which programs there are, or how large arrays are of which a step reads a part (the number of pages,

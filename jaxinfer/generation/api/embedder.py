@@ -6,7 +6,7 @@ from typing import Unpack
 
 import numpy as np
 
-from jaxinfer.generation.api.build import ModelOptions, build_engine, place_model, split_options
+from jaxinfer.generation.api.build import ModelOptions, build_engine, open_costs, place_model, split_options
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.llm import LLM
 from jaxinfer.generation.engine.config import EngineConfig
@@ -82,9 +82,10 @@ class Embedder:
         mesh, rules = build_mesh(mesh, rules)
         check_mesh(mesh)
         opened = open_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
-        self.model, config = place_model(opened, config, memory, given=options.keys())
+        costs = open_costs(opened, config)
+        self.model, config = place_model(opened, config, memory, costs=costs, given=options.keys())
         self.tokenizer = Tokenizer.of(self.model.folder)
-        self.engine = build_engine(self.model, self.tokenizer, config)
+        self.engine = build_engine(self.model, self.tokenizer, config, costs=costs)
 
     def embed(self, texts: Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """Vectors of length 1, float32 [len(texts), D]. Raises ValueError for an empty or too long text, naming it."""

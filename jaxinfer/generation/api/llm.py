@@ -7,7 +7,7 @@ from typing import Unpack, cast
 import numpy as np
 
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from jaxinfer.generation.api.build import ModelOptions, build_engine, place_model, split_options
+from jaxinfer.generation.api.build import ModelOptions, build_engine, open_costs, place_model, split_options
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.output import request_output
@@ -100,7 +100,10 @@ class LLM:
             if engine_options.get("max_adapters") == 0:
                 raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
         config = EngineConfig(max_batch=max_batch, context=context or model.context, **engine_options)
-        self.model, config = place_model(opened, config, memory, cache_bytes=cache_bytes, given=options.keys())
+        costs = open_costs(opened, config, logits_processors or ())
+        self.model, config = place_model(
+            opened, config, memory, costs=costs, cache_bytes=cache_bytes, given=options.keys()
+        )
         self.tokenizer = Tokenizer.of(self.model.folder)
         self.memory = plan_memory(self.model, config, cache_bytes=cache_bytes, device_memory=memory.device_memory)
         self.engine = build_engine(
@@ -110,6 +113,7 @@ class LLM:
             num_pages=self.memory.num_pages,
             max_chunks=self.memory.max_chunks,
             logits_processors=logits_processors,
+            costs=costs,
         )
         for name, folder in (adapters or {}).items():
             assert self.engine.adapters is not None

@@ -58,7 +58,7 @@ class Buckets:
     @classmethod
     def of(cls, config: EngineConfig, *, max_padding: float = 1.25, short_page_tables: bool = False) -> "Buckets":
         """The buckets of an engine; `short_page_tables` compiles for shorter page tables than the context's too."""
-        slots, pages = config.max_batch, -(-config.context // config.page_size)
+        slots, pages = config.max_batch, config.pages_per_sequence
         return cls(
             admissions=powers(8, 1, slots),
             chunks=powers(4, 1, max(1, config.token_budget // config.chunk_size)),

@@ -78,6 +78,11 @@ class EngineConfig:
         self.check("max_adapters", self.max_adapters >= 0, ">= 0")
         self.check("kv_dtype", self.kv_dtype in (None, *KV_DTYPES), f"None or one of {KV_DTYPES}")
 
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages of a sequence as long as the context."""
+        return -(-self.context // self.page_size)
+
     def check(self, name: str, ok: bool, wanted: str) -> None:
         """Raise ValueError that names the field, unless `ok`."""
         if not ok:

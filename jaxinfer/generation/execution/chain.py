@@ -26,7 +26,7 @@ from jaxinfer.generation.execution.state import Rows
 from jaxinfer.models import TokenRows
 from jaxinfer.models.loading import LoadedModel
 from jaxinfer.streaming.model import StreamedModel
-from jaxinfer.streaming.prefetch import PrefetchDepth, Prefetcher
+from jaxinfer.streaming.prefetch import Prefetcher
 
 
 @dataclasses.dataclass
@@ -163,6 +163,4 @@ class EncoderChainExecutor(EncoderExecutor):
 
 def _prefetcher(model: LoadedModel, costs: Costs) -> Prefetcher:
     assert isinstance(model, StreamedModel)
-    placement = model.placement
-    depth = PrefetchDepth(device=placement.device_depth, host=placement.host_depth)
-    return Prefetcher(model.store, placement.streamed, depth, costs)
+    return Prefetcher(model.store, model.placement.streamed, model.placement.depth, costs)

@@ -20,7 +20,7 @@ from jaxinfer.generation.sampling.structured_outputs import bitmask_words
 from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
 from jaxinfer.models.devices import fetch_sharding_on, sharding_on
 from jaxinfer.models.fitting import Fitting
-from jaxinfer.models.leaves import canonical_leaves, layer_of
+from jaxinfer.models.leaves import canonical_leaves, leaves_of_part
 from jaxinfer.models.loading import LoadedModel
 from sharding import ShardingRules
 from sharding.collectives import use_rules
@@ -157,8 +157,7 @@ class DeviceLayout:
                 return x
             return x.update(sharding=fetch_sharding_on(self.mesh, self._rules, leaf.axes, leaf.shape))
 
-        leaves = canonical_leaves(self.config, self.weights).items()
-        return [shape(leaf) for name, leaf in leaves if layer_of(name) == layer]
+        return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer).values()]
 
     def inputs(self, *shapes: Any) -> tuple[Any, ...]:
         """Arguments from the host, which on a mesh go to all devices."""

@@ -81,7 +81,7 @@ def plan_memory(
     buckets = buckets_of(config, model.platform)
     layout = DeviceLayout.of(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
     adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
-    full = config.max_batch * -(-config.context // config.page_size)
+    full = config.max_batch * config.pages_per_sequence
     ample, max_chunks = AMPLE * (full * size + adapters) <= available, None
     if shared and cache_bytes is None and ample:
         workspace = None

@@ -1,7 +1,9 @@
 """Which layers stay on the devices, which in the host's memory, and which on disk."""
 
+import dataclasses
 import logging
 import math
+from typing import Self
 
 from rich.filesize import decimal
 
@@ -14,13 +16,54 @@ from jaxinfer.models import DecoderConfig
 from jaxinfer.models.devices import available_bytes, devices_of, host_available_bytes
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import OpenedModel
-from jaxinfer.streaming.config import MemoryConfig, Placement, Tier, spread
+from jaxinfer.streaming.config import MemoryConfig, Placement, PrefetchDepth, Tier, spread
 
 _log = logging.getLogger("jaxinfer.streaming")
 
 DEPTH = 1
 """How many layers are brought ahead while nothing is known of fetches: of like layers, more would hide no more."""
 MAX_DEPTH = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceBytes:
+    """What a model takes of each device.
+
+    Attributes:
+      rest: embeddings, head, norms and adapters.
+      layer: the largest layer. largest: which it is; layers of a kind are equally large.
+      page: one page of the cache; 0 for an encoder, which has none.
+      cache: the cache of `EngineConfig.max_batch` full sequences.
+    """
+
+    rest: int
+    layer: int
+    largest: int
+    page: int
+    cache: int
+
+    @classmethod
+    def of(cls, opened: OpenedModel, config: EngineConfig) -> Self:
+        """Of a model under an engine of these sizes."""
+        kinds = sorted(set(opened.config.layer_kinds))
+        layers = {kind: opened.bytes_per_device(lambda name, kind=kind: layer_of(name) == kind) for kind in kinds}
+        rest, page = opened.bytes_per_device(lambda name: layer_of(name) is None), 0
+        if isinstance(opened.config, DecoderConfig):
+            layout = DeviceLayout(
+                opened.config,
+                opened.weights,
+                config,
+                num_pages=1,
+                platform=opened.platform,
+                mesh=opened.mesh,
+                rules=opened.rules,
+                fitting=opened.fitting,
+                family=opened.description.family,
+            )
+            rest, page = rest + part_bytes(layout.adapters), part_bytes(layout.state.caches)
+        largest = max(layers, key=layers.__getitem__)
+        cache = page * config.max_batch * config.pages_per_sequence
+        return cls(rest=rest, layer=layers[largest], largest=largest, page=page, cache=cache)
 
 
 def plan_placement(
@@ -44,12 +87,11 @@ def plan_placement(
     """
     if memory.weights == "device":
         return None
-    count, rest = opened.config.layers, rest_bytes(opened, config)
-    layer_bytes, largest = _largest_layer(opened)
+    needs, count = DeviceBytes.of(opened, config), opened.config.layers
+    rest, layer_bytes, least = needs.rest, needs.layer, needs.page
     available = available_bytes(opened.mesh)
     free = int(min(available, memory.device_memory or available) * FRACTION)
-    cache, least = _cache_bytes(opened, config)
-    cache = cache if cache_bytes is None else cache_bytes
+    cache = needs.cache if cache_bytes is None else cache_bytes
     if memory.weights == "auto" and (whole := rest + count * layer_bytes + cache) <= free:
         _log.info("auto: all layers stay on the devices, %s of %s with the cache", decimal(whole), decimal(free))
         return None
@@ -59,9 +101,9 @@ def plan_placement(
     if needed > free:
         raise MemoryError(
             f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(rest)} beside the layers, "
-            f"{depth + 1} layers such as layer {largest} of {decimal(layer_bytes)}, {decimal(least)} of cache), and "
-            f"{decimal(free)} may be used: raise device_memory, lower prefetch, or use quantize='int4' or a mesh with "
-            "more devices."
+            f"{depth + 1} layers such as layer {needs.largest} of {decimal(layer_bytes)}, {decimal(least)} of cache), "
+            f"and {decimal(free)} may be used: raise device_memory, lower prefetch, or use quantize='int4' or a mesh "
+            "with more devices."
         )
     room = max(0, free - rest - (depth + 1) * layer_bytes - cache)
     resident = 0
@@ -76,8 +118,7 @@ def plan_placement(
     )
     return Placement(
         tiers=spread(count, counts),
-        device_depth=depth,
-        host_depth=depth if shares_memory(opened.platform) else depth + 1,
+        depth=PrefetchDepth(device=depth, host=depth if shares_memory(opened.platform) else depth + 1),
         layer_bytes=layer_bytes,
         reason=reason,
     )
@@ -117,45 +158,3 @@ def _depth(memory: MemoryConfig, costs: Costs | None) -> int:
 def _most(depth: int, room: int, layer_bytes: int) -> int:
     """The depth, or less where memory is short, but 1 at least."""
     return max(DEPTH, min(depth, room // layer_bytes - 1))
-
-
-def _largest_layer(opened: OpenedModel) -> tuple[int, int]:
-    """The bytes of the largest layer on each device, and which it is; layers of a kind are equally large."""
-    kinds = sorted(set(opened.config.layer_kinds))
-    sizes = [(opened.bytes_per_device(lambda name, i=i: layer_of(name) == i), i) for i in kinds]
-    return max(sizes, key=lambda found: found[0])
-
-
-def rest_bytes(opened: OpenedModel, config: EngineConfig) -> int:
-    """What is on each device beside layers and cache: embeddings, head, norms, adapters."""
-    rest = opened.bytes_per_device(lambda name: layer_of(name) is None)
-    return rest + (part_bytes(_layout(opened, config).adapters) if config.max_adapters else 0)
-
-
-def cache_of_sequence(opened: OpenedModel, config: EngineConfig) -> int:
-    """Bytes of the cache of one full sequence, on each device."""
-    return _cache_bytes(opened, config)[0] // config.max_batch
-
-
-def _cache_bytes(opened: OpenedModel, config: EngineConfig) -> tuple[int, int]:
-    """Of the cache of `max_batch` full sequences, and of one page, on each device; an encoder has none."""
-    if not isinstance(opened.config, DecoderConfig):
-        return 0, 0
-    page = part_bytes(_layout(opened, config).state.caches)
-    return page * config.max_batch * -(-config.context // config.page_size), page
-
-
-def _layout(opened: OpenedModel, config: EngineConfig) -> DeviceLayout:
-    """A layout with one page."""
-    assert isinstance(opened.config, DecoderConfig)
-    return DeviceLayout(
-        opened.config,
-        opened.weights,
-        config,
-        num_pages=1,
-        platform=opened.platform,
-        mesh=opened.mesh,
-        rules=opened.rules,
-        fitting=opened.fitting,
-        family=opened.description.family,
-    )

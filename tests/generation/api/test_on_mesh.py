@@ -232,7 +232,7 @@ def test_copies_of_the_model_are_refused(model_dir):
 
 def test_rules_are_given_once(model_dir, tmp_path):
     (tmp_path / "mesh.toml").write_text("[mesh]\ntensor = 2\n[rules]\nvocab = []\n")
-    with pytest.raises(ValueError, match=r"has a table \[rules\], and rules are given too"):
+    with pytest.raises(ValueError, match=r"mesh.toml has a table \[rules\], and rules are given too"):
         LLM(model_dir, mesh=tmp_path / "mesh.toml", rules=ShardingRules())
     llm = LLM(model_dir, mesh=tmp_path / "mesh.toml", **ONE)
     assert llm.model.leaves["embed.table"].sharding.is_fully_replicated

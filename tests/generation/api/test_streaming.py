@@ -317,7 +317,7 @@ def test_the_file_of_the_mesh_says_it_too(deep, tmp_path):
     file = tmp_path / "memory.toml"
     file.write_text('[mesh]\ntensor = 2\n[memory]\nweights = "disk"\nprefetch = 2\ndevice_memory = "1GiB"\n')
     llm = LLM(deep, mesh=file, **ONE)
-    assert (llm.model.mesh.size, llm.placement.device_depth) == (2, 2)
+    assert (llm.model.mesh.size, llm.placement.depth.device) == (2, 2)
     alone = LLM(deep, mesh=file, weights="device", **ONE)  # what is given counts more
     assert alone.placement is None
     file.write_text('[memory]\nweigths = "disk"\n')

@@ -20,7 +20,7 @@ from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.models import KVPages, LayerAdapters, TokenRows
 from jaxinfer.models.forward_context import ForwardContext
-from jaxinfer.models.leaves import canonical_leaves, layer_of
+from jaxinfer.models.leaves import leaves_of_part
 from jaxinfer.models.loading import LoadedModel
 from sharding.collectives import gather_fetched, use_rules
 
@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 
 def with_part(static: DecoderStatic | EncoderStatic, layer: int | None, body: Callable[..., Any]) -> Callable[..., Any]:
     """A function of (leaves of a layer, or of what is there once, *rest) from one of (model, *rest)."""
-    leaves = canonical_leaves(static.config, static.weights)
-    names = [name for name in leaves if layer_of(name) == layer]
+    leaves = leaves_of_part(static.config, static.weights, layer)
 
     def function(arrays: list[jax.Array], *rest: Any) -> Any:
         from jaxinfer.models.abstract import merge_parts  # imports Flax, which only tracing needs
 
         with use_rules(static.rules):
-            parts = dict(zip(names, arrays, strict=True))
+            parts = dict(zip(leaves, arrays, strict=True))
             if layer is not None:
                 parts = {name: gather_fetched(x, leaves[name].axes, leaves[name].shape) for name, x in parts.items()}
             return body(merge_parts(static.config, static.weights, parts), *rest)
