@@ -11,9 +11,9 @@ class _Resident[Value]:
     pins: int = 0
 
 
-def least_recently_used[Key](keys: Iterable[Key]) -> Key:
-    """The victim policy that takes the one used longest ago: they come in this order."""
-    return next(iter(keys))
+def least_recently_used[Key](keys: list[Key]) -> Iterable[Key]:
+    """The order in which the one used longest ago goes first: they come so."""
+    return keys
 
 
 class Residents[Key: Hashable, Value]:
@@ -21,24 +21,24 @@ class Residents[Key: Hashable, Value]:
 
     Args:
       budget: how much there is room for, in the unit of the items' sizes.
-      victim: chooses who goes, of the keys of items without pins, the one used longest ago first.
+      order: of the keys of items without pins, which come the one used longest ago first: those that may go, the first
+        one first.
       keeps_last: whether an item that is larger than the budget is kept until the next one comes, rather than refused.
+
+    Attributes:
+      used: the sizes of all items together.
     """
 
     def __init__(
         self,
         budget: int,
         *,
-        victim: Callable[[Iterable[Key]], Key] = least_recently_used,
+        order: Callable[[list[Key]], Iterable[Key]] = least_recently_used,
         keeps_last: bool = False,
     ):
-        self.budget, self._victim, self._keeps_last = budget, victim, keeps_last
+        self.budget, self._order, self._keeps_last = budget, order, keeps_last
         self._items: dict[Key, _Resident[Value]] = {}  # the one used longest ago first
-
-    @property
-    def used(self) -> int:
-        """The sizes of all items together."""
-        return sum(item.size for item in self._items.values())
+        self.used = 0
 
     def add(self, key: Key, value: Value, size: int = 1) -> bool:
         """Put an item there, which is not yet, after others have made room.
@@ -46,25 +46,38 @@ class Residents[Key: Hashable, Value]:
         False if items with pins leave no room, or it is larger than the budget; then nothing has changed.
         """
         assert key not in self._items
-        if not self.has_room(size):
+        if self.victims(size) is None:
             return False
         self.evict(size)
         self._items[key] = _Resident(value, size)
+        self.used += size
         return True
+
+    def victims(self, size: int) -> list[Key] | None:
+        """Who goes if an item of this size comes; None if even then there is no room. Nothing changes."""
+        chosen, room = [], self.budget - self.used
+        for key in self._order([key for key, item in self._items.items() if not item.pins]):
+            if room >= size:
+                break
+            chosen.append(key)
+            room += self._items[key].size
+        alone = self._keeps_last and len(chosen) == len(self._items)
+        return chosen if room >= size or alone else None
 
     def has_room(self, size: int) -> bool:
         """Whether an item of this size can be there, if others go."""
-        pinned = sum(item.size for item in self._items.values() if item.pins)
-        return pinned + size <= self.budget or (self._keeps_last and not pinned)
+        return self.victims(size) is not None
 
     def evict(self, size: int) -> dict[Key, Value]:
-        """Have items without pins go until there is room for this size; returns them."""
-        evicted, free = {}, [key for key, item in self._items.items() if not item.pins]
-        while free and self.used + size > self.budget:
-            victim = self._victim(free)
-            free.remove(victim)
-            evicted[victim] = self._items.pop(victim).value
-        return evicted
+        """Have items go until there is room for this size; returns them. If there cannot be, none goes."""
+        return {key: self.remove(key) for key in self.victims(size) or ()}
+
+    def remove(self, key: Key) -> Value:
+        """Have an item go, which has no pins; returns it."""
+        item = self._items.pop(key)
+        assert not item.pins
+        self.used -= item.size
+        return item.value
 
     def get(self, key: Key) -> Value | None:
         """The item, which has been used now; None if it is not there."""
@@ -93,6 +106,7 @@ class Residents[Key: Hashable, Value]:
         """Forget all items, of which none has pins."""
         assert not any(item.pins for item in self._items.values())
         self._items.clear()
+        self.used = 0
 
     def __contains__(self, key: object) -> bool:
         return key in self._items
@@ -109,5 +123,6 @@ class Residents[Key: Hashable, Value]:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the items fit the budget."""
+        assert self.used == sum(item.size for item in self._items.values())
         assert self.used <= self.budget or (self._keeps_last and len(self._items) == 1)
         assert all(item.pins >= 0 for item in self._items.values())

@@ -51,8 +51,8 @@ def test_the_least_recently_used_without_pins_leave(budget, steps):
         residents.check_integrity()
 
 
-def test_another_victim_policy():
-    residents = Residents(2, victim=max)
+def test_another_order():
+    residents = Residents(2, order=lambda keys: sorted(keys, reverse=True))
     for key in "acb":
         assert residents.add(key, 0)
     assert list(residents) == ["a", "b"]
