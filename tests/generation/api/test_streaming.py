@@ -110,7 +110,7 @@ def test_buffers_are_not_filled_while_they_are_used(deep):
     want = generate(LLM(deep, **ONE), GREEDY)
     llm = LLM(deep, weights="disk", **ONE)
     (store,) = set(llm.model.store._stores)
-    store._on_release = lambda buffer: buffer.fill(255)  # NaN, unless it is read anew
+    store.staging._on_release = lambda buffer: buffer.fill(255)  # NaN, unless it is read anew
     assert generate(llm, GREEDY) == want
 
 
