@@ -15,7 +15,7 @@ import numpy as np
 
 from checkpoints import CheckpointError, Leaf, Writer
 from checkpoints.huggingface import SafetensorsFolder, read_json
-from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling
+from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling, VisionConfig
 from jaxinfer.models.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
 from jaxinfer.models.devices import host_device
 from jaxinfer.models.families import Source, family_of, plan
@@ -67,11 +67,13 @@ class HuggingFaceModel:
         return source.combine(*(self._tensors.read(tensor) for tensor in source.names))
 
     def token_ids(self, role: str) -> tuple[int, ...]:
-        """The ids of `bos_token_id` or `eos_token_id`: none, one or several.
+        """The ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
 
         Ids outside the vocabulary, which small checkpoints often keep from a larger one, are left out with a warning:
         the model can neither read nor write them.
         """
+        if isinstance(self.config, VisionConfig):
+            return ()
         value, vocab = self.fields.get(role), self.config.vocab
         ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
         if any(type(i) is not int for i in ids):
@@ -114,7 +116,9 @@ def convert(
         bos_id=next(iter(source.token_ids("bos_token_id")), None),
         eos_ids=source.token_ids("eos_token_id"),
     )
-    files = tokenizer_files(source.path, source.model_type, source.config.vocab)
+    files = {}
+    if not isinstance(source.config, VisionConfig):
+        files = tokenizer_files(source.path, source.model_type, source.config.vocab)
     leaves = canonical_leaves(source.config, description.stored)
     total = sum(leaf.bytes for leaf in leaves.values())
     _check_disk(writer.path, total)

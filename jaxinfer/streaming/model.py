@@ -82,7 +82,7 @@ def write_layer_files(opened: OpenedModel, *, progress: Progress = _log_progress
     folder = layer_folder(opened)
     write_layers(
         folder,
-        opened.config.layers,
+        opened.transformer.layers,
         lambda layer: _read_layer(opened, layer),
         total_bytes=sum(leaf.bytes for name, leaf in opened.shapes.items() if layer_of(name) is not None),
         progress=progress,
