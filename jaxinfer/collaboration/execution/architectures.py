@@ -47,7 +47,7 @@ class Architecture:
         """Short, and different for different architectures."""
         kind = {ResNetConfig: "classifier", YoloConfig: "detector", EncoderConfig: "encoder"}[type(self.config)]
         size = "x".join(map(str, self.shape[:2]))
-        return f"{kind}-{size}-{keys.digest(str(self))[:6]}"
+        return f"{kind}-{size}-{keys.digest({'architecture': keys.describe(self)})[:6]}"
 
     @property
     def bytes(self) -> int:

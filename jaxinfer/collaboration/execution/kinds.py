@@ -68,17 +68,22 @@ class EmbeddingVector(Judgement):
 
 
 class ExpertKind(Protocol):
-    """How experts of a kind work.
+    """How experts of a kind work."""
 
-    Attributes:
-      config: the model's, without what experts of one architecture differ in.
-      shape: of an input, as it goes into a batch.
-      dtype: of its numbers.
-    """
+    @property
+    def config(self) -> ModelConfig:
+        """The model's, without what experts of one architecture differ in."""
+        ...
 
-    config: ModelConfig
-    shape: tuple[int, ...]
-    dtype: np.dtype
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of an input, as it goes into a batch."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of its numbers."""
+        ...
 
     def check(self, payload: Any) -> np.ndarray:
         """The input as it goes into a batch. Raises InvalidInputError."""

@@ -203,6 +203,12 @@ class Scheduler:
                 pool.end_load(name, loaded=True, pinned=self.graph.experts[name].pinned)
         return dict(enumerate(placed))
 
+    def remove_placed(self, pool: int, name: str) -> None:
+        """An expert that `place` has put into a pool could not be loaded."""
+        if self.graph.experts[name].pinned:
+            self.pools[pool].release(name)
+        self.pools[pool].drop(name)
+
     def add_executor(self, config: ExecutorConfig) -> int:
         """Have one more executor, with a pool of its own; returns its index."""
         pool = ModelPool(len(self.pools), config.expert_bytes, self._order)
