@@ -82,7 +82,7 @@ def test_usage_as_the_user_says():
 
 
 def test_names_the_cycle():
-    with pytest.raises(ConfigError, match="make a cycle: (a -> b -> c -> a|b -> c -> a -> b|c -> a -> b -> c);"):
+    with pytest.raises(ConfigError, match=r"make a cycle: (a -> b -> c -> a|b -> c -> a -> b|c -> a -> b -> c);"):
         ExpertGraph(experts("abc"), kinds(a=1), [rule("a", "b"), rule("b", "c"), rule("c", "a")])
     with pytest.raises(ConfigError, match="cycle: a -> a"):
         ExpertGraph(experts("a"), kinds(a=1), [rule("a", "a")])
