@@ -174,6 +174,7 @@ class Scheduler:
         self.pools: list[ModelPool] = []
         self.executors: list[ExecutorState] = []
         self._host: Residents[str, None] = Residents(host_bytes if policy.host_cache else 0, order=self._host_order)
+        self._taken: set[str] = set()  # copies in the host cache that are on their way to a pool
         self._max_queued, self._on_decision = max_queued, on_decision
         self._quarantined: dict[str, _Quarantine] = {}
         self._turn = 0
@@ -257,9 +258,9 @@ class Scheduler:
         if load.source is not None:
             self.pools[load.source].release(load.expert)
         elif load.tier == "host":
+            self._taken.remove(load.expert)
             self._host.unpin(load.expert)
-            if not any(executor.loading == load.expert for executor in self.executors):
-                self._host.remove(load.expert)
+            self._host.remove(load.expert)
         if error is None:
             self._quarantined.pop(load.expert, None)
             return []
@@ -348,7 +349,7 @@ class Scheduler:
     def _tier(self, name: str, pool: ModelPool) -> tuple[Tier, int | None]:
         """Where an expert is loaded from now, and of which other pool that is the copy."""
         if self.policy.host_cache:
-            if name in self._host:
+            if name in self._host and name not in self._taken:
                 return "host", None
             for executor in self.executors:
                 if executor.pool is pool or not executor.alive or executor.config.processor != "cpu":
@@ -487,6 +488,7 @@ class Scheduler:
             self.pools[source].use(name)
         elif tier == "host":
             self._host.pin(name)
+            self._taken.add(name)
         evictions, dropped = self._leave(victims)
         executor.loading = name
         self.statistics.loads[tier] += 1
@@ -504,15 +506,14 @@ class Scheduler:
 
     def _leave(self, victims: Iterable[str]) -> tuple[tuple[Eviction, ...], tuple[str, ...]]:
         """Experts have left a pool: which of them stay in the host cache, and which ones leave that."""
-        evictions, dropped = [], list[str]()
+        victims, before = list(victims), list(self._host)
         for name in victims:
-            size, kept = self.graph.experts[name].bytes, False
             if name not in self._host:
-                dropped += self._host.victims(size) or []
-                kept = self._host.add(name, None, size)
-            evictions.append(Eviction(expert=name, to_host=kept))
-        self.statistics.evictions += len(evictions)
-        return tuple(evictions), tuple(dropped)
+                self._host.add(name, None, self.graph.experts[name].bytes)
+        self.statistics.evictions += len(victims)
+        stay = set(self._host) - set(before)
+        evictions = tuple(Eviction(expert=name, to_host=name in stay) for name in victims)
+        return evictions, tuple(name for name in before if name not in self._host)
 
     # -- which experts leave (paper section 4.3) --
 
