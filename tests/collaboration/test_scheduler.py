@@ -352,8 +352,8 @@ def test_a_failed_prefetch_leaves_the_running_batch_alone():
     assert poll(system, 3) == []
 
 
-def test_two_pools_load_from_one_host_copy():
-    """It stays until both have it."""
+def test_a_host_copy_goes_to_one_pool():
+    """The other one reads the file."""
     policy = policy_of("none", host_cache=True)
     system = scheduler("abc", gpu(1), gpu(1), policy=policy, options={"host_bytes": 100})
     submit(system, "ccaa")
@@ -363,7 +363,7 @@ def test_two_pools_load_from_one_host_copy():
     for batch in system.poll(0):
         system.executed(batch, 0)
     first, second = system.poll(0)
-    assert [(load.expert, load.tier) for load in (first, second)] == [("a", "host"), ("a", "host")]
+    assert [(load.expert, load.tier) for load in (first, second)] == [("a", "host"), ("a", "disk")]
     assert system.loaded(first, 1) == system.loaded(second, 1) == []
     assert poll(system, 1) == [("batch", "a", 0, 1), ("batch", "a", 1, 1)]
 
