@@ -181,6 +181,7 @@ POLICY = st.sampled_from(sorted(POLICIES)).map(POLICIES.get) | st.builds(
     host_cache=st.booleans(),
     share_pools=st.booleans(),
     prefetch=st.integers(0, 3),
+    resident_first=st.booleans(),
     counts_batches=st.booleans(),
     avoids_padding=st.booleans(),
     max_age=st.sampled_from([None, 0.5, 10.0]),

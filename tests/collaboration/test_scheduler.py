@@ -170,6 +170,34 @@ def test_a_waiting_batchs_expert_is_not_prefetched_away():
     assert poll(system) == [("batch", "a", 0, 1), ("batch", "c", 1, 1)]
 
 
+def test_groups_whose_experts_are_there_run_first():
+    """Until what they overtake has waited for too long."""
+    for max_age, order in ((None, "abc"), (10.0, "acb")):
+        policy = policy_of("paper", resident_first=True, max_age=max_age)
+        system = scheduler("abc", gpu(2), policy=policy)
+        for second, name in enumerate("acb"):
+            system.submit(request(second, name, float(second)), float(second))
+        ran = ""
+        while actions := system.poll(12.0):
+            for action in actions:
+                if isinstance(action, Load):
+                    system.loaded(action, 12.0)
+                else:
+                    system.executed(action, 12.0)
+                    ran += action.expert
+        assert ran == order
+
+
+def test_nothing_is_prefetched_while_enough_groups_can_run():
+    policy = policy_of("paper", resident_first=True, prefetch=1)
+    system = scheduler("abc", gpu(2), policy=policy)
+    submit(system, "acb")
+    assert poll(system) == [("batch", "a", 0, 1)]  # "b" comes next, and is there
+    (only,) = [x.batch for x in system.executors]
+    system.executed(only, 0)
+    assert poll(system) == [("batch", "b", 0, 1), ("load", "c", 0, "disk")]
+
+
 # -- activations --
 
 

@@ -373,13 +373,23 @@ class Scheduler:
         while goes_on and not executor.executing:
             if executor.batch is not None:
                 goes_on = self._begin_execution(executor, now, actions)
-            elif group := executor.queue.first():
+            elif group := self._next_group(executor, now):
                 actions += self._expire(executor, group, now)
                 goes_on = not group.requests or self._begin_batch(executor, group, now, actions)
             else:
                 goes_on = False
         if executor.executing and executor.loading is None:
             self._prefetch(executor, now, actions)
+
+    def _next_group(self, executor: ExecutorState, now: float) -> Group | None:
+        """The queue's first group; or the first whose expert is there, if that may go before others."""
+        first, limit = executor.queue.first(), self.policy.max_age
+        if first is None or not self.policy.resident_first or executor.pool.is_ready(first.expert):
+            return first
+        if limit is not None and now - first.requests[0].arrival > limit:
+            return first
+        ready = (group for group in executor.queue.groups() if executor.pool.is_ready(group.expert))
+        return next(ready, first)
 
     def _expire(self, executor: ExecutorState, group: Group, now: float) -> list[Action]:
         late = [request for request in group.requests if request.deadline is not None and request.deadline < now]
@@ -465,8 +475,11 @@ class Scheduler:
         return [batch.expert for batch in batches if pool.is_ready(batch.expert)]
 
     def _prefetch(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
-        """Load the next expert in the queue that is not there, unless one that is needed before it had to leave."""
-        ahead = executor.queue.experts()[: self.policy.prefetch]
+        """Load the next expert that is not there, unless one that is needed before it had to leave."""
+        ahead = executor.queue.experts()
+        if self.policy.resident_first:
+            ahead.sort(key=lambda name: not executor.pool.is_ready(name))
+        ahead = ahead[: self.policy.prefetch]
         for place_, name in enumerate(ahead):
             if not executor.pool.has(name):
                 load = self._begin_load(executor, name, keep=ahead[:place_], prefetched=True)
