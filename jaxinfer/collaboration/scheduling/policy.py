@@ -20,6 +20,7 @@ class Policy:
       host_cache: experts that leave a pool stay in the host's memory; copies in the pools of CPUs are used as well.
       share_pools: executors on the same device have one pool.
       prefetch: how many groups ahead an expert is loaded while another one runs.
+      resident_first: groups whose experts are in the pool run before others, which so find all their requests there.
       counts_batches: predict B for each batch of a group, not once for the group.
       avoids_padding: take as many requests as the next smaller compiled batch size has, rather than compute more than
         25% padding.
@@ -35,6 +36,7 @@ class Policy:
     host_cache: bool = False
     share_pools: bool = False
     prefetch: int = 0
+    resident_first: bool = False
     counts_batches: bool = False
     avoids_padding: bool = False
     max_age: float | None = None
@@ -63,8 +65,8 @@ POLICIES = {
         evict="queue_aware",
         host_cache=True,
         share_pools=True,
-        prefetch=2,
-        counts_batches=True,
+        prefetch=4,
+        resident_first=True,
         avoids_padding=True,
         max_age=60.0,
     ),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxinfer.collaboration.scheduling.request import Request
 
@@ -75,6 +75,10 @@ class ExecutorQueue:
     def first(self) -> Group | None:
         """The group that runs next."""
         return next(iter(self._groups.values()), None)
+
+    def groups(self) -> Iterable[Group]:
+        """In the order in which they will run."""
+        return self._groups.values()
 
     def count(self, expert: str) -> int:
         """How many requests for an expert wait."""
