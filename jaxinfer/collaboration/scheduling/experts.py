@@ -135,7 +135,7 @@ class ExpertGraph:
         try:
             return list(TopologicalSorter(self.predecessors).static_order())
         except CycleError as error:
-            cycle = " -> ".join(reversed(error.args[1]))
+            cycle = " -> ".join(error.args[1])
             raise ConfigError(f"the rules make a cycle: {cycle}; an input would never have a result.") from error
 
     def _usage(self) -> dict[str, float]:
@@ -163,10 +163,10 @@ def _shares(inputs: list[InputKind]) -> list[float]:
     for kind in inputs:
         if kind.share is not None and not (math.isfinite(kind.share) and kind.share >= 0):
             raise ConfigError(f"the share of input {kind.name!r} must be at least 0, got {kind.share}.")
-    if all(share is None for share in given) or not any(given):
-        return [1 / len(inputs)] * len(inputs)
     known = [share for share in given if share is not None]
     unknown = len(given) - len(known)
+    if not unknown and not any(known):
+        return [1 / len(inputs) for _ in inputs]
     rest = max(1 - sum(known), 0.0) / unknown if unknown else 0.0
     shares = [rest if share is None else share for share in given]
     total = sum(shares)

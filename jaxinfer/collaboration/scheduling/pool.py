@@ -95,9 +95,9 @@ class ModelPool:
         """Undo `use`."""
         self._residents.unpin(name)
 
-    def reserve(self, owner: str, size: int) -> list[str] | None:
+    def reserve(self, owner: str, size: int, *, keep: Iterable[str] = ()) -> list[str] | None:
         """Take bytes for something else than experts until `give_back`; returns experts that left, None: no room."""
-        victims = self._make_room(size, ())
+        victims = self._make_room(size, keep)
         if victims is not None:
             self._residents.add(owner, None, size)
             self._residents.pin(owner)

@@ -174,6 +174,7 @@ class Scheduler:
         self.pools: list[ModelPool] = []
         self.executors: list[ExecutorState] = []
         self._host: Residents[str, None] = Residents(host_bytes if policy.host_cache else 0, order=self._host_order)
+        self._taken: set[str] = set()  # copies in the host cache that are on their way to a pool
         self._max_queued, self._on_decision = max_queued, on_decision
         self._quarantined: dict[str, _Quarantine] = {}
         self._turn = 0
@@ -196,7 +197,7 @@ class Scheduler:
     def place(self) -> dict[int, list[str]]:
         """The experts that each pool has at the start, by the pool's index; they count as loaded from now on."""
         experts = [self.graph.experts[name] for name in self.graph.by_usage]
-        placed = place(experts, [pool.budget for pool in self.pools])
+        placed = place(experts, [pool.budget for pool in self.pools], self._can_run)
         for pool, names in zip(self.pools, placed, strict=True):
             for name in reversed(names):  # the most used one counts as the one used last
                 pool.begin_load(name, self.graph.experts[name].bytes)
@@ -208,6 +209,10 @@ class Scheduler:
         if self.graph.experts[name].pinned:
             self.pools[pool].release(name)
         self.pools[pool].drop(name)
+
+    def _can_run(self, expert: ExpertInfo, pool: int) -> bool:
+        able = [x for x in self.executors if (expert.architecture, x.config.processor) in self.profiles]
+        return any(x.pool.index == pool for x in able)
 
     def add_executor(self, config: ExecutorConfig) -> int:
         """Have one more executor, with a pool of its own; returns its index."""
@@ -244,7 +249,7 @@ class Scheduler:
         """
         expert = self.graph.require(request.expert)
         if self._max_queued is not None and request.stage == 0 and self.queued >= self._max_queued:
-            wait = min(x.total(now) for x in self.executors if x.alive)
+            wait = min((x.total(now) for x in self.executors if x.alive), default=0.0)
             raise OverloadedError(
                 f"{self.queued} requests wait, the limit is {self._max_queued}; try again in {wait:.1f} s.", wait
             )
@@ -259,6 +264,7 @@ class Scheduler:
         if load.source is not None:
             self.pools[load.source].release(load.expert)
         elif load.tier == "host":
+            self._taken.remove(load.expert)
             self._host.unpin(load.expert)
             self._host.remove(load.expert)
         if error is None:
@@ -349,10 +355,12 @@ class Scheduler:
     def _tier(self, name: str, pool: ModelPool) -> tuple[Tier, int | None]:
         """Where an expert is loaded from now, and of which other pool that is the copy."""
         if self.policy.host_cache:
-            if name in self._host:
+            if name in self._host and name not in self._taken:
                 return "host", None
             for executor in self.executors:
-                if executor.pool is not pool and executor.config.processor == "cpu" and executor.pool.is_ready(name):
+                if executor.pool is pool or not executor.alive or executor.config.processor != "cpu":
+                    continue
+                if executor.pool.is_ready(name):
                     return "host", executor.pool.index
         return "disk", None
 
@@ -367,12 +375,15 @@ class Scheduler:
         return actions
 
     def _advance(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
-        while executor.batch is None and (group := executor.queue.first()):
-            actions += self._expire(executor, group, now)
-            if group.requests:
-                actions += self._begin_batch(executor, group, now)
-        if executor.batch is not None and not executor.executing:
-            self._begin_execution(executor, now, actions)
+        goes_on = True
+        while goes_on and not executor.executing:
+            if executor.batch is not None:
+                goes_on = self._begin_execution(executor, now, actions)
+            elif group := executor.queue.first():
+                actions += self._expire(executor, group, now)
+                goes_on = not group.requests or self._begin_batch(executor, group, now, actions)
+            else:
+                goes_on = False
         if executor.executing and executor.loading is None:
             self._prefetch(executor, now, actions)
 
@@ -384,25 +395,31 @@ class Scheduler:
             *self._fail(late, DeadlineExceededError("the deadline passed before the request's expert could begin."))
         ]
 
-    def _begin_batch(self, executor: ExecutorState, group: Group, now: float) -> list[Action]:
-        """Take a batch from a group (paper section 4.2, splitting); or all of it, if not even one request fits."""
-        profile = self._profile(executor, group.expert)
-        actions: list[Action] = []
+    def _begin_batch(self, executor: ExecutorState, group: Group, now: float, actions: list[Action]) -> bool:
+        """Take a batch from a group (paper section 4.2, splitting); or all of it, if not even one request fits.
+
+        False: memory for one request is waited for.
+        """
+        profile, pool = self._profile(executor, group.expert), executor.pool
         count = self._batch_size(executor, profile, len(group.requests))
         if count == 0:  # experts make room for one request
             missing = profile.activation_bytes - (executor.config.activation_bytes or 0)
-            victims = executor.pool.reserve(_activations(executor), missing)
+            never = missing + self.graph.experts[group.expert].bytes > pool.budget
+            victims = None if never else pool.reserve(_activations(executor), missing, keep=[group.expert])
             if victims is None:
+                if not never and self._will_free(executor):
+                    return False
                 problem = f"one request takes {missing} bytes more than the executor has beside its experts"
                 requests = executor.queue.take(group, len(group.requests))
-                return [*self._fail(requests, InsufficientMemoryError(f"expert {group.expert!r}: {problem}."))]
+                actions += self._fail(requests, InsufficientMemoryError(f"expert {group.expert!r}: {problem}."))
+                return True
             if victims:
                 evictions, dropped = self._leave(victims)
-                actions.append(Evict(pool=executor.pool.index, evictions=evictions, dropped=dropped))
+                actions.append(Evict(pool=pool.index, evictions=evictions, dropped=dropped))
             count = 1
         executor.batch = Batch(executor.index, group.expert, executor.queue.take(group, count), now)
         executor.ends = now + profile.seconds(count)
-        return actions
+        return True
 
     def _batch_size(self, executor: ExecutorState, profile: Profile, waiting: int) -> int:
         """How many of the requests that wait go into a batch; 0 if not even one fits the memory for activations."""
@@ -418,7 +435,8 @@ class Scheduler:
     def _max_batch(self, executor: ExecutorState, profile: Profile) -> int:
         return min(profile.max_batch, self.policy.max_batch or profile.max_batch)
 
-    def _begin_execution(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
+    def _begin_execution(self, executor: ExecutorState, now: float, actions: list[Action]) -> bool:
+        """Run the batch, or have its expert come; or end it, if there is no room. False: the expert is waited for."""
         batch, pool = executor.batch, executor.pool
         assert batch is not None
         profile = self._profile(executor, batch.expert)
@@ -426,22 +444,31 @@ class Scheduler:
             pool.use(batch.expert)
             executor.executing, executor.ends = True, now + profile.seconds(len(batch.requests))
             actions.append(batch)
-        elif not pool.has(batch.expert) and executor.loading is None:
-            load = self._begin_load(executor, batch.expert)
-            if load is not None:
-                executor.ends = now + profile.load_seconds(load.tier) + profile.seconds(len(batch.requests))
-                actions.append(load)
-            elif not self._will_free(executor):
-                self._end_batch(executor)
-                error = InsufficientMemoryError(f"expert {batch.expert!r}: experts that may not leave take its room.")
-                actions += self._fail(batch.requests, error)
-                self._advance(executor, now, actions)
+            return True
+        if pool.has(batch.expert) or executor.loading is not None:
+            return False
+        load = self._begin_load(executor, batch.expert)
+        if load is not None:
+            executor.ends = now + profile.load_seconds(load.tier) + profile.seconds(len(batch.requests))
+            actions.append(load)
+            return False
+        if self._will_free(executor):
+            return False
+        self._end_batch(executor)
+        error = InsufficientMemoryError(f"expert {batch.expert!r}: experts that may not leave take its room.")
+        actions += self._fail(batch.requests, error)
+        return True
 
     def _will_free(self, executor: ExecutorState) -> bool:
         """Whether other executors of the pool are about to give memory back."""
-        return bool(executor.pool.loading) or any(
+        return bool(executor.pool.loading or self._about_to_run(executor.pool)) or any(
             other.executing and other.pool is executor.pool for other in self.executors
         )
+
+    def _about_to_run(self, pool: ModelPool) -> list[str]:
+        """Experts that have come to a pool and whose batches have not begun yet."""
+        batches = [x.batch for x in self.executors if x.pool is pool and x.batch is not None and not x.executing]
+        return [batch.expert for batch in batches if pool.is_ready(batch.expert)]
 
     def _prefetch(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
         """Load the next expert in the queue that is not there, unless one that is needed before it had to leave."""
@@ -459,6 +486,7 @@ class Scheduler:
         """Make room for an expert and have it come; None if there can be no room now."""
         pool = executor.pool
         tier, source = self._tier(name, pool)
+        keep = [*keep, *self._about_to_run(pool)]
         victims = pool.begin_load(name, self.graph.experts[name].bytes, keep=keep)
         if victims is None:
             return None
@@ -466,6 +494,7 @@ class Scheduler:
             self.pools[source].use(name)
         elif tier == "host":
             self._host.pin(name)
+            self._taken.add(name)
         evictions, dropped = self._leave(victims)
         executor.loading = name
         self.statistics.loads[tier] += 1
@@ -483,15 +512,14 @@ class Scheduler:
 
     def _leave(self, victims: Iterable[str]) -> tuple[tuple[Eviction, ...], tuple[str, ...]]:
         """Experts have left a pool: which of them stay in the host cache, and which ones leave that."""
-        evictions, dropped = [], list[str]()
+        victims, before = list(victims), list(self._host)
         for name in victims:
-            size, kept = self.graph.experts[name].bytes, False
             if name not in self._host:
-                dropped += self._host.victims(size) or []
-                kept = self._host.add(name, None, size)
-            evictions.append(Eviction(expert=name, to_host=kept))
-        self.statistics.evictions += len(evictions)
-        return tuple(evictions), tuple(dropped)
+                self._host.add(name, None, self.graph.experts[name].bytes)
+        self.statistics.evictions += len(victims)
+        stay = set(self._host) - set(before)
+        evictions = tuple(Eviction(expert=name, to_host=name in stay) for name in victims)
+        return evictions, tuple(name for name in before if name not in self._host)
 
     # -- which experts leave (paper section 4.3) --
 

@@ -1,0 +1,434 @@
+"""Decisions one at a time: what begins, what goes wrong, and what each error says."""
+
+import dataclasses
+
+import pytest
+
+from jaxinfer.collaboration.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    ExecutorDiedError,
+    InsufficientMemoryError,
+    LoadError,
+    OverloadedError,
+    ProfileError,
+    RoutingError,
+    ShutdownError,
+)
+from jaxinfer.collaboration.scheduling.policy import Policy, policy_of
+from jaxinfer.collaboration.scheduling.request import Batch, Evict, Load
+from jaxinfer.collaboration.scheduling.scheduler import Scheduler
+from tests.collaboration.systems import CPU, GPU, cpu, expert, gpu, profiles, request, scheduler, shown
+
+
+def submit(system, experts, now=0.0):
+    """Submit requests for these experts; returns them."""
+    requests = [request(number, name, now) for number, name in enumerate(experts)]
+    for each in requests:
+        system.submit(each, now)
+    return requests
+
+
+def poll(system, now=0.0):
+    return [shown(action) for action in system.poll(now)]
+
+
+# -- what cannot be built --
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "problem"),
+    [
+        (lambda: scheduler("a", gpu(1), a=expert("a", 11)), ConfigError, "takes 11 bytes and the largest pool has 10"),
+        (lambda: scheduler("a", gpu(1), costs={}), ProfileError, "no profile of 'resnet' on gpu"),
+        (lambda: scheduler("a", gpu(1), cpu(1), costs={("x", "gpu"): GPU}), ProfileError, "on cpu, gpu"),
+        (lambda: gpu(0), ConfigError, "expert_bytes must be at least 1, got 0"),
+        (lambda: gpu(1, activations=0), ConfigError, "activation_bytes must be at least 1"),
+    ],
+)
+def test_refuses(build, error, problem):
+    with pytest.raises(error, match=problem):
+        build()
+
+
+def test_refuses_to_have_no_executors():
+    with pytest.raises(ConfigError, match="there are no executors"):
+        Scheduler(scheduler("a").graph, profiles(), [], Policy())
+
+
+def test_an_expert_goes_where_it_fits_and_there_are_costs():
+    system = scheduler("ab", gpu(1), cpu(2), a=expert("a", 15), b=expert("b", 5))
+    assert system.submit(request(0, "a"), 0) == 1
+    only_gpu = scheduler("a", cpu(1), gpu(1), costs={("resnet", "gpu"): GPU}, placed=False)
+    assert only_gpu.submit(request(0, "a"), 0) == 1
+
+
+def test_experts_are_placed_where_they_can_run():
+    system = scheduler("abcd", gpu(1), cpu(2), costs={("resnet", "gpu"): GPU})
+    assert [sorted(pool.resident) for pool in system.pools] == [["a"], []]
+
+
+# -- what begins --
+
+
+def test_explains_its_choice():
+    decisions = []
+    system = scheduler("abc", gpu(1), gpu(1), options={"on_decision": decisions.append})
+    submit(system, "ac")
+    first, second = decisions
+    assert (first.totals, first.additions, first.executor) == ([0, 0], [3, 13], 0)
+    assert (second.totals, second.additions, second.executor) == ([3, 0], [13, 13], 1)
+
+
+def test_a_batch_takes_what_fits():
+    """Of 7 with room for 3 there run 3, 3 and 1."""
+    system = scheduler("a", gpu(1, activations=19))
+    submit(system, "aaaaaaa")
+    sizes = []
+    while actions := system.poll(0):
+        sizes.append(len(actions[0].requests))
+        system.executed(actions[0], 0)
+    assert sizes == [3, 3, 1]
+
+
+@pytest.mark.parametrize(("activations", "size"), [(None, 3), (15, 3), (14, 2), (5, 1)])
+def test_batches_keep_to_the_memory_for_activations(activations, size):
+    system = scheduler("a", gpu(1, activations=activations))
+    submit(system, "aaaa")
+    assert poll(system) == [("batch", "a", 0, size)]
+
+
+def test_the_running_batch_counts_and_cannot_be_joined():
+    decisions = []
+    system = scheduler("a", gpu(1), options={"on_decision": decisions.append})
+    submit(system, "a")
+    poll(system)
+    system.submit(request(1, "a", 1), 1.0)
+    assert decisions[-1].totals == [2.0]  # of 3 s one has passed
+    assert decisions[-1].additions == [3.0]  # the first of a group again
+    assert poll(system, 1.0) == []
+
+
+def test_a_group_beyond_a_batch_costs_b_again_if_counted():
+    decisions = []
+    system = scheduler(
+        "a", gpu(1), policy=policy_of("paper", counts_batches=True), options={"on_decision": decisions.append}
+    )
+    submit(system, "aaaa")
+    assert [decision.additions for decision in decisions] == [[3], [1], [1], [3]]
+
+
+def test_loads_evict_only_what_they_must():
+    """Exact fit: "c" needs the room of "b" alone; there is one load at a time."""
+    system = scheduler("abcd", gpu(2))
+    submit(system, "cd")
+    (load,) = system.poll(0)
+    assert [eviction.expert for eviction in load.evictions] == ["b"]
+    assert system.poll(1) == []
+    assert system.loaded(load, 10) == []
+    assert poll(system, 10) == [("batch", "c", 0, 1)]
+    assert system.statistics.evictions == system.statistics.switches == 1
+
+
+def test_an_exact_fit_evicts_nothing():
+    system = scheduler("ab", gpu(2), placed=False)
+    submit(system, "ab")
+    for name in "ab":
+        (load,) = system.poll(0)
+        assert (load.expert, load.evictions) == (name, ())
+        system.loaded(load, 0)
+        (batch,) = system.poll(0)
+        system.executed(batch, 0)
+
+
+def test_pinned_experts_stay():
+    system = scheduler("abcd", gpu(2), b=expert("b", pinned=True))
+    for number, name in enumerate("cdcd"):
+        system.submit(request(number, name), 0)
+        (load,) = system.poll(0)
+        assert [eviction.expert for eviction in load.evictions] != ["b"]
+        system.loaded(load, 0)
+        (batch,) = system.poll(0)
+        system.executed(batch, 0)
+    assert "b" in system.pools[0].resident
+
+
+def test_a_prefetch_keeps_what_is_needed_before():
+    """Two slots: "a" runs, "b" is next; "c", which comes after, cannot be there yet."""
+    system = scheduler("abc", gpu(2), policy=policy_of("paper", prefetch=2))
+    submit(system, "abc")
+    assert poll(system) == [("batch", "a", 0, 1)]
+
+
+def test_a_waiting_batchs_expert_is_not_prefetched_away():
+    """One pool for two: "c" came for the second executor; the first one runs and would load "d" ahead."""
+    system = scheduler("abcd", gpu(1), gpu(1), policy=policy_of("none", share_pools=True, prefetch=1), placed=False)
+    submit(system, "acd")  # a and d for the first, c for the second
+    a, c = system.poll(0)
+    system.loaded(a, 0)
+    system.loaded(c, 0)
+    assert poll(system) == [("batch", "a", 0, 1), ("batch", "c", 1, 1)]
+
+
+# -- activations --
+
+
+def test_experts_leave_for_a_requests_activations():
+    """One request needs 5 bytes more than there are beside the experts: "b" leaves, "a", which will run, does not."""
+    system = scheduler("ab", gpu(2, activations=5), costs=profiles(dataclasses.replace(GPU, activation_bytes=10)))
+    submit(system, "aa")
+    evict, batch = system.poll(0)
+    assert isinstance(evict, Evict)
+    assert [eviction.expert for eviction in evict.evictions] == ["b"]
+    assert shown(batch) == ("batch", "a", 0, 1)
+    system.executed(batch, 3)
+    assert system.pools[0].free == 10
+    assert [action[0] for action in poll(system, 3)] == ["batch"]
+
+
+def test_the_expert_that_will_run_does_not_leave_for_its_own_activations():
+    """ "b" is used least and would leave first."""
+    system = scheduler("ab", gpu(2, activations=5), costs=profiles(dataclasses.replace(GPU, activation_bytes=10)))
+    submit(system, "b")
+    assert poll(system) == [("evict", "a"), ("batch", "b", 0, 1)]
+
+
+@pytest.mark.parametrize("activation_bytes", [16, 30, 1000])
+def test_requests_that_never_fit_end_at_once(activation_bytes):
+    """Pool of 20: an expert of 10 leaves 10 beside 5 for activations."""
+    costs = profiles(dataclasses.replace(GPU, activation_bytes=activation_bytes))
+    system = scheduler("abc", gpu(2, activations=5), costs=costs)
+    submit(system, "aacc")
+    failures = system.poll(0)
+    failed = [action for action in failures if not isinstance(action, Evict)]
+    assert [shown(action)[2] for action in failed] == ["InsufficientMemoryError"] * 4
+    assert isinstance(failed[0].error, InsufficientMemoryError)
+    assert system.queued == 0
+    assert system.pools[0].check_integrity() is None
+    assert system.statistics.failed == 4
+
+
+def test_very_many_requests_can_fail_at_once():
+    """Nothing is called once for each of them from within the one before."""
+    system = scheduler("ab", gpu(1), a=expert("a", pinned=True), policy=policy_of("none"))
+    submit(system, "ab" * 3000)
+    (batch,) = system.poll(0)
+    finished = []
+    while batch is not None:
+        system.executed(batch, 0)
+        actions = system.poll(0)
+        finished += [action for action in actions if not isinstance(action, Batch)]
+        batch = next((action for action in actions if isinstance(action, Batch)), None)
+    assert len(finished) == 3000
+    crowded = scheduler("ab", gpu(1), a=expert("a", pinned=True))
+    submit(crowded, "b" * 9000)
+    assert len(crowded.poll(0)) == 9000
+
+
+def test_activations_wait_for_others_that_share_the_pool():
+    """Of 20 bytes "a" takes 10, and one batch at a time 10 for its activations."""
+    costs = profiles(dataclasses.replace(GPU, activation_bytes=15, max_batch=1))
+    shared = policy_of("none", share_pools=True)
+    system = scheduler("ab", gpu(1, activations=5), gpu(1, activations=5), costs=costs, policy=shared)
+    submit(system, "aa")
+    evict, batch = system.poll(0)
+    assert (shown(evict), shown(batch)) == (("evict", "b"), ("batch", "a", 0, 1))
+    system.executed(batch, 3)
+    assert poll(system, 3) == [("batch", "a", 1, 1)]
+
+
+# -- what is refused --
+
+
+def test_unknown_experts_are_refused():
+    with pytest.raises(RoutingError, match="there is no expert 'z'"):
+        scheduler("ab").submit(request(0, "z"), 0)
+
+
+def test_a_full_queue_says_when_to_come_again():
+    system = scheduler("a", gpu(1), options={"max_queued": 2})
+    submit(system, "aa")
+    with pytest.raises(OverloadedError, match="2 requests wait, the limit is 2") as error:
+        system.submit(request(2, "a"), 0)
+    assert error.value.retry_after == 4.0
+    system.submit(request(0, "a", stage=1), 0)  # what has begun goes on
+    assert system.queued == 3
+
+
+def test_a_full_queue_without_executors():
+    system = scheduler("a", gpu(1), options={"max_queued": 0})
+    system.remove_executor(0, 0)
+    with pytest.raises((OverloadedError, ExecutorDiedError)):
+        system.submit(request(0, "a"), 0)
+
+
+def test_deadlines():
+    """Only requests that have not begun by their deadline end, before anything is loaded for them."""
+    system = scheduler("ab", gpu(1))
+    late, early = request(0, "b", deadline=5.0), request(1, "a", deadline=5.0)
+    for each in (early, late):
+        system.submit(each, 0)
+    (batch,) = system.poll(5)
+    assert batch.requests == [early]
+    system.executed(batch, 6)
+    (failure,) = system.poll(6)
+    assert failure.request is late
+    assert isinstance(failure.error, DeadlineExceededError)
+    assert system.statistics.switches == 0
+
+
+def test_cancelling():
+    system = scheduler("ab")
+    first, second = submit(system, "ab")
+    system.poll(0)
+    assert not system.cancel(first)
+    assert system.cancel(second)
+    assert not system.cancel(second)
+    assert system.queued == 0
+
+
+def test_draining():
+    system = scheduler("ab")
+    submit(system, "abb")
+    system.poll(0)
+    failures = system.drain(ShutdownError("closed"))
+    assert [failure.request.expert for failure in failures] == ["b", "b"]
+    assert system.queued == 0
+
+
+# -- experts that cannot be loaded --
+
+
+def load_of(system, name, now):
+    system.submit(request(0, name, now), now)
+    (load,) = system.poll(now)
+    assert isinstance(load, Load)
+    return load
+
+
+def test_a_failed_load_ends_only_its_experts_requests():
+    system = scheduler("abc", gpu(1))
+    submit(system, "bcbb")
+    (load,) = system.poll(0)
+    failures = system.loaded(load, 1, OSError("torn file"))
+    assert sorted(failure.request.id for failure in failures) == [0, 2, 3]
+    assert all(isinstance(failure.error, LoadError) for failure in failures)
+    assert "expert 'b' cannot be loaded: torn file" in str(failures[0].error)
+    assert system.pools[0].used == 0
+    (load,) = system.poll(1)
+    assert load.expert == "c"
+
+
+def test_quarantine_backs_off_and_ends():
+    system = scheduler("ab", gpu(1))
+    now = 0.0
+    for back_off in (1.0, 2.0, 4.0):
+        system.loaded(load_of(system, "b", now), now, OSError("torn file"))
+        with pytest.raises(LoadError, match=f"is tried again in {back_off / 2:.1f} s: torn file"):
+            system.submit(request(1, "b"), now + back_off / 2)
+        system.submit(request(2, "a"), now)
+        system.cancel(next(iter(system.executors[0].queue)))
+        now += back_off
+    load = load_of(system, "b", now)
+    assert system.loaded(load, now) == []
+    (batch,) = system.poll(now)
+    system.executed(batch, now)
+    system.loaded(load_of(system, "a", now), now)
+    (batch,) = system.poll(now)
+    system.executed(batch, now)
+    system.loaded(load_of(system, "b", now), now, OSError("torn file"))  # the first failure again
+    with pytest.raises(LoadError, match=r"in 1\.0 s"):
+        system.submit(request(1, "b"), now)
+
+
+def test_a_failed_prefetch_leaves_the_running_batch_alone():
+    system = scheduler("abc", gpu(2), policy=policy_of("paper", prefetch=1))
+    submit(system, "ac")
+    batch, load = system.poll(0)
+    assert load.prefetched
+    (failure,) = system.loaded(load, 1, OSError("torn file"))
+    assert failure.request.expert == "c"
+    assert system.executed(batch, 3) == []
+    assert poll(system, 3) == []
+
+
+def test_a_host_copy_goes_to_one_pool():
+    """The other one reads the file."""
+    policy = policy_of("none", host_cache=True)
+    system = scheduler("abc", gpu(1), gpu(1), policy=policy, options={"host_bytes": 100})
+    submit(system, "ccaa")
+    first, second = system.poll(0)  # "a" and "b" leave for "c"
+    for load in (first, second):
+        system.loaded(load, 0)
+    for batch in system.poll(0):
+        system.executed(batch, 0)
+    first, second = system.poll(0)
+    assert [(load.expert, load.tier) for load in (first, second)] == [("a", "host"), ("a", "disk")]
+    assert system.loaded(first, 1) == system.loaded(second, 1) == []
+    assert poll(system, 1) == [("batch", "a", 0, 1), ("batch", "a", 1, 1)]
+
+
+def test_a_failed_batch_ends_its_requests():
+    system = scheduler("a", gpu(1))
+    submit(system, "aa")
+    (batch,) = system.poll(0)
+    failures = system.executed(batch, 1, ValueError("bad"))
+    assert [failure.request.id for failure in failures] == [0, 1]
+    submit(system, "a", 1)
+    assert poll(system, 1) == [("batch", "a", 0, 1)]
+
+
+# -- executors that come and go --
+
+
+def test_what_waits_for_a_dead_executor_goes_to_others_once():
+    system = scheduler("a", gpu(1), gpu(1), gpu(1), policy="none", placed=False)
+    submit(system, "aaaaaa")
+    assert system.remove_executor(0, 0) == []
+    assert sorted(r.id for x in system.executors for r in x.queue) == [0, 1, 2, 3, 4, 5]
+    again = [r.id for r in system.executors[1].queue if r.requeued]
+    failures = system.remove_executor(1, 0)
+    assert [failure.request.id for failure in failures] == again != []
+    assert all(isinstance(failure.error, ExecutorDiedError) for failure in failures)
+    assert len(system.executors[2].queue) == 6 - len(again)
+
+
+def test_a_dead_executors_batch_ends():
+    system = scheduler("a", gpu(1), gpu(1), placed=True)
+    submit(system, "aaaa")
+    (batch,) = system.poll(0)
+    failures = system.remove_executor(0, 1)
+    assert [failure.request for failure in failures] == batch.requests
+    assert all(isinstance(failure.error, ExecutorDiedError) for failure in failures)
+    assert [r.id for r in system.executors[1].queue] == [3]
+    (second,) = system.remove_executor(1, 1)
+    assert "two executors of request 3 have ended" in str(second.error)
+    with pytest.raises(ExecutorDiedError, match="no executor that is left can run expert 'a'"):
+        system.submit(request(9, "a"), 2)
+
+
+def test_a_batch_that_waits_for_its_expert_is_given_to_others():
+    system = scheduler("ab", gpu(1), placed=False)
+    submit(system, "aa")
+    (load,) = system.poll(0)
+    system.add_executor(gpu(1))
+    assert system.remove_executor(0, 1) == []
+    assert [r.id for r in system.executors[1].queue] == [0, 1]
+    assert system.loaded(load, 2) == []  # its loader ends nevertheless
+    assert poll(system, 2) == [("load", "a", 1, "disk")]
+
+
+def test_executors_come_and_go_while_idle():
+    system = scheduler("ab", gpu(1))
+    assert system.add_executor(gpu(1, name="second")) == 1
+    assert system.remove_executor(0, 0) == []
+    submit(system, "a")
+    assert poll(system) == [("load", "a", 1, "disk")]
+
+
+def test_the_pool_of_a_dead_executor_is_no_source():
+    policy = policy_of("paper", host_cache=True)
+    system = scheduler("ab", gpu(1), cpu(1), policy=policy, costs=profiles(cpu=CPU))
+    system.remove_executor(1, 0)
+    submit(system, "b")
+    assert poll(system) == [("load", "b", 0, "disk")]
