@@ -20,7 +20,7 @@ from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert, 
 from jaxinfer.collaboration.execution.profiler import Measured, measure
 from jaxinfer.collaboration.scheduling.experts import ExpertGraph, ExpertInfo
 from jaxinfer.collaboration.scheduling.profile import Profile, Profiles
-from jaxinfer.collaboration.scheduling.request import Load
+from jaxinfer.collaboration.scheduling.request import Action, Load
 from jaxinfer.collaboration.scheduling.scheduler import Decision, ExecutorConfig, Scheduler, Statistics
 from jaxinfer.compiled import ExecutableStore
 from jaxinfer.models.loading import open_model
@@ -143,6 +143,10 @@ class System:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(drain=kind is None)
 
+    def perform(self, action: Action) -> None:
+        """Do what the scheduler has decided here and now: for a `Simulator(system.scheduler, act=system.perform)`."""
+        self._executors.perform(action)
+
     @property
     def statistics(self) -> Statistics:
         """What the scheduler has done: loads by where they came from, batches, failures."""
@@ -152,6 +156,11 @@ class System:
     def times(self) -> Times:
         """Where time went."""
         return self._executors.times
+
+    @property
+    def initially(self) -> set[str]:
+        """The experts that were loaded at the start."""
+        return {name for names in self._placed.values() for name in names}
 
     @property
     def compiled(self) -> int:
@@ -288,9 +297,9 @@ class System:
         loader = ExpertLoader(
             self._find, [devices[pool.index] for pool in self.scheduler.pools], keep=self._keep, preadv=self._preadv
         )
-        placed = self.scheduler.place()
-        total = sum(map(len, placed.values()))
-        for done, (pool, name) in enumerate((pool, name) for pool, names in placed.items() for name in names):
+        self._placed = self.scheduler.place()
+        total = sum(map(len, self._placed.values()))
+        for done, (pool, name) in enumerate((pool, name) for pool, names in self._placed.items() for name in names):
             self._progress("loading experts", done, total)
             try:
                 loader.prepare(Load(executor=0, pool=pool, expert=name, tier="disk"))()

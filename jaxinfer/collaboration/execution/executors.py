@@ -19,7 +19,7 @@ from jaxinfer.collaboration.errors import CollaborationError, ShutdownError
 from jaxinfer.collaboration.execution.architectures import Architecture, ArchitecturePrograms
 from jaxinfer.collaboration.execution.kinds import Judgement
 from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert
-from jaxinfer.collaboration.scheduling.request import Batch, Evict, Failure, Load, Request
+from jaxinfer.collaboration.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -181,6 +181,16 @@ class Executors:
             for found in list(self._inputs.values()):
                 _finish(found.future, error)
             self._inputs.clear()
+
+    def perform(self, action: Action) -> None:
+        """Do an action here and now, with zeros as inputs: for a `Simulator` that has everything really done."""
+        match action:
+            case Load():
+                self._loader.prepare(action)()
+            case Evict():
+                self._loader.note(action.pool, action.evictions, action.dropped)()
+            case Batch():
+                self._judge(action.executor, action)
 
     # -- decisions, under the lock --
 
