@@ -1,4 +1,4 @@
-"""Traces: which inputs come when, and which experts they come to; drawn from what a config expects, or kept in files."""
+"""Traces: which inputs come when, and which experts they come to; drawn from what a config expects, or kept."""
 
 import os
 import pathlib
