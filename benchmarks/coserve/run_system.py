@@ -124,10 +124,7 @@ def _virtual(build: Callable[..., System], trace: list[TraceRequest]) -> dict[st
 
 def _predict(system: System, trace: list[TraceRequest]) -> dict[str, Any]:
     """What the simulator says of the same system and the same trace."""
-    executors = [executor.config for executor in system.scheduler.executors]
-    scheduler = Scheduler(
-        system.graph, system.profiles, executors, system.config.policy, host_bytes=system.config.host_memory
-    )
+    scheduler = system.make_scheduler(system.profiles)
     scheduler.place()
     outcome = Simulator(scheduler).run(trace)
     profiles = {

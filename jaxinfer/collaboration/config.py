@@ -163,6 +163,10 @@ class SystemConfig:
 
 
 def _expert(name: str, given: _Expert, folder: pathlib.Path) -> ExpertConfig:
+    if given.image_size is not None and min(given.image_size) < 1:
+        raise ConfigError(f"experts.{name}.image_size must be at least 1, got {list(given.image_size)}.")
+    if given.tokens is not None and given.tokens < 1:
+        raise ConfigError(f"experts.{name}.tokens must be at least 1, got {given.tokens}.")
     if given.usage is not None and not (math.isfinite(given.usage) and given.usage >= 0):
         raise ConfigError(f"experts.{name}.usage must be at least 0, got {given.usage}.")
     fields = msgspec.structs.asdict(given)

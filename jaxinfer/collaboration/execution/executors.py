@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.collaboration.errors import CollaborationError, ShutdownError
+from jaxinfer.collaboration.errors import CollaborationError, LoadError, ShutdownError
 from jaxinfer.collaboration.execution.architectures import Architecture, ArchitecturePrograms
 from jaxinfer.collaboration.execution.kinds import Judgement
 from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert
@@ -23,6 +23,9 @@ from jaxinfer.collaboration.scheduling.request import Action, Batch, Evict, Fail
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+GRACE = 30.0
+"""Seconds that a batch or a load which has begun is waited for when a system is closed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,7 @@ class Executors:
         self._idle = threading.Condition(self._lock)
         self._inputs: dict[int, _Input] = {}
         self._next_id, self._closed = 0, False
-        self._batches: list[SimpleQueue[Batch | None]] = []
+        self._batches: list[SimpleQueue[Batch | Callable[[], None] | None]] = []
         self._loads: list[SimpleQueue[tuple[Load, Callable[[], None]] | None]] = []
         self._threads: list[threading.Thread] = []
         for index, executor in enumerate(scheduler.executors):
@@ -166,17 +169,21 @@ class Executors:
         return found.future
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails."""
+        """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
+
+        A batch or a load that has begun may end, within `timeout` or `GRACE` seconds; then its thread is left alone.
+        """
+        error = ShutdownError("the system was closed before the request was done.")
         with self._lock:
+            self._closed = True
             if drain:
                 self._idle.wait_for(lambda: not self._inputs, timeout)
-            self._closed = True
-            error = ShutdownError("the system was closed before the request was done.")
             self._end(self.scheduler.drain(error))
             for queue in (*self._batches, *self._loads):
                 queue.put(None)
+        until = time.monotonic() + (GRACE if timeout is None else timeout)
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(max(until - time.monotonic(), 0.0))
         with self._lock:
             for found in list(self._inputs.values()):
                 _finish(found.future, error)
@@ -212,8 +219,9 @@ class Executors:
                     self._loads[action.executor].put((action, self._loader.prepare(action)))
                 case Batch():
                     self._batches[action.executor].put(action)
-                case Evict():
-                    self._loader.note(action.pool, action.evictions, action.dropped)()
+                case Evict():  # before its batch; not here: it may wait for other evictions
+                    leave = self._loader.note(action.pool, action.evictions, action.dropped)
+                    self._batches[action.executor].put(leave)
                 case Failure():
                     self._end([action])
 
@@ -237,30 +245,42 @@ class Executors:
     # -- threads --
 
     def _run_loads(self, index: int) -> None:
-        while (item := self._loads[index].get()) is not None:
-            load, run = item
-            begun, error = self._clock(), None
-            try:
-                run()
-            except Exception as raised:  # of whatever kind: the expert cannot be used, the others can
-                error = raised
-                log.warning("expert %s: %s", load.expert, raised)
-            with self._lock:
-                now = self._clock()
-                self.times.loading += now - begun
-                self._end(self._decide(self.scheduler.loaded, load, now, error))
-                self._begin(now)
+        try:
+            while (item := self._loads[index].get()) is not None:
+                self._run_load(*item)
+        except BaseException:
+            self._die(index)
+
+    def _run_load(self, load: Load, run: Callable[[], None]) -> None:
+        begun, error = self._clock(), None
+        try:
+            run()
+        except BaseException as raised:  # of whatever kind: the expert cannot be used, the others can
+            error = raised if isinstance(raised, Exception) else LoadError(f"its load has ended with {raised!r}.")
+            log.warning("expert %s: %s", load.expert, raised)
+        with self._lock:
+            now = self._clock()
+            self.times.loading += now - begun
+            self._end(self._decide(self.scheduler.loaded, load, now, error))
+            self._begin(now)
+
+    def _die(self, index: int) -> None:
+        """A thread of an executor ends by an error that is nobody's: others do its work."""
+        log.exception("executor %s has ended", self.scheduler.executors[index].config.name)
+        with self._lock:
+            now = self._clock()
+            self._end(self.scheduler.remove_executor(index, now))
+            self._begin(now)
 
     def _run_batches(self, index: int) -> None:
         try:
-            while (batch := self._batches[index].get()) is not None:
-                self._run_batch(index, batch)
+            while (item := self._batches[index].get()) is not None:
+                if isinstance(item, Batch):
+                    self._run_batch(index, item)
+                else:
+                    item()
         except BaseException:  # what a batch's own errors are not: the thread ends
-            log.exception("executor %s has ended", self.scheduler.executors[index].config.name)
-            with self._lock:
-                now = self._clock()
-                self._end(self.scheduler.remove_executor(index, now))
-                self._begin(now)
+            self._die(index)
 
     def _run_batch(self, index: int, batch: Batch) -> None:
         begun = self._clock()
@@ -309,7 +329,8 @@ class Executors:
     def _follow(self, request: Request, stage: Stage, now: float) -> None:
         """Have the next expert judge the input, if its rules say so; otherwise it is done."""
         found = self._inputs.get(request.id)
-        if found is None:  # cancelled meanwhile
+        if found is None or found.future.cancelled():  # nobody waits for what would follow
+            self._finish(request.id, ShutdownError("cancelled"))
             return
         found.stages += (stage,)
         following = self.scheduler.graph.next(request.expert, stage.judgement.verdict)

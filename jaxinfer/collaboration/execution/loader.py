@@ -6,6 +6,7 @@ measured, 0.4 to 1.1 s for 178 MB, is mostly the latter (decision 0015).
 """
 
 import dataclasses
+import logging
 import os
 import pathlib
 import threading
@@ -17,14 +18,17 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import CheckpointError
-from checkpoints.layer_files import LayerFiles, write_layers
+from checkpoints.layer_files import ALIGNMENT, LayerFiles, write_layers
 from checkpoints.stores import DiskStore, Fetch, Staging
 from jaxinfer.collaboration.errors import LoadError
 from jaxinfer.collaboration.execution.architectures import Architecture
 from jaxinfer.collaboration.execution.kinds import ExpertKind
 from jaxinfer.collaboration.scheduling.request import Eviction, Load
 from jaxinfer.disk_cache import keys
+from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.loading import OpenedModel
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,11 +64,17 @@ def write_expert(opened: OpenedModel) -> pathlib.Path:
     return folder
 
 
+def file_bytes(architecture: Architecture) -> int:
+    """Of an expert's file, and of the buffer that it is read to: each leaf begins at a multiple of `ALIGNMENT`."""
+    shapes = canonical_leaves(architecture.config, architecture.weights).values()
+    return sum(-(-leaf.bytes // ALIGNMENT) * ALIGNMENT for leaf in shapes)
+
+
 class _OnHost:
-    """An expert's copy in the host's memory, which is being made or there."""
+    """An expert's copy in the host's memory, which is being made or there; None: it could not be made."""
 
     def __init__(self) -> None:
-        self.copied: Future[list[jax.Array]] = Future()
+        self.copied: Future[list[jax.Array] | None] = Future()
 
 
 class ExpertLoader:
@@ -73,7 +83,7 @@ class ExpertLoader:
     Args:
       find: the expert of a name. Raises LoadError if it cannot be opened.
       devices: of each pool, by its index.
-      keep: bytes of buffers that are kept for the next expert.
+      staging: buffers that experts are read to, and the threads that read; the loader closes it.
       preadv: reads from files; benchmarks give one that is slower.
     """
 
@@ -82,12 +92,12 @@ class ExpertLoader:
         find: Callable[[str], OpenedExpert],
         devices: Sequence[Any],
         *,
-        keep: int = 0,
+        staging: Staging,
         preadv: Callable[[int, list[Any], int], int] = os.preadv,
     ):
         self._find, self._devices, self._preadv = find, list(devices), preadv
-        self._staging = Staging(keep=keep)
-        self._stores: dict[tuple[str, int], DiskStore] = {}
+        self._staging = staging
+        self._stores: dict[tuple[str, Any], DiskStore] = {}
         self._resident: dict[tuple[int, str], Fetch | _Copy] = {}
         self._host: dict[str, _OnHost] = {}
         self._left: dict[int, Future[None]] = {}  # of each pool, when the last ones that were to leave have left
@@ -125,14 +135,18 @@ class ExpertLoader:
         def run() -> None:
             if before is not None:
                 before.result()  # of a pool that executors share, memory is given back in the order of the decisions
-            for fetch, copy in leaving:
-                if copy is not None:
-                    copy.copied.set_result(_to_host(fetch.settle()))
-                fetch.release()
-            for copy in gone:
-                for array in copy.copied.result():
-                    array.delete()
-            done.set_result(None)
+            try:
+                for fetch, copy in leaving:
+                    if copy is not None:
+                        copy.copied.set_result(_to_host(fetch.settle()))
+                    fetch.release()
+                for copy in gone:
+                    _delete(copy.copied.result())
+            finally:  # whatever happened, nobody waits for it for ever
+                for _, copy in leaving:
+                    if copy is not None and not copy.copied.done():
+                        copy.copied.set_result(None)
+                done.set_result(None)
 
         return run
 
@@ -146,26 +160,17 @@ class ExpertLoader:
             fetch.release()
         self._resident.clear()
         self._host.clear()
-        self._staging.readers.shutdown()
+        self._staging.readers.shutdown(wait=False, cancel_futures=True)  # one that reads may never end
 
     def _load(self, load: Load, source: _OnHost | None) -> None:
         device = self._devices[load.pool]
-        if load.tier == "disk":
-            fetch = self._read(load.expert, device)
-        else:
-            copies = (
-                self.leaves(load.source, load.expert)
-                if load.source is not None
-                else source.copied.result()
-                if source is not None
-                else None
-            )
-            if copies is None:
-                raise LoadError(f"expert {load.expert!r} is not in the host's memory any more.")
+        if load.source is not None:
+            fetch = _Copy(self.leaves(load.source, load.expert), device)
+        elif source is not None and (copies := source.copied.result()) is not None:
             fetch = _Copy(copies, device)
-            if source is not None:
-                for array in copies:
-                    array.delete()
+            _delete(copies)
+        else:
+            fetch = self._read(load.expert, device)
         self._resident[load.pool, load.expert] = fetch
 
     def _read(self, name: str, device: Any) -> Fetch:
@@ -179,26 +184,26 @@ class ExpertLoader:
                 fetch.release()
                 raise
         except CheckpointError as error:
-            self._stores.pop((name, device.id), None)  # the next attempt looks again
+            self._stores.pop((name, device), None)  # the next attempt looks again
             raise LoadError(str(error)) from error
         return fetch
 
     def _store(self, name: str, device: Any) -> DiskStore:
-        if (found := self._stores.get((name, device.id))) is not None:
+        if (found := self._stores.get((name, device))) is not None:
             return found
         files = LayerFiles(write_expert(self._find(name).opened), self._preadv)
         shardings = [SingleDeviceSharding(device)] * len(files.layers[0].leaves)
         store = DiskStore(files, shardings, aliases=device.platform == "cpu", staging=self._staging)
-        self._stores[name, device.id] = store
+        self._stores[name, device] = store
         return store
 
 
 class _Copy:
-    """An expert that was copied from the host's memory."""
+    """An expert that was copied from the host's memory, or from that of another pool, even on the same device."""
 
     def __init__(self, leaves: list[jax.Array], device: Any):
-        sharding = SingleDeviceSharding(device)
-        self._leaves = jax.block_until_ready(jax.device_put(leaves, [sharding] * len(leaves)))
+        shardings = [SingleDeviceSharding(device)] * len(leaves)
+        self._leaves = jax.block_until_ready(jax.device_put(leaves, shardings, may_alias=False))
 
     def settle(self) -> list[jax.Array]:
         return self._leaves
@@ -208,7 +213,16 @@ class _Copy:
             leaf.delete()
 
 
-def _to_host(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Copies in the host's memory, pinned where the device is a GPU."""
+def _to_host(leaves: list[jax.Array]) -> list[jax.Array] | None:
+    """Copies in the host's memory, pinned where the device is a GPU; None if the host has too little for them."""
     shardings = [leaf.sharding.with_memory_kind("pinned_host") for leaf in leaves]
-    return jax.block_until_ready(jax.device_put(leaves, shardings))
+    try:
+        return jax.block_until_ready(jax.device_put(leaves, shardings, may_alias=False))
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        log.warning("an expert does not stay in the host's memory: %s; the next load is from disk.", error)
+        return None
+
+
+def _delete(arrays: list[jax.Array] | None) -> None:
+    for array in arrays or ():
+        array.delete()

@@ -425,7 +425,7 @@ class Scheduler:
                 return True
             if victims:
                 evictions, dropped = self._leave(victims)
-                actions.append(Evict(pool=pool.index, evictions=evictions, dropped=dropped))
+                actions.append(Evict(executor=executor.index, pool=pool.index, evictions=evictions, dropped=dropped))
             count = 1
         executor.batch = Batch(executor.index, group.expert, executor.queue.take(group, count), now)
         executor.ends = now + profile.seconds(count)
