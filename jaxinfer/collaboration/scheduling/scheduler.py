@@ -424,7 +424,7 @@ class Scheduler:
                 actions += self._fail(requests, InsufficientMemoryError(f"expert {group.expert!r}: {problem}."))
                 return True
             if victims:
-                evictions, dropped = self._leave(victims)
+                evictions, dropped = self._leave(executor, victims)
                 actions.append(Evict(executor=executor.index, pool=pool.index, evictions=evictions, dropped=dropped))
             count = 1
         executor.batch = Batch(executor.index, group.expert, executor.queue.take(group, count), now)
@@ -508,7 +508,7 @@ class Scheduler:
         elif tier == "host":
             self._host.pin(name)
             self._taken.add(name)
-        evictions, dropped = self._leave(victims)
+        evictions, dropped = self._leave(executor, victims)
         executor.loading = name
         self.statistics.loads[tier] += 1
         self.statistics.prefetched += prefetched
@@ -523,11 +523,16 @@ class Scheduler:
             prefetched=prefetched,
         )
 
-    def _leave(self, victims: Iterable[str]) -> tuple[tuple[Eviction, ...], tuple[str, ...]]:
-        """Experts have left a pool: which of them stay in the host cache, and which ones leave that."""
+    def _leave(self, executor: ExecutorState, victims: Iterable[str]) -> tuple[tuple[Eviction, ...], tuple[str, ...]]:
+        """Experts have left an executor's pool: which of them stay in the host cache, and which ones leave that.
+
+        One that would cost more to copy there and back than to read again does not stay.
+        """
         victims, before = list(victims), list(self._host)
         for name in victims:
-            if name not in self._host:
+            profile = self._profile(executor, name)
+            pays = profile.evict + profile.load_seconds("host") < profile.load_seconds("disk")
+            if name not in self._host and pays:
                 self._host.add(name, None, self.graph.experts[name].bytes)
         self.statistics.evictions += len(victims)
         stay = set(self._host) - set(before)
