@@ -24,9 +24,9 @@ from jaxinfer.models.resnet import ResNet
 from jaxinfer.models.yolo import Yolo
 
 TYPES, DETECTORS = 36, 2
-SMALL, LARGE = 64, 160
-"""Pixels of the images: a small one is judged in about a tenth of what loading takes from the paper's disk, a large one
-in about as long as loading takes as fast as it can be."""
+SMALL, LARGE = 32, 128
+"""Pixels of the images: a small one costs little more than reading the weights from memory does, a large one is judged
+in about as long as loading takes as fast as the disk is."""
 EXPERT_BYTES = 170 << 20
 """What pools and caches are counted in: a little more than a classifier takes."""
 LABELS = ("ok", "defect")
