@@ -14,6 +14,7 @@ from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 from jaxinfer.collaboration.simulator import Simulator, TraceRequest
 
 QUEUED, EXPERTS, FURTHER = 3500, 350, 2000
+ROUNDS = 3
 INTERVAL = 0.035
 """Seconds between further images: about as many as are served."""
 
@@ -59,7 +60,16 @@ class TimedScheduler(Scheduler):
 
 
 def decision_latencies(policy: Policy) -> dict[str, Latencies]:
-    """Of `submit` and `poll`: 3,500 images wait at the start, and as many come as are served."""
+    """Of `submit` and `poll`: 3,500 images wait at the start, and as many come as are served.
+
+    Of three rounds those of the quietest: other processes' turns on the cores are no part of a decision.
+    """
+    rounds = [decide(policy) for _ in range(ROUNDS)]
+    return {what: min((found[what] for found in rounds), key=lambda each: each.p99) for what in rounds[0]}
+
+
+def decide(policy: Policy) -> dict[str, Latencies]:
+    """One round."""
     task = Task(name="A-queued", images=QUEUED + FURTHER, gpus=3, active=EXPERTS - 8)
     graph, trace = make_task(task, seed=0)
     arrivals = [max(place - QUEUED, 0) * INTERVAL for place in range(len(trace))]

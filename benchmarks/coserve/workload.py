@@ -6,6 +6,7 @@ about a hundred of them, so that many are active here, by a law under which the 
 
 import dataclasses
 import random
+from collections import deque
 
 from benchmarks.coserve.machines import ARCHITECTURES
 from jaxinfer.collaboration.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
@@ -16,6 +17,7 @@ ACTIVE, OFFSET = 100, 20
 DETECTORS = ("yolov5m",) * 4 + ("yolov5l",) * 4
 WITH_DETECTOR, WELL = 0.10, 0.97
 """Part of the types whose images go on to a detector, and how many of these do: those without a defect."""
+RECENT = 20
 INTERVAL = 0.004
 """Seconds between images."""
 
@@ -53,7 +55,7 @@ def make_task(task: Task, seed: int, *, repeats: float = 0.0) -> tuple[ExpertGra
     Args:
       task: which one.
       seed: of which types have detectors, and which images come.
-      repeats: part of the images that are of the type before: locality in time.
+      repeats: part of the images that are of the type of one of the last `RECENT`: locality in time.
     """
     rng = random.Random(f"{task.board}{seed}")
     types = [f"type{place:03}" for place in range(task.active)]
@@ -70,10 +72,11 @@ def make_task(task: Task, seed: int, *, repeats: float = 0.0) -> tuple[ExpertGra
         [Rule(expert=name, verdict="ok", next=follows[name], probability=WELL) for name in follows],
     )
     rng = random.Random(f"{task.name}{seed}")
-    trace, name = list[TraceRequest](), types[0]
+    trace, recent = list[TraceRequest](), deque[str](maxlen=RECENT)
     for place in range(task.images):
-        if not place or rng.random() >= repeats:
-            (name,) = rng.choices(types, weights)
+        again = place and rng.random() < repeats
+        (name,) = [rng.choice(recent)] if again else rng.choices(types, weights)
+        recent.append(name)
         goes_on = name in follows and rng.random() < WELL
         trace.append(TraceRequest(arrival=place * INTERVAL, experts=(name, follows[name]) if goes_on else (name,)))
     return graph, trace
