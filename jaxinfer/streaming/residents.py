@@ -56,7 +56,10 @@ class Residents[Key: Hashable, Value]:
     def victims(self, size: int) -> list[Key] | None:
         """Who goes if an item of this size comes; None if even then there is no room. Nothing changes."""
         chosen, room = [], self.budget - self.used
-        for key in self._order([key for key, item in self._items.items() if not item.pins]):
+        if room >= size:
+            return chosen
+        free = [key for key, item in self._items.items() if not item.pins]
+        for key in self._order(free) if free else ():
             if room >= size:
                 break
             chosen.append(key)

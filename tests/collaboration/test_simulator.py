@@ -120,7 +120,7 @@ def test_prefetch_hides_a_load_behind_a_batch():
     policy = policy_of("paper", prefetch=1)
     hidden, done = simulate(scheduler("abc", gpu(2), policy=policy), *"aaac")
     plain, _ = simulate(scheduler("abc", gpu(2)), *"aaac")
-    assert done[:2] == [("batch", "a", 0, 1), ("load", "c", 0, "disk")] or done[0] == ("batch", "a", 0, 3)
+    assert done == [("batch", "a", 0, 3), ("load", "c", 0, "disk"), ("batch", "c", 0, 1)]
     assert plain.seconds - hidden.seconds == 5
     assert hidden.statistics.prefetched == 1
 

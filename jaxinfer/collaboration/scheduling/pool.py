@@ -118,10 +118,9 @@ class ModelPool:
     def _make_room(self, size: int, keep: Iterable[str]) -> list[str] | None:
         self._keep = frozenset(keep)
         victims = self._residents.victims(size)
-        if victims is not None:
-            self._residents.evict(size)
-            for victim in victims:
-                del self._loads[victim]
+        for victim in victims or ():
+            self._residents.remove(victim)
+            del self._loads[victim]
         self._keep = frozenset()
         return victims
 

@@ -5,6 +5,7 @@ It has no thread and no clock. Whoever drives it (the simulator, or real executo
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -384,7 +385,7 @@ class Scheduler:
                 goes_on = not group.requests or self._begin_batch(executor, group, now, actions)
             else:
                 goes_on = False
-        if executor.executing and executor.loading is None:
+        if self.policy.prefetch and executor.executing and executor.loading is None:
             self._prefetch(executor, now, actions)
 
     def _next_group(self, executor: ExecutorState, now: float) -> Group | None:
@@ -482,16 +483,21 @@ class Scheduler:
 
     def _prefetch(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
         """Load the next expert that is not there, unless one that is needed before it had to leave."""
-        ahead = executor.queue.experts()
-        if self.policy.resident_first:
-            ahead.sort(key=lambda name: not executor.pool.is_ready(name))
-        ahead = ahead[: self.policy.prefetch]
+        ahead = self._ahead(executor)
         for place_, name in enumerate(ahead):
             if not executor.pool.has(name):
                 load = self._begin_load(executor, name, keep=ahead[:place_], prefetched=True)
                 if load is not None:
                     actions.append(load)
                 return
+
+    def _ahead(self, executor: ExecutorState) -> list[str]:
+        """The experts that will run next."""
+        experts, limit = executor.queue.experts(), self.policy.prefetch
+        if self.policy.resident_first:
+            ready = list(itertools.islice(filter(executor.pool.is_ready, experts), limit))
+            experts = [*ready, *(name for name in experts if len(ready) < limit and name not in ready)]
+        return experts[:limit]
 
     def _begin_load(
         self, executor: ExecutorState, name: str, *, keep: Iterable[str] = (), prefetched: bool = False

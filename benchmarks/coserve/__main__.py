@@ -1,0 +1,47 @@
+"""CoServe (arXiv:2503.02354): the paper's evaluation, simulated and with real experts.
+
+    python -m benchmarks.coserve [--quick] [--part simulated] [--json benchmarks/results/KIND/coserve-simulated.json]
+
+The simulated part runs the paper's tasks through the scheduler that real executors use, on a simulated clock.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.coserve.simulated import Simulation
+from benchmarks.coserve.tables import print_tables
+from benchmarks.report import Report
+
+
+def simulated(report: Report, args: argparse.Namespace) -> None:
+    Simulation(report, quick=args.quick, plots=args.plots).run_all()
+    print_tables(report.rows)
+
+
+PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {"simulated": simulated}
+"""What each part adds to the report."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.coserve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one seed, two tasks, fewer points")
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures into this folder")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
+    args = parser.parse_args()
+    report = Report()
+    report.print_header()
+    for name in PARTS if args.part == "all" else [args.part]:
+        start = time.monotonic()
+        PARTS[name](report, args)
+        report.row(figure="part", part=name, seconds=round(time.monotonic() - start))
+        report.save(args.json)
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""How long decisions take, in real time, where many requests wait for many experts."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.coserve.machines import NUMA, best_layout, executors, profiles
+from benchmarks.coserve.workload import Task, make_task
+from jaxinfer.collaboration.scheduling.policy import Policy
+from jaxinfer.collaboration.scheduling.request import Action, Request
+from jaxinfer.collaboration.scheduling.scheduler import Scheduler
+from jaxinfer.collaboration.simulator import Simulator, TraceRequest
+
+QUEUED, EXPERTS, FURTHER = 3500, 350, 2000
+ROUNDS = 3
+INTERVAL = 0.035
+"""Seconds between further images: about as many as are served."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Latencies:
+    """Seconds of calls."""
+
+    seconds: Sequence[float]
+
+    @property
+    def p99(self) -> float:
+        return float(np.percentile(self.seconds, 99))
+
+    def ms(self) -> dict[str, float]:
+        """For a row."""
+        quantiles = {f"p{q}_ms": round(1e3 * float(np.percentile(self.seconds, q)), 4) for q in (50, 99, 99.9)}
+        return {"calls": len(self.seconds), **quantiles, "max_ms": round(1e3 * max(self.seconds), 4)}
+
+
+class TimedScheduler(Scheduler):
+    """Times its decisions once all requests wait that are to."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.seconds: dict[str, list[float]] = {"submit": [], "poll": []}
+
+    def submit(self, request: Request, now: float) -> int:
+        begun = time.perf_counter()
+        try:
+            return super().submit(request, now)
+        finally:
+            if now:
+                self.seconds["submit"].append(time.perf_counter() - begun)
+
+    def poll(self, now: float) -> list[Action]:
+        begun = time.perf_counter()
+        try:
+            return super().poll(now)
+        finally:
+            if now and self.queued > QUEUED // 2:
+                self.seconds["poll"].append(time.perf_counter() - begun)
+
+
+def decision_latencies(policy: Policy) -> dict[str, Latencies]:
+    """Of `submit` and `poll`: 3,500 images wait at the start, and as many come as are served.
+
+    Of three rounds those of the quietest: other processes' turns on the cores are no part of a decision.
+    """
+    rounds = [decide(policy) for _ in range(ROUNDS)]
+    return {what: min((found[what] for found in rounds), key=lambda each: each.p99) for what in rounds[0]}
+
+
+def decide(policy: Policy) -> dict[str, Latencies]:
+    """One round."""
+    task = Task(name="A-queued", images=QUEUED + FURTHER, gpus=3, active=EXPERTS - 8)
+    graph, trace = make_task(task, seed=0)
+    arrivals = [max(place - QUEUED, 0) * INTERVAL for place in range(len(trace))]
+    trace = [TraceRequest(arrival=at, experts=item.experts) for at, item in zip(arrivals, trace, strict=True)]
+    configs = executors(NUMA, best_layout(NUMA, "A", task.gpus))
+    scheduler = TimedScheduler(graph, profiles(NUMA, task.gpus), configs, policy)
+    scheduler.place()
+    Simulator(scheduler).run(trace)
+    return {what: Latencies(seconds) for what, seconds in scheduler.seconds.items()}

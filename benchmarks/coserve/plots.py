@@ -1,0 +1,106 @@
+"""The plots of docs/collaboration.md, from rows."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jaxinfer.cli.bench.plots import write_plot
+
+Rows = Sequence[Mapping[str, Any]]
+NAMES = {
+    "samba": "Samba-CoE",
+    "fifo": "Samba-CoE FIFO",
+    "parallel": "Samba-CoE Parallel",
+    "none": "None",
+    "em": "EM",
+    "em_ra": "EM+RA",
+    "casual": "CoServe Casual",
+    "paper": "CoServe",
+    "best": "ours",
+}
+
+
+def draw_all(rows: Rows, folder: Path) -> None:
+    """Write all plots that there are rows for; text stays text, so that files are small."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "coserve"}):
+        write_plot(folder / "throughput.svg", draw_compared(compared(rows)))
+        write_plot(folder / "ablation.svg", draw_ablation(of(rows, "ablation")))
+        write_plot(folder / "sweeps.svg", draw_sweeps(of(rows, "executors"), of(rows, "memory"), of(rows, "search")))
+
+
+def compared(rows: Rows) -> Rows:
+    """All systems in the paper's layout."""
+    return [*of(rows, "compare"), *(row for row in of(rows, "ours") if row["what"] == "the paper's layout")]
+
+
+def of(rows: Rows, figure: str) -> Rows:
+    return [row for row in rows if row["figure"] == figure]
+
+
+def draw_compared(rows: Rows) -> Figure:
+    """Throughput and switches by task: the paper's figures 13 and 14."""
+    machines = list(dict.fromkeys(row["machine"] for row in rows))
+    figure = Figure(figsize=(10, 3 * len(machines)), layout="constrained")
+    for (left, right), machine in zip(figure.subplots(len(machines), 2, squeeze=False), machines, strict=True):
+        here = [row for row in rows if row["machine"] == machine]
+        draw_bars(left, here, "img_per_s", f"{machine}: images a second")
+        draw_bars(right, here, "switches", f"{machine}: expert switches")
+        right.set_yscale("log")
+        left.legend(fontsize="x-small")
+    return figure
+
+
+def draw_ablation(rows: Rows) -> Figure:
+    """Throughput and switches by what of CoServe is there: the paper's figures 15 and 16."""
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_bars(left, rows, "img_per_s", "images a second")
+    draw_bars(right, rows, "switches", "expert switches")
+    right.set_yscale("log")
+    left.legend(fontsize="x-small")
+    return figure
+
+
+def draw_bars(axes: Axes, rows: Rows, field: str, title: str) -> None:
+    """A group of bars a task, a bar a system."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    systems = [name for name in NAMES if any(row["system"] == name for row in rows)]
+    width = 0.8 / len(systems)
+    for place, name in enumerate(systems):
+        values = {row["task"]: row[field] for row in rows if row["system"] == name}
+        shown = [index + (place - (len(systems) - 1) / 2) * width for index in range(len(tasks))]
+        axes.bar(shown, [values[task] for task in tasks], width, label=NAMES[name])
+    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_title(title)
+    axes.grid(axis="y", alpha=0.3)
+
+
+def draw_sweeps(executors: Rows, memory: Rows, searches: Rows) -> Figure:
+    """Throughput by executors, and by experts in memory with what the search chose: the paper's figures 17 and 18."""
+    figure = Figure(figsize=(10, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for place, task in enumerate(dict.fromkeys(row["task"] for row in memory)):
+        color = f"C{place}"
+        for cpus, style in ((1, "-"), (0, ":")):
+            those = [row for row in executors if (row["task"], row["cpus"]) == (task, cpus)]
+            points = [(row["gpus"], row["img_per_s"]) for row in those]
+            draw_line(left, points, color, style, task if cpus else None)
+        points = [(row["experts"], row["img_per_s"]) for row in memory if row["task"] == task]
+        draw_line(right, points, color, "-", task)
+        chosen = [(row["experts"], row["img_per_s"]) for row in searches if row["task"] == task]
+        right.scatter(*zip(*chosen, strict=True), color=color, marker="x", zorder=3)
+    left.set(title="dotted: without the CPU executor", xlabel="GPU executors", ylabel="images/s")
+    right.set(title="crosses: chosen by the decay window", xlabel="ResNet101 experts on the GPU", ylabel="images/s")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    return figure
+
+
+def draw_line(axes: Axes, points: Iterable[tuple[float, float]], color: str, style: str, label: str | None) -> None:
+    axes.plot(*zip(*points, strict=True), color=color, linestyle=style, marker=".", label=label)

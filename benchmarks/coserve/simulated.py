@@ -1,0 +1,293 @@
+"""The paper's figures 13 to 19 on a simulated clock, against its numbers and its order of things; and our policy."""
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from pathlib import Path
+
+from benchmarks.coserve.decisions import decision_latencies
+from benchmarks.coserve.machines import (
+    EFFICIENT,
+    NUMA,
+    UMA,
+    Layout,
+    Machine,
+    best_layout,
+    casual,
+    largest_pool,
+    system,
+)
+from benchmarks.coserve.plots import draw_all
+from benchmarks.coserve.workload import TASKS, Task, make_task
+from benchmarks.report import Report
+from jaxinfer.collaboration.scheduling.bounds import compulsory_loads
+from jaxinfer.collaboration.scheduling.memory_search import MemoryChoice, search_memory
+from jaxinfer.collaboration.scheduling.policy import POLICIES, Policy
+from jaxinfer.collaboration.simulator import Simulator
+
+BASELINES = ("samba", "fifo", "parallel")
+ABLATION = ("none", "em", "em_ra", "paper")
+SWEEP = (10, 15, 20, 25, 28, 32, 35, 39, 42, 45, 48)
+"""ResNet101 experts in the GPU executors' pools."""
+SAMPLE = 1000
+"""Images on which the memory search measures."""
+FLAGS = {
+    "queue_aware": {"evict": "queue_aware"},
+    "host_cache": {"host_cache": True},
+    "share_pools": {"share_pools": True},
+    "prefetch": {"prefetch": 4},
+    "resident_first": {"resident_first": True},
+    "counts_batches": {"counts_batches": True},
+    "avoids_padding": {"avoids_padding": True},
+    "max_age": {"max_age": 60.0},
+}
+"""What each of our flags changes."""
+BATCHES = (1, 2, 4, 8)
+"""Sizes for which there are programs, where `avoids_padding` is measured: a batch takes as long as the next of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What came of a task.
+
+    Attributes:
+      throughput: images with a result for each second.
+      switches: loads after the start. disk: those from files.
+      bound: the least number of loads from files.
+      seconds: of the task. deciding: real seconds of all the scheduler's decisions.
+    """
+
+    throughput: float
+    switches: int
+    disk: int
+    bound: int
+    seconds: float
+    deciding: float
+
+
+@functools.cache
+def run(machine: Machine, layout: Layout, policy: Policy, task: Task, seed: int, repeats: float = 0.0) -> Run:
+    """Run a task once."""
+    graph, trace = make_task(task, seed, repeats=repeats)
+    scheduler, hardware = system(machine, layout, policy, graph)
+    resident = set[str]().union(*(pool.resident for pool in scheduler.pools))
+    outcome = Simulator(scheduler, hardware).run(trace)
+    assert outcome.finished == len(trace)
+    return Run(
+        throughput=outcome.throughput,
+        switches=outcome.statistics.switches,
+        disk=outcome.statistics.loads["disk"],
+        bound=compulsory_loads({name for item in trace for name in item.experts}, resident),
+        seconds=outcome.seconds,
+        deciding=float(outcome.decision_seconds.sum()),
+    )
+
+
+class Simulation:
+    """What all figures share.
+
+    Args:
+      report: collects them.
+      quick: one seed and fewer points.
+      plots: the folder of the plots; None: none.
+    """
+
+    def __init__(self, report: Report, *, quick: bool, plots: Path | None = None):
+        self.report, self.plots = report, plots
+        self.seeds = range(1 if quick else 5)
+        self.tasks = TASKS[:: len(TASKS) - 1] if quick else TASKS
+        self.sweep = SWEEP[::3] if quick else SWEEP
+
+    def mean(self, machine: Machine, layout: Layout, policy: Policy, task: Task, *, repeats: float = 0.0) -> Run:
+        """The mean over the seeds."""
+        runs = [run(machine, layout, policy, task, seed, repeats) for seed in self.seeds]
+        means = [statistics.fmean(getattr(each, field.name) for each in runs) for field in dataclasses.fields(Run)]
+        return Run(*means)  # pyright: ignore[reportArgumentType]
+
+    def row(self, figure: str, found: Run, **fields: object) -> None:
+        """Note a mean."""
+        self.report.row(
+            figure=figure,
+            **fields,
+            img_per_s=round(found.throughput, 2),
+            switches=round(found.switches, 1),
+            disk_loads=round(found.disk, 1),
+            bound=round(found.bound, 1),
+        )
+
+    def run_all(self) -> None:
+        """All figures, checks and plots."""
+        for figure in (
+            self.compare,
+            self.ablate,
+            self.sweep_executors,
+            self.sweep_memory,
+            self.measure_decisions,
+            self.vary,
+            self.ours,
+            self.flags,
+        ):
+            figure()
+        if self.plots is not None:
+            draw_all(self.report.rows, self.plots)
+
+    def compare(self) -> None:
+        """Figures 13 and 14: throughput and switches of CoServe in both layouts, and of Samba-CoE in three ways."""
+        slowest, fastest, of_samba, of_parallel, untuned = [], [], [], [], []
+        for machine in (NUMA, UMA):
+            for task in self.tasks:
+                layout = best_layout(machine, task.board, task.gpus)
+                found = {mode: self.mean(machine, layout, POLICIES[mode], task) for mode in (*BASELINES, "paper")}
+                found["casual"] = self.mean(machine, casual(machine), POLICIES["paper"], task)
+                for name, each in found.items():
+                    self.row("compare", each, machine=machine.name, task=task.name, system=name)
+                if machine is NUMA:
+                    best = found["paper"]
+                    ratios = [best.throughput / found[mode].throughput for mode in BASELINES]
+                    slowest.append(min(ratios))
+                    fastest.append(max(ratios))
+                    of_samba.append(1 - best.switches / found["samba"].switches)
+                    of_parallel.append(1 - best.switches / found["parallel"].switches)
+                    untuned.append(found["casual"].throughput / best.throughput)
+        check = self.report.check
+        check("worst_speedup", min(slowest), "x a baseline", target=3.5)
+        check("best_speedup_least", min(fastest), "x a baseline", target=9)
+        check("best_speedup_most", max(fastest), "x a baseline", target=14, better="lower")
+        check("switches_saved_vs_samba", min(of_samba), "of its switches", target=0.85)
+        check("switches_saved_vs_parallel", min(of_parallel), "of its switches", target=0.92)
+        check("casual_vs_best", min(untuned), "x of the throughput", target=0.75)
+
+    def ablate(self) -> None:
+        """Figures 15 and 16: expert management, request arranging and request assignment, one after the other."""
+        steps = []
+        for task in self.tasks:
+            layout = best_layout(NUMA, task.board, task.gpus)
+            found = [self.mean(NUMA, layout, POLICIES[mode], task) for mode in ABLATION]
+            for mode, each in zip(ABLATION, found, strict=True):
+                self.row("ablation", each, task=task.name, system=mode)
+            for before, after in itertools.pairwise(found):
+                steps += [after.throughput / before.throughput, before.switches / after.switches]
+        self.report.check("least_step_of_ablation", min(steps), "x the one before", target=1.001)
+
+    def sweep_executors(self) -> None:
+        """Figure 17: throughput by the number of executors."""
+        found = []
+        for task in self.tasks:
+            rates = {}
+            for cpus in (0, 1):
+                for gpus in range(1, 7):
+                    layout = best_layout(NUMA, task.board, gpus, cpus)
+                    each = self.mean(NUMA, layout, POLICIES["paper"], task)
+                    self.row("executors", each, task=task.name, gpus=gpus, cpus=cpus)
+                    rates[gpus, cpus] = each.throughput
+            found.append(max(range(1, 7), key=lambda gpus: rates[gpus, 1]))
+        self.report.check("best_executors_least", min(found), "on the GPU beside 1", target=3)
+        self.report.check("best_executors_most", max(found), "on the GPU beside 1", target=5, better="lower")
+
+    def sweep_memory(self) -> None:
+        """Figures 11 and 18: throughput by how many experts the GPU has room for, and what the search chooses."""
+        above_ends, chosen = [], []
+        for task in self.tasks:
+
+            def rate(experts: int, task: Task = task) -> float:
+                layout = Layout(gpus=task.gpus, cpus=1, experts=experts)
+                return self.mean(NUMA, layout, POLICIES["paper"], task).throughput
+
+            limit = largest_pool(NUMA, task.gpus)
+            rates = {experts: rate(experts) for experts in (*(n for n in self.sweep if n < limit), limit)}
+            for experts, value in rates.items():
+                self.report.row(figure="memory", task=task.name, experts=experts, img_per_s=round(value, 2))
+            best = max(rates.values())
+            above_ends.append(best / max(rates[min(rates)], rates[max(rates)]))
+            searches = [search(task, seed) for seed in self.seeds]
+            for seed, search_ in zip(self.seeds, searches, strict=True):
+                self.report.row(
+                    figure="search",
+                    task=task.name,
+                    seed=seed,
+                    window=search_.windows[-1].experts,
+                    error=round(search_.error, 4),
+                    experts=search_.experts,
+                    img_per_s=round(rate(search_.experts), 2),
+                )
+            chosen.append(statistics.fmean(rate(each.experts) for each in searches) / best)
+        self.report.check("memory_optimum_above_ends", min(above_ends), "x the better end of the sweep", target=1.001)
+        self.report.check("search_vs_sweep", min(chosen), "x the best of the sweep", target=0.95)
+
+    def measure_decisions(self) -> None:
+        """Figure 19: real time of decisions, of 350 experts with 3,500 requests that wait."""
+        worst = 0.0
+        for mode in ("paper", "best"):
+            found = decision_latencies(POLICIES[mode])
+            for what, each in found.items():
+                self.report.row(figure="decisions", system=mode, call=what, **each.ms())
+                worst = max(worst, each.p99) if mode == "best" else worst
+        self.report.check("decision_p99_ms", 1e3 * worst, "ms", target=1, better="lower")
+        shares = []
+        for task in self.tasks:
+            each = self.mean(NUMA, best_layout(NUMA, task.board, task.gpus), POLICIES["paper"], task)
+            shares.append(each.deciding / each.seconds)
+            self.report.row(figure="overhead", task=task.name, of_task=round(shares[-1], 5))
+        self.report.check("scheduling_overhead", max(shares), "of a task's time", target=0.03, better="lower")
+
+    def vary(self) -> None:
+        """What the headline depends on: the CPU executor, how costly a load is, and that no type comes in runs."""
+        task = self.tasks[0]
+        layout = best_layout(NUMA, task.board, task.gpus)
+        modes = (*BASELINES, *ABLATION, "best")
+        for what, machine, where, repeats in (
+            ("without the CPU executor", NUMA, dataclasses.replace(layout, cpus=0), 0.0),
+            ("efficient loader", EFFICIENT, layout, 0.0),
+            ("40% repeats", NUMA, layout, 0.4),
+        ):
+            for mode in modes:
+                each = self.mean(machine, where, POLICIES[mode], task, repeats=repeats)
+                self.row("variant", each, what=what, task=task.name, system=mode)
+
+    def ours(self) -> None:
+        """Our policy against the paper's, and against the least number of loads."""
+        gains, loads = [], []
+        for machine in (NUMA, UMA):
+            for task in self.tasks:
+                layout = best_layout(machine, task.board, task.gpus)
+                paper, best = (self.mean(machine, layout, POLICIES[mode], task) for mode in ("paper", "best"))
+                self.row("ours", best, machine=machine.name, task=task.name, system="best", what="the paper's layout")
+                if machine is NUMA:
+                    gains.append(best.throughput / paper.throughput)
+                    loads.append(best.disk / best.bound)
+                    cached = dataclasses.replace(layout, cpus=0, host_experts=33)
+                    each = self.mean(machine, cached, POLICIES["best"], task)
+                    what = "the CPU's memory as cache"
+                    self.row("ours", each, machine=machine.name, task=task.name, system="best", what=what)
+        self.report.check("best_vs_paper_mode", min(gains), "x of the throughput", target=1.3)
+        self.report.check("switches_vs_bound", max(loads), "x the least loads", target=1.5, better="lower")
+
+    def flags(self) -> None:
+        """Each of our flags alone, added to the paper's policy, and taken from ours."""
+        for name, changes in FLAGS.items():
+            undone = {field: getattr(POLICIES["paper"], field) for field in changes}
+            toggled = undone if all(getattr(POLICIES["best"], k) == v for k, v in changes.items()) else changes
+            self.flag(name, "added", POLICIES["paper"], changes)
+            self.flag(name, "taken" if toggled is undone else "added to best", POLICIES["best"], toggled)
+
+    def flag(self, name: str, how: str, policy: Policy, changes: dict) -> None:
+        machine = dataclasses.replace(NUMA, batches=BATCHES) if name == "avoids_padding" else NUMA
+        for task in self.tasks[:: len(self.tasks) - 1]:
+            layout = best_layout(NUMA, task.board, task.gpus)
+            before = self.mean(machine, layout, policy, task)
+            after = self.mean(machine, layout, dataclasses.replace(policy, **changes), task)
+            gain = round(after.throughput / before.throughput, 4)
+            self.row("flag", after, flag=name, how=how, task=task.name, gain=gain)
+
+
+def search(task: Task, seed: int) -> MemoryChoice:
+    """The paper's search of section 4.4, on a sample of images that are not the task's."""
+    sample = dataclasses.replace(task, name=f"{task.name}-sample", images=SAMPLE)
+    graph, _ = make_task(sample, seed)
+
+    def measure(experts: int) -> float:
+        layout = Layout(gpus=task.gpus, cpus=1, experts=experts)
+        return run(NUMA, layout, POLICIES["paper"], sample, seed).throughput
+
+    return search_memory(graph.usage.values(), measure, limit=largest_pool(NUMA, task.gpus), seed=seed)

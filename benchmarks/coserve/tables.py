@@ -1,0 +1,77 @@
+"""The tables of docs/collaboration.md, from rows: the paper's numbers beside ours, where its text has any."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.coserve.plots import NAMES, compared
+from benchmarks.readme import table
+
+QUANTILES = ("p50_ms", "p99_ms", "p99.9_ms", "max_ms")
+Rows = Sequence[Mapping[str, Any]]
+
+
+def print_tables(rows: Rows) -> None:
+    """Print all tables that there are rows for."""
+    for title, text in tables(rows).items():
+        print(f"\n{title}\n\n{text}")
+
+
+def tables(rows: Rows) -> dict[str, str]:
+    """By title, in Markdown."""
+
+    def of(figure: str) -> list[Mapping[str, Any]]:
+        return [row for row in rows if row["figure"] == figure]
+
+    return {
+        "Images a second / expert switches": by_task(compared(rows), "machine"),
+        "What of CoServe does what (NUMA)": by_task(of("ablation")),
+        "GPU executors (NUMA), images a second": lines(
+            of("executors"), ("task", "cpus"), "gpus", lambda row: f"{row['img_per_s']:.1f}"
+        ),
+        "Experts in memory (NUMA), images a second": lines(
+            of("memory"), ("task",), "experts", lambda row: f"{row['img_per_s']:.1f}"
+        ),
+        "What the decay window chooses": lines(
+            of("search"),
+            ("task",),
+            "seed",
+            lambda row: f"{row['window'][0]}-{row['window'][1]}: {row['experts']}, {row['img_per_s']:.1f} img/s",
+        ),
+        "Seconds of a decision": table(
+            ["policy", "call", "p50 ms", "p99 ms", "p99.9 ms", "max ms"],
+            [[row["system"], row["call"], *(f"{row[name]:.3f}" for name in QUANTILES)] for row in of("decisions")],
+        ),
+        "Other circumstances": lines(of("variant"), ("system",), "what", both),
+        "Each flag": lines(
+            of("flag"), ("flag",), ("how", "task"), lambda row: f"{row['gain'] - 1:+.1%}, {row['switches']:.0f}"
+        ),
+        "Our policy": lines(
+            of("ours"),
+            ("machine", "what"),
+            "task",
+            lambda row: f"{both(row)}, {row['disk_loads']:.0f} of {row['bound']:.0f}",
+        ),
+    }
+
+
+def both(row: Mapping[str, Any]) -> str:
+    return f"{row['img_per_s']:.1f} / {row['switches']:.0f}"
+
+
+def by_task(rows: Rows, *groups: str) -> str:
+    """A line a system, a column a task."""
+    return lines(rows, (*groups, "system"), "task", both)
+
+
+def lines(rows: Rows, keys: Iterable[str], column: str | tuple[str, ...], cell: Any) -> str:
+    """A table: a line for each value of `keys`, a column for each value of `column`."""
+    keys, names = tuple(keys), (column,) if isinstance(column, str) else column
+
+    def at(row: Mapping[str, Any], fields: Iterable[str]) -> tuple[str, ...]:
+        return tuple(NAMES[row[field]] if field == "system" else str(row[field]) for field in fields)
+
+    columns = list(dict.fromkeys(at(row, names) for row in rows))
+    cells = {(at(row, keys), at(row, names)): cell(row) for row in rows}
+    heads = dict.fromkeys(at(row, keys) for row in rows)
+    body = [[*head, *(cells.get((head, name), "") for name in columns)] for head in heads]
+    return table([*keys, *(" ".join(name) for name in columns)], body)

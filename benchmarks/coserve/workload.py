@@ -1,0 +1,86 @@
+"""The paper's four tasks: images of circuit boards' components, each to the expert of its type.
+
+A board has more types than a task's images show. 65 switches with about 35 experts in memory need a task that touches
+about a hundred of them, so that many are active here, by a law under which the first few are used most.
+"""
+
+import dataclasses
+import random
+from collections import deque
+
+from benchmarks.coserve.machines import ARCHITECTURES
+from jaxinfer.collaboration.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
+from jaxinfer.collaboration.simulator import TraceRequest
+
+ACTIVE, OFFSET = 100, 20
+"""How many types come, and the type at place i with a weight of 1 / (i + OFFSET)."""
+DETECTORS = ("yolov5m",) * 4 + ("yolov5l",) * 4
+WITH_DETECTOR, WELL = 0.10, 0.97
+"""Part of the types whose images go on to a detector, and how many of these do: those without a defect."""
+RECENT = 20
+INTERVAL = 0.004
+"""Seconds between images."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """A board's images.
+
+    Attributes:
+      gpus: GPU executors with which the paper found it fastest, beside one on the CPU.
+      active: types that come.
+    """
+
+    name: str
+    images: int
+    gpus: int
+    active: int = ACTIVE
+
+    @property
+    def board(self) -> str:
+        return self.name[0]
+
+
+TASKS = (
+    Task(name="A1", images=2500, gpus=3),
+    Task(name="A2", images=3500, gpus=3),
+    Task(name="B1", images=2500, gpus=4),
+    Task(name="B2", images=3500, gpus=4),
+)
+
+
+def make_task(task: Task, seed: int, *, repeats: float = 0.0) -> tuple[ExpertGraph, list[TraceRequest]]:
+    """The experts, and the images.
+
+    Args:
+      task: which one.
+      seed: of which types have detectors, and which images come.
+      repeats: part of the images that are of the type of one of the last `RECENT`: locality in time.
+    """
+    rng = random.Random(f"{task.board}{seed}")
+    types = [f"type{place:03}" for place in range(task.active)]
+    experts = [expert(name, "resnet101") for name in types]
+    detectors = [expert(f"detector{place}", architecture) for place, architecture in enumerate(DETECTORS)]
+    weights = [1 / (place + OFFSET) for place in range(task.active)]
+    follows = {name: rng.choice(detectors).name for name in rng.sample(types, round(WITH_DETECTOR * task.active))}
+    graph = ExpertGraph(
+        experts + detectors,
+        [
+            InputKind(name=name, expert=name, share=weight / sum(weights))
+            for name, weight in zip(types, weights, strict=True)
+        ],
+        [Rule(expert=name, verdict="ok", next=follows[name], probability=WELL) for name in follows],
+    )
+    rng = random.Random(f"{task.name}{seed}")
+    trace, recent = list[TraceRequest](), deque[str](maxlen=RECENT)
+    for place in range(task.images):
+        again = place and rng.random() < repeats
+        (name,) = [rng.choice(recent)] if again else rng.choices(types, weights)
+        recent.append(name)
+        goes_on = name in follows and rng.random() < WELL
+        trace.append(TraceRequest(arrival=place * INTERVAL, experts=(name, follows[name]) if goes_on else (name,)))
+    return graph, trace
+
+
+def expert(name: str, architecture: str) -> ExpertInfo:
+    return ExpertInfo(name=name, architecture=architecture, bytes=ARCHITECTURES[architecture].bytes)
