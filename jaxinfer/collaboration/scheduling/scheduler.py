@@ -176,6 +176,7 @@ class Scheduler:
         self.executors: list[ExecutorState] = []
         self._host: Residents[str, None] = Residents(host_bytes if policy.host_cache else 0, order=self._host_order)
         self._taken: set[str] = set()  # copies in the host cache that are on their way to a pool
+        self._sources: Counter[int] = Counter()  # loads under way from each pool
         self._max_queued, self._on_decision = max_queued, on_decision
         self._quarantined: dict[str, _Quarantine] = {}
         self._turn = 0
@@ -264,6 +265,7 @@ class Scheduler:
         self.executors[load.executor].loading = None
         if load.source is not None:
             self.pools[load.source].release(load.expert)
+            self._sources[load.source] -= 1
         elif load.tier == "host":
             self._taken.remove(load.expert)
             self._host.unpin(load.expert)
@@ -471,8 +473,9 @@ class Scheduler:
         return True
 
     def _will_free(self, executor: ExecutorState) -> bool:
-        """Whether other executors of the pool are about to give memory back."""
-        return bool(executor.pool.loading or self._about_to_run(executor.pool)) or any(
+        """Whether others are about to give memory of the pool back: its executors, or loads from it."""
+        pool = executor.pool
+        return bool(pool.loading or self._about_to_run(pool) or self._sources[pool.index]) or any(
             other.executing and other.pool is executor.pool for other in self.executors
         )
 
@@ -511,6 +514,7 @@ class Scheduler:
             return None
         if source is not None:
             self.pools[source].use(name)
+            self._sources[source] += 1
         elif tier == "host":
             self._host.pin(name)
             self._taken.add(name)
