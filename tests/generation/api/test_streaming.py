@@ -220,7 +220,12 @@ def test_an_encoder(tmp_path):
     texts = [[1, 2, 3], [4, 5, 6, 7, 8]]
     alone = Embedder(tmp_path / "bert").embed(texts)
     for weights in ("host", "disk"):
-        np.testing.assert_allclose(Embedder(tmp_path / "bert", weights=weights).embed(texts), alone, atol=1e-6)
+        streamed = Embedder(tmp_path / "bert", weights=weights)
+        np.testing.assert_allclose(streamed.embed(texts), alone, atol=1e-6)
+    streamed.embed(texts)  # a program's first call does not count
+    costs = streamed.engine.executor.costs
+    assert costs.of("pass", batch=2).calls == 1
+    assert costs.of("leave") is None
 
 
 DECODERS = [name for name in goldens.NAMES if not name.startswith(("bert", "distilbert", "roberta"))]
