@@ -133,6 +133,8 @@ class EncoderChainExecutor(EncoderExecutor):
       prefetcher: brings the layers.
     """
 
+    _recorded_as = "pass"
+
     def __init__(
         self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
