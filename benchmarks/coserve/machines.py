@@ -81,7 +81,7 @@ CONTEXT = 400 * MB
 """What an executor takes of the GPU beside experts and activations."""
 COPY_SECONDS, COPY_RATE = 0.02, 6e9
 """Of a load to the GPU from the host's memory: fixed, and bytes per second (pageable memory)."""
-EFFICIENCY = (1.0, 1.15, 1.25, 1.22, 1.10, 0.95)
+EFFICIENCY = (1.0, 1.15, 1.25, 1.22, 1.05, 0.9)
 """How much faster n executors compute together than one, for n from 1: they share one GPU. From 4 on it is set so that
 throughput is best with 3 or 4 executors, as in the paper's Figure 17."""
 

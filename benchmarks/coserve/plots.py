@@ -22,6 +22,8 @@ NAMES = {
     "paper": "CoServe",
     "best": "ours",
 }
+PAPERS_CHOICES = ((35, 25.4), (34, 26.7))
+"""Experts that the paper's search chose for boards A and B, and images a second with them (section 5.4)."""
 
 
 def draw_all(rows: Rows, folder: Path) -> None:
@@ -94,6 +96,7 @@ def draw_sweeps(executors: Rows, memory: Rows, searches: Rows) -> Figure:
         draw_line(right, points, color, "-", task)
         chosen = [(row["experts"], row["img_per_s"]) for row in searches if row["task"] == task]
         right.scatter(*zip(*chosen, strict=True), color=color, marker="x", zorder=3)
+    right.scatter(*zip(*PAPERS_CHOICES, strict=True), color="black", marker="*", label="the paper's choices")
     left.set(title="dotted: without the CPU executor", xlabel="GPU executors", ylabel="images/s")
     right.set(title="crosses: chosen by the decay window", xlabel="ResNet101 experts on the GPU", ylabel="images/s")
     for axes in (left, right):

@@ -5,6 +5,7 @@ import functools
 import itertools
 import statistics
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.coserve.decisions import decision_latencies
 from benchmarks.coserve.machines import (
@@ -30,8 +31,9 @@ BASELINES = ("samba", "fifo", "parallel")
 ABLATION = ("none", "em", "em_ra", "paper")
 SWEEP = (10, 15, 20, 25, 28, 32, 35, 39, 42, 45, 48)
 """ResNet101 experts in the GPU executors' pools."""
-SAMPLE = 1000
-"""Images on which the memory search measures."""
+SAMPLE = 2500
+"""Images on which the memory search measures: a task's. With fewer, most of the time goes into the first loads, and
+more experts always look better."""
 FLAGS = {
     "queue_aware": {"evict": "queue_aware"},
     "host_cache": {"host_cache": True},
@@ -187,7 +189,7 @@ class Simulation:
 
     def sweep_memory(self) -> None:
         """Figures 11 and 18: throughput by how many experts the GPU has room for, and what the search chooses."""
-        above_ends, chosen = [], []
+        above_ends, chosen = [], {"random": [], "argmax": []}
         for task in self.tasks:
 
             def rate(experts: int, task: Task = task) -> float:
@@ -200,23 +202,26 @@ class Simulation:
                 self.report.row(figure="memory", task=task.name, experts=experts, img_per_s=round(value, 2))
             best = max(rates.values())
             above_ends.append(best / max(rates[min(rates)], rates[max(rates)]))
-            searches = [search(task, seed) for seed in self.seeds]
-            for seed, search_ in zip(self.seeds, searches, strict=True):
-                self.report.row(
-                    figure="search",
-                    task=task.name,
-                    seed=seed,
-                    window=search_.windows[-1].experts,
-                    error=round(search_.error, 4),
-                    experts=search_.experts,
-                    img_per_s=round(rate(search_.experts), 2),
-                )
-            chosen.append(statistics.fmean(rate(each.experts) for each in searches) / best)
+            for choose in ("random", "argmax"):
+                searches = [search(task, seed, choose) for seed in self.seeds]
+                for seed, found in zip(self.seeds, searches, strict=True):
+                    self.report.row(
+                        figure="search",
+                        task=task.name,
+                        choose=choose,
+                        seed=seed,
+                        window=found.windows[-1].experts,
+                        error=round(found.error, 4),
+                        experts=found.experts,
+                        img_per_s=round(rate(found.experts), 2),
+                    )
+                chosen[choose].append(statistics.fmean(rate(each.experts) for each in searches) / best)
         self.report.check("memory_optimum_above_ends", min(above_ends), "x the better end of the sweep", target=1.001)
-        self.report.check("search_vs_sweep", min(chosen), "x the best of the sweep", target=0.95)
+        self.report.check("search_vs_sweep", min(chosen["random"]), "x the best of the sweep", target=0.95)
+        self.report.check("search_of_better_end", min(chosen["argmax"]), "x the best of the sweep", target=0.95)
 
     def measure_decisions(self) -> None:
-        """Figure 19: real time of decisions, of 350 experts with 3,500 requests that wait."""
+        """Figure 19: a thread's time for decisions, of 350 experts with 3,500 requests that wait."""
         worst = 0.0
         for mode in ("paper", "best"):
             found = decision_latencies(POLICIES[mode])
@@ -281,7 +286,7 @@ class Simulation:
             self.row("flag", after, flag=name, how=how, task=task.name, gain=gain)
 
 
-def search(task: Task, seed: int) -> MemoryChoice:
+def search(task: Task, seed: int, choose: Literal["random", "argmax"]) -> MemoryChoice:
     """The paper's search of section 4.4, on a sample of images that are not the task's."""
     sample = dataclasses.replace(task, name=f"{task.name}-sample", images=SAMPLE)
     graph, _ = make_task(sample, seed)
@@ -290,4 +295,4 @@ def search(task: Task, seed: int) -> MemoryChoice:
         layout = Layout(gpus=task.gpus, cpus=1, experts=experts)
         return run(NUMA, layout, POLICIES["paper"], sample, seed).throughput
 
-    return search_memory(graph.usage.values(), measure, limit=largest_pool(NUMA, task.gpus), seed=seed)
+    return search_memory(graph.usage.values(), measure, limit=largest_pool(NUMA, task.gpus), choose=choose, seed=seed)

@@ -33,11 +33,11 @@ def tables(rows: Rows) -> dict[str, str]:
         ),
         "What the decay window chooses": lines(
             of("search"),
-            ("task",),
+            ("task", "choose"),
             "seed",
             lambda row: f"{row['window'][0]}-{row['window'][1]}: {row['experts']}, {row['img_per_s']:.1f} img/s",
         ),
-        "Seconds of a decision": table(
+        "Milliseconds of a decision": table(
             ["policy", "call", "p50 ms", "p99 ms", "p99.9 ms", "max ms"],
             [[row["system"], row["call"], *(f"{row[name]:.3f}" for name in QUANTILES)] for row in of("decisions")],
         ),

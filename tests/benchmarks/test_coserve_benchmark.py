@@ -50,11 +50,10 @@ def repeated(trace):
 def test_all_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(decisions, "QUEUED", 40)
     monkeypatch.setattr(decisions, "FURTHER", 20)
-    monkeypatch.setattr(decisions, "ROUNDS", 1)
     report = Report()
     simulation = Simulation(report, quick=True, plots=tmp_path)
     simulation.tasks = tuple(dataclasses.replace(task, images=150) for task in simulation.tasks)
     simulation.run_all()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ablation.svg", "sweeps.svg", "throughput.svg"]
     assert all(text.count("\n") > 1 for text in tables(report.rows).values())
-    assert len({check.name for check in report.checks}) == len(report.checks) == 15
+    assert len({check.name for check in report.checks}) == len(report.checks) == 16
