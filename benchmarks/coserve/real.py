@@ -137,7 +137,7 @@ def _report_rounds(report: Report, what: str, found: dict[str, list[dict[str, An
     for mode, runs in found.items():
         last = runs[-1]
         report.row(
-            part="real",
+            figure="real",
             loading=what,
             mode=mode,
             rounds=len(runs),
@@ -191,7 +191,6 @@ def _check_bound(report: Report, slow: dict[str, Any], rounds: int, *, quick: bo
 def _check_replay(report: Report, run: dict[str, Any]) -> None:
     again = run["replayed"]
     assert again["loads"] == run["loads"], (again["loads"], run["loads"])
-    report.row(part="real", loading="load:execution 10", mode="paper, replayed", throughput=again["throughput"])
     report.check("live_vs_replayed", run["throughput"] / again["throughput"], "x", target=0.97)
 
 
