@@ -4,9 +4,9 @@
 
 ResNet-101 at 224 pixels and YOLOv5m at 640, batch 1 and 8, float32, random weights: from uint8 images to logits, or to
 predictions before non-maximum suppression, which torch alone does not have (ours is timed by itself). Every figure is
-the median over rounds in which all engines take turns, with as many threads as there are cores. On a machine that others
-use, give `--threads 1`: torch's threads wait for one another at every layer, so that it loses far more than its share of
-the cores. Nothing is timed unless the outputs agree. The JSON is written anew after every figure.
+the median over rounds in which all engines take turns, with as many threads as there are cores. On a machine that
+others use, give `--threads 1`: torch's threads wait for one another at every layer, so that it loses far more than its
+share of the cores. Nothing is timed unless the outputs agree. The JSON is written anew after every figure.
 """
 
 import argparse
