@@ -90,12 +90,24 @@ class Worker:
         return self.process.wait()
 
 
-def find_peers(given: Path | None) -> Path:
-    """The interpreter that has all peers. Exits if there is none, or if it lacks some."""
+LANGUAGE_MODULES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "ctranslate2",
+    "llama_cpp",
+    "gguf",
+    "safetensors",
+    "tokenizers",
+)
+"""What the engines above are imported as."""
+
+
+def find_peers(given: Path | None, modules: tuple[str, ...] = LANGUAGE_MODULES) -> Path:
+    """The interpreter that has all of these modules. Exits if there is none, or if it lacks some."""
     python = given or Path(os.environ.get("JAXINFER_PEERS") or ROOT / ".venv-peers/bin/python")
     if not python.exists():
         raise EngineError(f"No interpreter at {python}: {REMEDY}")
-    modules = ("torch", "transformers", "accelerate", "ctranslate2", "llama_cpp", "gguf", "safetensors", "tokenizers")
     code = f"import importlib.util as u; print(*[m for m in {modules} if u.find_spec(m) is None])"
     missing = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     if missing:

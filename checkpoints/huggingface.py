@@ -17,6 +17,10 @@ from safetensors import SafetensorError, safe_open
 from checkpoints.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONVERT_PICKLE = (
+    "reading a pickle (.pt, .pth) runs the code in it, so save its state dict where torch is: "
+    "safetensors.torch.save_file(model.state_dict(), 'model.safetensors')"
+)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -36,7 +40,7 @@ class TensorInfo:
 
 
 class SafetensorsFolder:
-    """The tensors of a directory, in one file or in shards with an index.
+    """The tensors of a directory, in one file or in shards with an index, or of one file that is named itself.
 
     Opening reads only the headers, and checks that each file has the length that its header says.
     """
@@ -81,6 +85,10 @@ def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
 
 def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
     """Each safetensors file, and the names that the index expects in it."""
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise CheckpointError(f"{path}: not a safetensors file; {_CONVERT_PICKLE}.")
+        return {path: set()}
     if (path / SINGLE).is_file():
         return {path / SINGLE: set()}
     if (path / INDEX).is_file():
@@ -101,6 +109,8 @@ def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
     remedy = "fetch it"
     if list(path.glob("*.bin")):
         remedy = "this is a PyTorch checkpoint: save it with save_pretrained(..., safe_serialization=True)"
+    elif list(path.glob("*.pt")) + list(path.glob("*.pth")):
+        remedy = _CONVERT_PICKLE
     raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}; {remedy}.")
 
 

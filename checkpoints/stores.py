@@ -4,6 +4,7 @@ A layer is asked for (`start`), brought to its devices (`place`), used (`arrays`
 order and each by the thread that runs the model. Only reading files happens on other threads.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +43,10 @@ class Fetch(Protocol):
         """Its leaves on the devices, in the order in which programs take them; waits for a disk."""
         ...
 
+    def settle(self) -> list[jax.Array]:
+        """The same when they are there, for use until `release`, however long that is."""
+        ...
+
     def release(self) -> None:
         """Give its memory back: all that was computed from the arrays is done."""
         ...
@@ -68,6 +73,9 @@ class _OnDevice:
         pass
 
     def arrays(self) -> list[jax.Array]:
+        return self._leaves
+
+    def settle(self) -> list[jax.Array]:
         return self._leaves
 
     def release(self) -> None:
@@ -109,6 +117,10 @@ class _FromHost:
         assert self._ended is not None, "a layer is placed before it is used"
         self.interval = self._begun, self._ended.result()
         return self._arrays
+
+    def settle(self) -> list[jax.Array]:
+        self.place()
+        return self.arrays()
 
     def release(self) -> None:
         if self._ended is not None:
@@ -156,8 +168,10 @@ class _FromDisk:
 
     tier = "disk"
 
-    def __init__(self, store: "DiskStore", layer: int, buffer: np.ndarray):
-        self._store, self._layer, self._buffer = store, layer, buffer
+    def __init__(self, store: "DiskStore", layer: int):
+        self._store, self._layer = store, layer
+        buffer = store.staging.take(store.files.largest)
+        self._buffer: np.ndarray | None = buffer
         self.bytes = store.files.layers[layer].bytes
         self.interval: tuple[float, float] | None = None
         self.cpu_seconds = 0.0
@@ -165,7 +179,7 @@ class _FromDisk:
         self._begun = time.perf_counter()
         view = buffer.data
         self._blocks: list[Future[tuple[float, float]]] = [
-            store.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
+            store.staging.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
         ]
 
     def _read(self, offset: int, view: memoryview) -> tuple[float, float]:
@@ -182,13 +196,10 @@ class _FromDisk:
         if self._arrays is None:
             ends, cpu_seconds = zip(*(block.result() for block in self._blocks), strict=True)
             self.interval, self.cpu_seconds = (self._begun, max(ends)), sum(cpu_seconds)
+            assert self._buffer is not None
             views = self._store.files.views(self._layer, self._buffer)
-            self._arrays = [
-                _array(leaf.shape, parts, sharding)
-                for leaf, parts, sharding in zip(
-                    self._store.files.layers[self._layer].leaves, views, self._store.shardings, strict=True
-                )
-            ]
+            leaves = self._store.files.layers[self._layer].leaves
+            self._arrays = _arrays([leaf.shape for leaf in leaves], views, self._store.shardings)
         return self._arrays
 
     def release(self) -> None:
@@ -200,17 +211,75 @@ class _FromDisk:
         for array in self._arrays or ():
             array.block_until_ready()  # the copy to a GPU has read the buffer
             array.delete()
-        self._store.give_back(self._buffer)
+        self._give_back()
+
+    def settle(self) -> list[jax.Array]:
+        """The arrays when they are there, to stay: a buffer that is not their memory is free for the next layer."""
+        arrays = jax.block_until_ready(self.arrays())
+        if not self._store.aliases:
+            self._give_back()
+        return arrays
+
+    def _give_back(self) -> None:
+        if self._buffer is not None:
+            self._store.staging.give_back(self._buffer)
+        self._buffer = None
+
+
+def _arrays(
+    shapes: Sequence[tuple[int, ...]],
+    leaves: Sequence[dict[tuple[int, ...], np.ndarray]],
+    shardings: Sequence[Sharding],
+) -> list[jax.Array]:
+    """The arrays whose parts are on the host, by where they begin, on their devices; on a CPU they are the parts."""
+    if all(len(sharding.device_set) == 1 for sharding in shardings):
+        return jax.device_put([next(iter(parts.values())) for parts in leaves], list(shardings))  # one call for all
+    return [_array(*leaf) for leaf in zip(shapes, leaves, shardings, strict=True)]
 
 
 def _array(shape: tuple[int, ...], parts: dict[tuple[int, ...], np.ndarray], sharding: Sharding) -> jax.Array:
-    """The array whose parts are on the host, by where they begin, on its devices; on a CPU it is the parts."""
-    if len(sharding.device_set) == 1:
-        return jax.device_put(next(iter(parts.values())), sharding)
     places = sharding.addressable_devices_indices_map(shape)
     return jax.make_array_from_single_device_arrays(
         shape, sharding, [jax.device_put(parts[slice_start(index)], device) for device, index in places.items()]
     )
+
+
+class Staging:
+    """The threads that read files, and the buffers that they read to; stores can share them.
+
+    Args:
+      keep: bytes of buffers that are kept for the next layer; None: all.
+      on_release: called with a buffer that nothing uses any more; tests fill it with wrong values.
+
+    Attributes:
+      readers: the threads.
+    """
+
+    def __init__(self, *, keep: int | None = None, on_release: Callable[[np.ndarray], None] | None = None):
+        self.readers = ThreadPoolExecutor(READERS, "jaxinfer-reader")
+        self._keep, self._on_release = keep, on_release
+        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> np.ndarray:
+        """A buffer of exactly this size; what was in it is undefined."""
+        with self._lock:
+            for place, buffer in enumerate(self._free):
+                if buffer.nbytes == size:
+                    return self._free.pop(place)
+        return aligned_buffer(size)
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        """Take a buffer that nothing uses any more."""
+        if self._on_release is not None:
+            self._on_release(buffer)
+        with self._lock:
+            if self._keep is not None:
+                while self._free and sum(b.nbytes for b in self._free) + buffer.nbytes > self._keep:
+                    self._free.pop(0)
+                if buffer.nbytes > self._keep:
+                    return
+            self._free.append(buffer)
 
 
 class DiskStore(LayerStore):
@@ -223,10 +292,7 @@ class DiskStore(LayerStore):
       files: the layers.
       shardings: where each leaf of a layer lives on the devices.
       aliases: whether arrays on the devices are the buffers.
-      on_release: called with a buffer that nothing uses any more; tests fill it with wrong values.
-
-    Attributes:
-      readers: the threads.
+      staging: threads and buffers; None: its own.
     """
 
     def __init__(
@@ -235,23 +301,14 @@ class DiskStore(LayerStore):
         shardings: Sequence[Sharding],
         *,
         aliases: bool,
-        on_release: Callable[[np.ndarray], None] | None = None,
+        staging: Staging | None = None,
     ):
         self.files, self.shardings, self.aliases = files, shardings, aliases
-        self.readers = ThreadPoolExecutor(READERS, "jaxinfer-reader")
-        self._free: list[np.ndarray] = []
-        self._on_release = on_release
+        self.staging = staging or Staging()
 
     @override
     def start(self, layer: int) -> Fetch:
-        buffer = self._free.pop() if self._free else aligned_buffer(self.files.largest)
-        return _FromDisk(self, layer, buffer)
-
-    def give_back(self, buffer: np.ndarray) -> None:
-        """Take a buffer that nothing uses any more."""
-        if self._on_release is not None:
-            self._on_release(buffer)
-        self._free.append(buffer)
+        return _FromDisk(self, layer)
 
 
 class TieredStore(LayerStore):

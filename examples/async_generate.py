@@ -49,7 +49,7 @@ async def give_up(llm: AsyncLLM) -> int:
 
 async def run(model: str, max_tokens: int) -> tuple[str, list[RequestOutput]]:
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    async with AsyncLLM(model, max_batch=4, context=256, token_budget=32) as llm:  # small: fewer programs to compile
+    async with AsyncLLM(model, max_batch=4, context=128, token_budget=32) as llm:  # small: fewer programs to compile
         print("A stream:")
         text = await stream(llm, PROMPTS[0], params)
         outputs = await run_together(llm, params)

@@ -138,7 +138,7 @@ def run(model: str, max_batch: int) -> dict[str, Any]:
     llm = LLM(
         model,
         max_batch=max_batch,
-        context=256,
+        context=128,
         token_budget=32,  # small: fewer programs to compile
         num_speculative_tokens=7,
         logits_processors={"no_repeats": no_repeats},

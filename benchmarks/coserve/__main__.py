@@ -1,8 +1,10 @@
 """CoServe (arXiv:2503.02354): the paper's evaluation, simulated and with real experts.
 
-    python -m benchmarks.coserve [--quick] [--part simulated] [--json benchmarks/results/KIND/coserve-simulated.json]
+    python -m benchmarks.coserve [--quick] [--part simulated|real] [--json FILE]
 
-The simulated part runs the paper's tasks through the scheduler that real executors use, on a simulated clock.
+The simulated part runs the paper's tasks through the scheduler that real executors use, on a simulated clock. The real
+part runs systems of 38 models of ResNet-101's size on this machine, each in a process of its own, for about an hour on
+two cores; runs that are done are kept in the folder, so that it can be interrupted.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.coserve.real import measure
 from benchmarks.coserve.simulated import Simulation
 from benchmarks.coserve.tables import print_tables
 from benchmarks.report import Report
@@ -20,7 +23,12 @@ def simulated(report: Report, args: argparse.Namespace) -> None:
     print_tables(report.rows)
 
 
-PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {"simulated": simulated}
+def real(report: Report, args: argparse.Namespace) -> None:
+    measure(report, args.folder, quick=args.quick)
+    print_tables(report.rows)
+
+
+PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {"simulated": simulated, "real": real}
 """What each part adds to the report."""
 
 
@@ -31,6 +39,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, two tasks, fewer points")
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures into this folder")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/jaxinfer-coserve"), help="of real experts: 28 GB")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
     report = Report()

@@ -7,6 +7,7 @@ from benchmarks.coserve.plots import NAMES, compared
 from benchmarks.readme import table
 
 QUANTILES = ("p50_ms", "p99_ms", "p99.9_ms", "max_ms")
+REAL = ("throughput", "predicted_throughput", "loads_disk", "loads_host", "resident_gb")
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -44,6 +45,10 @@ def tables(rows: Rows) -> dict[str, str]:
         "Other circumstances": lines(of("variant"), ("system",), "what", both),
         "Each flag": lines(
             of("flag"), ("flag",), ("how", "task"), lambda row: f"{row['gain'] - 1:+.1%}, {row['switches']:.0f}"
+        ),
+        "Real systems on this machine": table(
+            ["loading", "system", "inputs/s", "simulated", "loads from disk", "from the host", "GB"],
+            [[row["loading"], row["mode"], *(f"{row[name]:.4g}" for name in REAL)] for row in of("real")],
         ),
         "Our policy": lines(
             of("ours"),

@@ -27,7 +27,7 @@ def random_requests(llm: LLM, count: int) -> list[tuple[list[int], SamplingParam
             max_tokens=source.randint(1, 48),
             seed=index,
         )
-        requests.append(([source.randrange(3, llm.model.config.vocab) for _ in range(length)], params))
+        requests.append(([source.randrange(3, llm.model.transformer.vocab) for _ in range(length)], params))
     return requests
 
 

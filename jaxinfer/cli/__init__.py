@@ -11,12 +11,14 @@ from typer.core import TyperGroup
 from jaxinfer.cli.bench import app as bench_app
 from jaxinfer.cli.cache import cache
 from jaxinfer.cli.convert import convert
+from jaxinfer.cli.experts import app as experts_app
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.plan import plan
 from jaxinfer.cli.renamed import refuse_renamed
 from jaxinfer.cli.verify import verify
+from jaxinfer.collaboration.errors import CollaborationError
 
 
 class _Commands(TyperGroup):
@@ -35,7 +37,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # nobody reads our output any more: click exits silently
-        except (ValueError, OSError, MemoryError) as error:
+        except (ValueError, OSError, MemoryError, CollaborationError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"error: {message}", err=True)
             raise typer.Exit(2) from error
@@ -50,3 +52,4 @@ app = typer.Typer(
 for _command in (cache, convert, generate, info, inspect, plan, verify):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")
+app.add_typer(experts_app, name="experts")

@@ -7,7 +7,10 @@ import typer
 
 
 def convert(
-    hf_dir: Annotated[Path, typer.Argument(help="Directory with config.json and safetensors files.")],
+    hf_dir: Annotated[
+        Path,
+        typer.Argument(help="Directory with config.json and safetensors files, or state dict of ResNet or YOLOv5."),
+    ],
     out_dir: Annotated[Path, typer.Argument(help="Model directory to write; must not exist or be empty.")],
     dtype: Annotated[
         str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: unchanged).")
@@ -20,7 +23,7 @@ def convert(
         str, typer.Option(help="orbax; or streaming, which writes layers as weights='disk' reads them, too.")
     ] = "orbax",
 ) -> None:
-    """Convert a Hugging Face checkpoint, tensor by tensor.
+    """Convert a Hugging Face checkpoint, or the state dict of an image model, tensor by tensor.
 
     OUT_DIR appears only when everything is written; if the command was interrupted, run it again.
     """
@@ -29,8 +32,12 @@ def convert(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    from jaxinfer.models.conversion import HuggingFaceModel
     from jaxinfer.models.conversion import convert as convert_model
+    from jaxinfer.models.description import require_transformer
 
+    if layout == "streaming":
+        require_transformer(hf_dir, HuggingFaceModel(hf_dir).config)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("converting", total=None)

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jaxinfer.compiled.costs import KeptCosts
-    from jaxinfer.models.config import ModelConfig
+    from jaxinfer.models.config import ModelConfig, TransformerConfig, VisionConfig
 
 FEWEST_POINTS = 3
 """Of a line that is worth showing: it goes through any two."""
@@ -35,7 +36,7 @@ def info(
     from rich.table import Table
 
     from checkpoints import read_manifest
-    from jaxinfer.models import WeightFormat
+    from jaxinfer.models import VisionConfig, WeightFormat
     from jaxinfer.models.description import Description, weight_format
     from jaxinfer.models.devices import bytes_per_device
     from jaxinfer.models.fitting import fit
@@ -46,9 +47,11 @@ def info(
     config, weights = description.config, weight_format(description, dtype=dtype, quantize=quantize)
     file = parse_mesh(mesh)
     layout, rules = file.mesh or MeshConfig(), file.rules or ShardingRules()
-    context = context or config.context
-    if context > config.context:
-        raise ValueError(f"--context {context} is more than the model's {config.context}; lower it.")
+    reads_images = isinstance(config, VisionConfig)
+    longest = 0 if reads_images else config.context
+    context = context or longest
+    if context > longest:
+        raise ValueError(f"--context {context} is more than the model's {longest}; lower it.")
 
     fitted = fit(config, weights, layout.abstract(), rules, stored=description.quantization).config
     leaves = canonical_leaves(fitted, weights)
@@ -56,20 +59,14 @@ def info(
     weight_bytes = bytes_per_device(leaves, layout.abstract(), rules)
     cache_bytes = bytes_per_device(cache_leaves(fitted, weights, batch, context), layout.abstract(), rules)
 
-    attention = config.attention
     table = Table("", str(directory), title_justify="left")
     for name, value in (
         ("family", f"{description.family} ({description.kind})"),
-        ("layers", config.layers),
-        ("width", config.embed),
-        ("heads", f"{attention.q_heads} of {attention.head_dim}, {attention.kv_heads} KV"),
-        ("MLP hidden", f"{config.mlp.hidden}{' gated' if config.mlp.gated else ''}"),
-        ("vocabulary", config.vocab),
-        ("context", config.context),
+        *(_vision_rows(config) if reads_images else _transformer_rows(config)),
         ("parameters", f"{parameters:,}"),
         ("stored as", description.quantization or description.dtype),
         ("stored bytes", decimal(manifest.bytes)),
-        ("tokenizer", "yes" if (directory / "tokenizer.json").is_file() else "no: token ids only"),
+        ("tokenizer", _tokenizer(directory) if not reads_images else ""),
         ("mesh", f"data={layout.data}, tensor={layout.tensor}"),
         ("weights per device", decimal(weight_bytes)),
         ("KV cache per device", f"{decimal(cache_bytes)} for batch {batch} of {context} tokens" if cache_bytes else ""),
@@ -80,6 +77,31 @@ def info(
     Console().print(table)
     if costs:
         _print_costs(config)
+
+
+def _transformer_rows(config: "TransformerConfig") -> list[tuple[str, object]]:
+    attention = config.attention
+    return [
+        ("layers", config.layers),
+        ("width", config.embed),
+        ("heads", f"{attention.q_heads} of {attention.head_dim}, {attention.kv_heads} KV"),
+        ("MLP hidden", f"{config.mlp.hidden}{' gated' if config.mlp.gated else ''}"),
+        ("vocabulary", config.vocab),
+        ("context", config.context),
+    ]
+
+
+def _vision_rows(config: "VisionConfig") -> list[tuple[str, object]]:
+    return [
+        ("widths", ", ".join(map(str, config.widths))),
+        ("depths", ", ".join(map(str, config.depths))),
+        ("images", f"{config.image_size} x {config.image_size}"),
+        ("labels", f"{len(config.labels)}: {shorten(', '.join(config.labels), 60, placeholder=' ...')}"),
+    ]
+
+
+def _tokenizer(directory: Path) -> str:
+    return "yes" if (directory / "tokenizer.json").is_file() else "no: token ids only"
 
 
 def _print_costs(config: "ModelConfig") -> None:

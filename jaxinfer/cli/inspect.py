@@ -47,11 +47,14 @@ def inspect(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
     from jaxinfer.compiled.target import Target, compile_program
     from jaxinfer.models import DecoderConfig
-    from jaxinfer.models.description import Description, weight_format
+    from jaxinfer.models.description import Description, require_transformer, weight_format
 
     gpu, description = Target.load(target), Description.read(directory)
     file = parse_mesh(mesh)
-    weights, config = weight_format(description, dtype=dtype, quantize=quantize), description.config
+    weights, config = (
+        weight_format(description, dtype=dtype, quantize=quantize),
+        require_transformer(directory, description.config),
+    )
     if not isinstance(config, DecoderConfig):
         raise ValueError(f"{directory} holds an encoder; inspect compiles the decode loop of decoders.")
     if (context := context or config.context) > config.context:

@@ -54,9 +54,10 @@ def plan(
         options.setdefault("weights", "disk")
     _, memory = split_options(options, file, owner="plan")  # type: ignore[arg-type]  # checked there
     opened = open_model(directory, mesh=file, dtype=dtype, quantize=quantize)
-    context = context or opened.config.context
-    if not 1 < context <= opened.config.context:
-        raise ValueError(f"--context must be in [2, {opened.config.context}] for this model, got {context}.")
+    longest = opened.transformer.context
+    context = context or longest
+    if not 1 < context <= longest:
+        raise ValueError(f"--context must be in [2, {longest}] for this model, got {context}.")
     config = EngineConfig(max_batch=1, context=context)
     placement = plan_placement(opened, config, memory)
     if placement is None:

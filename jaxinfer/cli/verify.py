@@ -13,7 +13,9 @@ def verify(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.")],
     reference: Annotated[
         Path | None,
-        typer.Option(help="The Hugging Face directory, or a safetensors file with tokens, lengths and logits."),
+        typer.Option(
+            help="The source directory, or a safetensors file with tokens, lengths and logits (or images and logits)."
+        ),
     ] = None,
     atol: Annotated[
         float | None, typer.Option(min=0.0, help="Largest difference of a logit (default: by stored dtype).")

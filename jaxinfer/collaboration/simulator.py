@@ -169,7 +169,8 @@ class Simulator:
                 case Load():
                     expert = self._scheduler.graph.experts[action.expert]
                     processor = self._scheduler.executors[action.executor].config.processor
-                    end = self._hardware.load(expert.architecture, expert.bytes, processor, action.tier, now)
+                    begun = now + self._evict(action, processor)
+                    end = self._hardware.load(expert.architecture, expert.bytes, processor, action.tier, begun)
                     self._push(end, action)
                 case Batch():
                     expert = self._scheduler.graph.experts[action.expert]
@@ -180,6 +181,12 @@ class Simulator:
                 case Failure():
                     failed += 1
         return failed
+
+    def _evict(self, load: Load, processor: str) -> float:
+        """Seconds until the experts have left that make room."""
+        scheduler = self._scheduler
+        leaving = [scheduler.graph.experts[x.expert].architecture for x in load.evictions if x.to_host]
+        return sum(scheduler.profiles[architecture, processor].evict for architecture in leaving)
 
     def _push(self, at: float, event: Load | Batch | Request) -> None:
         order = 0 if isinstance(event, Load | Batch) else 1  # what ends comes before what arrives at the same moment

@@ -1,4 +1,4 @@
-"""The models: configs, layers, one decoder, one encoder, and the families mapped onto them.
+"""The models: configs, layers, one decoder, one encoder, ResNet and YOLOv5, and the families mapped onto them.
 
 No scheduling. Start at `config.py` (what a model is), `decoder.py` and `layer.py` (what it computes), then `loading.py`
 (how it gets onto its devices). Only loading, conversion, verification and adapters open files.
@@ -7,7 +7,15 @@ No scheduling. Start at `config.py` (what a model is), `decoder.py` and `layer.p
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
+from jaxinfer.models.config import (
+    DecoderConfig,
+    EncoderConfig,
+    ModelConfig,
+    ResNetConfig,
+    TransformerConfig,
+    VisionConfig,
+    YoloConfig,
+)
 from jaxinfer.models.forward_context import ForwardContext, TokenRows
 from jaxinfer.models.low_rank import LayerAdapters, LowRankStack
 from jaxinfer.models.weight_format import WeightFormat
@@ -16,6 +24,8 @@ from pallas_kernels import KVPages
 if TYPE_CHECKING:
     from jaxinfer.models.decoder import Decoder
     from jaxinfer.models.encoder import Encoder
+    from jaxinfer.models.resnet import ResNet
+    from jaxinfer.models.yolo import Yolo
 
 __all__ = [
     "Decoder",
@@ -27,11 +37,22 @@ __all__ = [
     "LayerAdapters",
     "LowRankStack",
     "ModelConfig",
+    "ResNet",
+    "ResNetConfig",
     "TokenRows",
+    "TransformerConfig",
+    "VisionConfig",
     "WeightFormat",
+    "Yolo",
+    "YoloConfig",
 ]
 
-_MODULES = {"Decoder": "jaxinfer.models.decoder", "Encoder": "jaxinfer.models.encoder"}
+_MODULES = {
+    "Decoder": "jaxinfer.models.decoder",
+    "Encoder": "jaxinfer.models.encoder",
+    "ResNet": "jaxinfer.models.resnet",
+    "Yolo": "jaxinfer.models.yolo",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,17 +12,32 @@ import jax
 from flax import nnx
 
 from checkpoints import Leaf
-from jaxinfer.models.config import DecoderConfig, ModelConfig
+from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig, ResNetConfig, YoloConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
+from jaxinfer.models.resnet import ResNet
 from jaxinfer.models.weight_format import WeightFormat
+from jaxinfer.models.yolo import Yolo
+
+Model = Decoder | Encoder | ResNet | Yolo
 
 
-def abstract_model(config: ModelConfig, weights: WeightFormat) -> Decoder | Encoder:
+def build_model(config: ModelConfig, weights: WeightFormat, *, rngs: nnx.Rngs) -> Model:
+    """The model of a config, with random weights."""
+    match config:
+        case DecoderConfig():
+            return Decoder(config, weights, rngs=rngs)
+        case EncoderConfig():
+            return Encoder(config, weights, rngs=rngs)
+        case ResNetConfig():
+            return ResNet(config, weights, rngs=rngs)
+        case YoloConfig():
+            return Yolo(config, weights, rngs=rngs)
+
+
+def abstract_model(config: ModelConfig, weights: WeightFormat) -> Model:
     """The model with shapes in place of arrays."""
-    if isinstance(config, DecoderConfig):
-        return nnx.eval_shape(lambda: Decoder(config, weights, rngs=nnx.Rngs(0)))
-    return nnx.eval_shape(lambda: Encoder(config, weights, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: build_model(config, weights, rngs=nnx.Rngs(0)))
 
 
 @functools.cache
@@ -37,7 +52,7 @@ def state_of(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Ar
 
 
 def merge_model(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Array]) -> Any:
-    """The `Decoder` or `Encoder` with these leaves, in the order of `describe_leaves`."""
+    """The model with these leaves, in the order of `describe_leaves`."""
     return nnx.merge(split_model(config, weights)[0], state_of(config, weights, leaves))
 
 

@@ -1,7 +1,8 @@
 """What a model is, in numbers: frozen configs that check themselves when they are made.
 
 A family (`families/`) maps a Hugging Face `config.json` onto these; a model directory stores them as JSON.
-Dimensions everywhere: batch (B), tokens (T), keys (S), embed (D), vocab (V), mlp hidden (F), heads (H), head_dim (K).
+Dimensions everywhere: batch (B), tokens (T), keys (S), embed (D), vocab (V), mlp hidden (F), heads (H), head_dim (K);
+of images batch (B), height (H), width (W), channels (C).
 """
 
 import dataclasses
@@ -55,6 +56,20 @@ def _require_positive(config: object, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{type(config).__name__}.{name} must be >= 1, got {getattr(config, name)}.")
+
+
+def _require_sizes(config: object, *names: str) -> None:
+    for name in names:
+        sizes = getattr(config, name)
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"{type(config).__name__}.{name} must hold sizes >= 1, got {sizes}.")
+
+
+def _require_labels(config: "VisionConfig") -> None:
+    if isinstance(config.labels, str) or not config.labels or not all(isinstance(x, str) for x in config.labels):
+        raise ValueError(
+            f"{type(config).__name__}.labels must be a tuple with the name of each class, got {config.labels!r}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,7 +260,70 @@ class EncoderConfig(_TransformerConfig):
             )
 
 
-ModelConfig = DecoderConfig | EncoderConfig
+STRIDES = (8, 16, 32)
+"""Pixels of the image for one cell of each grid that a YOLO model predicts boxes in."""
+
+_ANCHORS = (
+    ((10.0, 13.0), (16.0, 30.0), (33.0, 23.0)),
+    ((30.0, 61.0), (62.0, 45.0), (59.0, 119.0)),
+    ((116.0, 90.0), (156.0, 198.0), (373.0, 326.0)),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """One image classifier: ResNet v1.5, the stride of a bottleneck in its 3x3 convolution (arXiv:1512.03385)."""
+
+    labels: tuple[str, ...]  # of the classes, in the order of the outputs
+    stem: int = 64  # outputs of the first convolution
+    widths: tuple[int, ...]  # outputs of each stage
+    depths: tuple[int, ...]  # blocks of each stage
+    bottleneck: bool  # blocks of 1x1, 3x3 and 1x1, a quarter as wide inside; else of two 3x3
+    image_size: int = 224  # pixels: images of another size are resized to image_size x image_size
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "stem", "image_size")
+        _require_sizes(self, "widths", "depths")
+        _require_labels(self)
+        if len(self.widths) != len(self.depths):
+            raise ValueError(f"ResNetConfig.widths={self.widths} and depths={self.depths} must be of one length.")
+        if self.bottleneck and any(width % 4 for width in self.widths):
+            raise ValueError(f"ResNetConfig.widths={self.widths} of bottlenecks must be multiples of 4.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YoloConfig:
+    """One object detector: YOLOv5, version 6 of its architecture and later, with three grids (P3 to P5)."""
+
+    labels: tuple[str, ...]  # of the classes, in the order of the outputs
+    widths: tuple[int, ...]  # outputs of the first convolution and of the four stages
+    depths: tuple[int, ...]  # bottlenecks of each of the four stages; those of the neck have as many as the first
+    image_size: int = 640  # pixels: images are letterboxed to image_size x image_size
+    confidence: float = 0.25  # detections with at most this score are dropped
+    iou: float = 0.45  # of two boxes of one class that overlap by more, the one with the lower score is dropped
+    anchors: tuple[tuple[tuple[float, float], ...], ...] = _ANCHORS  # pixels (width, height), by grid
+
+    def __post_init__(self) -> None:
+        _require_sizes(self, "widths", "depths")
+        _require_labels(self)
+        if (len(self.widths), len(self.depths)) != (5, 4):
+            raise ValueError(f"YoloConfig needs 5 widths and 4 depths, got {self.widths} and {self.depths}.")
+        if any(width % 2 for width in self.widths[1:]):
+            raise ValueError(f"YoloConfig.widths={self.widths} must be even from the second on.")
+        if self.image_size < 1 or self.image_size % STRIDES[-1]:
+            raise ValueError(f"YoloConfig.image_size must be a multiple of {STRIDES[-1]}, got {self.image_size}.")
+        for name in ("confidence", "iou"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"YoloConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
+        if len(self.anchors) != len(STRIDES) or len({len(grid) for grid in self.anchors}) != 1:
+            raise ValueError(f"YoloConfig.anchors needs as many boxes for each of 3 grids, got {self.anchors}.")
+        if any(side <= 0 for grid in self.anchors for box in grid for side in box):
+            raise ValueError(f"YoloConfig.anchors must be positive, got {self.anchors}.")
+
+
+TransformerConfig = DecoderConfig | EncoderConfig
+VisionConfig = ResNetConfig | YoloConfig
+ModelConfig = TransformerConfig | VisionConfig
 
 
 def kv_bytes_per_token(config: DecoderConfig, itemsize: int) -> int:

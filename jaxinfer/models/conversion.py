@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a model directory, tensor by tensor."""
+"""From a Hugging Face directory, or a state dict, to a model directory, tensor by tensor."""
 
 import dataclasses
 import logging
@@ -15,10 +15,10 @@ import numpy as np
 
 from checkpoints import CheckpointError, Leaf, Writer
 from checkpoints.huggingface import SafetensorsFolder, read_json
-from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling
+from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling, VisionConfig, YoloConfig
 from jaxinfer.models.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
 from jaxinfer.models.devices import host_device
-from jaxinfer.models.families import Source, family_of, plan
+from jaxinfer.models.families import Family, Source, family_of, plan, recognise, yolov5
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.models.tokenizer_files import tokenizer_files
 from pallas_kernels.weights import QuantizedFormat
@@ -30,10 +30,13 @@ BLOCK_BYTES = 64 << 20  # of float32, quantised at once
 
 
 class HuggingFaceModel:
-    """A Hugging Face directory, checked in full before any tensor is read.
+    """A Hugging Face directory, or the state dict of a family without `config.json`, checked in full before any tensor
+    is read.
+
+    Beside a state dict `labels.txt` may have the label of each class, one a line.
 
     Attributes:
-      path: the directory.
+      path: the directory, or the safetensors file of a state dict.
       model_type: its family.
       config: the model.
       dtype: of most of its stored matrices.
@@ -42,19 +45,33 @@ class HuggingFaceModel:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
-        if not self.path.is_dir():
+        if not self.path.exists():
             raise CheckpointError(f"{path}: no such directory; name one with config.json and safetensors files.")
-        fields = read_json(self.path / CONFIG, required=True)
+        folder = self.path if self.path.is_dir() else self.path.parent
+        fields = read_json(self.path / CONFIG)
         self._tensors = SafetensorsFolder(self.path)
         try:
-            family = family_of(fields)
-            self.config: ModelConfig = _with_pooling(self.path, family.config(fields))
-            self._plan = plan(family, self.config, self._tensors.shapes)
+            found = None if fields else recognise(self._tensors.shapes)
+            if found is None:
+                fields = fields or read_json(self.path / CONFIG, required=True)
+                family = family_of(fields)
+                config = _with_pooling(self.path, family.config(fields))
+            else:
+                family, config = found
+            self._plan = plan(family, config, self._tensors.shapes)
+            self.config: ModelConfig = _with_labels(folder, self._with_anchors(config, family))
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
-        self.model_type: str = fields["model_type"]
+        self.model_type: str = fields.get("model_type", family.model_types[0])
         self.fields = fields | read_json(self.path / "generation_config.json")
         self.dtype = _main_dtype(self._tensors, self._plan)
+
+    def _with_anchors(self, config: ModelConfig, family: Family) -> ModelConfig:
+        """The config with a detector's own anchors, which training may have fitted to its images."""
+        name = next((n for n in self._tensors.shapes if family.plain_name(n) == yolov5.ANCHORS), None)
+        if not isinstance(config, YoloConfig) or name is None:
+            return config
+        return yolov5.with_anchors(config, self._tensors.read(name))
 
     @property
     def leaf_names(self) -> tuple[str, ...]:
@@ -67,11 +84,13 @@ class HuggingFaceModel:
         return source.combine(*(self._tensors.read(tensor) for tensor in source.names))
 
     def token_ids(self, role: str) -> tuple[int, ...]:
-        """The ids of `bos_token_id` or `eos_token_id`: none, one or several.
+        """The ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
 
         Ids outside the vocabulary, which small checkpoints often keep from a larger one, are left out with a warning:
         the model can neither read nor write them.
         """
+        if isinstance(self.config, VisionConfig):
+            return ()
         value, vocab = self.fields.get(role), self.config.vocab
         ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
         if any(type(i) is not int for i in ids):
@@ -95,7 +114,8 @@ def convert(
     model of any size needs host memory for only a few leaves at a time.
 
     Args:
-      hf_dir: a Hugging Face directory.
+      hf_dir: a Hugging Face directory; or a safetensors file with the state dict of torchvision's ResNet or of YOLOv5,
+        or a directory with one, perhaps beside `labels.txt`.
       out_dir: the model directory, empty or not existing.
       dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are.
       quantize: "int8" or "fp8" with one scale per output channel; "int4" with one scale per 128 inputs of each
@@ -114,7 +134,9 @@ def convert(
         bos_id=next(iter(source.token_ids("bos_token_id")), None),
         eos_ids=source.token_ids("eos_token_id"),
     )
-    files = tokenizer_files(source.path, source.model_type, source.config.vocab)
+    files = {}
+    if not isinstance(source.config, VisionConfig):
+        files = tokenizer_files(source.path, source.model_type, source.config.vocab)
     leaves = canonical_leaves(source.config, description.stored)
     total = sum(leaf.bytes for leaf in leaves.values())
     _check_disk(writer.path, total)
@@ -168,6 +190,17 @@ def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
     if len(modes) > 1 or not modes <= known.keys():
         raise ValueError(f"1_Pooling/config.json: {sorted(modes)} is not implemented; known: {', '.join(known)}.")
     return dataclasses.replace(config, pooling=known[modes.pop()])
+
+
+def _with_labels(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:
+    """The config with the labels of `labels.txt`, if there is one."""
+    file = folder / "labels.txt"
+    if not isinstance(config, VisionConfig) or not file.is_file():
+        return config
+    labels = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    if len(labels) != len(config.labels):
+        raise ValueError(f"labels.txt has {len(labels)} labels for {len(config.labels)} classes; give one a line.")
+    return dataclasses.replace(config, labels=labels)
 
 
 def _main_dtype(tensors: SafetensorsFolder, sources: Mapping[str, Source]) -> str:

@@ -10,18 +10,34 @@ import jax.numpy as jnp
 import msgspec
 
 from checkpoints import CheckpointError
-from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig
+from jaxinfer.models.config import (
+    DecoderConfig,
+    EncoderConfig,
+    ModelConfig,
+    ResNetConfig,
+    TransformerConfig,
+    VisionConfig,
+    YoloConfig,
+)
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.weights import STORED_AS, QuantizedFormat
 
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
+Kind = Literal["decoder", "encoder", "classifier", "detector"]
+KINDS: dict[Kind, type[ModelConfig]] = {
+    "decoder": DecoderConfig,
+    "encoder": EncoderConfig,
+    "classifier": ResNetConfig,
+    "detector": YoloConfig,
+}
+
 
 class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`config.json` as it is written."""
 
-    kind: Literal["decoder", "encoder"]
+    kind: Kind
     family: str
     dtype: Literal["float32", "bfloat16", "float16"]
     quantization: QuantizedFormat | None
@@ -51,11 +67,11 @@ class Description:
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
-        parse_quantization(self.quantization)
+        _check_quantization(self.config, parse_quantization(self.quantization))
 
     @property
-    def kind(self) -> Literal["decoder", "encoder"]:
-        return "decoder" if isinstance(self.config, DecoderConfig) else "encoder"
+    def kind(self) -> Kind:
+        return kind_of(self.config)
 
     @property
     def stored(self) -> WeightFormat:
@@ -77,7 +93,7 @@ class Description:
             )
         try:
             found = msgspec.json.decode(file.read_bytes(), type=_ConfigFile)
-            config = msgspec.convert(found.config, DecoderConfig if found.kind == "decoder" else EncoderConfig)
+            config = msgspec.convert(found.config, KINDS[found.kind])
             if unknown := sorted(_unknown_fields(found.config, msgspec.to_builtins(config), "config")):
                 raise ValueError(f"unknown fields {', '.join(unknown)}")
         except ValueError as error:
@@ -92,6 +108,18 @@ class Description:
             bos_id=found.bos_id,
             eos_ids=found.eos_ids,
         )
+
+
+def kind_of(config: ModelConfig) -> Kind:
+    """What a config is of."""
+    return next(kind for kind, known in KINDS.items() if isinstance(config, known))
+
+
+def require_transformer(folder: str | os.PathLike[str], config: ModelConfig) -> TransformerConfig:
+    """The config, if it is of a model that reads text. Raises ValueError, which names the folder, if it is not."""
+    if isinstance(config, VisionConfig):
+        raise ValueError(f"{folder} holds an image {kind_of(config)}, which has no tokens; use load_model for it.")
+    return config
 
 
 def _unknown_fields(given: dict[str, Any], known: dict[str, Any], where: str) -> Iterator[str]:
@@ -115,10 +143,19 @@ def parse_quantization(name: str | None) -> QuantizedFormat | None:
     return cast(QuantizedFormat | None, name)
 
 
+def _check_quantization(config: ModelConfig, wanted: QuantizedFormat | None) -> None:
+    if wanted is not None and isinstance(config, VisionConfig):
+        raise ValueError(
+            f"quantize={wanted!r} is not implemented for an image {kind_of(config)}: convolutions have no quantised "
+            "format; leave it out."
+        )
+
+
 def weight_format(description: Description, *, dtype: str | None = None, quantize: str | None = None) -> WeightFormat:
     """The format of a model loaded with these options; None: as stored."""
     require_choice("dtype", dtype, (None, *DTYPES))
     wanted, stored = parse_quantization(quantize), description.quantization
+    _check_quantization(description.config, wanted)
     if stored is not None and wanted not in (None, stored):
         raise ValueError(f"quantize={wanted!r} needs the float model, this one is stored in {stored}: convert again.")
     return WeightFormat(dtype=jnp.dtype(dtype or description.dtype), quantized=wanted or stored)

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from checkpoints import Leaf
-from jaxinfer.models.config import AttentionConfig, ModelConfig
+from jaxinfer.models.config import AttentionConfig, ModelConfig, TransformerConfig, VisionConfig
+from jaxinfer.models.description import kind_of
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.weights import GROUP, QuantizedFormat
 from sharding import ShardingRules
@@ -70,6 +71,7 @@ class Fitting:
     def stored_size(self, part: str) -> int:
         """The size of the dimension of a linear or embedding that can be split, in the stored model."""
         config = self.original
+        assert not isinstance(config, VisionConfig)
         attention = config.attention
         return {
             "qkv": attention.kv_heads * (attention.group + 2) * attention.head_dim,
@@ -95,24 +97,29 @@ def fit(
 
     Raises ValueError, with the reason and the nearest size that works, for a mesh that it cannot be fitted to.
     """
-    if mesh is None:
+    if isinstance(config, VisionConfig) and mesh is not None and mesh.size > 1:
+        raise ValueError(f"mesh {_shape_text(mesh)}: an image {kind_of(config)} runs on one device; give it no mesh.")
+    if mesh is None or isinstance(config, VisionConfig):
         return Fitting(original=config, config=config)
     ways = {axis: rules.ways(mesh, axis) for axis in SPLIT}
     try:
         return _fit(config, weights, ways, stored=stored)
     except ValueError as error:
-        shape = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
         for fewer in range(max(ways.values()) - 1, 0, -1):
             try:
                 _fit(config, weights, {axis: min(n, fewer) for axis, n in ways.items()}, stored=stored)
             except ValueError:
                 continue
-            raise ValueError(f"mesh {shape}: {error} The nearest that works is {fewer} ways.") from error
+            raise ValueError(f"mesh {_shape_text(mesh)}: {error} The nearest that works is {fewer} ways.") from error
         raise
 
 
+def _shape_text(mesh: Mesh | AbstractMesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
+
+
 def _fit(
-    config: ModelConfig, weights: WeightFormat, ways: Mapping[str, int], *, stored: QuantizedFormat | None
+    config: TransformerConfig, weights: WeightFormat, ways: Mapping[str, int], *, stored: QuantizedFormat | None
 ) -> Fitting:
     takes: dict[str, Take] = {}
     attention, heads = _fit_heads(config.attention, ways["heads"], weights)

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from jaxinfer.models.attention import Attention
-from jaxinfer.models.config import BlockKind, ModelConfig
+from jaxinfer.models.config import BlockKind, TransformerConfig
 from jaxinfer.models.forward_context import ForwardContext
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.mlp import Mlp
@@ -28,7 +28,7 @@ class TransformerLayer(nnx.Module):
 
     def __init__(
         self,
-        cfg: ModelConfig,
+        cfg: TransformerConfig,
         weights: WeightFormat,
         *,
         layer: int,

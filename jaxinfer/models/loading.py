@@ -21,8 +21,8 @@ import checkpoints
 from checkpoints import CheckpointError, Leaf, Manifest
 from checkpoints.reading import GROUP_BYTES
 from jaxinfer.models import devices
-from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.description import CONFIG, Description, weight_format
+from jaxinfer.models.config import ModelConfig, TransformerConfig
+from jaxinfer.models.description import CONFIG, Description, require_transformer, weight_format
 from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat
@@ -32,7 +32,7 @@ from sharding import MeshFile, ShardingRules
 if TYPE_CHECKING:
     from flax import nnx
 
-    from jaxinfer.models import Decoder, Encoder
+    from jaxinfer.models.abstract import Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,6 +70,11 @@ class OpenedModel:
     def config(self) -> ModelConfig:
         """What is on the devices: that of the description, fitted to the mesh."""
         return self.fitting.config
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """The same, of a decoder or an encoder. Raises ValueError for a model that reads images."""
+        return require_transformer(self.folder, self.config)
 
     @property
     def bos_id(self) -> int | None:
@@ -211,7 +216,7 @@ def _abstract() -> types.ModuleType:
 
 def save_model(
     path: str | os.PathLike[str],
-    model: "Decoder | Encoder",
+    model: "Model",
     *,
     family: str,
     dtype: str = "float32",

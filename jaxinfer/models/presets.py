@@ -1,14 +1,14 @@
-"""Known models as configs: the DeepSpeed Inference paper's Table I and two Llama shapes.
+"""Known models as configs: the DeepSpeed Inference paper's Table I, two Llama shapes, image classifiers and detectors.
 
 The table gives layers, rounded widths and head counts. The rest (vocabulary, context, arrangement) is that of the
 published model, or GPT-2's if none is published. If the table's rounding contradicts the published model, the
 published numbers are used (GPT-Neo has 20 heads of 128, GPT-2 XL 25 of 64). Nothing is downloaded or allocated here.
 """
 
+import functools
 import math
-
-import jax
-from flax import nnx
+from collections.abc import Callable
+from typing import Any
 
 from jaxinfer.models.config import (
     Activation,
@@ -21,9 +21,11 @@ from jaxinfer.models.config import (
     NormKind,
     PositionKind,
     PositionsConfig,
+    ResNetConfig,
+    VisionConfig,
+    YoloConfig,
 )
-from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.encoder import Encoder
+from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.weight_format import WeightFormat
 
 _LAYER_NORM = NormConfig(kind=NormKind.LAYER, eps=1e-5)
@@ -139,20 +141,45 @@ PRESETS: dict[str, DecoderConfig] = {
 }
 
 
+_BASIC = functools.partial(ResNetConfig, widths=(64, 128, 256, 512), bottleneck=False)
+_BOTTLENECKS = functools.partial(ResNetConfig, widths=(256, 512, 1024, 2048), bottleneck=True)
+
+VISION_PRESETS: dict[str, Callable[..., VisionConfig]] = {
+    "resnet18": functools.partial(_BASIC, depths=(2, 2, 2, 2)),
+    "resnet50": functools.partial(_BOTTLENECKS, depths=(3, 4, 6, 3)),
+    "resnet101": functools.partial(_BOTTLENECKS, depths=(3, 4, 23, 3)),
+    "yolov5n": functools.partial(YoloConfig, widths=(16, 32, 64, 128, 256), depths=(1, 2, 3, 1)),
+    "yolov5s": functools.partial(YoloConfig, widths=(32, 64, 128, 256, 512), depths=(1, 2, 3, 1)),
+    "yolov5m": functools.partial(YoloConfig, widths=(48, 96, 192, 384, 768), depths=(2, 4, 6, 2)),
+    "yolov5l": functools.partial(YoloConfig, widths=(64, 128, 256, 512, 1024), depths=(3, 6, 9, 3)),
+    "yolov5x": functools.partial(YoloConfig, widths=(80, 160, 320, 640, 1280), depths=(4, 8, 12, 4)),
+}
+
+
 def preset(name: str) -> DecoderConfig:
-    """A preset by name."""
-    if name not in PRESETS:
-        raise ValueError(f"preset={name!r} is not known; known: {', '.join(PRESETS)}.")
-    return PRESETS[name]
+    """A language model by name."""
+    return _known(name, PRESETS)
+
+
+def vision_preset(name: str, *, labels: tuple[str, ...], **fields: Any) -> VisionConfig:
+    """An image classifier or detector by name.
+
+    Args:
+      labels: of its classes.
+      fields: of its config, where they differ from the preset's.
+
+    >>> vision_preset("yolov5s", labels=("scratch", "dent"), image_size=320).widths
+    (32, 64, 128, 256, 512)
+    """
+    return _known(name, VISION_PRESETS)(labels=labels, **fields)
+
+
+def _known[T](name: str, presets: dict[str, T]) -> T:
+    if name not in presets:
+        raise ValueError(f"preset={name!r} is not known; known: {', '.join(presets)}.")
+    return presets[name]
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """The number of parameters of a model, counted on the module without allocating it."""
-
-    def make() -> Decoder | Encoder:
-        if isinstance(config, DecoderConfig):
-            return Decoder(config, WeightFormat(), rngs=nnx.Rngs(0))
-        return Encoder(config, WeightFormat(), rngs=nnx.Rngs(0))
-
-    model = nnx.eval_shape(make)
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))
+    """The number of parameters of a model, counted without allocating it."""
+    return sum(math.prod(leaf.shape) for leaf in canonical_leaves(config, WeightFormat()).values())

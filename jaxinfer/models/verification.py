@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,11 @@ from safetensors.numpy import load_file
 
 import checkpoints
 from checkpoints import CheckpointError
-from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.config import DecoderConfig, ResNetConfig, VisionConfig
 from jaxinfer.models.conversion import HuggingFaceModel
 from jaxinfer.models.description import Description
 from jaxinfer.models.leaves import quantized_format, scale_name
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.loading import LoadedModel, load_model
 from pallas_kernels.weights import GROUP, Weights, dequantize
 
 
@@ -41,9 +42,9 @@ class OutputReport:
     """How the model's outputs differ from those of a reference.
 
     Attributes:
-      max_abs_diff: the largest difference of a logit, or of a hidden value for encoders.
-      kl: mean over tokens of KL(reference || model), in nats; None for encoders.
-      top1: the fraction of tokens with the same most likely next token; None for encoders.
+      max_abs_diff: the largest difference of a logit, of a hidden value for encoders, of a prediction for detectors.
+      kl: mean over tokens of KL(reference || model), in nats; None for all but decoders.
+      top1: the fraction of tokens with the same most likely next token; None for all but decoders.
     """
 
     max_abs_diff: float
@@ -93,9 +94,13 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
         `lengths`: int [B]; not needed if all rows are full.
         `token_types`: int [B, T], for an encoder, if it has any.
         `logits` [..., V] of a decoder or `hidden` [..., D] of an encoder, for all tokens or only the real ones.
+        Of an image model `images`, uint8 [B, H, W, 3], and a classifier's `logits` [B, classes] or a detector's
+        `predictions` [B, candidates, 5 + classes], as `Yolo.predictions` has them.
     """
     tensors = _read_reference(pathlib.Path(reference))
     model = load_model(path, dtype="float32")
+    if isinstance(model.config, VisionConfig):
+        return _compare_images(model, tensors, str(reference))
     decoder = isinstance(model.config, DecoderConfig)
     tokens = tensors.get("tokens", tensors.get("input_ids"))
     expected = tensors.get("logits" if decoder else "hidden")
@@ -118,11 +123,7 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
     expected = expected.astype(np.float64)
     if expected.shape[:2] == tokens.shape and expected.ndim == 3:
         expected = expected[positions >= 0]
-    if expected.shape != actual.shape:
-        raise CheckpointError(
-            f"{reference}: outputs of shape {list(expected.shape)} do not fit the model's {list(actual.shape)}; "
-            "use a reference made from the same model and tokens."
-        )
+    _check_shape(reference, expected, actual)
     worst = float(np.abs(actual - expected).max())
     if not decoder:
         return OutputReport(max_abs_diff=worst)
@@ -132,6 +133,26 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
         kl=float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean()),
         top1=float((expected.argmax(-1) == actual.argmax(-1)).mean()),
     )
+
+
+def _compare_images(model: LoadedModel, tensors: Mapping[str, np.ndarray], reference: str) -> OutputReport:
+    """The same for an image model."""
+    wanted = "logits" if isinstance(model.config, ResNetConfig) else "predictions"
+    if not {"images", wanted} <= tensors.keys():
+        raise CheckpointError(f"{reference}: contains {sorted(tensors)}; needs images and {wanted}.")
+    expected = tensors[wanted].astype(np.float64)
+    run = jax.jit(lambda state, images: getattr(nnx.merge(model.graphdef, state), wanted)(images))
+    actual = np.asarray(run(model.state, tensors["images"]), np.float64)
+    _check_shape(reference, expected, actual)
+    return OutputReport(max_abs_diff=float(np.abs(actual - expected).max()))
+
+
+def _check_shape(reference: str | os.PathLike[str], expected: np.ndarray, actual: np.ndarray) -> None:
+    if expected.shape != actual.shape:
+        raise CheckpointError(
+            f"{reference}: outputs of shape {list(expected.shape)} do not fit the model's {list(actual.shape)}; "
+            "use a reference made from the same model and inputs."
+        )
 
 
 def _read_reference(file: pathlib.Path) -> dict[str, np.ndarray]:

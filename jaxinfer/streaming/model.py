@@ -49,7 +49,7 @@ def stream_model(opened: OpenedModel, placement: Placement) -> StreamedModel:
     Raises CheckpointError for files that are damaged or cannot be written.
     """
     _log.info("%s", placement)
-    _map_large_arrays()
+    map_large_arrays()
     leaves = opened.read(lambda name: layer_of(name) is None)
     shardings = [shape.sharding for shape in opened.layer_shapes(0)]
 
@@ -68,13 +68,13 @@ def stream_model(opened: OpenedModel, placement: Placement) -> StreamedModel:
     return StreamedModel(**opened.fields(), leaves=leaves, placement=placement, store=store)
 
 
-def _map_large_arrays() -> None:
+def map_large_arrays(smallest: int = LARGE_ARRAY) -> None:
     """Have glibc give every large array pages of its own, which go back to the system when it is freed.
 
     Otherwise its heaps, one for each thread that reads or copies, keep half a GiB of what passing layers have left.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_ARRAY)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, smallest)
 
 
 def write_layer_files(opened: OpenedModel, *, progress: Progress = _log_progress) -> pathlib.Path:
@@ -82,7 +82,7 @@ def write_layer_files(opened: OpenedModel, *, progress: Progress = _log_progress
     folder = layer_folder(opened)
     write_layers(
         folder,
-        opened.config.layers,
+        opened.transformer.layers,
         lambda layer: _read_layer(opened, layer),
         total_bytes=sum(leaf.bytes for name, leaf in opened.shapes.items() if layer_of(name) is not None),
         progress=progress,

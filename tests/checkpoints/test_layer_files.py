@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from checkpoints import CheckpointError, layer_files
 from checkpoints.layer_files import ALIGNMENT, LayerFiles, aligned_buffer, write_layers
-from checkpoints.stores import DiskStore
+from checkpoints.stores import DiskStore, Staging
 
 
 def leaves(layer, sharding=None):
@@ -78,7 +78,7 @@ def test_a_buffer_is_given_back_only_when_its_arrays_are_gone(folder):
         buffer.fill(255)
         released.append(buffer)
 
-    store = DiskStore(LayerFiles(folder), [sharding] * 3, aliases=True, on_release=poison)
+    store = DiskStore(LayerFiles(folder), [sharding] * 3, aliases=True, staging=Staging(on_release=poison))
     first, second = store.start(0), store.start(1)
     kept = first.arrays()
     first.release()

@@ -13,6 +13,7 @@ from jaxinfer.cli.bench.results import Distribution
 from jaxinfer.cli.bench.workload import Request, random_prompts, spread_lengths
 from jaxinfer.generation import LLM
 from jaxinfer.models.conversion import convert
+from tests.generation.conftest import PAGE_BYTES, TIGHT
 from tests.models.goldens import DIRECTORY as GOLDENS
 
 TOKENS = ("--prompt-tokens", 12, "--output-tokens", 6)
@@ -135,7 +136,7 @@ def test_timeline_counts_every_token_and_nothing_compiles_meanwhile(model_dir):
 
 
 def test_a_batch_that_exceeds_the_cache_is_refused(model_dir):
-    llm = LLM(model_dir, max_batch=2, cache_bytes=24576)  # 6 pages of 16 tokens
+    llm = LLM(model_dir, cache_bytes=6 * PAGE_BYTES, **TIGHT)  # 6 pages of 16 tokens
     with pytest.raises(ValueError, match="batch of 2 requests of 50 tokens does not fit in the cache of 6 pages of 16"):
         measure_latency(llm, [1, 2], prompt_tokens=30, output_tokens=20, rounds=1)
 

@@ -70,7 +70,7 @@ def test_a_file_has_a_prompt_per_line(model_dir, tmp_path):
 
 def test_several_completions_of_token_ids_without_a_tokenizer(tmp_path):
     convert(GOLDENS / "llama_llama3", tmp_path / "model")
-    arguments = ("--token-ids", "5,17,3", "--max-new-tokens", 4, "--ignore-eos", "--seed", 1)
+    arguments = ("--token-ids", "5,17,3", "--max-new-tokens", 4, "--ignore-eos", "--seed", 1, "--max-batch", 1)
     (line,) = map(json.loads, run(tmp_path / "model", *arguments, "--n", 2, "--json").stdout.splitlines())
     assert line["prompt_token_ids"] == [5, 17, 3]
     assert [len(c["token_ids"]) for c in line["outputs"]] == [4, 4]

@@ -18,7 +18,7 @@ from jaxinfer.collaboration.errors import (
 from jaxinfer.collaboration.scheduling.policy import Policy, policy_of
 from jaxinfer.collaboration.scheduling.request import Batch, Evict, Load
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
-from tests.collaboration.systems import CPU, GPU, cpu, expert, gpu, profiles, request, scheduler, shown
+from tests.collaboration.systems import CPU, GPU, cpu, expert, gpu, profiles, request, scheduler, shown, simulate
 
 
 def submit(system, experts, now=0.0):
@@ -460,3 +460,11 @@ def test_the_pool_of_a_dead_executor_is_no_source():
     system.remove_executor(1, 0)
     submit(system, "b")
     assert poll(system) == [("load", "b", 0, "disk")]
+
+
+def test_an_expert_that_is_copied_elsewhere_is_waited_for():
+    """The second pool has one expert, which the first one copies: its own request must not fail for that."""
+    system = scheduler("abcd", cpu(1, device="a"), cpu(1, device="b"), policy="parallel")
+    outcome, done = simulate(system, "b", "c", "d", "a", every=0.3)
+    assert outcome.finished == 4
+    assert done[0] == ("load", "b", 0, "host")

@@ -2,10 +2,12 @@ import pytest
 
 from jaxinfer.generation import LLM
 from jaxinfer.generation.engine.config import EngineConfig
+from tests.generation import sampled
 
 # One small engine for many tests, whose programs the cache of a run then has. A request takes up to 8 of the pages.
 SMALL_CONFIG = EngineConfig(max_batch=4, context=64, page_size=8, token_budget=32, chunk_size=8, max_decode_passes=4)
 SMALL_PAGES = 14
+TIGHT = {"max_batch": 2, "token_budget": 16, "chunk_size": 16}
 PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4  # of `llm`: tokens, keys and values, layers, KV heads, head_dim, float32
 
 
@@ -15,7 +17,14 @@ def llm(model_dir):
     return LLM(model_dir)
 
 
+@pytest.fixture(scope="session")
+def processing_llm(model_dir):
+    """One device, for all that is compared with it. Programs with logits processors are compiled for every engine."""
+    processors = {"even": sampled.only_even, "next": sampled.next_of_last}
+    return LLM(model_dir, max_decode_passes=4, logits_processors=processors, **sampled.SIZES)
+
+
 @pytest.fixture
 def tight_llm(model_dir):
     """Room for 2 requests and 6 pages of 16 tokens."""
-    return LLM(model_dir, max_batch=2, cache_bytes=6 * PAGE_BYTES)
+    return LLM(model_dir, cache_bytes=6 * PAGE_BYTES, **TIGHT)

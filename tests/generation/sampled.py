@@ -1,10 +1,13 @@
 """Requests with every sampling option, for tests that two ways of running a model give the same tokens."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import SamplingParams, StructuredOutputsParams
 from tests.tiny import CONFIG
 
+SIZES = {"max_batch": 2, "token_budget": 8, "chunk_size": 8}
+"""Of an engine of few programs: two of three prompts run beside each other, in chunks."""
 PROMPTS = [list(range(20)), [7, 3, 250, 9], [5] * 9]
 
 SAMPLED = {
@@ -33,8 +36,15 @@ def generate(llm, params, prompts=PROMPTS):
 
 
 def only_even(scores, history, length):
+    """A logits processor: no odd token."""
     assert scores.shape[1] == CONFIG.vocab
     return scores.at[:, 1::2].set(-np.inf)
+
+
+def next_of_last(scores, history, length):
+    """A logits processor that looks at the text: the token after the last one, by number."""
+    last = history[jnp.arange(len(length)), length - 1]
+    return jnp.where(jnp.arange(scores.shape[-1]) == ((last + 1) % 256)[:, None], 0.0, -jnp.inf)
 
 
 def check_logprobs(alone, other):

@@ -36,6 +36,7 @@ class Case(NamedTuple):
     v: jax.Array
 
 
+@functools.cache
 def make_case(rows: int, tokens: int, *, kv_heads=1, width=20, dtype=np.float32, int8=False, seed=0) -> Case:
     """Rows of `tokens` queries each, at the end of contexts of random lengths up to `width` pages."""
     rng = np.random.default_rng(seed)
@@ -45,7 +46,9 @@ def make_case(rows: int, tokens: int, *, kv_heads=1, width=20, dtype=np.float32,
     stale = jax.tree.map(lambda x: jnp.asarray(rng.integers(-9, 9, x.shape), x.dtype), shapes)
     k, v = (jnp.asarray(x, dtype) for x in rng.normal(size=(2, rows, width * SIZE, kv_heads, DIM)))
     new_k, new_v = (x.reshape(-1, kv_heads, DIM) for x in (k, v))
-    pages = write_pages(stale, new_k, new_v, jnp.repeat(page_table, SIZE), jnp.tile(jnp.arange(SIZE), rows * width))
+    pages = jax.jit(write_pages)(
+        stale, new_k, new_v, jnp.repeat(page_table, SIZE), jnp.tile(jnp.arange(SIZE), rows * width)
+    )
     first = rng.integers(0, width * SIZE - tokens + 1, rows)
     positions = jnp.asarray(first[:, None] + np.arange(tokens), jnp.int32)
     return Case(jnp.asarray(rng.normal(size=(rows, tokens, HEADS, DIM)), dtype), pages, page_table, positions, k, v)

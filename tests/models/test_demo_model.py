@@ -32,7 +32,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_the_same_tokens(quantize):
-    llm = LLM(DEMO, dtype="float32", quantize=quantize, context=128, max_batch=2, token_budget=32)
+    llm = LLM(DEMO, dtype="float32", quantize=quantize, context=128, max_batch=1, token_budget=32)
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
     assert [list(output.outputs[0].token_ids) for output in outputs] == EXPECTED[quantize]
 

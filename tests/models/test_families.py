@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import AttentionConfig, BlockKind, RopeScaling
-from jaxinfer.models.families import FAMILIES, family_of, gemma2, mapping, plan
-from tests.models import goldens
+from jaxinfer.models.families import FAMILIES, STATE_DICTS, family_of, gemma2, mapping, plan
+from tests.models import goldens, vision
 
 
 def hf_config(name: str) -> dict:
@@ -24,9 +24,11 @@ def config_of(name: str, **changes):
 
 
 def test_every_family_has_two_goldens():
-    counts = dict.fromkeys(FAMILIES, 0)
+    counts = dict.fromkeys((*FAMILIES, *(name for family in STATE_DICTS for name in family.model_types)), 0)
     for name in goldens.NAMES:
         counts[hf_config(name)["model_type"]] += 1
+    for name in vision.GOLDENS:
+        counts[name.rpartition("_")[0].replace("torchvision", "torchvision_resnet")] += 1
     assert min(counts.values()) >= 2, counts
 
 

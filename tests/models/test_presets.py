@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.models.presets import PRESETS, parameter_count, preset
+from jaxinfer.models.presets import PRESETS, parameter_count, preset, vision_preset
 
 # Counts of the published checkpoints, exactly; of our own shape, by hand.
 EXACT = {
@@ -31,3 +31,29 @@ def test_parameter_count(name):
 def test_unknown_preset_names_the_known():
     with pytest.raises(ValueError, match=r"preset='gpt-5'.*gpt2-1\.5b"):
         preset("gpt-5")
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "parameters"),
+    [  # without batch normalisation: a bias for its scale, shift, mean and variance
+        ("resnet18", 1000, 11_689_512 - 4_800),
+        ("resnet50", 1000, 25_557_032 - 26_560),
+        ("resnet101", 1000, 44_549_160 - 52_672),
+        ("resnet101", 2, 42_451_586),
+        ("yolov5n", 80, 1_872_157 - 4_752),
+        ("yolov5s", 80, 7_235_389 - 9_504),
+        ("yolov5m", 80, 21_190_557 - 18_384),
+        ("yolov5m", 1, 20_871_318 - 18_384),
+        ("yolov5l", 80, 46_563_709 - 30_016),
+        ("yolov5x", 80, 86_749_405 - 44_400),
+    ],
+)
+def test_image_models_have_the_published_sizes(name, classes, parameters):
+    assert parameter_count(vision_preset(name, labels=("x",) * classes)) == parameters
+
+
+def test_image_models_can_be_shrunk():
+    config = vision_preset("resnet101", labels=("ok",), depths=(1, 1, 1, 1), image_size=64)
+    assert (config.widths, config.depths, config.image_size) == ((256, 512, 1024, 2048), (1, 1, 1, 1), 64)
+    with pytest.raises(ValueError, match="preset='resnet102' is not known; known: resnet18"):
+        vision_preset("resnet102", labels=("ok",))

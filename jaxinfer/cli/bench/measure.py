@@ -84,7 +84,7 @@ def _check_fits_at_once(llm: LLM, batch: int, tokens: int) -> None:
 
 
 def _random(llm: LLM, rng: np.random.Generator, lengths: Sequence[int]) -> list[list[int]]:
-    return random_prompts(rng, llm.model.config.vocab, lengths)
+    return random_prompts(rng, llm.model.transformer.vocab, lengths)
 
 
 def _params(output_tokens: int) -> SamplingParams:

@@ -36,9 +36,9 @@ def check_spread(spread: float) -> None:
 def read_config(directory: Path) -> "DecoderConfig":
     """The config of a decoder. Raises ValueError for an encoder."""
     from jaxinfer.models import DecoderConfig
-    from jaxinfer.models.description import Description
+    from jaxinfer.models.description import Description, require_transformer
 
-    config = Description.read(directory).config
+    config = require_transformer(directory, Description.read(directory).config)
     if not isinstance(config, DecoderConfig):
         raise ValueError(f"{directory} holds an encoder; bench measures decoders.")
     return config

@@ -57,8 +57,8 @@ def write_report(
         "model": {
             "directory": str(ctx.params["model"]),
             "family": description.family,
-            "layers": description.config.layers,
-            "embed": description.config.embed,
+            "layers": llm.model.transformer.layers,
+            "embed": llm.model.transformer.embed,
             "stored": description.quantization or description.dtype,
             "dtype": str(weights.dtype),
             "quantized": weights.quantized,

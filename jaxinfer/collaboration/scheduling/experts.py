@@ -106,6 +106,15 @@ class ExpertGraph:
         rule = self._rules.get((expert, verdict))
         return None if rule is None else rule.next
 
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Which part of all inputs is of each kind."""
+        return dict(zip(self._inputs, _shares(list(self._inputs.values())), strict=True))
+
+    def rules_of(self, expert: str) -> list[Rule]:
+        """What may follow an expert."""
+        return [rule for rule in self._rules.values() if rule.expert == expert]
+
     def require(self, name: str) -> ExpertInfo:
         """The expert. Raises RoutingError if there is none of this name."""
         if name not in self.experts:
@@ -141,10 +150,10 @@ class ExpertGraph:
     def _usage(self) -> dict[str, float]:
         """How many inputs come to each expert: inputs by their shares, and on along the rules (paper section 4.5)."""
         usage = dict.fromkeys(self.experts, 0.0)
-        for kind, share in zip(self._inputs.values(), _shares(list(self._inputs.values())), strict=True):
-            usage[kind.expert] += share
+        for kind, share in self.shares.items():
+            usage[self._inputs[kind].expert] += share
         for name in self._order:
-            rules = [rule for rule in self._rules.values() if rule.expert == name]
+            rules = self.rules_of(name)
             for rule in rules:
                 if not 0 <= rule.probability <= 1:
                     raise ConfigError(

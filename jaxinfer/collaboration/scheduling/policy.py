@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+import msgspec
+
 from jaxinfer.collaboration.errors import ConfigError
 
 
@@ -81,4 +83,7 @@ def policy_of(mode: str, **changes: object) -> Policy:
     known = {field.name for field in dataclasses.fields(Policy)}
     if unknown := sorted(changes.keys() - known):
         raise ConfigError(f"a policy has no {', '.join(unknown)}; known: {', '.join(sorted(known))}.")
-    return dataclasses.replace(POLICIES[mode], **changes)
+    try:
+        return msgspec.convert(dataclasses.asdict(POLICIES[mode]) | changes, Policy)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"policy: {error}") from error

@@ -81,6 +81,11 @@ class ModelPool:
         if not loaded:
             self._residents.remove(name)
 
+    def drop(self, name: str) -> None:
+        """Have an expert leave that nothing uses."""
+        self._residents.remove(name)
+        del self._loads[name]
+
     def use(self, name: str) -> None:
         """Have an expert stay until `release`."""
         self._residents.touch(name)

@@ -26,6 +26,7 @@ class Profile:
       b: seconds of a batch beside that (the paper's B).
       max_batch: the largest batch worth making.
       load: seconds to load an expert, by where it comes from.
+      evict: seconds to copy an expert to the host's memory when it leaves a pool.
       activation_bytes: of one request in a batch.
       latency: seconds of batches as measured, by size; between them, and where there are none, the line counts.
     """
@@ -34,6 +35,7 @@ class Profile:
     b: float
     max_batch: int
     load: Mapping[Tier, float]
+    evict: float = 0.0
     activation_bytes: int = 0
     latency: Mapping[int, float] = dataclasses.field(default_factory=dict)
 

@@ -59,11 +59,13 @@ class Evict:
     """Experts that leave a pool, to give a batch their memory.
 
     Attributes:
+      executor: whose batch.
       pool: which one.
       evictions: the experts.
       dropped: experts that leave the host cache, to make room for those.
     """
 
+    executor: int
     pool: int
     evictions: tuple[Eviction, ...]
     dropped: tuple[str, ...]

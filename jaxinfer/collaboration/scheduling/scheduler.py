@@ -176,6 +176,7 @@ class Scheduler:
         self.executors: list[ExecutorState] = []
         self._host: Residents[str, None] = Residents(host_bytes if policy.host_cache else 0, order=self._host_order)
         self._taken: set[str] = set()  # copies in the host cache that are on their way to a pool
+        self._sources: Counter[int] = Counter()  # loads under way from each pool
         self._max_queued, self._on_decision = max_queued, on_decision
         self._quarantined: dict[str, _Quarantine] = {}
         self._turn = 0
@@ -204,6 +205,12 @@ class Scheduler:
                 pool.begin_load(name, self.graph.experts[name].bytes)
                 pool.end_load(name, loaded=True, pinned=self.graph.experts[name].pinned)
         return dict(enumerate(placed))
+
+    def remove_placed(self, pool: int, name: str) -> None:
+        """An expert that `place` has put into a pool could not be loaded."""
+        if self.graph.experts[name].pinned:
+            self.pools[pool].release(name)
+        self.pools[pool].drop(name)
 
     def _can_run(self, expert: ExpertInfo, pool: int) -> bool:
         able = [x for x in self.executors if (expert.architecture, x.config.processor) in self.profiles]
@@ -258,6 +265,7 @@ class Scheduler:
         self.executors[load.executor].loading = None
         if load.source is not None:
             self.pools[load.source].release(load.expert)
+            self._sources[load.source] -= 1
         elif load.tier == "host":
             self._taken.remove(load.expert)
             self._host.unpin(load.expert)
@@ -419,8 +427,8 @@ class Scheduler:
                 actions += self._fail(requests, InsufficientMemoryError(f"expert {group.expert!r}: {problem}."))
                 return True
             if victims:
-                evictions, dropped = self._leave(victims)
-                actions.append(Evict(pool=pool.index, evictions=evictions, dropped=dropped))
+                evictions, dropped = self._leave(executor, victims)
+                actions.append(Evict(executor=executor.index, pool=pool.index, evictions=evictions, dropped=dropped))
             count = 1
         executor.batch = Batch(executor.index, group.expert, executor.queue.take(group, count), now)
         executor.ends = now + profile.seconds(count)
@@ -465,8 +473,9 @@ class Scheduler:
         return True
 
     def _will_free(self, executor: ExecutorState) -> bool:
-        """Whether other executors of the pool are about to give memory back."""
-        return bool(executor.pool.loading or self._about_to_run(executor.pool)) or any(
+        """Whether others are about to give memory of the pool back: its executors, or loads from it."""
+        pool = executor.pool
+        return bool(pool.loading or self._about_to_run(pool) or self._sources[pool.index]) or any(
             other.executing and other.pool is executor.pool for other in self.executors
         )
 
@@ -505,10 +514,11 @@ class Scheduler:
             return None
         if source is not None:
             self.pools[source].use(name)
+            self._sources[source] += 1
         elif tier == "host":
             self._host.pin(name)
             self._taken.add(name)
-        evictions, dropped = self._leave(victims)
+        evictions, dropped = self._leave(executor, victims)
         executor.loading = name
         self.statistics.loads[tier] += 1
         self.statistics.prefetched += prefetched
@@ -523,11 +533,16 @@ class Scheduler:
             prefetched=prefetched,
         )
 
-    def _leave(self, victims: Iterable[str]) -> tuple[tuple[Eviction, ...], tuple[str, ...]]:
-        """Experts have left a pool: which of them stay in the host cache, and which ones leave that."""
+    def _leave(self, executor: ExecutorState, victims: Iterable[str]) -> tuple[tuple[Eviction, ...], tuple[str, ...]]:
+        """Experts have left an executor's pool: which of them stay in the host cache, and which ones leave that.
+
+        One that would cost more to copy there and back than to read again does not stay.
+        """
         victims, before = list(victims), list(self._host)
         for name in victims:
-            if name not in self._host:
+            profile = self._profile(executor, name)
+            pays = profile.evict + profile.load_seconds("host") < profile.load_seconds("disk")
+            if name not in self._host and pays:
                 self._host.add(name, None, self.graph.experts[name].bytes)
         self.statistics.evictions += len(victims)
         stay = set(self._host) - set(before)

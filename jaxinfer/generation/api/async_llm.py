@@ -97,7 +97,7 @@ class AsyncLLM:
                     vectors.append(await request.wait())
                 except EngineGenerateError as error:
                     raise EngineGenerateError(f"Text {index}: {error}") from error
-        return np.array(vectors, np.float32).reshape(-1, self.model.config.output_width)
+        return np.array(vectors, np.float32).reshape(-1, self.model.transformer.output_width)
 
     def _stream(self, prepare: Callable[[], Request]) -> "OutputStream":
         reader = OutputReader()

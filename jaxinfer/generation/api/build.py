@@ -82,7 +82,7 @@ def build_engine(
             model, config, buckets, num_pages=num_pages, logits_processors=processors, clock=clock, costs=costs
         )
     inputs = InputProcessor(
-        vocab=model.config.vocab,
+        vocab=model.transformer.vocab,
         eos_ids=model.eos_ids,
         context=config.context,
         tokenizer=tokenizer,

@@ -13,7 +13,7 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.platforms import check_mesh
 from jaxinfer.generation.text import Prompt, Tokenizer
-from jaxinfer.models.description import Description
+from jaxinfer.models.description import Description, require_transformer
 from jaxinfer.models.devices import AnyMesh, build_mesh, open_mesh
 from jaxinfer.models.loading import LoadedModel, open_model
 from sharding import ShardingRules
@@ -72,7 +72,7 @@ class Embedder:
             )
             self.model, self.engine, self.tokenizer = llm.model, llm.engine, llm.tokenizer
             return
-        longest = description.config.context
+        longest = require_transformer(path, description.config).context
         if context is not None and not 1 < context <= longest:
             raise ValueError(f"Embedder.context must be in [2, {longest}] for this model, got {context}.")
         mesh = open_mesh(mesh)
@@ -89,4 +89,4 @@ class Embedder:
 
     def embed(self, texts: Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """Vectors of length 1, float32 [len(texts), D]. Raises ValueError for an empty or too long text, naming it."""
-        return embed(self.engine, texts, size=self.model.config.output_width, adapter=adapter)
+        return embed(self.engine, texts, size=self.model.transformer.output_width, adapter=adapter)

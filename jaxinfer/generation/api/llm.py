@@ -88,7 +88,7 @@ class LLM:
         mesh, rules = build_mesh(mesh, rules)
         check_mesh(mesh)
         opened = open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
-        model = opened.config
+        model = opened.transformer
         if not isinstance(model, DecoderConfig):
             raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
         if context is not None and not 1 < context <= model.context:
@@ -184,7 +184,7 @@ class LLM:
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
-        return embed(self.engine, as_list(texts), size=self.model.config.output_width, adapter=adapter)
+        return embed(self.engine, as_list(texts), size=self.model.transformer.output_width, adapter=adapter)
 
     def chat(self, messages: list[dict], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation ({"role", "content"} messages) through the model's chat template."""

@@ -56,7 +56,7 @@ class ChainExecutor(DecoderExecutor):
 
     def __init__(self, model: LoadedModel, config: EngineConfig, buckets: Buckets, *, costs: Costs, **others: Any):
         super().__init__(model, config, buckets, costs=costs, **others)
-        self.depth, self._kinds = 0, model.config.layer_kinds
+        self.depth, self._kinds = 0, model.transformer.layer_kinds
         self.prefetcher = _prefetcher(model, costs)
 
     @staticmethod
@@ -133,11 +133,13 @@ class EncoderChainExecutor(EncoderExecutor):
       prefetcher: brings the layers.
     """
 
+    _recorded_as = "pass"
+
     def __init__(
         self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
         super().__init__(model, config, buckets, clock=clock, costs=costs)
-        self.depth, self._kinds = 0, model.config.layer_kinds
+        self.depth, self._kinds = 0, model.transformer.layer_kinds
         self.prefetcher = _prefetcher(model, costs)
 
     @staticmethod

@@ -19,6 +19,8 @@ from jaxinfer.models.loading import LoadedModel
 class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
     """The device side of an engine on an encoder; arguments as of `DecoderExecutor`."""
 
+    _recorded_as = "embed"  # what the costs call a batch
+
     def __init__(
         self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
@@ -57,5 +59,5 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a batch; its vectors are pooled already, so that only their directions count."""
         vectors = np.asarray(step.output)[: len(step.batch.chunks)]  # the last rows are padding
-        self.costs.record(step.program.name, step.program.bucket, self._seconds(step))
+        self.costs.record(self._recorded_as, step.program.bucket, self._seconds(step))
         return StepOutput(outputs=[SequenceOutput(embedding=vector) for vector in vectors])

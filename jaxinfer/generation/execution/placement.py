@@ -45,7 +45,7 @@ class DeviceBytes:
     @classmethod
     def of(cls, opened: OpenedModel, config: EngineConfig) -> Self:
         """Of a model under an engine of these sizes."""
-        kinds = sorted(set(opened.config.layer_kinds))
+        kinds = sorted(set(opened.transformer.layer_kinds))
         layers = {kind: opened.bytes_per_device(lambda name, kind=kind: layer_of(name) == kind) for kind in kinds}
         rest, page = opened.bytes_per_device(lambda name: layer_of(name) is None), 0
         if isinstance(opened.config, DecoderConfig):
@@ -87,7 +87,7 @@ def plan_placement(
     """
     if memory.weights == "device":
         return None
-    needs, count = DeviceBytes.of(opened, config), opened.config.layers
+    needs, count = DeviceBytes.of(opened, config), opened.transformer.layers
     rest, layer_bytes, least = needs.rest, needs.layer, needs.page
     available = available_bytes(opened.mesh)
     free = int(min(available, memory.device_memory or available) * FRACTION)

@@ -8,6 +8,7 @@ the canonical layout: weights [outputs, inputs], like `torch.nn.Linear`.
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -37,19 +38,22 @@ class Family:
 
     Attributes:
       model_types: the values of `model_type` in `config.json`.
-      config: makes our config from a `config.json`; a ValueError names what is not implemented.
+      config: makes our config from a `config.json`, or if the family has none from the shapes of its tensors, by names
+        without prefix; a ValueError names what is not implemented.
       sources: makes, from our config, leaf name -> Source, with tensor names written without prefix.
       prefixes: what a checkpoint may put before tensor names; the first that fits is removed.
       ignored: a pattern of tensor names (without prefix) that a checkpoint may contain and we do not need.
       renamed: other spellings and what replaces them, anywhere in a name.
+      mark: of a family without `config.json`, the tensor (without prefix) that it is recognised by.
     """
 
     model_types: tuple[str, ...]
-    config: Callable[[Mapping[str, object]], ModelConfig]
+    config: Callable[[Mapping[str, Any]], ModelConfig]
     sources: Callable[..., dict[str, Source]]  # of this family's own config class
     prefixes: tuple[str, ...] = ()
     ignored: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
+    mark: str = ""
 
     def plain_name(self, name: str) -> str:
         """A tensor's name as `sources` writes it."""
@@ -93,9 +97,11 @@ def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) ->
         if names
     ]
     if problems:
+        fit, remedy = " with this config.json", "config.json and the weights of the same checkpoint"
+        if family.mark:
+            fit, remedy = "", "the whole state dict of a model that is implemented"
         raise ValueError(
-            f"The tensors do not fit a {family.model_types[0]} with this config.json ({'; '.join(problems)}). "
-            "Use config.json and the weights of the same checkpoint."
+            f"The tensors do not fit a {family.model_types[0]}{fit} ({'; '.join(problems)}). Use {remedy}."
         )
     return {
         leaf: dataclasses.replace(source, names=tuple(actual[name] for name in source.names))

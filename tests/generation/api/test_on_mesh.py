@@ -14,21 +14,20 @@ from jaxinfer.models.config import BlockKind
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import save_model
 from sharding import MeshConfig, ShardingRules
-from tests.generation.sampled import PROMPTS, SAMPLED, check_logprobs, generate, only_even
+from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
 
-SIZES = {"max_batch": 3, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
 ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
 """An engine of few programs, for one request at a time."""
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir):
+def pair(processing_llm, model_dir):
     """One device, and four: two KV heads and 257 tokens are fitted."""
-    sizes = {**SIZES, "logits_processors": {"even": only_even}}
-    return LLM(model_dir, **sizes), LLM(model_dir, mesh=MeshConfig(tensor=4), **sizes)
+    options = {"max_decode_passes": 4, "logits_processors": {"even": only_even}, **SIZES}
+    return processing_llm, LLM(model_dir, mesh=MeshConfig(tensor=4), **options)
 
 
 def test_leaves_and_caches_are_split(pair):
@@ -100,13 +99,13 @@ def test_a_greedy_pass_exchanges_sums_and_one_pair_a_row(pair):
 
 def test_sampling_exchanges_little(pair):
     _, llm = pair
-    found = collectives(llm, batch=3, speculative=0, pages=8)
+    found = collectives(llm, batch=2, speculative=0, pages=8)
     found = [c for c in found if c.kind != "all-reduce" or c.shape[-1] != CONFIG.embed]  # those are of the model
     bounded = [
         c for c in found if not any("logits_processor" in x or "top_k" in x or "top_p" in x for x in c.conditions)
     ]
     assert 0 < len(bounded) <= 6
-    assert sum(c.bytes for c in bounded) <= 64 * 3 * 4 * 8
+    assert sum(c.bytes for c in bounded) <= 64 * 2 * 4 * 8
 
 
 # Everything that an engine can do

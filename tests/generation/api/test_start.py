@@ -26,7 +26,7 @@ from jaxinfer import LLM, SamplingParams
 from jaxinfer.cli.common import show_progress
 
 show_progress()
-llm = LLM(sys.argv[1], context=64, max_batch=2)
+llm = LLM(sys.argv[1], context=64, max_batch=1, token_budget=16, chunk_size=16)
 outputs = llm.generate(["one", "two and three"], SamplingParams(temperature=0, max_tokens=4))
 programs = {program.name: program.kept for program in llm.engine.executor.programs}
 ids = [output.outputs[0].token_ids for output in outputs]

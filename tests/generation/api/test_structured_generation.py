@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import jax.numpy as jnp
 import jsonschema
 import numpy as np
 import pytest
@@ -75,27 +74,14 @@ def test_outputs_of_two_hundred_random_schemas_are_valid():
     assert ended >= 150
 
 
-def even_only(scores, history, length):
-    """A logits processor: no odd token."""
-    return jnp.where(jnp.arange(scores.shape[-1]) % 2 == 0, scores, -jnp.inf)
-
-
-def next_of_last(scores, history, length):
-    """A logits processor that looks at the text: the token after the last one, by number."""
-    last = history[jnp.arange(len(length)), length - 1]
-    return jnp.where(jnp.arange(scores.shape[-1]) == ((last + 1) % 256)[:, None], 0.0, -jnp.inf)
-
-
-def test_logits_processors_apply_to_the_rows_that_name_them(llm, model_dir):
-    processors = {"even": even_only, "next": next_of_last}
-    processing = LLM(model_dir, max_batch=4, context=64, logits_processors=processors)
+def test_logits_processors_apply_to_the_rows_that_name_them(llm, processing_llm):
     free = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     named = [
         SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logits_processors=p)
         for p in (("even",), ("next",))
     ]
     prompt = [3, 1, 40]
-    ids = [o.outputs[0].token_ids for o in processing.generate([prompt] * 3, [free, *named])]
+    ids = [o.outputs[0].token_ids for o in processing_llm.generate([prompt] * 3, [free, *named])]
     assert ids[0] == llm.generate([prompt], free)[0].outputs[0].token_ids
     assert all(np.array(ids[1]) % 2 == 0)
     assert ids[2] == list(range(41, 51))

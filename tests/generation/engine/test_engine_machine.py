@@ -169,7 +169,7 @@ def check_same(sequence, expected):
 def engines(model_dir):
     """Engines without and with speculation, each by whether steps overlap; both of a pair share their programs."""
     model, tokenizer = load_model(model_dir), Tokenizer.of(model_dir)
-    speculative = dataclasses.replace(SMALL_CONFIG, num_speculative_tokens=3, token_budget=8)
+    speculative = dataclasses.replace(SMALL_CONFIG, max_batch=2, num_speculative_tokens=3, token_budget=8)
 
     def pair(config):
         made = {

@@ -49,7 +49,9 @@ def speculating(model_dir):
     costs = Costs.fixed({("decode", (("batch", 1), ("speculative", count))): 0.001 for count in (0, 4)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxinfer.generation.api.build.open_costs", lambda *key: costs)
-        return LLM(model_dir, max_batch=1, num_speculative_tokens=4, max_decode_passes=1)
+        return LLM(
+            model_dir, max_batch=1, token_budget=32, chunk_size=32, num_speculative_tokens=4, max_decode_passes=1
+        )
 
 
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [7] * 12]

@@ -162,7 +162,7 @@ def test_an_adapter_whose_file_is_damaged_ends_its_requests_alone(adapted, folde
 
 def test_an_adapter_over_int8_weights(model_dir, folders, reference):
     """Log probabilities stay near those of the float model with the adapter, far from those of the one without."""
-    llm = LLM(model_dir, max_batch=4, token_budget=16, chunk_size=16, quantize="int8", adapters={"all": folders["all"]})
+    llm = LLM(model_dir, max_batch=2, token_budget=16, chunk_size=16, quantize="int8", adapters={"all": folders["all"]})
 
     def error(output, name):
         tokens = output.outputs[0].token_ids
@@ -177,7 +177,7 @@ def test_an_adapter_over_int8_weights(model_dir, folders, reference):
 def test_a_mesh_and_rules_of_its_own_change_no_token(model_dir, folders, check):
     llm = LLM(
         model_dir,
-        max_batch=4,
+        max_batch=2,
         token_budget=16,
         chunk_size=16,
         mesh=MeshConfig(tensor=2),

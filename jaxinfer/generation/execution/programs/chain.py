@@ -193,7 +193,7 @@ def build_leave_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., An
 
 def encoder_specs(model: LoadedModel) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
     """The programs of a batch. Sizes: `batch` rows of `tokens`; of `layer` its kind, too."""
-    config, leaves = model.config, list(model.leaves.values())
+    config, leaves = model.transformer, list(model.leaves.values())
     static = EncoderStatic.of(model)
 
     def activations(sizes: Sizes) -> tuple[Any, Any, tuple[TokenRows, ...]]:

@@ -1,0 +1,104 @@
+"""The real evaluation's experts on disk, its systems, and its inputs.
+
+36 classifiers of ResNet-101's size, one for each type of component, and 2 detectors (YOLOv5m), which every tenth type
+goes on to. Weights are random, but for the heads, which have every classifier say "ok": what is measured does not
+depend on what experts say, and inputs take the same way in every run.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.collaboration.config import ExecutorOptions, ExpertConfig, SystemConfig
+from jaxinfer.collaboration.scheduling.experts import InputKind, Rule
+from jaxinfer.collaboration.scheduling.policy import policy_of
+from jaxinfer.collaboration.simulator import TraceRequest
+from jaxinfer.models import WeightFormat
+from jaxinfer.models.config import ResNetConfig, YoloConfig
+from jaxinfer.models.loading import save_model
+from jaxinfer.models.presets import vision_preset
+from jaxinfer.models.resnet import ResNet
+from jaxinfer.models.yolo import Yolo
+
+TYPES, DETECTORS = 36, 2
+SMALL, LARGE = 32, 128
+"""Pixels of the images: a small one costs little more than reading the weights from memory does, a large one is judged
+in about as long as loading takes as fast as the disk is."""
+EXPERT_BYTES = 170 << 20
+"""What pools and caches are counted in: a little more than a classifier takes."""
+LABELS = ("ok", "defect")
+
+
+def names() -> tuple[list[str], list[str]]:
+    """The classifiers, and the detectors."""
+    return [f"classifier-{i:02}" for i in range(TYPES)], [f"detector-{i}" for i in range(DETECTORS)]
+
+
+def following() -> dict[str, str]:
+    """The detectors of the classifiers that have one."""
+    classifiers, detectors = names()
+    return {name: detectors[place % DETECTORS] for place, name in enumerate(classifiers[5::10])}
+
+
+def make_experts(folder: Path, image_size: int) -> None:
+    """Write the experts that are not there yet."""
+    classifiers, detectors = names()
+    for seed, name in enumerate([*classifiers, *detectors]):
+        path = experts_folder(folder, image_size) / name
+        if path.exists():
+            continue
+        print(f"making {path.name} ({seed + 1} of {TYPES + DETECTORS}, {image_size} pixels)", flush=True)
+        rngs = nnx.Rngs(seed)
+        if name in classifiers:
+            cfg = vision_preset("resnet101", labels=LABELS, image_size=image_size)
+            assert isinstance(cfg, ResNetConfig)
+            model = ResNet(cfg, WeightFormat(), rngs=rngs)
+            assert model.head.bias is not None
+            model.head.weight[...] = jnp.zeros_like(model.head.weight[...])
+            model.head.bias[...] = jnp.array([10.0, -10.0])
+            save_model(path, model, family="resnet")
+        else:
+            cfg = vision_preset("yolov5m", labels=LABELS, image_size=image_size)
+            assert isinstance(cfg, YoloConfig)
+            save_model(path, Yolo(cfg, WeightFormat(), rngs=rngs), family="yolov5")
+
+
+def experts_folder(folder: Path, image_size: int) -> Path:
+    """Where the experts for images of a size are."""
+    return folder / f"experts-{image_size}"
+
+
+def config(folder: Path, options: dict[str, Any]) -> SystemConfig:
+    """The system of a run, whose memory is counted in experts; options as of `run_system`."""
+    classifiers, detectors = names()
+    weights, place_of = [1 / (place + 20) for place in range(TYPES)], experts_folder(folder, options["image_size"])
+    return SystemConfig(
+        experts=tuple(ExpertConfig(name=name, checkpoint=place_of / name) for name in [*classifiers, *detectors]),
+        inputs=tuple(
+            InputKind(name=name, expert=name, share=weight / sum(weights))
+            for name, weight in zip(classifiers, weights, strict=True)
+        ),
+        rules=tuple(Rule(expert=name, verdict="ok", next=detector) for name, detector in following().items()),
+        executors=tuple(
+            ExecutorOptions(
+                name=f"executor-{place}", expert_memory=options["pool"] * EXPERT_BYTES // options["executors"]
+            )
+            for place in range(options["executors"])
+        ),
+        policy=policy_of(options["mode"]),
+        host_memory=options["host"] * EXPERT_BYTES,
+    )
+
+
+def inputs_of(requests: int, interval: float, seed: int) -> list[TraceRequest]:
+    """Inputs of types that are drawn as their shares say, `interval` seconds apart."""
+    chosen, (classifiers, _), then = random.Random(seed), names(), following()
+    weights = [1 / (place + 20) for place in range(TYPES)]
+    drawn = chosen.choices(classifiers, weights, k=requests)
+    return [
+        TraceRequest(arrival=place * interval, experts=(name, then[name]) if name in then else (name,))
+        for place, name in enumerate(drawn)
+    ]

@@ -1,0 +1,167 @@
+"""`jaxinfer experts`: many expert models in little memory. What they cost, how they are placed, and running them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from jaxinfer.collaboration import OpenedSystem, TraceRequest
+
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A TOML file that describes a system.", show_default=False)
+]
+ModeOption = Annotated[
+    str | None, typer.Option(help="A policy, such as best, paper or samba (default: the file's).", show_default=False)
+]
+RequestsOption = Annotated[int, typer.Option(min=1, help="Inputs of the trace that is drawn.")]
+IntervalOption = Annotated[float, typer.Option(min=0, help="Milliseconds between inputs of the trace.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(help="A trace instead: a JSON object a line with `arrival` and `experts`.", show_default=False),
+]
+
+app = typer.Typer(no_args_is_help=True, help="Run many expert models in little memory.")
+
+
+@app.command()
+def profile(
+    config: ConfigArgument,
+    mode: ModeOption = None,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure all again.")] = False,
+) -> None:
+    """Measure what experts cost, once for each architecture and device, and keep it.
+
+    A batch of n takes K n + B. Experts load from disk, or from a copy in the host's memory.
+    """
+    from jaxinfer.cli.experts import tables
+    from jaxinfer.collaboration import OpenedSystem
+
+    with tables.show_progress() as progress:
+        opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
+        measured = opened.measured(anew=anew)
+    tables.show(tables.profile_table(opened, measured))
+    for (architecture, device), found in measured.items():
+        if found.r_squared < tables.MIN_R_SQUARED:
+            typer.echo(
+                f"warning: the latency of {architecture} on {device} is no line over batch sizes "
+                f"(R^2 {found.r_squared:.2f}): measure again with --anew on a quiet machine.",
+                err=True,
+            )
+
+
+@app.command()
+def plan(
+    config: ConfigArgument,
+    mode: ModeOption = None,
+    requests: RequestsOption = 1000,
+    interval_ms: IntervalOption = 4.0,
+    trace: TraceOption = None,
+    seed: SeedOption = 0,
+    top: Annotated[int, typer.Option(min=1, help="How many experts are shown, the most used first.")] = 10,
+) -> None:
+    """Say where experts are at the start, what a simulation expects, and how much memory experts should get."""
+    from jaxinfer.cli.experts import tables
+    from jaxinfer.collaboration import ConfigError, OpenedSystem
+    from jaxinfer.collaboration.forecast import advise_memory, forecast
+
+    with tables.show_progress() as progress:
+        opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
+        profiles = opened.measure()
+    given = _trace(opened, trace, requests, interval_ms, seed)
+    found = forecast(opened, profiles, given)
+    tables.show(tables.usage_table(opened, found, top), tables.pool_table(found))
+    loads = found.outcome.statistics.loads
+    typer.echo(
+        f"Simulated, {len(given)} inputs: {found.outcome.throughput:.4g} a second, {loads.total()} loads "
+        f"({loads['disk']} from disk, {loads['host']} from the host); any scheduler needs at least {found.bound}."
+    )
+    if found.outcome.failed:
+        typer.echo(f"warning: {found.outcome.failed} inputs would fail for lack of memory.", err=True)
+    try:
+        advice = advise_memory(opened, profiles, given)
+    except ConfigError as error:
+        typer.echo(f"No advice on memory: {error}")
+        return
+    tables.show(tables.window_table(advice))
+    expert_memory, activation_memory = tables.sizes(advice.expert_bytes), tables.sizes(advice.activation_bytes)
+    typer.echo(
+        f"Room for the {advice.choice.experts} most used experts: expert_memory of {expert_memory}, "
+        f"activation_memory of {activation_memory}."
+    )
+
+
+@app.command()
+def run(
+    config: ConfigArgument,
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Images by kind: DIR/KIND/NAME.npy (uint8, [height, width, 3]), or .png and .jpg with Pillow.",
+            show_default=False,
+        ),
+    ] = None,
+    random: Annotated[
+        int | None, typer.Option(min=1, help="So many random inputs instead, of kinds as often as their shares say.")
+    ] = None,
+    mode: ModeOption = None,
+    seed: SeedOption = 0,
+    json: Annotated[bool, typer.Option("--json", help="A JSON object a line; the summary goes to stderr.")] = False,
+) -> None:
+    """Judge images, a line each, and sum up. Status 1 if some could not be judged."""
+    from jaxinfer.cli.experts import judging, tables
+    from jaxinfer.collaboration import System, SystemConfig
+
+    if (images is None) == (random is None):
+        raise ValueError("Give exactly one of --images and --random.")
+    given = SystemConfig.read(config, mode=mode)
+    files = judging.image_files(images, [kind.name for kind in given.inputs]) if images is not None else []
+    with tables.show_progress() as progress:
+        system = System(given, progress=progress)
+    with system:
+        inputs = judging.read_images(files) if random is None else judging.random_inputs(system, random, seed)
+        summary = judging.judge(system, inputs, lambda line: typer.echo(line), as_json=json)
+    typer.echo(summary.text, err=json)
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def simulate(
+    config: ConfigArgument,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="A policy to compare; give several (default: samba, paper, best).", show_default=False),
+    ] = None,
+    requests: RequestsOption = 1000,
+    interval_ms: IntervalOption = 4.0,
+    trace: TraceOption = None,
+    save_trace: Annotated[Path | None, typer.Option(help="Write the trace to a file.", show_default=False)] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Compare policies on one trace and a simulated clock, from what experts cost here."""
+    from jaxinfer.cli.experts import tables
+    from jaxinfer.collaboration import OpenedSystem, policy_of, write_trace
+    from jaxinfer.collaboration.forecast import forecast
+
+    policies = {name: policy_of(name) for name in mode or ("samba", "paper", "best")}
+    with tables.show_progress() as progress:
+        opened = OpenedSystem.from_config(config, progress=progress)
+        profiles = opened.measure()
+    given = _trace(opened, trace, requests, interval_ms, seed)
+    if save_trace is not None:
+        write_trace(save_trace, given)
+    found = {name: forecast(opened, profiles, given, policy=policy) for name, policy in policies.items()}
+    tables.show(tables.mode_table(found, len(given)))
+
+
+def _trace(
+    opened: "OpenedSystem", file: Path | None, requests: int, interval_ms: float, seed: int
+) -> "list[TraceRequest]":
+    from jaxinfer.collaboration import draw_trace, read_trace
+
+    if file is not None:
+        return read_trace(file, opened.graph)
+    return draw_trace(opened.graph, requests, interval=interval_ms / 1e3, seed=seed)

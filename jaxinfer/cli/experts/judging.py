@@ -1,0 +1,167 @@
+"""Inputs from files, or random ones, on their way through a system."""
+
+import dataclasses
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.collaboration.errors import CollaborationError, OverloadedError, RoutingError
+from jaxinfer.collaboration.execution.executors import Result
+from jaxinfer.collaboration.system import System
+from jaxinfer.collaboration.traces import draw_kinds
+from jaxinfer.models.config import EncoderConfig
+
+IN_FLIGHT = 1024
+"""Most inputs that are in memory at a time."""
+PILLOW = {".png", ".jpg", ".jpeg"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input: how it is called, its kind, and what reads or makes it."""
+
+    name: str
+    kind: str
+    read: Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """All inputs together, in words; and how many could not be judged."""
+
+    text: str
+    failed: int
+
+
+def image_files(folder: Path, kinds: Sequence[str]) -> list[tuple[str, Path]]:
+    """The images of a folder and their kinds. Raises ValueError if there are none, RoutingError for an unknown kind."""
+    if not folder.is_dir():
+        raise ValueError(f"--images {folder}: there is no such folder.")
+    found = []
+    for inside in sorted(path for path in folder.iterdir() if path.is_dir()):
+        files = sorted(file for file in inside.iterdir() if file.suffix.lower() in {".npy", *PILLOW})
+        if files and inside.name not in kinds:
+            raise RoutingError(f"{inside}: no input is of kind {inside.name!r}; known: {', '.join(kinds[:8])}.")
+        found += [(inside.name, file) for file in files]
+    if not found:
+        raise ValueError(f"--images {folder}: there are no images; they are KIND/NAME.npy, .png or .jpg in it.")
+    if any(file.suffix.lower() in PILLOW for _, file in found):
+        _require_pillow()
+    return found
+
+
+def read_images(files: Iterable[tuple[str, Path]]) -> Iterator[Input]:
+    """Images that are read when their turn comes."""
+    return (Input(f"{kind}/{file.name}", kind, lambda file=file: _read(file)) for kind, file in files)
+
+
+def random_inputs(system: System, count: int, seed: int) -> Iterator[Input]:
+    """Random images, and for encoders token ids."""
+    rng = np.random.default_rng(seed)
+
+    def draw(kind: str) -> Any:
+        expert = system.experts.get(system.graph.first(kind))
+        if expert is None:
+            return None  # submitting it says why there is no such expert
+        config, shape = expert.kind.config, expert.kind.shape
+        most = config.vocab if isinstance(config, EncoderConfig) else 256
+        return rng.integers(0, most, shape).astype(expert.kind.dtype)
+
+    for number, kind in enumerate(draw_kinds(system.graph, count, seed=seed)):
+        yield Input(f"{kind}/{number}", kind, lambda kind=kind: draw(kind))
+
+
+def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None], *, as_json: bool) -> Summary:
+    """Have all inputs judged; writes a line for each, in their order."""
+    begun, under_way = time.perf_counter(), deque[tuple[Input, Future[Result] | Exception]]()
+    judged = failed = 0
+
+    def finish() -> None:
+        nonlocal judged, failed
+        item, future = under_way.popleft()
+        try:
+            if isinstance(future, Exception):
+                raise future
+            write(_line(item, future.result(), as_json))
+            judged += 1
+        except Exception as error:  # of whatever kind: it is this input's
+            write(_error_line(item, error, as_json))
+            failed += 1
+
+    for item in inputs:
+        while len(under_way) >= IN_FLIGHT:
+            finish()
+        under_way.append((item, _submit(system, item, finish, under_way)))
+    while under_way:
+        finish()
+    seconds = time.perf_counter() - begun
+    loads = system.statistics.loads
+    text = (
+        f"{judged} inputs in {seconds:.3g} s: {judged / seconds:.4g} a second; {failed} failed; "
+        f"{system.statistics.batches} batches; {loads.total()} loads ({loads['disk']} from disk, {loads['host']} from "
+        f"the host); deciding took {system.times.management_share:.2%} of the executors' time."
+    )
+    return Summary(text, failed)
+
+
+def _submit(system: System, item: Input, finish: Callable[[], None], under_way: Sequence) -> Future[Result] | Exception:
+    """The input's future, or why it has none; where too many wait, when there is room."""
+    try:
+        value = item.read()
+        while True:
+            try:
+                return system.submit(item.kind, value)
+            except OverloadedError:
+                if not under_way:
+                    raise
+                finish()
+    except (CollaborationError, ValueError, OSError, EOFError) as error:
+        return error
+
+
+def _line(item: Input, result: Result, as_json: bool) -> str:
+    if not as_json:
+        way = " -> ".join(f"{stage.expert}: {stage.judgement.verdict}" for stage in result.stages)
+        return f"{item.name}  {result.verdict}  ({way}; {result.latency * 1e3:.1f} ms)"
+    stages = [
+        {
+            "expert": stage.expert,
+            "verdict": stage.judgement.verdict,
+            "executor": stage.executor,
+            "batch": stage.batch,
+            "seconds": stage.seconds,
+        }
+        for stage in result.stages
+    ]
+    found = {"input": item.name, "kind": item.kind, "verdict": result.verdict, "latency": result.latency}
+    return json.dumps(found | {"stages": stages})
+
+
+def _error_line(item: Input, error: Exception, as_json: bool) -> str:
+    message = " ".join(str(error).split()) or type(error).__name__
+    if as_json:
+        return json.dumps({"input": item.name, "kind": item.kind, "error": type(error).__name__, "message": message})
+    return f"{item.name}  failed: {message}"
+
+
+def _read(file: Path) -> np.ndarray:
+    if file.suffix.lower() == ".npy":
+        return np.load(file, allow_pickle=False)
+    with _require_pillow().open(file) as opened:
+        return np.asarray(opened.convert("RGB"))
+
+
+def _require_pillow() -> Any:
+    try:
+        from PIL import Image  # type: ignore[import-not-found]  # not a dependency
+    except ImportError:
+        raise ValueError(
+            "reading .png and .jpg needs Pillow (pip install pillow); or save them as .npy: uint8, [height, width, 3]."
+        ) from None
+    return Image

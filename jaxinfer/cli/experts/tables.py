@@ -1,0 +1,129 @@
+"""What the experts commands print."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from jaxinfer.collaboration.execution.profiler import Measured
+from jaxinfer.collaboration.forecast import Forecast, MemoryAdvice
+from jaxinfer.collaboration.opened import OpenedSystem, Progress
+from jaxinfer.collaboration.scheduling.profile import MIN_R_SQUARED as MIN_R_SQUARED
+
+PIPED_WIDTH = 120  # of output that does not go to a terminal, which rich would squeeze into 80
+
+
+def show(*tables: Table) -> None:
+    """Print tables."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    for table in tables:
+        console.print(table)
+
+
+@contextmanager
+def show_progress() -> Iterator[Progress]:
+    """Shows what takes a while on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def sizes(counts: Iterable[int]) -> str:
+    """Bytes for people.
+
+    >>> sizes([1000, 2_500_000])
+    '1.0 kB, 2.5 MB'
+    """
+    return ", ".join(map(decimal, counts))
+
+
+def profile_table(opened: OpenedSystem, measured: Mapping[tuple[str, str], Measured]) -> Table:
+    """What architectures cost; times in milliseconds."""
+    columns = ("experts", "weights", "K", "B", "R²", "max batch", "disk", "host", "evict", "a request")
+    table = _table("architecture", "device", *columns, title="A batch of n takes K n + B; times in ms", left=2)
+    infos = opened.graph.experts.values()
+    for (architecture, device), found in measured.items():
+        profile, of_it = found.profile, [expert for expert in infos if expert.architecture == architecture]
+        times = (profile.load["disk"], profile.load["host"], profile.evict)
+        table.add_row(
+            architecture,
+            device,
+            str(len(of_it)),
+            decimal(of_it[0].bytes),
+            _ms(profile.k),
+            _ms(profile.b),
+            f"{found.r_squared:.3f}",
+            str(profile.max_batch),
+            *map(_ms, times),
+            decimal(profile.activation_bytes),
+        )
+    return table
+
+
+def usage_table(opened: OpenedSystem, found: Forecast, top: int) -> Table:
+    """The most used experts, and which pools have them at the start."""
+    graph = opened.graph
+    title = f"The {min(top, len(graph.experts))} most used of {len(graph.experts)} experts"
+    table = _table("expert", "architecture", "in pools", "inputs", "weights", title=title, left=3)
+    for name in graph.by_usage[:top]:
+        expert = graph.experts[name]
+        pools = ", ".join(str(pool) for pool, names in found.placed.items() if name in names)
+        table.add_row(name, expert.architecture, pools or "-", f"{graph.usage[name]:.1%}", decimal(expert.bytes))
+    return table
+
+
+def pool_table(found: Forecast) -> Table:
+    """The pools at the start."""
+    table = _table("pool", "executors", "experts", "used", "left", title="Pools at the start", left=2)
+    experts = found.scheduler.graph.experts
+    for pool in found.scheduler.pools:
+        users = ", ".join(x.config.name for x in found.scheduler.executors if x.pool is pool)
+        names = found.placed[pool.index]
+        used = sum(experts[name].bytes for name in names)
+        table.add_row(str(pool.index), users, str(len(names)), decimal(used), decimal(pool.budget - used))
+    return table
+
+
+def window_table(advice: MemoryAdvice) -> Table:
+    """What the search for memory has tried."""
+    table = _table("inputs that they serve", "experts", "inputs/s", title="Room for experts, by simulation", left=1)
+    for window in advice.choice.windows:
+        low, high = window.experts
+        between = f"{low} to {high}" if low < high else str(high)
+        table.add_row(f"{window.lower:.0f} to {window.upper:.0f}%", between, f"{window.throughput:.4g}")
+    return table
+
+
+def mode_table(found: Mapping[str, Forecast], requests: int) -> Table:
+    """Policies on one trace."""
+    columns = ("inputs/s", "loads", "from disk", "from host", "at least", "batches", "p50 ms", "p99 ms", "failed")
+    table = _table("mode", *columns, title=f"{requests} inputs on a simulated clock", left=1)
+    for name, item in found.items():
+        outcome = item.outcome
+        loads, latencies = outcome.statistics.loads, outcome.latencies
+        tail = [_ms(float(value)) for value in np.percentile(latencies, (50, 99))] if latencies else ["-", "-"]
+        counts = (loads.total(), loads["disk"], loads["host"], item.bound, outcome.statistics.batches)
+        table.add_row(name, f"{outcome.throughput:.4g}", *map(str, counts), *tail, str(outcome.failed))
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def _table(*columns: str, title: str, left: int) -> Table:
+    """One whose first columns are text."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < left else "right", no_wrap=place < left)
+    return table

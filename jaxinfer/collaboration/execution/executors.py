@@ -1,0 +1,357 @@
+"""Real executors: two threads each, one that runs batches and one that loads experts, told by the scheduler what to do.
+
+All decisions are made under one lock, between compiled steps: they take microseconds.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.collaboration.errors import CollaborationError, LoadError, ShutdownError
+from jaxinfer.collaboration.execution.architectures import Architecture, ArchitecturePrograms
+from jaxinfer.collaboration.execution.kinds import Judgement
+from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert
+from jaxinfer.collaboration.scheduling.request import Action, Batch, Evict, Failure, Load, Request
+from jaxinfer.collaboration.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+GRACE = 30.0
+"""Seconds that a batch or a load which has begun is waited for when a system is closed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """An expert's part of a result.
+
+    Attributes:
+      judgement: its answer.
+      executor: where it ran.
+      batch: how many inputs it judged together.
+      waited: seconds until it began, from when it was asked.
+      seconds: of the batch.
+    """
+
+    expert: str
+    judgement: Judgement
+    executor: str
+    batch: int
+    waited: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of an input.
+
+    Attributes:
+      stages: of all experts that judged it, in their order.
+      latency: seconds from when it was submitted.
+    """
+
+    stages: tuple[Stage, ...]
+    latency: float
+
+    @property
+    def verdict(self) -> str:
+        """The last expert's."""
+        return self.stages[-1].judgement.verdict
+
+
+@dataclasses.dataclass
+class _Input:
+    """An input on its way: its value, what was said of it so far, and who waits."""
+
+    value: np.ndarray | Any
+    submitted: float
+    deadline: float | None
+    future: Future[Result]
+    request: Request | None = None
+    stages: tuple[Stage, ...] = ()
+
+
+@dataclasses.dataclass(kw_only=True)
+class Times:
+    """Where time went, in seconds.
+
+    Attributes:
+      deciding: of the CPU, in the scheduler and in what keeps its state.
+      decisions: how many calls that were.
+      running: batches, all executors together.
+      loading: loads, all executors together.
+    """
+
+    deciding: float = 0.0
+    decisions: int = 0
+    running: float = 0.0
+    loading: float = 0.0
+
+    @property
+    def management_share(self) -> float:
+        """The paper's expert management overhead: CPU time of decisions for each second of executors' work."""
+        return self.deciding / (self.running + self.loading) if self.running else 0.0
+
+
+class Executors:
+    """Runs what a scheduler decides.
+
+    Args:
+      scheduler: with its experts placed.
+      experts: by name.
+      programs: by architecture and device.
+      loader: has the weights of the experts that are placed.
+      devices: of each executor.
+      clock: seconds.
+
+    Attributes:
+      times: where time went.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        experts: Mapping[str, OpenedExpert],
+        programs: Mapping[tuple[Architecture, Any], ArchitecturePrograms],
+        loader: ExpertLoader,
+        devices: Sequence[Any],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.scheduler, self.times = scheduler, Times()
+        self._experts, self._programs, self._loader, self._devices = experts, programs, loader, list(devices)
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._inputs: dict[int, _Input] = {}
+        self._next_id, self._closed = 0, False
+        self._batches: list[SimpleQueue[Batch | Callable[[], None] | None]] = []
+        self._loads: list[SimpleQueue[tuple[Load, Callable[[], None]] | None]] = []
+        self._threads: list[threading.Thread] = []
+        for index, executor in enumerate(scheduler.executors):
+            self._batches.append(SimpleQueue())
+            self._loads.append(SimpleQueue())
+            for kind, loop in (("executor", self._run_batches), ("loader", self._run_loads)):
+                name = f"jaxinfer-{kind}-{executor.config.name}"
+                self._threads.append(threading.Thread(target=loop, args=(index,), name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, expert: str, value: Any, *, deadline: float | None = None) -> Future[Result]:
+        """Have an expert, and those that follow it, judge an input.
+
+        Args:
+          expert: the first one.
+          value: the input, as it goes into a batch.
+          deadline: seconds from now within which each expert must begin.
+        Raises what `Scheduler.submit` raises; ShutdownError once it is closed.
+        """
+        now = self._clock()
+        with self._lock:
+            if self._closed:
+                raise ShutdownError("the system is closed.")
+            self._next_id += 1
+            until = None if deadline is None else now + deadline
+            found = _Input(value, now, until, Future())
+            request = Request(id=self._next_id, expert=expert, arrival=now, deadline=until)
+            self._decide(self.scheduler.submit, request, now)
+            self._inputs[request.id], found.request = found, request
+            self._begin(now)
+        number = request.id
+        found.future.add_done_callback(lambda future: self._cancel(number) if future.cancelled() else None)
+        return found.future
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
+
+        A batch or a load that has begun may end, within `timeout` or `GRACE` seconds; then its thread is left alone.
+        """
+        error = ShutdownError("the system was closed before the request was done.")
+        with self._lock:
+            self._closed = True
+            if drain:
+                self._idle.wait_for(lambda: not self._inputs, timeout)
+            self._end(self.scheduler.drain(error))
+            for queue in (*self._batches, *self._loads):
+                queue.put(None)
+        until = time.monotonic() + (GRACE if timeout is None else timeout)
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+        with self._lock:
+            for found in list(self._inputs.values()):
+                _finish(found.future, error)
+            self._inputs.clear()
+
+    def perform(self, action: Action) -> None:
+        """Do an action here and now, with zeros as inputs: for a `Simulator` that has everything really done."""
+        match action:
+            case Load():
+                self._loader.prepare(action)()
+            case Evict():
+                self._loader.note(action.pool, action.evictions, action.dropped)()
+            case Batch():
+                self._judge(action.executor, action)
+
+    # -- decisions, under the lock --
+
+    def _decide[**Given, Made](
+        self, decision: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs
+    ) -> Made:
+        begun = time.thread_time()
+        try:
+            return decision(*args, **kwargs)
+        finally:
+            self.times.deciding += time.thread_time() - begun
+            self.times.decisions += 1
+
+    def _begin(self, now: float) -> None:
+        """Have begun what may begin now."""
+        for action in self._decide(self.scheduler.poll, now):
+            match action:
+                case Load():
+                    self._loads[action.executor].put((action, self._loader.prepare(action)))
+                case Batch():
+                    self._batches[action.executor].put(action)
+                case Evict():  # before its batch; not here: it may wait for other evictions
+                    leave = self._loader.note(action.pool, action.evictions, action.dropped)
+                    self._batches[action.executor].put(leave)
+                case Failure():
+                    self._end([action])
+
+    def _end(self, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            self._finish(failure.request.id, failure.error)
+
+    def _finish(self, number: int, result: Result | Exception) -> None:
+        found = self._inputs.pop(number, None)
+        if found is not None:
+            _finish(found.future, result)
+        if not self._inputs:
+            self._idle.notify_all()
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            found = self._inputs.get(number)
+            if found is not None and found.request is not None and self.scheduler.cancel(found.request):
+                self._finish(number, ShutdownError("cancelled"))
+
+    # -- threads --
+
+    def _run_loads(self, index: int) -> None:
+        try:
+            while (item := self._loads[index].get()) is not None:
+                self._run_load(*item)
+        except BaseException:
+            self._die(index)
+
+    def _run_load(self, load: Load, run: Callable[[], None]) -> None:
+        begun, error = self._clock(), None
+        try:
+            run()
+        except BaseException as raised:  # of whatever kind: the expert cannot be used, the others can
+            error = raised if isinstance(raised, Exception) else LoadError(f"its load has ended with {raised!r}.")
+            log.warning("expert %s: %s", load.expert, raised)
+        with self._lock:
+            now = self._clock()
+            self.times.loading += now - begun
+            self._end(self._decide(self.scheduler.loaded, load, now, error))
+            self._begin(now)
+
+    def _die(self, index: int) -> None:
+        """A thread of an executor ends by an error that is nobody's: others do its work."""
+        log.exception("executor %s has ended", self.scheduler.executors[index].config.name)
+        with self._lock:
+            now = self._clock()
+            self._end(self.scheduler.remove_executor(index, now))
+            self._begin(now)
+
+    def _run_batches(self, index: int) -> None:
+        try:
+            while (item := self._batches[index].get()) is not None:
+                if isinstance(item, Batch):
+                    self._run_batch(index, item)
+                else:
+                    item()
+        except BaseException:  # what a batch's own errors are not: the thread ends
+            self._die(index)
+
+    def _run_batch(self, index: int, batch: Batch) -> None:
+        begun = self._clock()
+        judgements, error = [], None
+        try:
+            judgements = self._judge(index, batch)
+        except Exception as raised:
+            error = raised
+        with self._lock:
+            now = self._clock()
+            self.times.running += now - begun
+            self._end(self._decide(self.scheduler.executed, batch, now, error))
+            for request, judgement in zip(batch.requests if not error else (), judgements, strict=True):
+                stage = Stage(
+                    expert=batch.expert,
+                    judgement=judgement,
+                    executor=self.scheduler.executors[index].config.name,
+                    batch=len(batch.requests),
+                    waited=begun - request.arrival,
+                    seconds=now - begun,
+                )
+                self._follow(request, stage, now)
+            self._begin(now)
+
+    def _judge(self, index: int, batch: Batch) -> Sequence[Judgement]:
+        """The answers of a batch; if the device has too little memory, of its halves."""
+        expert, device = self._experts[batch.expert], self._devices[index]
+        programs = self._programs[expert.architecture, device]
+        leaves = self._loader.leaves(self.scheduler.executors[index].pool.index, batch.expert)
+        with self._lock:
+            values = [self._inputs[r.id].value if r.id in self._inputs else None for r in batch.requests]
+        values = [np.zeros(expert.kind.shape, expert.kind.dtype) if value is None else value for value in values]
+
+        def judge(part: list[np.ndarray]) -> list[Judgement]:
+            return list(expert.kind.judge(programs.run(leaves, part), len(part)))
+
+        try:
+            return judge(values)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or len(values) == 1:
+                raise
+            log.warning("a batch of %d does not fit the device; it runs in halves", len(values))
+            half = len(values) // 2
+            return judge(values[:half]) + judge(values[half:])
+
+    def _follow(self, request: Request, stage: Stage, now: float) -> None:
+        """Have the next expert judge the input, if its rules say so; otherwise it is done."""
+        found = self._inputs.get(request.id)
+        if found is None or found.future.cancelled():  # nobody waits for what would follow
+            self._finish(request.id, ShutdownError("cancelled"))
+            return
+        found.stages += (stage,)
+        following = self.scheduler.graph.next(request.expert, stage.judgement.verdict)
+        if following is None:
+            self._finish(request.id, Result(stages=found.stages, latency=now - found.submitted))
+            return
+        follow_up = Request(
+            id=request.id, expert=following, arrival=now, stage=request.stage + 1, deadline=found.deadline
+        )
+        try:
+            self._decide(self.scheduler.submit, follow_up, now)
+            found.request = follow_up
+        except CollaborationError as error:
+            self._finish(request.id, error)
+
+
+def _finish(future: Future[Result], result: Result | Exception) -> None:
+    """End a future, unless whoever waits has given up."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -1,0 +1,132 @@
+"""A system of experts, as its users hold it."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, Self
+
+from jaxinfer.collaboration.config import SystemConfig
+from jaxinfer.collaboration.errors import LoadError
+from jaxinfer.collaboration.execution.executors import Executors, Result, Times
+from jaxinfer.collaboration.opened import OpenedSystem, Progress, log_progress
+from jaxinfer.collaboration.scheduling.profile import Profile
+from jaxinfer.collaboration.scheduling.request import Action, Load
+from jaxinfer.collaboration.scheduling.scheduler import Decision, Scheduler, Statistics
+
+
+class System(OpenedSystem):
+    """Experts that judge inputs together, in less memory than they have.
+
+    Experts with the same shapes share their programs. What they cost is measured once for each architecture and
+    device, and kept.
+
+    >>> with System.from_config("board.toml") as system:  # doctest: +SKIP
+    ...     for result in system.run([("resistor", image)]):
+    ...         print(result.verdict)
+
+    Args:
+      config: what there is.
+      profiles: what experts cost, by architecture and device, instead of measuring it.
+      preadv: reads experts' files; benchmarks give one that is slower.
+      on_decision: told of every assignment of a request to an executor, with the times it was chosen by.
+      scheduler: makes the scheduler; benchmarks give one that records, or that replays (`scheduling/replay.py`).
+      progress: told of what takes a while.
+
+    Raises CollaborationError for a config that cannot work. An expert whose checkpoint cannot be opened is no error:
+    its requests fail with LoadError, others go on.
+    """
+
+    def __init__(
+        self,
+        config: SystemConfig,
+        *,
+        profiles: Mapping[tuple[str, str], Profile] | None = None,
+        preadv: Callable[[int, list[Any], int], int] = os.preadv,
+        on_decision: Callable[[Decision], None] | None = None,
+        scheduler: Callable[..., Scheduler] = Scheduler,
+        progress: Progress = log_progress,
+    ):
+        super().__init__(config, preadv=preadv, progress=progress)
+        self.profiles = profiles if profiles is not None else self.measure()
+        self.scheduler = self.make_scheduler(self.profiles, scheduler=scheduler, on_decision=on_decision)
+        self._compile(self.profiles, self.devices[: len(self.scheduler.executors)])
+        self._start()
+        self._executors = Executors(self.scheduler, self.experts, self._programs, self._weights, self.devices)
+
+    # -- what users do --
+
+    def submit(self, kind: str, value: Any, *, deadline: float | None = None) -> Future[Result]:
+        """Have an input judged; returns at once.
+
+        Args:
+          kind: one of the config's inputs.
+          value: an image, uint8 [H, W, 3] (RGB); for an encoder a text or token ids.
+          deadline: seconds within which the last expert must have begun.
+        Raises RoutingError, InvalidInputError, OverloadedError, LoadError, ShutdownError.
+        """
+        first = self.graph.first(kind)
+        return self._executors.submit(first, self._find(first).kind.check(value), deadline=deadline)
+
+    async def judge(self, kind: str, value: Any, *, deadline: float | None = None) -> Result:
+        """The same for coroutines: waits for the result; cancelling gives the request up."""
+        return await asyncio.wrap_future(self.submit(kind, value, deadline=deadline))
+
+    def run(self, inputs: Iterable[tuple[str, Any]]) -> Iterator[Result]:
+        """The results of (kind, value) pairs, in their order. All are submitted before the first result is given."""
+        futures: list[Future[Result]] = []
+        try:
+            for kind, value in inputs:
+                futures.append(self.submit(kind, value))
+            for future in futures:
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
+
+        Nothing is accepted any more from when this begins. What fails does so with ShutdownError.
+        """
+        self._executors.close(drain=drain, timeout=timeout)
+        self._weights.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(drain=kind is None)
+
+    def perform(self, action: Action) -> None:
+        """Do what the scheduler has decided here and now: for a `Simulator(system.scheduler, act=system.perform)`."""
+        self._executors.perform(action)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the scheduler has done: loads by where they came from, batches, failures."""
+        return self.scheduler.statistics
+
+    @property
+    def times(self) -> Times:
+        """Where time went."""
+        return self._executors.times
+
+    @property
+    def initially(self) -> set[str]:
+        """The experts that were loaded at the start."""
+        return {name for names in self._placed.values() for name in names}
+
+    def _start(self) -> None:
+        """Load the experts that are there at the start."""
+        devices = {x.pool.index: device for x, device in zip(self.scheduler.executors, self.devices, strict=False)}
+        self._weights = self._loader([devices[pool.index] for pool in self.scheduler.pools])
+        self._placed = self.scheduler.place()
+        total = sum(map(len, self._placed.values()))
+        for done, (pool, name) in enumerate((pool, name) for pool, names in self._placed.items() for name in names):
+            self._progress("loading experts", done, total)
+            try:
+                self._weights.prepare(Load(executor=0, pool=pool, expert=name, tier="disk"))()
+            except LoadError as error:
+                self._break(name, error)
+                self.scheduler.remove_placed(pool, name)

@@ -1,0 +1,81 @@
+"""ResNet as `transformers` has it, and the parts that torchvision's uses too."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from jaxinfer.models.config import ResNetConfig
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Family, Source, linear
+from jaxinfer.models.families.vision import UNUSED, normalised_conv, numbered
+
+EPS = 1e-5
+
+Names = Callable[[str], tuple[str, str]]
+"""Our convolution -> their convolution and batch normalisation."""
+
+
+def resnet_sources(config: ResNetConfig, names: Names, head: str) -> dict[str, Source]:
+    """The tensors of a ResNet whose parts have these names."""
+    found = {}
+    for leaf, outputs, inputs, size in _convs(config):
+        found |= normalised_conv(leaf, *names(leaf), outputs, inputs, size, eps=EPS)
+    return found | linear("head", (head,), (len(config.labels),), config.widths[-1], bias=True)
+
+
+def _convs(config: ResNetConfig) -> Iterator[tuple[str, int, int, int]]:
+    """Each convolution: name, outputs, inputs, size."""
+    yield "stem", config.stem, 3, 7
+    inputs = config.stem
+    for stage, (width, depth) in enumerate(zip(config.widths, config.depths, strict=True)):
+        for block in range(depth):
+            ours = f"stages.{stage}.{block}"
+            if config.bottleneck:
+                inner = width // 4
+                convs = ((inner, inputs, 1), (inner, inner, 3), (width, inner, 1))
+            else:
+                convs = ((width, inputs, 3), (width, width, 3))
+            yield from ((f"{ours}.convs.{i}", *conv) for i, conv in enumerate(convs))
+            if inputs != width or (stage and not block):
+                yield f"{ours}.shortcut", width, inputs, 1
+            inputs = width
+
+
+def _config(hf: Mapping[str, object]) -> ResNetConfig:
+    fields = Fields(hf)
+    for name, supported in (
+        ("num_channels", 3),
+        ("hidden_act", "relu"),
+        ("downsample_in_first_stage", False),
+        ("downsample_in_bottleneck", False),
+    ):
+        fields.expect(name, supported)
+    kind = fields.values.get("layer_type", "bottleneck")
+    if kind not in ("basic", "bottleneck"):
+        raise ValueError(f"config.json: layer_type={kind!r} is not implemented; known: basic, bottleneck.")
+    names: dict[str, str] = fields.optional(dict, "id2label") or {}
+    return ResNetConfig(
+        labels=tuple(names[i] for i in sorted(names, key=int)) or numbered(fields.integer("num_labels", default=2)),
+        stem=fields.integer("embedding_size", default=64),
+        widths=tuple(fields.optional(list, "hidden_sizes") or (256, 512, 1024, 2048)),
+        depths=tuple(fields.optional(list, "depths") or (3, 4, 6, 3)),
+        bottleneck=kind == "bottleneck",
+    )
+
+
+def _names(leaf: str) -> tuple[str, str]:
+    match leaf.split("."):
+        case ["stages", stage, block, "convs", conv]:
+            name = f"encoder.stages.{stage}.layers.{block}.layer.{conv}"
+        case ["stages", stage, block, "shortcut"]:
+            name = f"encoder.stages.{stage}.layers.{block}.shortcut"
+        case _:
+            name = "embedder.embedder"
+    return f"{name}.convolution", f"{name}.normalization"
+
+
+FAMILY = Family(
+    model_types=("resnet",),
+    config=_config,
+    sources=lambda config: resnet_sources(config, _names, "classifier.1"),
+    prefixes=("resnet.",),
+    ignored=UNUSED,
+)

@@ -1,0 +1,144 @@
+"""Makes the goldens of image models: tiny random ones, with what torchvision, `transformers` and `yolov5` compute.
+
+Runs in environments of its own, never in the tests: one for ResNet, and one for `yolov5` (AGPL; nothing of it is
+copied), which needs an old huggingface-hub.
+
+    python3.11 -m venv /tmp/resnet
+    /tmp/resnet/bin/pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0 safetensors
+    /tmp/resnet/bin/python tests/goldens/make_vision_goldens.py resnet
+    python3.11 -m venv /tmp/yolov5
+    /tmp/yolov5/bin/pip install torch==2.13.0 torchvision==0.28.0 yolov5==7.0.14 safetensors 'setuptools<81'
+    /tmp/yolov5/bin/python tests/goldens/make_vision_goldens.py yolov5
+
+Each golden is a directory in vision/ with the checkpoint (`model.safetensors`, from `transformers` beside
+`config.json`) and `expected.safetensors`: `images`, uint8 [B, H, W, 3], and `logits` [B, classes] or `predictions`
+[B, candidates, 5 + classes] in float32, of images that are not resized.
+"""
+
+import pathlib
+import shutil
+import sys
+
+import torch
+from safetensors.torch import save_file
+
+HERE = pathlib.Path(__file__).parent / "vision"
+SIZE = 64
+MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+
+# name -> block, planes of each layer, blocks of each layer, classes
+TORCHVISION = {
+    "torchvision_basic": ("BasicBlock", (8, 8, 16, 16), (1, 2, 1, 1), 3),
+    "torchvision_bottleneck": ("Bottleneck", (4, 4, 8, 8), (2, 1, 2, 1), 5),
+}
+# name -> fields of its config
+TRANSFORMERS = {
+    "resnet_basic": {
+        "layer_type": "basic",
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16, 24],
+        "depths": [1, 2, 1],
+        "id2label": {0: "cat", 1: "dog", 2: "fish"},
+    },
+    "resnet_bottleneck": {
+        "embedding_size": 8,
+        "hidden_sizes": [16, 32],
+        "depths": [2, 1],
+        "num_labels": 4,
+    },
+}
+# name -> depth multiple, width multiple, classes, a factor of the anchors, dtype
+YOLOV5 = {
+    "yolov5_thin": (0.33, 0.03, 2, 1.0, torch.float32),
+    "yolov5_deep": (0.67, 0.03, 3, 0.8125, torch.float16),
+}
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights that keep the size of activations, and statistics far from those of a new model."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.weight.data = 1 + 0.3 * torch.randn(module.num_features)
+            module.bias.data = 0.3 * torch.randn(module.num_features)
+            module.running_mean = 0.3 * torch.randn(module.num_features)
+            module.running_var = 0.5 + torch.rand(module.num_features)
+            module.num_batches_tracked.fill_(7)
+        elif isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            module.weight.data = torch.randn(module.weight.shape) * module.weight[0].numel() ** -0.5
+            if module.bias is not None:
+                module.bias.data = 0.5 * torch.randn(module.bias.shape)
+
+
+def write(name: str, tensors: dict, images: torch.Tensor, **outputs: torch.Tensor) -> None:
+    directory = HERE / name
+    directory.mkdir(parents=True, exist_ok=True)
+    if tensors:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, directory / "model.safetensors")
+    save_file({"images": images, **{k: v.contiguous() for k, v in outputs.items()}}, directory / "expected.safetensors")
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    print(f"{name:24} {size / 1e3:6.1f} kB  largest output {max(v.abs().max() for v in outputs.values()):.2f}")
+
+
+def some_images(seed: int) -> torch.Tensor:
+    """Two images that are noise, and rather dark on one side."""
+    torch.manual_seed(seed)
+    shade = torch.linspace(0.2, 1, SIZE)[:, None]
+    return (torch.rand(2, SIZE, SIZE, 3) * 256 * shade).to(torch.uint8)
+
+
+def normalised(images: torch.Tensor) -> torch.Tensor:
+    return ((images / 255 - MEAN) / DEVIATION).permute(0, 3, 1, 2)
+
+
+@torch.no_grad()
+def make_resnets() -> None:
+    import torchvision.models.resnet as resnet
+    import transformers
+
+    class Small(resnet.ResNet):
+        """torchvision's ResNet with other widths."""
+
+        def __init__(self, block: type, planes: tuple, depths: tuple, classes: int):
+            super().__init__(block, [1] * 4, num_classes=classes)
+            self.inplanes = planes[0]
+            self.conv1 = torch.nn.Conv2d(3, planes[0], 7, 2, 3, bias=False)
+            self.bn1 = torch.nn.BatchNorm2d(planes[0])
+            for i, (width, depth) in enumerate(zip(planes, depths, strict=True)):
+                setattr(self, f"layer{i + 1}", self._make_layer(block, width, depth, stride=1 if i == 0 else 2))
+            self.fc = torch.nn.Linear(planes[-1] * block.expansion, classes)
+
+    for seed, (name, (block, planes, depths, classes)) in enumerate(TORCHVISION.items()):
+        images = some_images(seed)
+        model = Small(getattr(resnet, block), planes, depths, classes).eval()
+        randomise(model)
+        write(name, model.state_dict(), images, logits=model(normalised(images)))
+    for seed, (name, fields) in enumerate(TRANSFORMERS.items(), 10):
+        images = some_images(seed)
+        model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**fields)).eval()
+        randomise(model)
+        shutil.rmtree(HERE / name, ignore_errors=True)
+        model.save_pretrained(HERE / name)
+        write(name, {}, images, logits=model(normalised(images)).logits)
+
+
+@torch.no_grad()
+def make_yolos() -> None:
+    import yaml
+    import yolov5
+    from yolov5.models.yolo import DetectionModel
+
+    architecture = yaml.safe_load((pathlib.Path(yolov5.__file__).parent / "models/yolov5s.yaml").read_text())
+    for seed, (name, (depth, width, classes, factor, dtype)) in enumerate(YOLOV5.items(), 20):
+        images = some_images(seed)
+        anchors = [[side * factor for side in grid] for grid in architecture["anchors"]]
+        multiples = {"depth_multiple": depth, "width_multiple": width, "anchors": anchors}
+        model = DetectionModel(architecture | multiples, nc=classes).eval()
+        randomise(model)
+        tensors = {key: x.to(dtype) if x.is_floating_point() else x for key, x in model.state_dict().items()}
+        model.load_state_dict({key: x.float() if x.is_floating_point() else x for key, x in tensors.items()})
+        predictions = model((images / 255).permute(0, 3, 1, 2))[0]
+        write(name, tensors, images, predictions=predictions)
+
+
+if __name__ == "__main__":
+    {"resnet": make_resnets, "yolov5": make_yolos}[sys.argv[1]]()

@@ -1,0 +1,90 @@
+"""Image models as model directories: what comes back, and who refuses them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+from jaxinfer import LLM, Embedder
+from jaxinfer.cli import app
+from jaxinfer.models.leaves import layer_of
+from jaxinfer.models.loading import load_model, open_model, save_model
+from sharding import MeshConfig
+from tests.models import vision
+
+CONFIGS = {"classifier": vision.CLASSIFIER, "detector": vision.DETECTOR}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def saved(kind, tmp_path_factory):
+    path = tmp_path_factory.mktemp("vision") / kind
+    save_model(path, vision.build(CONFIGS[kind]), family="test")
+    return path
+
+
+def test_round_trip(kind, saved):
+    loaded = load_model(saved)
+    assert loaded.config == CONFIGS[kind]
+    assert loaded.description.kind == kind
+    assert not any(layer_of(name) for name in loaded.leaves)
+    found, expected = nnx.merge(loaded.graphdef, loaded.state), vision.build(CONFIGS[kind])
+    assert type(found) is type(expected)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+
+
+def test_halves_are_widened_on_a_cpu(tmp_path):
+    save_model(tmp_path / "model", vision.build(vision.CLASSIFIER), family="test", dtype="bfloat16")
+    assert load_model(tmp_path / "model").weights.dtype == jnp.float32
+    kept = load_model(tmp_path / "model", dtype="bfloat16")
+    assert {leaf.dtype.name for leaf in kept.leaves.values() if leaf.ndim > 1} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in kept.leaves.values() if leaf.ndim == 1} == {"float32"}
+
+
+def test_a_mesh_of_one_device(saved):
+    assert load_model(saved, mesh=MeshConfig()).mesh is not None
+
+
+def test_larger_meshes_are_refused(kind, saved):
+    with pytest.raises(ValueError, match=f"mesh tensor=2: an image {kind} runs on one device"):
+        open_model(saved, mesh=MeshConfig(tensor=2))
+
+
+def test_quantisation_is_refused(kind, saved):
+    with pytest.raises(ValueError, match=f"quantize='int8' is not implemented for an image {kind}: conv"):
+        open_model(saved, quantize="int8")
+
+
+@pytest.mark.parametrize("user", [LLM, Embedder])
+def test_users_of_text_refuse_them(kind, saved, user):
+    with pytest.raises(ValueError, match=f"holds an image {kind}, which has no tokens"):
+        user(saved)
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_commands_about_text_refuse_them(kind, saved, command):
+    done = CliRunner().invoke(app, [command, str(saved)])
+    assert done.exit_code == 2
+    assert f"holds an image {kind}" in done.output
+
+
+def test_info(kind, saved):
+    done = CliRunner().invoke(app, ["info", str(saved)])
+    assert done.exit_code == 0, done.output
+    assert f"test ({kind})" in done.output
+    assert ", ".join(CONFIGS[kind].labels) in done.output
+    assert "vocabulary" not in done.output
+
+
+def test_labels_are_kept_in_order(tmp_path):
+    config = dataclasses.replace(vision.CLASSIFIER, labels=("b", "a", "b"))
+    save_model(tmp_path / "model", vision.build(config), family="test")
+    assert load_model(tmp_path / "model").config == config

@@ -1,0 +1,44 @@
+"""Tiny image models, for the tests of this directory."""
+
+import pathlib
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxinfer.models import ResNetConfig, WeightFormat, YoloConfig
+from jaxinfer.models.abstract import Model, build_model
+from jaxinfer.models.config import VisionConfig
+from jaxinfer.models.leaves import canonical_leaves
+
+DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens/vision"
+GOLDENS = sorted(path.parent.name for path in DIRECTORY.glob("*/expected.safetensors"))
+
+CLASSIFIER = ResNetConfig(
+    labels=("ok", "scratch", "dent"), stem=8, widths=(16, 32), depths=(1, 2), bottleneck=True, image_size=32
+)
+DETECTOR = YoloConfig(labels=("bolt", "nut"), widths=(4, 8, 8, 16, 16), depths=(1, 1, 1, 1), image_size=64)
+
+
+def build(config: VisionConfig, seed: int = 0) -> Model:
+    """The model with random weights."""
+    return build_model(config, WeightFormat(), rngs=nnx.Rngs(seed))
+
+
+def images(*shape: int, seed: int = 0) -> np.ndarray:
+    """Noise, uint8."""
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def run(function, *arguments):
+    """What a jitted function returns, as numpy; compiled quickly rather than well."""
+    compiled = jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.tree.map(np.asarray, compiled(*arguments))
+
+
+FLOAT32 = WeightFormat()
+
+
+def shapes(config: VisionConfig):
+    """The model's leaves by name."""
+    return canonical_leaves(config, FLOAT32)
