@@ -14,7 +14,8 @@ Rows = Sequence[Mapping[str, Any]]
 def print_tables(rows: Rows) -> None:
     """Print all tables that there are rows for."""
     for title, text in tables(rows).items():
-        print(f"\n{title}\n\n{text}")
+        if text.count("\n") > 1:
+            print(f"\n{title}\n\n{text}")
 
 
 def tables(rows: Rows) -> dict[str, str]:

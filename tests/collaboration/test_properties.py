@@ -196,7 +196,7 @@ def cases(draw, *, faulty):
         ExpertInfo(
             name=name,
             architecture=draw(st.sampled_from(["small", "large"])),
-            bytes=draw(st.integers(1, LARGEST)),
+            bytes=draw(st.integers(LARGEST // 3, LARGEST)),
             pinned=pinned and draw(st.integers(0, 3)) == 0,
         )
         for name in names
@@ -211,7 +211,7 @@ def cases(draw, *, faulty):
             b=draw(st.sampled_from([0.0, 1.0])),
             max_batch=draw(st.integers(1, 4)),
             load={"disk": draw(st.sampled_from([0.0, 3.0, 20.0])), "host": 0.5},
-            activation_bytes=draw(st.sampled_from([0, 3, 10])),
+            activation_bytes=draw(st.sampled_from([0, 10])),
         )
         for architecture in ("small", "large")
         for processor, slower in (("gpu", 1), ("cpu", 8))
@@ -221,23 +221,25 @@ def cases(draw, *, faulty):
             name=str(place),
             processor=draw(st.sampled_from(["gpu", "cpu"])),
             device=draw(st.sampled_from(["0", "1"])),
-            expert_bytes=draw(st.integers(1, 3 * LARGEST)) if place else draw(st.integers(LARGEST, 3 * LARGEST)),
-            activation_bytes=draw(st.sampled_from([None, 2, 10, 30])),
+            expert_bytes=draw(st.integers(LARGEST, 3 * LARGEST)) if draw(st.booleans()) or not place else LARGEST // 2,
+            activation_bytes=draw(st.sampled_from([None, 5, 10, 30])),
         )
         for place in range(draw(st.integers(1, 4)))
     ]
-    steps = draw(st.lists(st.tuples(st.sampled_from(routes), st.sampled_from([0.0, 0.0, 0.25, 5.0])), max_size=40))
-    arrivals = itertools.accumulate((pause for _, pause in steps), initial=0.0)
+    seed = draw(st.integers(0, 1000))
+    rng, pauses = random.Random(seed), draw(st.sampled_from([[0.0], [0.0, 0.25], [0.25, 5.0], [20.0]]))
+    number = draw(st.integers(0, 40))
+    arrivals = itertools.accumulate((rng.choice(pauses) for _ in range(number)), initial=0.0)
     return Case(
         graph=graph,
         profiles=profiles,
         executors=executors,
         policy=draw(POLICY),
         host_bytes=draw(st.sampled_from([0, 30, 100])),
-        trace=[TraceRequest(arrival=at, experts=route) for at, (route, _) in zip(arrivals, steps, strict=False)],
-        seed=draw(st.integers(0, 9)),
-        load_failures=draw(st.sampled_from([0.0, 0.3])) if faulty else 0.0,
-        deaths=draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=4)) if faulty else [],
+        trace=[TraceRequest(arrival=at, experts=rng.choice(routes)) for at in itertools.islice(arrivals, number)],
+        seed=seed,
+        load_failures=draw(st.sampled_from([0.0, 0.0, 0.2])) if faulty else 0.0,
+        deaths=draw(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 3)), max_size=2)) if faulty else [],
     )
 
 
