@@ -300,12 +300,16 @@ def test_the_requests_of_an_executor_that_dies_run_elsewhere(board, start, judgi
 
 
 def test_no_executor_is_left(start, judging):
+    submitted = threading.Event()
+
     def hook(number):
+        submitted.wait(SECONDS)
         raise Killed
 
     judging(hook)
     system = start("c0", "c1", slots=2, executors=2, mode="paper")
     futures = [system.submit(name, image(0)) for name in ("c0", "c1") * 4]
+    submitted.set()
     for future in futures:
         with pytest.raises(ExecutorDiedError):
             future.result(SECONDS)
