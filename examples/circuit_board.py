@@ -32,7 +32,7 @@ from rich.table import Table
 
 from jaxinfer.collaboration.execution.executors import Result
 from jaxinfer.collaboration.execution.kinds import NOTHING
-from jaxinfer.collaboration.scheduling.scheduler import Statistics
+from jaxinfer.collaboration.scheduling.executor_state import Statistics
 from jaxinfer.collaboration.system import Progress, System
 from jaxinfer.disk_cache import cache_folder
 from jaxinfer.models import WeightFormat

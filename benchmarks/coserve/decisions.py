@@ -69,6 +69,6 @@ def decision_latencies(policy: Policy) -> dict[str, Latencies]:
     trace = [TraceRequest(arrival=at, experts=item.experts) for at, item in zip(arrivals, trace, strict=True)]
     configs = executors(NUMA, best_layout(NUMA, "A", task.gpus))
     scheduler = TimedScheduler(graph, profiles(NUMA, task.gpus), configs, policy)
-    scheduler.place()
+    scheduler.manager.place()
     Simulator(scheduler).run(trace)
     return {what: Latencies(seconds) for what, seconds in scheduler.seconds.items()}

@@ -6,10 +6,11 @@ docs/collaboration.md.
 
 import dataclasses
 
+from jaxinfer.collaboration.scheduling.executor_state import ExecutorConfig
 from jaxinfer.collaboration.scheduling.experts import ExpertGraph
 from jaxinfer.collaboration.scheduling.policy import Policy
 from jaxinfer.collaboration.scheduling.profile import Profile, Profiles, Tier
-from jaxinfer.collaboration.scheduling.scheduler import ExecutorConfig, Scheduler
+from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 
 MB, GB = 10**6, 10**9
 
@@ -198,5 +199,5 @@ def system(machine: Machine, layout: Layout, policy: Policy, graph: ExpertGraph)
         layout, host = Layout(gpus=1, cpus=0, experts=pool), 0 if machine.unified else machine.cpu_bytes
     costs = profiles(machine, layout.gpus)
     scheduler = Scheduler(graph, costs, executors(machine, layout), policy, host_bytes=host)
-    scheduler.place()
+    scheduler.manager.place()
     return scheduler, SimulatedHardware(machine, costs)

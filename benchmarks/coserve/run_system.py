@@ -125,7 +125,7 @@ def _virtual(build: Callable[..., System], trace: list[TraceRequest]) -> dict[st
 def _predict(system: System, trace: list[TraceRequest]) -> dict[str, Any]:
     """What the simulator says of the same system and the same trace."""
     scheduler = system.make_scheduler(system.profiles)
-    scheduler.place()
+    scheduler.manager.place()
     outcome = Simulator(scheduler).run(trace)
     profiles = {
         " on ".join(key): {"k": p.k, "b": p.b, "max_batch": p.max_batch, "load": dict(p.load), "evict": p.evict}

@@ -73,7 +73,7 @@ def run(machine: Machine, layout: Layout, policy: Policy, task: Task, seed: int,
     """Run a task once."""
     graph, trace = make_task(task, seed, repeats=repeats)
     scheduler, hardware = system(machine, layout, policy, graph)
-    resident = set[str]().union(*(pool.resident for pool in scheduler.pools))
+    resident = set[str]().union(*(pool.resident for pool in scheduler.manager.pools))
     outcome = Simulator(scheduler, hardware).run(trace)
     assert outcome.finished == len(trace)
     return Run(

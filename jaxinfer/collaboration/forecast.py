@@ -48,7 +48,7 @@ def forecast(
 
 
 def _run(scheduler: Scheduler, trace: Sequence[TraceRequest]) -> Forecast:
-    placed = scheduler.place()
+    placed = scheduler.manager.place()
     used = {name for item in trace for name in item.experts}
     resident = {name for names in placed.values() for name in names}
     return Forecast(

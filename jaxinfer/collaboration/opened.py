@@ -16,10 +16,11 @@ from jaxinfer.collaboration.execution.architectures import Architecture, Archite
 from jaxinfer.collaboration.execution.kinds import kind_of
 from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
 from jaxinfer.collaboration.execution.profiler import Measured, measure
+from jaxinfer.collaboration.scheduling.executor_state import ExecutorConfig
 from jaxinfer.collaboration.scheduling.experts import ExpertGraph, ExpertInfo
 from jaxinfer.collaboration.scheduling.policy import Policy
 from jaxinfer.collaboration.scheduling.profile import Profiles
-from jaxinfer.collaboration.scheduling.scheduler import ExecutorConfig, Scheduler
+from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 from jaxinfer.compiled import ExecutableStore
 from jaxinfer.models.loading import open_model
 from jaxinfer.streaming.model import map_large_arrays

@@ -14,9 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from jaxinfer.collaboration.errors import CollaborationError
+from jaxinfer.collaboration.scheduling.executor_state import Statistics
 from jaxinfer.collaboration.scheduling.profile import Tier
 from jaxinfer.collaboration.scheduling.request import Action, Batch, Failure, Load, Request
-from jaxinfer.collaboration.scheduling.scheduler import Scheduler, Statistics
+from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ from jaxinfer.collaboration.config import SystemConfig
 from jaxinfer.collaboration.errors import LoadError
 from jaxinfer.collaboration.execution.executors import Executors, Result, Times
 from jaxinfer.collaboration.opened import OpenedSystem, Progress, log_progress
+from jaxinfer.collaboration.scheduling.executor_state import Statistics
 from jaxinfer.collaboration.scheduling.profile import Profile
 from jaxinfer.collaboration.scheduling.request import Action, Load
-from jaxinfer.collaboration.scheduling.scheduler import Decision, Scheduler, Statistics
+from jaxinfer.collaboration.scheduling.scheduler import Decision, Scheduler
 
 
 class System(OpenedSystem):
@@ -120,8 +121,8 @@ class System(OpenedSystem):
     def _start(self) -> None:
         """Load the experts that are there at the start."""
         devices = {x.pool.index: device for x, device in zip(self.scheduler.executors, self.devices, strict=False)}
-        self._weights = self._loader([devices[pool.index] for pool in self.scheduler.pools])
-        self._placed = self.scheduler.place()
+        self._weights = self._loader([devices[pool.index] for pool in self.scheduler.manager.pools])
+        self._placed = self.scheduler.manager.place()
         total = sum(map(len, self._placed.values()))
         for done, (pool, name) in enumerate((pool, name) for pool, names in self._placed.items() for name in names):
             self._progress("loading experts", done, total)
@@ -129,4 +130,4 @@ class System(OpenedSystem):
                 self._weights.prepare(Load(executor=0, pool=pool, expert=name, tier="disk"))()
             except LoadError as error:
                 self._break(name, error)
-                self.scheduler.remove_placed(pool, name)
+                self.scheduler.manager.remove_placed(pool, name)

@@ -1,10 +1,11 @@
 """Small systems: experts of 10 bytes, seconds that are easy to add up."""
 
+from jaxinfer.collaboration.scheduling.executor_state import ExecutorConfig
 from jaxinfer.collaboration.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 from jaxinfer.collaboration.scheduling.policy import Policy, policy_of
 from jaxinfer.collaboration.scheduling.profile import Profile
 from jaxinfer.collaboration.scheduling.request import Batch, Failure, Load, Request
-from jaxinfer.collaboration.scheduling.scheduler import ExecutorConfig, Scheduler
+from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 from jaxinfer.collaboration.simulator import Simulator, TraceRequest
 
 GPU = Profile(k=1.0, b=2.0, max_batch=3, load={"disk": 10.0, "host": 1.0}, activation_bytes=5)
@@ -51,7 +52,7 @@ def scheduler(names="abcdef", *executors, policy="paper", rules=(), costs=None, 
         **(options or {}),
     )
     if placed:
-        made.place()
+        made.manager.place()
     return made
 
 
@@ -64,7 +65,7 @@ def simulate(system, *routes, every=0.0):
     """What came of a trace, and all that was done: (what, expert, executor, number of requests)."""
     done = []
     outcome = Simulator(system, act=lambda action: done.append(shown(action))).run(trace(*routes, every=every))
-    for pool in system.pools:
+    for pool in system.manager.pools:
         pool.check_integrity()
     return outcome, done
 

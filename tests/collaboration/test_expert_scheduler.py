@@ -65,7 +65,7 @@ def test_an_expert_goes_where_it_fits_and_there_are_costs():
 
 def test_experts_are_placed_where_they_can_run():
     system = scheduler("abcd", gpu(1), cpu(2), costs={("resnet", "gpu"): GPU})
-    assert [sorted(pool.resident) for pool in system.pools] == [["a"], []]
+    assert [sorted(pool.resident) for pool in system.manager.pools] == [["a"], []]
 
 
 # -- what begins --
@@ -150,7 +150,7 @@ def test_pinned_experts_stay():
         system.loaded(load, 0)
         (batch,) = system.poll(0)
         system.executed(batch, 0)
-    assert "b" in system.pools[0].resident
+    assert "b" in system.manager.pools[0].resident
 
 
 def test_a_prefetch_keeps_what_is_needed_before():
@@ -210,7 +210,7 @@ def test_experts_leave_for_a_requests_activations():
     assert [eviction.expert for eviction in evict.evictions] == ["b"]
     assert shown(batch) == ("batch", "a", 0, 1)
     system.executed(batch, 3)
-    assert system.pools[0].free == 10
+    assert system.manager.pools[0].free == 10
     assert [action[0] for action in poll(system, 3)] == ["batch"]
 
 
@@ -232,7 +232,7 @@ def test_requests_that_never_fit_end_at_once(activation_bytes):
     assert [shown(action)[2] for action in failed] == ["InsufficientMemoryError"] * 4
     assert isinstance(failed[0].error, InsufficientMemoryError)
     assert system.queued == 0
-    assert system.pools[0].check_integrity() is None
+    assert system.manager.pools[0].check_integrity() is None
     assert system.statistics.failed == 4
 
 
@@ -342,7 +342,7 @@ def test_a_failed_load_ends_only_its_experts_requests():
     assert sorted(failure.request.id for failure in failures) == [0, 2, 3]
     assert all(isinstance(failure.error, LoadError) for failure in failures)
     assert "expert 'b' cannot be loaded: torn file" in str(failures[0].error)
-    assert system.pools[0].used == 0
+    assert system.manager.pools[0].used == 0
     (load,) = system.poll(1)
     assert load.expert == "c"
 
@@ -439,7 +439,7 @@ def test_a_batch_that_waits_for_its_expert_is_given_to_others():
     system = scheduler("ab", gpu(1), placed=False)
     submit(system, "aa")
     (load,) = system.poll(0)
-    system.add_executor(gpu(1))
+    system.manager.add_executor(gpu(1))
     assert system.remove_executor(0, 1) == []
     assert [r.id for r in system.executors[1].queue] == [0, 1]
     assert system.loaded(load, 2) == []  # its loader ends nevertheless
@@ -448,7 +448,7 @@ def test_a_batch_that_waits_for_its_expert_is_given_to_others():
 
 def test_executors_come_and_go_while_idle():
     system = scheduler("ab", gpu(1))
-    assert system.add_executor(gpu(1, name="second")) == 1
+    assert system.manager.add_executor(gpu(1, name="second")) == 1
     assert system.remove_executor(0, 0) == []
     submit(system, "a")
     assert poll(system) == [("load", "a", 1, "disk")]

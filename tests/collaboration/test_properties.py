@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from jaxinfer.collaboration.errors import LoadError
 from jaxinfer.collaboration.scheduling.bounds import compulsory_loads
+from jaxinfer.collaboration.scheduling.executor_state import ExecutorConfig
 from jaxinfer.collaboration.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 from jaxinfer.collaboration.scheduling.policy import POLICIES, Policy
 from jaxinfer.collaboration.scheduling.profile import Profile
 from jaxinfer.collaboration.scheduling.request import Batch, Evict, Load
-from jaxinfer.collaboration.scheduling.scheduler import ExecutorConfig, Scheduler
+from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 from jaxinfer.collaboration.simulator import Simulator, TraceRequest
 
 LARGEST = 30
@@ -98,7 +99,7 @@ class Model:
         self.assignments = {}
         self.pools = {}
         self.scheduler = Faulty(case, self)
-        self.pools = {index: set(names) for index, names in self.scheduler.place().items()}
+        self.pools = {index: set(names) for index, names in self.scheduler.manager.place().items()}
         self.at_start = set().union(*self.pools.values())
         self.last_run = {}
         self.used = set()
@@ -161,12 +162,12 @@ class Model:
         return self.scheduler.executors[executor].pool.index
 
     def check(self):
-        for pool in self.scheduler.pools:
+        for pool in self.scheduler.manager.pools:
             pool.check_integrity()
 
     def check_bytes(self):
         for index, names in self.pools.items():
-            assert sum(self.sizes[name] for name in names) <= self.scheduler.pools[index].budget
+            assert sum(self.sizes[name] for name in names) <= self.scheduler.manager.pools[index].budget
         on_its_way = [load.expert for load in self.loading if load.tier == "host" and load.source is None]
         assert sum(self.sizes[name] for name in [*self.host, *on_its_way]) <= self.host_budget
 

@@ -143,8 +143,8 @@ def test_a_copy_in_a_cpus_pool_is_used():
 def test_executors_that_share_a_pool_share_loads():
     policy = policy_of("none", share_pools=True)
     system = scheduler("abcd", gpu(1), gpu(1), policy=policy)
-    assert len(system.pools) == 1
-    assert system.pools[0].budget == 20
+    assert len(system.manager.pools) == 1
+    assert system.manager.pools[0].budget == 20
     outcome, done = simulate(system, *"cccc", every=0.1)
     assert [action[0] for action in done].count("load") == 1
     assert outcome.finished == 4

@@ -167,7 +167,7 @@ def test_loads_are_those_of_the_simulation(start, mode):
     system = start(*CLASSIFIERS, mode=mode, executors=2, slots=1, host=1, rules=rules)
     trace = draw_trace(system.graph, 80, interval=1e-3)
     alone = system.make_scheduler(system.profiles)
-    alone.place()
+    alone.manager.place()
     wanted = Simulator(alone).run(trace)
     found = Simulator(system.scheduler, act=system.perform).run(trace)
     assert found.statistics == wanted.statistics
@@ -236,11 +236,11 @@ class Probe:
         loader.prepare = probed
 
     def look(self, loader):
-        used = dict.fromkeys(range(len(self.system.scheduler.pools)), 0)
+        used = dict.fromkeys(range(len(self.system.scheduler.manager.pools)), 0)
         for (pool, _), fetch in list(loader._resident.items()):
             used[pool] += sum(leaf.nbytes for leaf in fetch.settle())
         for pool, count in used.items():
-            self.worst = max(self.worst, count / self.system.scheduler.pools[pool].budget)
+            self.worst = max(self.worst, count / self.system.scheduler.manager.pools[pool].budget)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -282,6 +282,6 @@ def test_any_policy(board, start, policy, slots, host, seed, tight):
     system.close()
     assert sorted(ended) == list(range(30))
     assert probe.worst <= 1
-    for pool in system.scheduler.pools:
+    for pool in system.scheduler.manager.pools:
         pool.check_integrity()
     assert not system.scheduler.queued

@@ -86,7 +86,7 @@ def pool_table(found: Forecast) -> Table:
     """The pools at the start."""
     table = _table("pool", "executors", "experts", "used", "left", title="Pools at the start", left=2)
     experts = found.scheduler.graph.experts
-    for pool in found.scheduler.pools:
+    for pool in found.scheduler.manager.pools:
         users = ", ".join(x.config.name for x in found.scheduler.executors if x.pool is pool)
         names = found.placed[pool.index]
         used = sum(experts[name].bytes for name in names)
