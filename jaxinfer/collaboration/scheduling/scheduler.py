@@ -485,11 +485,13 @@ class Scheduler:
         return [batch.expert for batch in batches if pool.is_ready(batch.expert)]
 
     def _prefetch(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
-        """Load the next expert that is not there, unless one that is needed before it had to leave."""
+        """Load the next expert that is not there, unless one that some executor needs as soon had to leave."""
         ahead = self._ahead(executor)
         for place_, name in enumerate(ahead):
             if not executor.pool.has(name):
-                load = self._begin_load(executor, name, keep=ahead[:place_], prefetched=True)
+                others = [x for x in self.executors if x.pool is executor.pool and x is not executor]
+                keep = [*ahead[:place_], *(wanted for x in others for wanted in self._ahead(x))]
+                load = self._begin_load(executor, name, keep=keep, prefetched=True)
                 if load is not None:
                     actions.append(load)
                 return
