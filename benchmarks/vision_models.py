@@ -4,8 +4,9 @@
 
 ResNet-101 at 224 pixels and YOLOv5m at 640, batch 1 and 8, float32, random weights: from uint8 images to logits, or to
 predictions before non-maximum suppression, which torch alone does not have (ours is timed by itself). Every figure is
-the median over rounds in which all engines take turns, with as many threads as there are cores. Nothing is timed unless
-the outputs agree. The JSON is written anew after every figure.
+the median over rounds in which all engines take turns, with as many threads as there are cores. On a machine that
+others use, give `--threads 1`: torch's threads wait for one another at every layer, so that it loses far more than its
+share of the cores. Nothing is timed unless the outputs agree. The JSON is written anew after every figure.
 """
 
 import argparse
@@ -172,21 +173,23 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds instead of five")
+    parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--rounds", type=int, default=5, help="of each figure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     parser.add_argument("--work-dir", type=Path, default=cache_folder() / "benchmarks" / "vision_models")
     parser.add_argument(
         "--peer-python", type=Path, help="interpreter with the peers (default: $JAXINFER_PEERS or make peers)"
     )
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the peers")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every engine")
     args = parser.parse_args()
+    os.environ["NPROC"] = str(args.threads)  # XLA's, which reads it when JAX first looks for devices
 
     peer_python = find_peers(args.peer_python, MODULES)
     make_models(args.work_dir, peer_python)
     start, report = time.monotonic(), Report()
     report.print_header()
-    rounds = 2 if args.quick else 5
-    report.row(figure="settings", rounds=rounds, peer_threads=args.threads)
+    rounds = 2 if args.quick else args.rounds
+    report.row(figure="settings", rounds=rounds, threads=args.threads)
     for name in OUTPUTS:
         measure(report, name, args, peer_python, rounds)
     print_rows([row for row in report.rows if "ms" in row])

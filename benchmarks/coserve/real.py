@@ -87,15 +87,12 @@ def measure(report: Report, folder: Path, *, quick: bool) -> None:
     runs, rounds = Runs(folder, quick=quick), 1 if quick else ROUNDS
     modes = (*BASELINES, "paper", OURS)
     print(f"{runs.left(_planned(modes, rounds))} runs to do, 1 to 10 minutes each; those that are done are kept.")
-    fast = {mode: [] for mode in modes}
-    slow = {mode: [] for mode in modes}
+    execution = _execution(runs.get("fast", "samba"))
+    rate = EXPERT_BYTES / (10 * execution)
+    fast, slow = ({mode: list[dict[str, Any]]() for mode in modes} for _ in range(2))
     for round_ in range(rounds):
         for mode in modes:
             fast[mode].append(runs.get("fast", mode, round_))
-    execution = _execution(fast["samba"][0])
-    rate = EXPERT_BYTES / (10 * execution)
-    for round_ in range(rounds):
-        for mode in modes:
             slow[mode].append(runs.get("ratio-10", mode, round_, rate=rate))
     best_baseline = max(BASELINES, key=lambda mode: _throughput(slow[mode]))
     _report_rounds(report, "as fast as the disk", fast)

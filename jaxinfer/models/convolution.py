@@ -7,6 +7,7 @@ transposed in every call (docs/cpu-speed.md).
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -74,5 +75,5 @@ def _patches(x: jax.Array, size: int, stride: int) -> jax.Array:
 def max_pool(x: jax.Array, *, size: int, stride: int = 1) -> jax.Array:
     """The largest value of each window of size x size; windows reach size // 2 places beyond every side."""
     window, strides, reach = (1, size, size, 1), (1, stride, stride, 1), (size // 2, size // 2)
-    lowest = jnp.array(-jnp.inf, x.dtype)
+    lowest = np.array(-np.inf, x.dtype)  # concrete: otherwise JAX does not know it as a maximum, and has no gradient
     return lax.reduce_window(x, lowest, lax.max, window, strides, ((0, 0), reach, reach, (0, 0)))

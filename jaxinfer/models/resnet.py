@@ -52,14 +52,17 @@ class ResNet(nnx.Module):
 
     def logits(self, images: jax.Array) -> jax.Array:
         """What the probabilities are the softmax of, float32 [B, classes]; images as above."""
+        return self.head(self.features(images)).astype(jnp.float32)
+
+    def features(self, images: jax.Array) -> jax.Array:
+        """What the head sees, the last stage's means over all places, [B, widths[-1]]; images as above."""
         check_images(images)
         x = classifier_pixels(images, self.cfg.image_size).astype(self.dtype)
         x = max_pool(nnx.relu(self.stem(x)), size=3, stride=2)
         for stage in self.stages:
             for block in stage:
                 x = block(x)
-        features = x.astype(jnp.float32).mean((1, 2)).astype(self.dtype)
-        return self.head(features).astype(jnp.float32)
+        return x.astype(jnp.float32).mean((1, 2)).astype(self.dtype)
 
 
 class Block(nnx.Module):

@@ -29,6 +29,14 @@ def test_other_sizes_are_resized():
     np.testing.assert_allclose(vision.run(model, picture), vision.run(model, exact), atol=2e-3)
 
 
+def test_can_be_trained():
+    """Under jit as well: the maximum of a window has a gradient."""
+    model, pictures = vision.build(vision.CLASSIFIER), vision.images(2, 32, 32, 3)
+    graph, params = nnx.split(model)
+    gradients = jax.jit(jax.grad(lambda params: nnx.merge(graph, params)(pictures)[:, 0].sum()))(params)
+    assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradients["stem"]))
+
+
 def test_bfloat16_is_near():
     model, picture = vision.build(vision.CLASSIFIER), vision.images(2, 32, 32, 3)
     leaves = [x.astype(np.float32) for x in jax.tree.leaves(nnx.state(model))]

@@ -12,17 +12,18 @@ from tests.models import vision
 
 
 @pytest.fixture(scope="module")
-def model():
+def found():
+    """Candidates and detections of two images, in one program."""
     model = vision.build(vision.DETECTOR)
     assert isinstance(model, Yolo)
-    return model
+    return vision.run(lambda images: (model.predictions(images), model(images)), vision.images(2, 24, 48, 3))
 
 
-def test_candidates_of_all_grids(model):
-    found = vision.run(model.predictions, vision.images(2, 64, 64, 3))
-    assert found.shape == (2, 3 * (8 * 8 + 4 * 4 + 2 * 2), 5 + 2)
-    assert ((found[..., 4:] > 0) & (found[..., 4:] < 1)).all()
-    cells = found[:, : 3 * 8 * 8].reshape(2, 8, 8, 3, 7)
+def test_candidates_of_all_grids(found):
+    candidates, _ = found
+    assert candidates.shape == (2, 3 * (8 * 8 + 4 * 4 + 2 * 2), 5 + 2)
+    assert ((candidates[..., 4:] > 0) & (candidates[..., 4:] < 1)).all()
+    cells = candidates[:, : 3 * 8 * 8].reshape(2, 8, 8, 3, 7)
     y, x = np.mgrid[:8, :8]
     for place, cell in ((0, x), (1, y)):  # a centre is at most 1.5 cells from its cell's corner
         offsets = cells[..., place] / 8 - cell[..., None]
@@ -31,28 +32,20 @@ def test_candidates_of_all_grids(model):
     assert ((cells[..., 2:4] > 0) & (cells[..., 2:4] < largest)).all()
 
 
-def test_boxes_are_in_the_image_s_pixels(model):
+def test_boxes_are_in_the_image_s_pixels(found):
     """Those of a letterboxed image, moved and scaled back, and cut at the image's border."""
-    picture = vision.images(1, 24, 48, 3)
-    found = vision.run(model, picture)
-    count = int(found.count[0])
-    assert 0 < count < 300
-    candidates = vision.run(model.predictions, picture)[0]
+    candidates, detections = found
     box = Letterbox.of(24, 48, 64)
-    scores = candidates[:, 4] * candidates[:, 5:].max(-1)
-    best = candidates[scores.argmax(), :4]
-    wanted = (np.asarray(corners(best)) - [box.left, box.top, box.left, box.top]) / box.scale
-    np.testing.assert_allclose(found.boxes[0, 0], np.clip(wanted, 0, [48, 24, 48, 24]), atol=1e-3)
-    assert (found.scores[0, :count] > vision.DETECTOR.confidence).all()
-    assert (np.diff(found.scores[0, :count]) <= 0).all()
-    assert not found.boxes[0, count:].any()
-
-
-def test_no_detection_is_no_row():
-    nothing = vision.build(dataclasses.replace(vision.DETECTOR, confidence=1.0))
-    found = vision.run(nothing, vision.images(2, 24, 48, 3))
-    assert found.count.tolist() == [0, 0]
-    assert not found.boxes.any()
+    for row, count in enumerate(detections.count):
+        assert 0 < count < 300
+        scores = candidates[row, :, 4] * candidates[row, :, 5:].max(-1)
+        best = np.asarray(corners(candidates[row, scores.argmax(), :4]))
+        wanted = (best - [box.left, box.top, box.left, box.top]) / box.scale
+        np.testing.assert_allclose(detections.boxes[row, 0], np.clip(wanted, 0, [48, 24, 48, 24]), atol=1e-3)
+        assert (detections.scores[row, :count] > vision.DETECTOR.confidence).all()
+        assert (np.diff(detections.scores[row, :count]) <= 0).all()
+        for values in (detections.boxes, detections.scores, detections.classes):
+            assert not values[row, count:].any()
 
 
 @pytest.mark.parametrize(

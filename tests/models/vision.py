@@ -1,5 +1,6 @@
 """Tiny image models, for the tests of this directory."""
 
+import functools
 import pathlib
 
 import jax
@@ -20,9 +21,10 @@ CLASSIFIER = ResNetConfig(
 DETECTOR = YoloConfig(labels=("bolt", "nut"), widths=(4, 8, 8, 16, 16), depths=(1, 1, 1, 1), image_size=64)
 
 
-def build(config: VisionConfig, seed: int = 0) -> Model:
-    """The model with random weights."""
-    return build_model(config, WeightFormat(), rngs=nnx.Rngs(seed))
+@functools.cache
+def build(config: VisionConfig) -> Model:
+    """The model with random weights; not to be changed."""
+    return build_model(config, WeightFormat(), rngs=nnx.Rngs(0))
 
 
 def images(*shape: int, seed: int = 0) -> np.ndarray:

@@ -35,16 +35,18 @@ class ExecutorQueue:
         self._end = 0
         self.latency = 0.0
 
-    def add(self, request: Request) -> None:
-        """Put a request where it belongs."""
+    def add(self, request: Request) -> bool:
+        """Put a request where it belongs; True if it joins others for its expert."""
         group = self._last.get(request.expert)
-        if group is None or not self._may_join(group, request):
+        joins = group is not None and self._may_join(group, request)
+        if group is None or not joins:
             group = self._groups[self._end] = Group(self._end, request.expert, deque())
             self._last[request.expert] = group
             self._end += 1
         group.requests.append(request)
         self._counts[request.expert] += 1
         self.latency += request.latency
+        return joins
 
     def take(self, group: Group, count: int) -> list[Request]:
         """Take the first requests of a group."""

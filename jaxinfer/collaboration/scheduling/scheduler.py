@@ -180,6 +180,7 @@ class Scheduler:
         self._max_queued, self._on_decision = max_queued, on_decision
         self._quarantined: dict[str, _Quarantine] = {}
         self._turn = 0
+        self._settled = False  # whether nothing can begin before something happens
         shared = policy.share_pools
         budgets: dict[str, int] = {}
         for config in configs:
@@ -260,6 +261,7 @@ class Scheduler:
 
     def loaded(self, load: Load, now: float, error: Exception | None = None) -> list[Failure]:
         """A load has ended; returns the requests that its error ends."""
+        self._settled = False
         pool = self.pools[load.pool]
         pool.end_load(load.expert, loaded=error is None, pinned=self.graph.experts[load.expert].pinned)
         self.executors[load.executor].loading = None
@@ -287,6 +289,7 @@ class Scheduler:
 
     def cancel(self, request: Request) -> bool:
         """Take a request out of its queue; False if it has begun."""
+        self._settled = False
         return any(executor.queue.remove(request) for executor in self.executors)
 
     def drain(self, error: Exception) -> list[Failure]:
@@ -298,6 +301,7 @@ class Scheduler:
 
         The batch that it ran ends with an error.
         """
+        self._settled = False
         executor = self.executors[index]
         executor.alive = False
         failures, waiting = [], self._take_all(executor)
@@ -338,7 +342,8 @@ class Scheduler:
             self._turn += 1
         chosen = self.executors[index]
         request.latency = additions[index] or 0.0
-        chosen.queue.add(request)
+        joined = chosen.queue.add(request)
+        self._settled &= joined and chosen.batch is not None
         if self._on_decision:
             self._on_decision(Decision(request=request, totals=totals, additions=additions, executor=index))
         return index
@@ -371,6 +376,9 @@ class Scheduler:
 
     def poll(self, now: float) -> list[Action]:
         """What is to be done now; `Load`s and `Batch`es are under way from here on."""
+        if self._settled:
+            return []
+        self._settled = True
         actions: list[Action] = []
         for executor in self.executors:
             if executor.alive:
@@ -485,12 +493,14 @@ class Scheduler:
         return [batch.expert for batch in batches if pool.is_ready(batch.expert)]
 
     def _prefetch(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
-        """Load the next expert that is not there, unless one that some executor needs as soon had to leave."""
-        ahead = self._ahead(executor)
-        for place_, name in enumerate(ahead):
+        """Load the next expert that is not there, unless one had to leave that is needed as soon, by any executor.
+
+        Otherwise executors that share a pool could go on loading in place of one another.
+        """
+        users = [self._ahead(x) for x in self.executors if x.pool is executor.pool and x.alive]
+        for place_, name in enumerate(self._ahead(executor)):
             if not executor.pool.has(name):
-                others = [x for x in self.executors if x.pool is executor.pool and x is not executor]
-                keep = [*ahead[:place_], *(wanted for x in others for wanted in self._ahead(x))]
+                keep = {other for ahead in users for other in ahead[: place_ + 1]}
                 load = self._begin_load(executor, name, keep=keep, prefetched=True)
                 if load is not None:
                     actions.append(load)
@@ -598,6 +608,7 @@ class Scheduler:
 
     def _end_batch(self, executor: ExecutorState) -> None:
         assert executor.batch is not None
+        self._settled = False
         if executor.executing:
             executor.pool.release(executor.batch.expert)
         executor.pool.give_back(_activations(executor))
