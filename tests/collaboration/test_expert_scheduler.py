@@ -198,6 +198,19 @@ def test_nothing_is_prefetched_while_enough_groups_can_run():
     assert poll(system) == [("batch", "b", 0, 1), ("load", "c", 0, "disk")]
 
 
+def test_executors_do_not_prefetch_each_others_experts_away():
+    """Both run, each with a next expert, and there is room for one of these."""
+    policy = policy_of("none", share_pools=True, prefetch=1)
+    system = scheduler("abcd", gpu(1), gpu(2), policy=policy, placed=False)
+    submit(system, "abcd")
+    for load in system.poll(0):
+        system.loaded(load, 0)
+    a, load, b = system.poll(0)
+    assert (a.expert, load.expert, b.expert) == ("a", "c", "b")
+    system.loaded(load, 1)
+    assert poll(system, 1) == []  # "d" would need the room of "c"
+
+
 # -- activations --
 
 

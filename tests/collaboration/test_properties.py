@@ -109,6 +109,7 @@ class Model:
         self.assignments[decision.request.id, decision.request.stage, decision.executor] = place
 
     def act(self, action):
+        assert len(self.log) < 5000, "never ends"
         self.log.append(str(action.__class__.__name__) + str(getattr(action, "expert", "")))
         match action:
             case Load():
