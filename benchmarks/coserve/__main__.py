@@ -3,8 +3,8 @@
     python -m benchmarks.coserve [--quick] [--part simulated|real] [--json FILE]
 
 The simulated part runs the paper's tasks through the scheduler that real executors use, on a simulated clock. The real
-part runs systems of 38 models of ResNet-101's size on this machine, each in a process of its own, for about an hour on
-two cores; runs that are done are kept in the folder, so that it can be interrupted.
+part runs systems of 38 models of ResNet-101's size on this machine, each in a process of its own, for about two hours
+on two cores; runs that are done are kept in the folder, so that it can be interrupted.
 """
 
 import argparse
@@ -24,7 +24,8 @@ def simulated(report: Report, args: argparse.Namespace) -> None:
 
 
 def real(report: Report, args: argparse.Namespace) -> None:
-    measure(report, args.folder, quick=args.quick)
+    rounds = 1 if args.quick else args.rounds
+    measure(report, args.folder, quick=args.quick, rounds=rounds, ratios=args.ratios)
     print_tables(report.rows)
 
 
@@ -40,6 +41,14 @@ def main() -> None:
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures into this folder")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/jaxinfer-coserve"), help="of real experts: 28 GB")
+    parser.add_argument("--rounds", type=int, default=3, help="of all real systems in turn (default: %(default)s)")
+    parser.add_argument(
+        "--ratios",
+        type=int,
+        nargs="*",
+        default=[1, 20, 40],
+        help="of loading to execution, beside 10 (default: 1 20 40)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
     report = Report()

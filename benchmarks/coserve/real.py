@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,8 @@ from jaxinfer.collaboration.scheduling.bounds import compulsory_loads
 
 BASELINES = ("samba", "fifo", "parallel")
 OURS = "best"
-ROUNDS = 3
 POOL, HOST, REQUESTS, INTERVAL = 8, 4, 1000, 0.004
 """Experts in pools and in the host cache, inputs, seconds between them: the paper's shape at a third of its size."""
-RATIOS = (20, 40)
-"""Of loading to execution, beside the paper-like 10 and the fast loader."""
 SLACK_BYTES = 1 << 30
 """What a process may have beside its experts: programs, activations, an expert on its way for each executor."""
 
@@ -32,7 +30,7 @@ class Runs:
 
     Args:
       folder: where experts are, and what runs have given.
-      quick: far fewer inputs, one round: to see that all works.
+      quick: far fewer inputs: to see that all works.
     """
 
     def __init__(self, folder: Path, *, quick: bool):
@@ -80,13 +78,21 @@ class Runs:
         return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(report: Report, folder: Path, *, quick: bool) -> None:
-    """Add the rows and checks of the real evaluation."""
+def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: Sequence[int]) -> None:
+    """Add the rows and checks of the real evaluation.
+
+    Args:
+      folder: where experts are, and what runs have given.
+      quick: as of `Runs`.
+      rounds: of all modes in turn, with the paper's ratio of loading to execution (10) and as fast as the disk is.
+      ratios: others, of which our policy and the best baseline run once; 1 has larger images.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     make_experts(folder, SMALL)
-    runs, rounds = Runs(folder, quick=quick), 1 if quick else ROUNDS
-    modes = (*BASELINES, "paper", OURS)
-    print(f"{runs.left(_planned(modes, rounds))} runs to do, 1 to 10 minutes each; those that are done are kept.")
+    runs, modes = Runs(folder, quick=quick), (*BASELINES, "paper", OURS)
+    print(
+        f"{runs.left(_planned(modes, rounds, ratios))} runs to do, 1 to 6 minutes each; those that are done are kept."
+    )
     execution = _execution(runs.get("fast", "samba"))
     rate = EXPERT_BYTES / (10 * execution)
     fast, slow = ({mode: list[dict[str, Any]]() for mode in modes} for _ in range(2))
@@ -94,25 +100,24 @@ def measure(report: Report, folder: Path, *, quick: bool) -> None:
         for mode in modes:
             fast[mode].append(runs.get("fast", mode, round_))
             slow[mode].append(runs.get("ratio-10", mode, round_, rate=rate))
-    best_baseline = max(BASELINES, key=lambda mode: _throughput(slow[mode]))
     _report_rounds(report, "as fast as the disk", fast)
     _report_rounds(report, "load:execution 10", slow)
     _check_rounds(report, fast, slow)
     _check_bound(report, slow, rounds, quick=quick)
-    for ratio in RATIOS:
-        rate_there = EXPERT_BYTES / (ratio * execution)
-        found = {mode: [runs.get(f"ratio-{ratio}", mode, rate=rate_there)] for mode in (best_baseline, OURS)}
-        _report_rounds(report, f"load:execution {ratio}", found)
-    make_experts(folder, LARGE)
-    found = {mode: [runs.get("ratio-1", mode, image_size=LARGE)] for mode in (best_baseline, OURS)}
-    _report_rounds(report, "load:execution 1", found)
     _check_replay(report, runs.get("ratio-10 replay", "paper", rate=rate, way="replay"))
     _check_virtual(report, [runs.get("fast virtual", mode, way="virtual", requests=200) for mode in ("paper", OURS)])
+    best_baseline = max(BASELINES, key=lambda mode: _throughput(slow[mode]))
+    for ratio in ratios:
+        given: dict[str, Any] = {"image_size": LARGE} if ratio == 1 else {"rate": EXPERT_BYTES / (ratio * execution)}
+        if ratio == 1:
+            make_experts(folder, LARGE)
+        found = {mode: [runs.get(f"ratio-{ratio}", mode, **given)] for mode in (best_baseline, OURS)}
+        _report_rounds(report, f"load:execution {ratio}", found)
 
 
-def _planned(modes: tuple[str, ...], rounds: int) -> list[tuple[str, str, int]]:
+def _planned(modes: Sequence[str], rounds: int, ratios: Sequence[int]) -> list[tuple[str, str, int]]:
     main = [(variant, mode, round_) for variant in ("fast", "ratio-10") for mode in modes for round_ in range(rounds)]
-    others = [(f"ratio-{ratio}", mode, 0) for ratio in (1, *RATIOS) for mode in ("parallel", OURS)]
+    others = [(f"ratio-{ratio}", mode, 0) for ratio in ratios for mode in ("parallel", OURS)]
     return [*main, *others, ("ratio-10 replay", "paper", 0), ("fast virtual", "paper", 0), ("fast virtual", OURS, 0)]
 
 
