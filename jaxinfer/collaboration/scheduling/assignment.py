@@ -1,6 +1,5 @@
 """Which executor gets a request (paper section 4.2): the one that keeps the total time least, then the work."""
 
-import heapq
 from collections.abc import Sequence
 
 ABSOLUTE_TOLERANCE = 1e-6
@@ -19,18 +18,32 @@ def assign(totals: Sequence[float], additions: Sequence[float | None]) -> int:
 
     Args:
       totals: seconds until each executor has done what it has.
-      additions: seconds that the request would add; None: the executor cannot take it.
+      additions: seconds that the request would add; None: the executor cannot take it. Not all are None.
 
     >>> assign([4, 5, 9], [3, 1, 1])  # the paper's Figure 8
     1
     """
-    able = [x for x, addition in enumerate(additions) if addition is not None]
-    assert able, "the caller has seen that one can take it"
-    first, second = heapq.nlargest(2, [*totals, 0.0])
-    ends = {x: totals[x] + (additions[x] or 0.0) for x in able}
-    spans = {x: max(second if totals[x] == first else first, ends[x]) for x in able}
-    for times in (spans, dict(enumerate(additions)), ends):
-        least = min(times[x] or 0.0 for x in able)
-        bound = least + max(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * least)
-        able = [x for x in able if (times[x] or 0.0) <= bound]
-    return able[0]
+    latest = second = 0.0
+    for total in totals:
+        if total > latest:
+            latest, second = total, latest
+        elif total > second:
+            second = total
+    chosen, best = -1, (0.0, 0.0, 0.0)
+    for x, addition in enumerate(additions):
+        if addition is not None:
+            end = totals[x] + addition
+            others = second if totals[x] == latest else latest
+            times = (max(end, others), addition, end)
+            if chosen < 0 or _is_before(times, best):
+                chosen, best = x, times
+    return chosen
+
+
+def _is_before(times: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    """Whether the first times that differ are less."""
+    for mine, other in zip(times, others, strict=True):
+        difference = mine - other
+        if abs(difference) > max(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * other):
+            return difference < 0
+    return False

@@ -312,9 +312,9 @@ class Scheduler:
 
         Otherwise executors that share a pool could go on loading in place of one another.
         """
-        users = [self._ahead(x) for x in self.executors if x.pool is executor.pool and x.alive]
         for place_, name in enumerate(self._ahead(executor)):
             if not executor.pool.has(name):
+                users = [self._ahead(x) for x in self.executors if x.pool is executor.pool and x.alive]
                 keep = {other for ahead in users for other in ahead[: place_ + 1]}
                 load = self.manager.begin_load(executor, name, keep=keep, prefetched=True)
                 if load is not None:
