@@ -83,21 +83,21 @@ class Times:
     """Where time went, in seconds.
 
     Attributes:
-      deciding: of the CPU, in the scheduler and in what keeps its state.
-      decisions: how many calls that were.
+      scheduling: of the CPU, in assigning requests.
+      managing: of the CPU, in all other decisions: which batches and loads begin, which experts leave.
       running: batches, all executors together.
       loading: loads, all executors together.
     """
 
-    deciding: float = 0.0
-    decisions: int = 0
+    scheduling: float = 0.0
+    managing: float = 0.0
     running: float = 0.0
     loading: float = 0.0
 
     @property
     def management_share(self) -> float:
-        """The paper's expert management overhead: CPU time of decisions for each second of executors' work."""
-        return self.deciding / (self.running + self.loading) if self.running else 0.0
+        """The paper's overhead of expert management ("overhead analysis"): for each second of executors' work."""
+        return self.managing / (self.running + self.loading) if self.running else 0.0
 
 
 class Executors:
@@ -161,7 +161,7 @@ class Executors:
             until = None if deadline is None else now + deadline
             found = _Input(value, now, until, Future())
             request = Request(id=self._next_id, expert=expert, arrival=now, deadline=until)
-            self._decide(self.scheduler.submit, request, now)
+            self._submit(request, now)
             self._inputs[request.id], found.request = found, request
             self._begin(now)
         number = request.id
@@ -201,19 +201,25 @@ class Executors:
 
     # -- decisions, under the lock --
 
-    def _decide[**Given, Made](
+    def _submit(self, request: Request, now: float) -> None:
+        begun = time.thread_time()
+        try:
+            self.scheduler.submit(request, now)
+        finally:
+            self.times.scheduling += time.thread_time() - begun
+
+    def _manage[**Given, Made](
         self, decision: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs
     ) -> Made:
         begun = time.thread_time()
         try:
             return decision(*args, **kwargs)
         finally:
-            self.times.deciding += time.thread_time() - begun
-            self.times.decisions += 1
+            self.times.managing += time.thread_time() - begun
 
     def _begin(self, now: float) -> None:
         """Have begun what may begin now."""
-        for action in self._decide(self.scheduler.poll, now):
+        for action in self._manage(self.scheduler.poll, now):
             match action:
                 case Load():
                     self._loads[action.executor].put((action, self._loader.prepare(action)))
@@ -261,7 +267,7 @@ class Executors:
         with self._lock:
             now = self._clock()
             self.times.loading += now - begun
-            self._end(self._decide(self.scheduler.loaded, load, now, error))
+            self._end(self._manage(self.scheduler.loaded, load, now, error))
             self._begin(now)
 
     def _die(self, index: int) -> None:
@@ -292,7 +298,7 @@ class Executors:
         with self._lock:
             now = self._clock()
             self.times.running += now - begun
-            self._end(self._decide(self.scheduler.executed, batch, now, error))
+            self._end(self._manage(self.scheduler.executed, batch, now, error))
             for request, judgement in zip(batch.requests if not error else (), judgements, strict=True):
                 stage = Stage(
                     expert=batch.expert,
@@ -341,7 +347,7 @@ class Executors:
             id=request.id, expert=following, arrival=now, stage=request.stage + 1, deadline=found.deadline
         )
         try:
-            self._decide(self.scheduler.submit, follow_up, now)
+            self._submit(follow_up, now)
             found.request = follow_up
         except CollaborationError as error:
             self._finish(request.id, error)

@@ -5,7 +5,6 @@ It has no thread and no clock. Whoever drives it (the simulator, or real executo
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxinfer.collaboration.errors import (
@@ -325,8 +324,9 @@ class Scheduler:
         """The experts that will run next."""
         experts, limit = executor.queue.experts(), self.policy.prefetch
         if self.policy.resident_first:
-            ready = list(itertools.islice(filter(executor.pool.is_ready, experts), limit))
-            experts = [*ready, *(name for name in experts if len(ready) < limit and name not in ready)]
+            resident = executor.pool.resident
+            ready = [name for name in experts if name in resident][:limit]
+            experts = [*ready, *(name for name in experts if name not in ready)] if len(ready) < limit else ready
         return experts[:limit]
 
     # -- what goes wrong --
