@@ -105,7 +105,7 @@ def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None],
     text = (
         f"{judged} inputs in {seconds:.3g} s: {judged / seconds:.4g} a second; {failed} failed; "
         f"{system.statistics.batches} batches; {loads.total()} loads ({loads['disk']} from disk, {loads['host']} from "
-        f"the host); deciding took {system.times.management_share:.2%} of the executors' time."
+        f"the host); managing experts took {system.times.management_share:.2%} of the executors' time."
     )
     return Summary(text, failed)
 
