@@ -22,8 +22,8 @@ OURS = "best"
 POOL, HOST, REQUESTS, INTERVAL = 8, 4, 1000, 0.004
 """Experts in pools and in the host cache, inputs, seconds between them: the paper's shape at a third of its size."""
 SLACK_BYTES = 3 * EXPERT_BYTES + (700 << 20)
-"""What a process may have beside its experts: a buffer for the next one; for each executor an expert that is copied to the
-host's memory and so there twice; programs, activations and what XLA has compiled them with."""
+"""What a process may have beside its experts: a buffer for the next one; for each executor an expert that is copied to
+the host's memory and so there twice; programs, activations and what XLA has compiled them with."""
 
 
 class Runs:
