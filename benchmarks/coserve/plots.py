@@ -8,20 +8,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.coserve.tables import NAMES, Rows, compared, of
 from jaxinfer.cli.bench.plots import write_plot
 
-Rows = Sequence[Mapping[str, Any]]
-NAMES = {
-    "samba": "Samba-CoE",
-    "fifo": "Samba-CoE FIFO",
-    "parallel": "Samba-CoE Parallel",
-    "none": "None",
-    "em": "EM",
-    "em_ra": "EM+RA",
-    "casual": "CoServe Casual",
-    "paper": "CoServe",
-    "best": "ours",
-}
 PAPERS_CHOICES = ((35, 25.4), (34, 26.7))
 """Experts that the paper's search chose for boards A and B, and images a second with them (section 5.4)."""
 
@@ -33,15 +22,6 @@ def draw_all(rows: Rows, folder: Path) -> None:
         write_plot(folder / "throughput.svg", draw_compared(compared(rows)))
         write_plot(folder / "ablation.svg", draw_ablation(of(rows, "ablation")))
         write_plot(folder / "sweeps.svg", draw_sweeps(of(rows, "executors"), of(rows, "memory"), of(rows, "search")))
-
-
-def compared(rows: Rows) -> Rows:
-    """All systems in the paper's layout."""
-    return [*of(rows, "compare"), *(row for row in of(rows, "ours") if row["what"] == "the paper's layout")]
-
-
-def of(rows: Rows, figure: str) -> Rows:
-    return [row for row in rows if row["figure"] == figure]
 
 
 def draw_compared(rows: Rows) -> Figure:

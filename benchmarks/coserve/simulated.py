@@ -19,7 +19,6 @@ from benchmarks.coserve.machines import (
     largest_pool,
     system,
 )
-from benchmarks.coserve.plots import draw_all
 from benchmarks.coserve.workload import TASKS, Task, make_task
 from benchmarks.report import Report
 from jaxinfer.collaboration.scheduling.bounds import compulsory_loads
@@ -132,6 +131,8 @@ class Simulation:
         ):
             figure()
         if self.plots is not None:
+            from benchmarks.coserve.plots import draw_all  # matplotlib is in the extra `bench`
+
             draw_all(self.report.rows, self.plots)
 
     def compare(self) -> None:

@@ -3,12 +3,22 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.coserve.plots import NAMES, compared
 from benchmarks.readme import table
 
 QUANTILES = ("p50_ms", "p99_ms", "p99.9_ms", "max_ms")
 REAL = ("throughput", "predicted_throughput", "loads_disk", "loads_host", "resident_gb")
 Rows = Sequence[Mapping[str, Any]]
+NAMES = {
+    "samba": "Samba-CoE",
+    "fifo": "Samba-CoE FIFO",
+    "parallel": "Samba-CoE Parallel",
+    "none": "None",
+    "em": "EM",
+    "em_ra": "EM+RA",
+    "casual": "CoServe Casual",
+    "paper": "CoServe",
+    "best": "ours",
+}
 
 
 def print_tables(rows: Rows) -> None:
@@ -21,38 +31,38 @@ def print_tables(rows: Rows) -> None:
 def tables(rows: Rows) -> dict[str, str]:
     """By title, in Markdown."""
 
-    def of(figure: str) -> list[Mapping[str, Any]]:
-        return [row for row in rows if row["figure"] == figure]
-
     return {
         "Images a second / expert switches": by_task(compared(rows), "machine"),
-        "What of CoServe does what (NUMA)": by_task(of("ablation")),
+        "What of CoServe does what (NUMA)": by_task(of(rows, "ablation")),
         "GPU executors (NUMA), images a second": lines(
-            of("executors"), ("task", "cpus"), "gpus", lambda row: f"{row['img_per_s']:.1f}"
+            of(rows, "executors"), ("task", "cpus"), "gpus", lambda row: f"{row['img_per_s']:.1f}"
         ),
         "Experts in memory (NUMA), images a second": lines(
-            of("memory"), ("task",), "experts", lambda row: f"{row['img_per_s']:.1f}"
+            of(rows, "memory"), ("task",), "experts", lambda row: f"{row['img_per_s']:.1f}"
         ),
         "What the decay window chooses": lines(
-            of("search"),
+            of(rows, "search"),
             ("task", "choose"),
             "seed",
             lambda row: f"{row['window'][0]}-{row['window'][1]}: {row['experts']}, {row['img_per_s']:.1f} img/s",
         ),
         "Milliseconds of a decision": table(
             ["policy", "call", "p50 ms", "p99 ms", "p99.9 ms", "max ms"],
-            [[row["system"], row["call"], *(f"{row[name]:.3f}" for name in QUANTILES)] for row in of("decisions")],
+            [
+                [row["system"], row["call"], *(f"{row[name]:.3f}" for name in QUANTILES)]
+                for row in of(rows, "decisions")
+            ],
         ),
-        "Other circumstances": lines(of("variant"), ("system",), "what", both),
+        "Other circumstances": lines(of(rows, "variant"), ("system",), "what", both),
         "Each flag": lines(
-            of("flag"), ("flag",), ("how", "task"), lambda row: f"{row['gain'] - 1:+.1%}, {row['switches']:.0f}"
+            of(rows, "flag"), ("flag",), ("how", "task"), lambda row: f"{row['gain'] - 1:+.1%}, {row['switches']:.0f}"
         ),
         "Real systems on this machine": table(
             ["loading", "system", "inputs/s", "simulated", "loads from disk", "from the host", "GB"],
-            [[row["loading"], row["mode"], *(f"{row[name]:.4g}" for name in REAL)] for row in of("real")],
+            [[row["loading"], row["mode"], *(f"{row[name]:.4g}" for name in REAL)] for row in of(rows, "real")],
         ),
         "Our policy": lines(
-            of("ours"),
+            of(rows, "ours"),
             ("machine", "what"),
             "task",
             lambda row: f"{both(row)}, {row['disk_loads']:.0f} of {row['bound']:.0f}",
@@ -81,3 +91,12 @@ def lines(rows: Rows, keys: Iterable[str], column: str | tuple[str, ...], cell: 
     heads = dict.fromkeys(at(row, keys) for row in rows)
     body = [[*head, *(cells.get((head, name), "") for name in columns)] for head in heads]
     return table([*keys, *(" ".join(name) for name in columns)], body)
+
+
+def compared(rows: Rows) -> Rows:
+    """All systems in the paper's layout."""
+    return [*of(rows, "compare"), *(row for row in of(rows, "ours") if row["what"] == "the paper's layout")]
+
+
+def of(rows: Rows, figure: str) -> Rows:
+    return [row for row in rows if row["figure"] == figure]
