@@ -1,8 +1,7 @@
 """The plots of docs/collaboration.md, from rows."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
