@@ -195,6 +195,15 @@ def slice_start(index: Any) -> tuple[int, ...]:
     return tuple(part.start or 0 for part in index)
 
 
+def aligned(size: int) -> int:
+    """The least multiple of `ALIGNMENT` that has room for so many bytes.
+
+    >>> aligned(5000)
+    8192
+    """
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def aligned_buffer(size: int) -> np.ndarray:
     """uint8 [size], zero, beginning at a page; its pages are given back when the last array over it is gone."""
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
@@ -248,7 +257,7 @@ def _write_layer(folder: pathlib.Path, name: str, leaves: Mapping[str, jax.Array
     size, placed = 0, []
     for _, leaf, start, part in sorted(slices, key=lambda found: found[0]):
         placed.append((leaf, part, StoredSlice(start=start, shape=part.shape, offset=size)))
-        size += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        size += aligned(part.nbytes)
     buffer = aligned_buffer(size)
     for _, part, where in placed:
         target = buffer[where.offset : where.offset + part.nbytes]

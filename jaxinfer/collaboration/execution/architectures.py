@@ -12,6 +12,7 @@ from jaxinfer.collaboration.execution.kinds import Classifier, Detector, ExpertK
 from jaxinfer.compiled import Cost, Costs, ExecutableStore, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.disk_cache import keys
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, YoloConfig
+from jaxinfer.models.description import kind_of
 from jaxinfer.models.devices import device_name
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.weight_format import WeightFormat
@@ -45,9 +46,8 @@ class Architecture:
     @property
     def name(self) -> str:
         """Short, and different for different architectures."""
-        kind = {ResNetConfig: "classifier", YoloConfig: "detector", EncoderConfig: "encoder"}[type(self.config)]
         size = "x".join(map(str, self.shape[:2]))
-        return f"{kind}-{size}-{keys.digest({'architecture': keys.describe(self)})[:6]}"
+        return f"{kind_of(self.config)}-{size}-{keys.digest({'architecture': keys.describe(self)})[:6]}"
 
     @property
     def bytes(self) -> int:

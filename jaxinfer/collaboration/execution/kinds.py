@@ -99,25 +99,35 @@ class ExpertKind(Protocol):
         ...
 
 
-class Classifier:
-    """Images to classes.
+class _ImageExpert[Config: (ResNetConfig, YoloConfig)]:
+    """What takes an image.
 
     Args:
       config: the model's.
       size: height and width of the images; None: as the model takes them without resizing.
     """
 
-    def __init__(self, config: ResNetConfig, size: tuple[int, int] | None = None):
+    def __init__(self, config: Config, size: tuple[int, int] | None = None):
         self.labels, self.config = config.labels, _without_labels(config)
         self.shape = (*(size or (config.image_size, config.image_size)), 3)
         self.dtype = np.dtype(np.uint8)
 
     def check(self, payload: Any) -> np.ndarray:
-        return _image(payload, self.shape)
+        image = np.asarray(payload)
+        if image.dtype != self.dtype or image.shape != self.shape:
+            raise InvalidInputError(
+                f"an image must be uint8 {list(self.shape)} (height, width, RGB), "
+                f"got {image.dtype.name} {list(image.shape)}."
+            )
+        return image
 
     @staticmethod
     def run(model: Any, inputs: jax.Array) -> Any:
         return model(inputs)
+
+
+class Classifier(_ImageExpert[ResNetConfig]):
+    """Images to classes."""
 
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
         probabilities = np.asarray(outputs)[:count]
@@ -127,20 +137,8 @@ class Classifier:
         ]
 
 
-class Detector:
-    """Images to boxes; arguments as of `Classifier`."""
-
-    def __init__(self, config: YoloConfig, size: tuple[int, int] | None = None):
-        self.labels, self.config = config.labels, _without_labels(config)
-        self.shape = (*(size or (config.image_size, config.image_size)), 3)
-        self.dtype = np.dtype(np.uint8)
-
-    def check(self, payload: Any) -> np.ndarray:
-        return _image(payload, self.shape)
-
-    @staticmethod
-    def run(model: Any, inputs: jax.Array) -> Any:
-        return model(inputs)
+class Detector(_ImageExpert[YoloConfig]):
+    """Images to boxes."""
 
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
         found = jax.tree.map(np.asarray, outputs)
@@ -219,12 +217,3 @@ def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens:
 def _without_labels[Config: (ResNetConfig, YoloConfig)](config: Config) -> Config:
     """The config with numbers for labels, so that experts that judge different things share their programs."""
     return dataclasses.replace(config, labels=tuple(map(str, range(len(config.labels)))))
-
-
-def _image(payload: Any, shape: tuple[int, ...]) -> np.ndarray:
-    image = np.asarray(payload)
-    if image.dtype != np.uint8 or image.shape != shape:
-        raise InvalidInputError(
-            f"an image must be uint8 {list(shape)} (height, width, RGB), got {image.dtype.name} {list(image.shape)}."
-        )
-    return image

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import CheckpointError
-from checkpoints.layer_files import ALIGNMENT, LayerFiles, write_layers
+from checkpoints.layer_files import LayerFiles, aligned, write_layers
 from checkpoints.stores import DiskStore, Fetch, Staging
 from jaxinfer.collaboration.errors import LoadError
 from jaxinfer.collaboration.execution.architectures import Architecture
@@ -67,7 +67,7 @@ def write_expert(opened: OpenedModel) -> pathlib.Path:
 def file_bytes(architecture: Architecture) -> int:
     """Of an expert's file, and of the buffer that it is read to: each leaf begins at a multiple of `ALIGNMENT`."""
     shapes = canonical_leaves(architecture.config, architecture.weights).values()
-    return sum(-(-leaf.bytes // ALIGNMENT) * ALIGNMENT for leaf in shapes)
+    return sum(aligned(leaf.bytes) for leaf in shapes)
 
 
 class _OnHost:
@@ -95,7 +95,7 @@ class ExpertLoader:
         staging: Staging,
         preadv: Callable[[int, list[Any], int], int] = os.preadv,
     ):
-        self._find, self._devices, self._preadv = find, list(devices), preadv
+        self._find, self._devices, self._preadv = find, devices, preadv
         self._staging = staging
         self._stores: dict[tuple[str, Any], DiskStore] = {}
         self._resident: dict[tuple[int, str], Fetch | _Copy] = {}
@@ -149,10 +149,6 @@ class ExpertLoader:
                 done.set_result(None)
 
         return run
-
-    def add_executor(self, device: Any) -> None:
-        """Have one more pool, on this device."""
-        self._devices.append(device)
 
     def close(self) -> None:
         """Give all memory back."""

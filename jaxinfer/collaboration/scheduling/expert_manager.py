@@ -85,8 +85,11 @@ class ExpertManager:
         self.pools[pool].drop(name)
 
     def _can_run(self, expert: ExpertInfo, pool: int) -> bool:
-        able = [x for x in self.executors if (expert.architecture, x.config.processor) in self.profiles]
-        return any(x.pool.index == pool for x in able)
+        return any(x.pool.index == pool for x in self._able(expert))
+
+    def _able(self, expert: ExpertInfo) -> list[ExecutorState]:
+        """The executors that could run an expert, as far as processors go."""
+        return [x for x in self.executors if (expert.architecture, x.config.processor) in self.profiles]
 
     def add_executor(self, config: ExecutorConfig) -> int:
         """Have one more executor, with a pool of its own; returns its index."""
@@ -103,7 +106,7 @@ class ExpertManager:
 
     def _check(self) -> None:
         for expert in self.graph.experts.values():
-            able = [x for x in self.executors if (expert.architecture, x.config.processor) in self.profiles]
+            able = self._able(expert)
             if not able:
                 processors = sorted({x.config.processor for x in self.executors})
                 raise ProfileError(
