@@ -70,11 +70,8 @@ def file_bytes(architecture: Architecture) -> int:
     return sum(aligned(leaf.bytes) for leaf in shapes)
 
 
-class _OnHost:
-    """An expert's copy in the host's memory, which is being made or there; None: it could not be made."""
-
-    def __init__(self) -> None:
-        self.copied: Future[list[jax.Array] | None] = Future()
+type _HostCopy = Future[list[jax.Array] | None]
+"""An expert's copy in the host's memory, which is being made or there; None: it could not be made."""
 
 
 class ExpertLoader:
@@ -99,7 +96,7 @@ class ExpertLoader:
         self._staging = staging
         self._stores: dict[tuple[str, Any], DiskStore] = {}
         self._resident: dict[tuple[int, str], Fetch | _Copy] = {}
-        self._host: dict[str, _OnHost] = {}
+        self._host: dict[str, _HostCopy] = {}
         self._left: dict[int, Future[None]] = {}  # of each pool, when the last ones that were to leave have left
         self._lock = threading.Lock()
 
@@ -125,7 +122,7 @@ class ExpertLoader:
     def note(self, pool: int, evictions: Sequence[Eviction], dropped: Sequence[str]) -> Callable[[], None]:
         """The same for experts that leave a pool, or the host's memory."""
         with self._lock:
-            copies = {eviction.expert: _OnHost() if eviction.to_host else None for eviction in evictions}
+            copies = {x.expert: Future[list[jax.Array] | None]() if x.to_host else None for x in evictions}
             leaving = [(self._resident.pop((pool, name)), copy) for name, copy in copies.items()]
             self._host |= {name: copy for name, copy in copies.items() if copy is not None}
             gone = [copy for name in dropped if (copy := self._host.pop(name, None))]
@@ -138,14 +135,14 @@ class ExpertLoader:
             try:
                 for fetch, copy in leaving:
                     if copy is not None:
-                        copy.copied.set_result(_to_host(fetch.settle()))
+                        copy.set_result(_to_host(fetch.settle()))
                     fetch.release()
                 for copy in gone:
-                    _delete(copy.copied.result())
+                    _delete(copy.result())
             finally:  # whatever happened, nobody waits for it for ever
                 for _, copy in leaving:
-                    if copy is not None and not copy.copied.done():
-                        copy.copied.set_result(None)
+                    if copy is not None and not copy.done():
+                        copy.set_result(None)
                 done.set_result(None)
 
         return run
@@ -158,11 +155,11 @@ class ExpertLoader:
         self._host.clear()
         self._staging.readers.shutdown(wait=False, cancel_futures=True)  # one that reads may never end
 
-    def _load(self, load: Load, source: _OnHost | None) -> None:
+    def _load(self, load: Load, source: _HostCopy | None) -> None:
         device = self._devices[load.pool]
         if load.source is not None:
             fetch = _Copy(self.leaves(load.source, load.expert), device)
-        elif source is not None and (copies := source.copied.result()) is not None:
+        elif source is not None and (copies := source.result()) is not None:
             fetch = _Copy(copies, device)
             _delete(copies)
         else:
