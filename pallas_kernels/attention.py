@@ -1,10 +1,12 @@
-"""Scaled dot-product attention over contiguous keys: grouped queries, sliding windows, soft caps and ALiBi."""
+"""Scaled dot-product attention over contiguous keys: grouped queries, sliding windows, soft caps and ALiBi.
+
+Also over merged tokens: proportional attention (ToMe, arXiv:2210.09461, section 3)."""
 
 import jax
 import jax.numpy as jnp
 from jax._src.lib import cuda_versions  # None without JAX's CUDA plugin; there is no public way to ask for cuDNN
 
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.dispatch import UnsupportedError, dispatch
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.prefill_attention import prefill_attention
 
@@ -17,8 +19,9 @@ def attention(
     k: jax.Array,
     v: jax.Array,
     q_positions: jax.Array,
-    lengths: jax.Array,
+    lengths: jax.Array | None,
     alibi: jax.Array | None = None,
+    key_sizes: jax.Array | None = None,
     *,
     scale: float,
     causal: bool = True,
@@ -28,23 +31,36 @@ def attention(
     """softmax(scale * q k^T + bias) v, with scores and softmax in float32.
 
     On a GPU this runs cuDNN for unmasked (encoder) attention where it is installed, otherwise the `prefill_attention`
-    kernel, which treats each row's keys as one page.
+    kernel, which treats each row's keys as one page. With `key_sizes` it is cuDNN, with log(size) rounded to q's dtype,
+    or plain XLA.
 
     Args:
       q: [B, T, Hq, K]. k, v: [B, S, Hkv, K]; query head h reads KV head h // (Hq / Hkv). Key i is at position i.
       q_positions: int32 [B, T], less than the row's length; negative for padding (whose result is finite but
         meaningless).
-      lengths: int32 [B]; keys at positions >= length are padding.
+      lengths: int32 [B]; keys at positions >= length are padding. None with `key_sizes`.
       alibi: float32 [Hq], the slope of each query head; adds slope * (key's position - query's position).
+      key_sizes: float32 [B, S], in place of `lengths`: how many tokens each key is the mean of. It counts as so many
+        equal keys, which adds log(size) to its scores. Keys of size 0 are padding; they and their values are finite.
       scale: multiplies the scores.
       causal: mask keys after the query. window: mask keys `window` or more tokens before it.
       softcap: scores become softcap * tanh(scores / softcap).
     Returns: [B, T, Hq, K] in q's dtype.
+    Raises: ValueError if not exactly one of `lengths` and `key_sizes` is given, or with `key_sizes` one of `causal`,
+      `window` and `alibi`: merged tokens have no positions.
     """
+    if (lengths is None) == (key_sizes is None):
+        raise ValueError("attention takes either lengths or key_sizes, not both or neither.")
+    if key_sizes is not None and (causal or window is not None or alibi is not None):
+        raise ValueError(
+            "attention with key_sizes takes no causal, window or alibi, since merged tokens have no positions; "
+            f"got causal={causal}, window={window}, alibi={'given' if alibi is not None else None}."
+        )
     options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
     unmasked = not causal and window is None and softcap is None and alibi is None
     kernel = _cudnn_attention if unmasked and q.dtype == k.dtype and _cudnn_supports(q) else _contiguous_attention
-    return dispatch("attention", kernel, attention_reference, q, k, v, q_positions, lengths, alibi, **options)
+    args = (q, k, v, q_positions, lengths, alibi, key_sizes)
+    return dispatch("attention", kernel, attention_reference, *args, **options)
 
 
 def _cudnn_supports(q: jax.Array) -> bool:
@@ -62,16 +78,29 @@ def _cudnn_attention(
     k: jax.Array,
     v: jax.Array,
     q_positions: jax.Array,
-    lengths: jax.Array,
+    lengths: jax.Array | None,
     alibi: None,
+    key_sizes: jax.Array | None,
     *,
     scale: float,
     **options,
 ) -> jax.Array:
     """Every query sees all keys of its row, so positions do not matter; an empty row sees one key, to stay finite."""
     del q_positions, alibi, options
+    if key_sizes is not None:
+        bias, mask = _size_bias(q, key_sizes), (key_sizes > 0)[:, None, None]
+        return jax.nn.dot_product_attention(q, k, v, bias, mask, scale=scale, implementation="cudnn")
+    assert lengths is not None
     lengths = jnp.maximum(lengths, 1)
     return jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation="cudnn")
+
+
+def _size_bias(q: jax.Array, key_sizes: jax.Array) -> jax.Array:
+    """log(size), as cuDNN takes a bias: for every query and in q's dtype, [B, 1, T, S]. 0 for padding: JAX adds a large
+    negative number where the mask is False, and log(0) is not finite."""
+    batch, keys = key_sizes.shape
+    logs = jnp.log(jnp.where(key_sizes > 0, key_sizes, 1.0)).astype(q.dtype)
+    return jnp.broadcast_to(logs[:, None, None], (batch, 1, q.shape[1], keys))
 
 
 def _contiguous_attention(
@@ -79,13 +108,16 @@ def _contiguous_attention(
     k: jax.Array,
     v: jax.Array,
     q_positions: jax.Array,
-    lengths: jax.Array,
+    lengths: jax.Array | None,
     alibi: jax.Array | None,
+    key_sizes: jax.Array | None,
     *,
     causal: bool,
     **options,
 ) -> jax.Array:
     """Each row's keys as one page. If causal, no query sees a key past `lengths`: they all come after it."""
+    if key_sizes is not None:
+        raise UnsupportedError("prefill_attention takes no key_sizes: only cuDNN does")
     return prefill_attention(q, KVPages(k, v), None, q_positions, alibi, None if causal else lengths, **options)
 
 
@@ -94,8 +126,9 @@ def attention_reference(
     k: jax.Array,
     v: jax.Array,
     q_positions: jax.Array,
-    lengths: jax.Array,
+    lengths: jax.Array | None,
     alibi: jax.Array | None = None,
+    key_sizes: jax.Array | None = None,
     *,
     scale: float,
     causal: bool = True,
@@ -113,7 +146,12 @@ def attention_reference(
     if alibi is not None:
         slopes = alibi.reshape(kv_heads, -1, 1, 1)
         scores += slopes * distance.astype(jnp.float32)[:, None, None]
-    visible = jnp.arange(keys) < lengths[:, None, None]
+    if key_sizes is not None:
+        visible = (key_sizes > 0)[:, None]
+        scores += jnp.log(jnp.where(visible, key_sizes[:, None], 1.0))[:, None, None]
+    else:
+        assert lengths is not None
+        visible = jnp.arange(keys) < lengths[:, None, None]
     if causal:
         visible &= distance <= 0
     if window is not None:
