@@ -2,7 +2,10 @@
 
 Tokens at even positions (A) may be merged into tokens at odd positions (B). Each token of A finds its most similar
 token of B, and the `r` most similar of these pairs become size-weighted means. The result is [the rest of A in order, B
-in order], so that the next layer chooses among other pairs.
+in order], so that the next layer chooses among other pairs. Tokens of size 0 are padding: those of A are removed before
+any other, and those of B receive no token as long as there is another place for it.
+
+With `protect_isolated`, pairs are chosen by energy instead (PiToMe, arXiv:2405.16148, section 3.2).
 
 On a GPU this takes two kernels. The first selects the pairs, with one thread block per batch row, since the choice
 needs all tokens of a row. The second multiplies the tokens by the merge matrix, with one thread block per batch row and
@@ -10,7 +13,7 @@ needs all tokens of a row. The second multiplies the tokens by the merge matrix,
 registers.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,9 @@ from pallas_kernels.refs import Ref
 TILE = 64  # tokens, or features, of a tile: 128 bytes in a 16-bit dtype, the widest swizzle
 MMA_TOKENS = 32  # tokens per mma
 MAX_TOKENS = 1024
+# Scores of pairs with padding, beyond those of all others, which are cosines: a token of A that is padding is merged
+# first; one of B is chosen last.
+_FIRST, _LAST = 2.0, -2.0
 _OTHER_BYTES = 24 << 10  # of shared memory: one tile of the result, vectors, alignment
 
 
@@ -32,25 +38,62 @@ def _swizzled() -> tuple[Any, ...]:
 
 
 def merge_tokens(
-    x: jax.Array, size: jax.Array | None, metric: jax.Array, r: int, *, protected: int = 1
+    x: jax.Array,
+    size: jax.Array | None,
+    metric: jax.Array,
+    r: int,
+    *,
+    protected: int = 1,
+    protect_isolated: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the `r` most similar pairs of tokens in every batch row.
+    """Remove `r` tokens from every batch row, by merging them with similar ones.
 
     Args:
       x: [B, n, d], the tokens.
-      size: float32 [B, n], how many original tokens each of them is the mean of; None: one.
+      size: float32 [B, n], how many original tokens each of them is the mean of; None: one. Tokens of size 0 are
+        padding, at any place: finite, but no result depends on them.
       metric: [B, n, m], compared by cosine similarity; in ToMe the keys, averaged over heads.
       r: how many tokens to remove; limited to half of the tokens that are not protected.
       protected: the first `protected` tokens (class token, prompts) are neither merged nor merged into.
-    Returns [B, n - r, d] in x's dtype and its sizes, float32 [B, n - r]. Among equally similar pairs, earlier ones are
-    merged first.
+      protect_isolated: None: ToMe, which merges the `r` tokens of A that are most similar to one of B. A margin m:
+        PiToMe, which spares isolated tokens. The energy of a token is the mean, over the other tokens that are neither
+        protected nor padding, of f(cosine), with f(c) = c if c >= m, else exp(c - m) - 1. Of the 2 r tokens of highest
+        energy in descending order, those at even places are merged into those at odd places. Runs as plain XLA.
+    Returns [B, n - r, d] in x's dtype and its sizes, float32 [B, n - r]; zeros where the size is 0. Order: the other
+    tokens in theirs, then those that may have received tokens: B, or by descending energy. Padding is removed first:
+    of ToMe's A, or (PiToMe) in place of a pair each. Among equally similar pairs, earlier ones are merged first.
     """
     batch, count, _ = x.shape
     size = jnp.ones((batch, count), jnp.float32) if size is None else size.astype(jnp.float32)
+    # Of the tokens from `protected` on, at least half, rounded down, are in A, and at least one is in B. So there are
+    # always r tokens to remove that rank before the protected ones, and each has a place to go to.
     r = min(r, (count - protected) // 2)
     if r <= 0:
         return x, size
-    return dispatch("merge_tokens", _kernels, _reference, x, size, metric, r=r, protected=protected)
+    options = {"r": r, "protected": protected, "protect_isolated": protect_isolated}
+    return dispatch("merge_tokens", _kernels, _reference, x, size, metric, **options)
+
+
+class _Choice(NamedTuple):
+    """Which tokens are merged into which outputs. Every output starts as one token.
+
+    Attributes:
+      kept: int32 [B, n - r], the token that each output starts as.
+      merged: int32 [B, r], the tokens that are removed. into: int32 [B, r], the output that each becomes a part of.
+    """
+
+    kept: jax.Array
+    merged: jax.Array
+    into: jax.Array
+
+
+def _reference(
+    x: jax.Array, size: jax.Array, metric: jax.Array, *, r: int, protected: int, protect_isolated: float | None
+) -> tuple[jax.Array, jax.Array]:
+    unit = _normalized(metric)
+    if protect_isolated is None:
+        return _means(x, size, _most_similar(unit, size, r, protected))
+    return _means(x, size, _highest_energy(unit, size, r, protected, margin=protect_isolated))
 
 
 def _normalized(metric: jax.Array) -> jax.Array:
@@ -60,31 +103,79 @@ def _normalized(metric: jax.Array) -> jax.Array:
     return (exact * lax.rsqrt(square + 1e-12)).astype(metric.dtype)
 
 
-def _reference(
-    x: jax.Array, size: jax.Array, metric: jax.Array, *, r: int, protected: int
-) -> tuple[jax.Array, jax.Array]:
-    unit, outputs = _normalized(metric), x.shape[1] - r
-    a, b = unit[:, ::2], unit[:, 1::2]
-    scores = jnp.einsum("bim,bjm->bij", a, b, precision="highest", preferred_element_type=jnp.float32)
-    i, j = jnp.arange(a.shape[1]), jnp.arange(b.shape[1])
-    scores = jnp.where((2 * i[:, None] < protected) | (2 * j + 1 < protected), -jnp.inf, scores)
-    best, partner = jnp.max(scores, axis=2), jnp.argmax(scores, axis=2)  # [B, A]
-    own, other = best[:, :, None], best[:, None]
-    rank = jnp.sum((other > own) | ((other == own) & (i < i[:, None])), axis=2)  # as by a stable sort
-    target = jnp.zeros(size.shape, jnp.int32)  # each token's output
-    first = outputs - len(j)  # the first output of B
-    target = target.at[:, ::2].set(jnp.where(rank < r, first + partner, jnp.cumsum(rank >= r, axis=1) - 1))
-    target = target.at[:, 1::2].set(first + j)
-    weights = jnp.where(target[:, None] == jnp.arange(outputs)[:, None], size[:, None], 0.0)  # [B, n - r, n]
-    new_size = jnp.sum(weights, axis=2)
-    weighted_sum = jnp.einsum("bkn,bnd->bkd", weights, x.astype(jnp.float32), precision="highest")
-    return (weighted_sum / new_size[..., None]).astype(x.dtype), new_size
+def _cosines(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Between rows of length 1: [B, i, m], [B, j, m] -> float32 [B, i, j]."""
+    return jnp.einsum("bim,bjm->bij", a, b, precision="highest", preferred_element_type=jnp.float32)
+
+
+def _most_similar(unit: jax.Array, size: jax.Array, r: int, protected: int) -> _Choice:
+    """ToMe: the `r` tokens of A that are most similar to a token of B."""
+    scores = _cosines(unit[:, ::2], unit[:, 1::2])
+    scores = jnp.where(size[:, None, 1::2] > 0, scores, _LAST)
+    scores = jnp.where(size[:, ::2, None] > 0, scores, _FIRST)
+    a, b = jnp.arange(0, unit.shape[1], 2), jnp.arange(1, unit.shape[1], 2)
+    scores = jnp.where((a[:, None] < protected) | (b < protected), -jnp.inf, scores)
+    order = jnp.argsort(-jnp.max(scores, axis=2), axis=1, stable=True)
+    merged, rest = order[:, :r], jnp.sort(order[:, r:], axis=1)
+    into = jnp.take_along_axis(jnp.argmax(scores, axis=2), merged, axis=1)
+    odd = jnp.broadcast_to(b, (len(unit), len(b)))
+    return _Choice(jnp.concatenate([2 * rest, odd], axis=1), 2 * merged, rest.shape[1] + into)
+
+
+def _highest_energy(unit: jax.Array, size: jax.Array, r: int, protected: int, *, margin: float) -> _Choice:
+    """PiToMe: pairs among the `2 r` tokens of highest energy, less two for every token of padding that is removed."""
+    place = jnp.arange(unit.shape[1])
+    mergeable = (size > 0) & (place >= protected)
+    cosines = _cosines(unit, unit)
+    terms = jnp.where(cosines >= margin, cosines, jnp.expm1(cosines - margin))
+    # Sums in place of means: all of a row would be divided by the same number.
+    energy = jnp.sum(jnp.where(mergeable[:, None] & (place != place[:, None]), terms, 0.0), axis=2)
+    energy = jnp.where(mergeable, energy, jnp.where(place < protected, -jnp.inf, jnp.inf))
+    order = jnp.argsort(-energy, axis=1, stable=True)  # padding, the others by energy, the protected ones
+    padding = jnp.minimum(jnp.sum(energy == jnp.inf, axis=1, keepdims=True), r)  # removed: the first `padding` slots
+
+    slot = jnp.arange(r)
+    rank_of_a = jnp.where(slot < padding, slot, 2 * slot - padding)
+    merged, partners = (jnp.take_along_axis(order, rank, axis=1) for rank in (rank_of_a, rank_of_a + 1))
+    scores = _cosines(_rows(unit, merged), _rows(unit, partners))
+    into = jnp.argmax(jnp.where((slot < padding)[:, None], -jnp.inf, scores), axis=2)
+
+    rank = jnp.argsort(order, axis=1)
+    paired = (rank >= padding) & (rank < 2 * r - padding)
+    is_b = paired & ((rank - padding) % 2 == 1)
+    removed = (rank < padding) | (paired & ~is_b)
+    last = 2 * len(place)
+    kept = jnp.argsort(jnp.where(removed, last, jnp.where(is_b, len(place) + rank, place)), axis=1)[:, :-r]
+    return _Choice(kept, merged, kept.shape[1] - r + into)
+
+
+def _means(x: jax.Array, size: jax.Array, choice: _Choice) -> tuple[jax.Array, jax.Array]:
+    """The size-weighted mean of each output's tokens, and its size.
+
+    A product with a matrix of few columns, in place of a scatter, whose order could change the sums on a GPU. A token
+    that is left alone has a weight of exactly 1.
+    """
+    kept_size, merged_size = (jnp.take_along_axis(size, index, axis=1) for index in (choice.kept, choice.merged))
+    outputs = jnp.arange(choice.kept.shape[1])
+    sizes = jnp.where(choice.into[:, None] == outputs[:, None], merged_size[:, None], 0.0)  # [B, n - r, r]
+    new_size = kept_size + jnp.sum(sizes, axis=2)
+    total = jnp.where(new_size > 0, new_size, 1.0)[..., None]
+    kept, merged = (_rows(x, index).astype(jnp.float32) for index in (choice.kept, choice.merged))
+    added = jnp.einsum("bkr,brd->bkd", sizes / total, merged, precision="highest")
+    return (kept_size[..., None] / total * kept + added).astype(x.dtype), new_size
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[b, index[b]]: [B, n, d], [B, k] -> [B, k, d]."""
+    return jnp.take_along_axis(x, index[..., None], axis=1)
 
 
 def _kernels(
-    x: jax.Array, size: jax.Array, metric: jax.Array, *, r: int, protected: int
+    x: jax.Array, size: jax.Array, metric: jax.Array, *, r: int, protected: int, protect_isolated: float | None
 ) -> tuple[jax.Array, jax.Array]:
     """Like `_reference`, except that weights (sizes) above 256 (float16: 2048) are rounded to x's dtype."""
+    if protect_isolated is not None:
+        raise UnsupportedError("the kernels choose pairs as ToMe does, without protect_isolated")
     dtypes = (jnp.bfloat16, jnp.float16)
     if x.dtype not in dtypes or metric.dtype not in dtypes:
         raise UnsupportedError(
@@ -97,7 +188,7 @@ def _kernels(
             raise UnsupportedError(f"TMA needs rows of a multiple of 16 bytes, got {features} features of {name}")
     padded = 2 * TILE * pl.cdiv(x.shape[1], 2 * TILE)
     require_shared_bytes(padded * (TILE * x.dtype.itemsize + 8) + _OTHER_BYTES)  # of `_merge`
-    return _merge(x, size, _select(metric, r, protected), r)
+    return _merge(x, size, _select(metric, size, r, protected), r)
 
 
 def _broadcast(ref: Ref, start: jax.Array | int, layout: Any, axis: int, shape: tuple[int, int]) -> jax.Array:
@@ -106,7 +197,7 @@ def _broadcast(ref: Ref, start: jax.Array | int, layout: Any, axis: int, shape: 
     return lax.broadcast_in_dim(vector, shape, (axis,))
 
 
-def _select(metric: jax.Array, r: int, protected: int) -> jax.Array:
+def _select(metric: jax.Array, size: jax.Array, r: int, protected: int) -> jax.Array:
     """The output of each token, int32 [B, 2 x n / 2 rounded up to tiles]; arbitrary for padding.
 
     One warpgroup per batch row. It keeps 64 x 32 scores in registers, in the layout of an mma accumulator: a row of
@@ -120,17 +211,22 @@ def _select(metric: jax.Array, r: int, protected: int) -> jax.Array:
     rows = tiles * TILE
     require_shared_bytes(2 * feature_tiles * rows * TILE * unit.dtype.itemsize + _OTHER_BYTES)
     lhs, rhs, acc = (of(unit.dtype) for of in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
+    sizes = jnp.pad(size, ((0, 0), (0, 2 * rows - count))).reshape(batch, rows, 2).swapaxes(1, 2)
 
-    def body(unit_g, target_g, unit_s, best_s, partner_s, merged_s, full):
+    def body(unit_g, size_g, target_g, unit_s, a_size_s, b_size_s, best_s, partner_s, merged_s, full):
         row = lax.axis_index("row")
 
         @pl.loop(0, tiles)
         def _(t):
+            own = pl.ds(t * TILE, TILE)
+            for half, size_s in enumerate((a_size_s, b_size_s)):
+                plgpu.copy_gmem_to_smem(size_g.at[row, half, own], size_s.at[own], full)
+
             @pl.loop(0, feature_tiles)
             def _(f):
                 for half in range(2):
-                    source = unit_g.at[row, pl.ds(t * TILE, TILE), half, pl.ds(f * TILE, TILE)]
-                    plgpu.copy_gmem_to_smem(source, unit_s.at[half, f, pl.ds(t * TILE, TILE)], full)
+                    source = unit_g.at[row, own, half, pl.ds(f * TILE, TILE)]
+                    plgpu.copy_gmem_to_smem(source, unit_s.at[half, f, own], full)
 
         plgpu.barrier_wait(full)
 
@@ -149,6 +245,8 @@ def _select(metric: jax.Array, r: int, protected: int) -> jax.Array:
                     a = plgpu.load(unit_s.at[0, f, pl.ds(t * TILE, TILE)], layout=lhs, optimized=False)
                     b = plgpu.load(unit_s.at[1, f, pl.ds(u * MMA_TOKENS, MMA_TOKENS)].T, layout=rhs, optimized=False)
                     scores = plgpu.mma(scores, a, b)
+                scores = jnp.where(_broadcast(b_size_s, u * MMA_TOKENS, acc, 1, shape) > 0, scores, _LAST)
+                scores = jnp.where(_broadcast(a_size_s, t * TILE, acc, 0, shape) > 0, scores, _FIRST)
                 i, j = index(0, t), index(1, u)
                 allowed = (j < odds) & (2 * j + 1 >= protected) & (i < evens) & (2 * i >= protected)
                 scores = jnp.where(allowed, scores, -jnp.inf)
@@ -199,13 +297,13 @@ def _select(metric: jax.Array, r: int, protected: int) -> jax.Array:
         out_type=jax.ShapeDtypeStruct((batch, rows, 2), jnp.int32),
         scratch_types=[
             plgpu.SMEM((2, feature_tiles, rows, TILE), unit.dtype, transforms=_swizzled()),
-            *(plgpu.SMEM((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32)),
-            plgpu.Barrier(num_arrivals=2 * feature_tiles * tiles),
+            *(plgpu.SMEM((rows,), dtype) for dtype in (*[jnp.float32] * 3, jnp.int32, jnp.int32)),
+            plgpu.Barrier(num_arrivals=2 * (feature_tiles + 1) * tiles),
         ],
         grid=(batch,),
         grid_names=("row",),
         kernel_name="merge_choose",
-    )(unit)
+    )(unit, sizes)
     return target.reshape(batch, 2 * rows)
 
 
@@ -248,7 +346,7 @@ def _merge(x: jax.Array, size: jax.Array, target: jax.Array, r: int) -> tuple[ja
             )
             weighted_sum, new_size = lax.fori_loop(0, tokens // MMA_TOKENS, iteration, init)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has left y_s
-            new_size_s[...] = new_size
+            new_size_s[...] = jnp.where(new_size > 0, new_size, 1.0)  # padding only: the sum is 0
             plgpu.commit_smem()
             y_s[...] = (weighted_sum / _broadcast(new_size_s, 0, acc, 0, shape)).astype(x.dtype)
             plgpu.commit_smem()
