@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from jaxinfer.compiled.costs import KeptCosts
-    from jaxinfer.models.config import ModelConfig, TransformerConfig, VisionConfig
+    from jaxinfer.models.config import ModelConfig, TransformerConfig, VisionConfig, ViTConfig
 
 FEWEST_POINTS = 3
 """Of a line that is worth showing: it goes through any two."""
@@ -80,21 +80,29 @@ def info(
 
 
 def _transformer_rows(config: "TransformerConfig") -> list[tuple[str, object]]:
+    return [*_layer_rows(config), ("vocabulary", config.vocab), ("context", config.context)]
+
+
+def _layer_rows(config: "TransformerConfig | ViTConfig") -> list[tuple[str, object]]:
     attention = config.attention
     return [
         ("layers", config.layers),
         ("width", config.embed),
         ("heads", f"{attention.q_heads} of {attention.head_dim}, {attention.kv_heads} KV"),
         ("MLP hidden", f"{config.mlp.hidden}{' gated' if config.mlp.gated else ''}"),
-        ("vocabulary", config.vocab),
-        ("context", config.context),
     ]
 
 
 def _vision_rows(config: "VisionConfig") -> list[tuple[str, object]]:
+    from jaxinfer.models import ViTConfig
+
+    if isinstance(config, ViTConfig):
+        patches = [("patches", f"{config.patches} of {config.patch_size} x {config.patch_size}")]
+        shape = _layer_rows(config) + patches
+    else:
+        shape = [("widths", ", ".join(map(str, config.widths))), ("depths", ", ".join(map(str, config.depths)))]
     return [
-        ("widths", ", ".join(map(str, config.widths))),
-        ("depths", ", ".join(map(str, config.depths))),
+        *shape,
         ("images", f"{config.image_size} x {config.image_size}"),
         ("labels", f"{len(config.labels)}: {shorten(', '.join(config.labels), 60, placeholder=' ...')}"),
     ]

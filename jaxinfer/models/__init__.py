@@ -1,4 +1,4 @@
-"""The models: configs, layers, one decoder, one encoder, ResNet and YOLOv5, and the families mapped onto them.
+"""The models: configs, layers, one decoder, one encoder, models of images, and the families mapped onto them.
 
 No scheduling. Start at `config.py` (what a model is), `decoder.py` and `layer.py` (what it computes), then `loading.py`
 (how it gets onto its devices). Only loading, conversion, verification and adapters open files.
@@ -14,6 +14,7 @@ from jaxinfer.models.config import (
     ResNetConfig,
     TransformerConfig,
     VisionConfig,
+    ViTConfig,
     YoloConfig,
 )
 from jaxinfer.models.forward_context import ForwardContext, TokenRows
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jaxinfer.models.decoder import Decoder
     from jaxinfer.models.encoder import Encoder
     from jaxinfer.models.resnet import ResNet
+    from jaxinfer.models.vit import ViT
     from jaxinfer.models.yolo import Yolo
 
 __all__ = [
@@ -41,6 +43,8 @@ __all__ = [
     "ResNetConfig",
     "TokenRows",
     "TransformerConfig",
+    "ViT",
+    "ViTConfig",
     "VisionConfig",
     "WeightFormat",
     "Yolo",
@@ -51,6 +55,7 @@ _MODULES = {
     "Decoder": "jaxinfer.models.decoder",
     "Encoder": "jaxinfer.models.encoder",
     "ResNet": "jaxinfer.models.resnet",
+    "ViT": "jaxinfer.models.vit",
     "Yolo": "jaxinfer.models.yolo",
 }
 

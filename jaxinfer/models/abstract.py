@@ -12,14 +12,15 @@ import jax
 from flax import nnx
 
 from checkpoints import Leaf
-from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig, ResNetConfig, YoloConfig
+from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder
 from jaxinfer.models.resnet import ResNet
+from jaxinfer.models.vit import ViT
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.models.yolo import Yolo
 
-Model = Decoder | Encoder | ResNet | Yolo
+Model = Decoder | Encoder | ResNet | Yolo | ViT
 
 
 def build_model(config: ModelConfig, weights: WeightFormat, *, rngs: nnx.Rngs) -> Model:
@@ -33,6 +34,8 @@ def build_model(config: ModelConfig, weights: WeightFormat, *, rngs: nnx.Rngs) -
             return ResNet(config, weights, rngs=rngs)
         case YoloConfig():
             return Yolo(config, weights, rngs=rngs)
+        case ViTConfig():
+            return ViT(config, weights, rngs=rngs)
 
 
 def abstract_model(config: ModelConfig, weights: WeightFormat) -> Model:

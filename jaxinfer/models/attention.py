@@ -1,6 +1,6 @@
 """Grouped-query attention."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,21 @@ from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages, attention, cached_attention, split_heads
 from sharding.collectives import local_part
+
+
+class Attended(NamedTuple):
+    """What attention gives.
+
+    Attributes:
+      x: [N, D].
+      cache: with the tokens' keys and values written; None if there is none.
+      keys: without a cache, the mean key of the heads, [B, T, K], of the last group: tokens with similar keys are alike
+        (ToMe, arXiv:2210.09461, section 3).
+    """
+
+    x: jax.Array
+    cache: KVPages | None
+    keys: jax.Array | None
 
 
 class Attention(nnx.Module):
@@ -58,29 +73,31 @@ class Attention(nnx.Module):
         norm: Norm | None = None,
         residual: jax.Array | None = None,
         partial_result: bool = False,
-    ) -> tuple[jax.Array, KVPages | None]:
-        """residual + attention(norm(x)), and the cache with the tokens' keys and values written.
-
-        partial_result: as in `Linear`.
-        """
+    ) -> Attended:
+        """residual + attention(norm(x)). partial_result: as in `Linear`."""
         qkv_delta = out_delta = None
         if adapters is not None:
             qkv_delta = forward_context.adapter_delta(adapters.qkv)
             out_delta = forward_context.adapter_delta(adapters.out)
         qkv = self.qkv(x, norm=norm, adapter_delta=qkv_delta)
-        groups, heads = forward_context.groups, []
+        groups, heads, keys = forward_context.groups, [], None
         for group, rotary, part in zip(groups, forward_context.rotary, unpack(qkv, groups), strict=True):
-            mixed, cache = self._attend(group, rotary, part, cache)
+            mixed, cache, keys = self._attend(group, rotary, part, cache, forward_context.key_sizes)
             if cache is not None and len(groups) > 1:
                 # Without it the next group's write is not known to come after this one's reads: XLA copies the cache.
                 mixed, cache = lax.optimization_barrier((mixed, cache))
             heads.append(mixed)
         y = self.out(pack(heads), residual=residual, partial_result=partial_result, adapter_delta=out_delta)
-        return y, cache
+        return Attended(y, cache, keys)
 
     def _attend(
-        self, group: TokenRows, rotary: tuple[jax.Array, jax.Array] | None, qkv: jax.Array, cache: KVPages | None
-    ) -> tuple[jax.Array, KVPages | None]:
+        self,
+        group: TokenRows,
+        rotary: tuple[jax.Array, jax.Array] | None,
+        qkv: jax.Array,
+        cache: KVPages | None,
+        key_sizes: jax.Array | None,
+    ) -> Attended:
         """This device's heads of one group, [B, T, Hq * K], over its pages or, without a cache, over its own tokens."""
         cfg, positions = self.cfg, group.positions
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale[...], self.k_norm.scale[...])
@@ -94,9 +111,11 @@ class Attention(nnx.Module):
         }
         if cache is not None:
             assert group.page_table is not None
-            return cached_attention(qkv, cache, group.page_table, positions, **preparation, **options)
+            return Attended(
+                *cached_attention(qkv, cache, group.page_table, positions, **preparation, **options), keys=None
+            )
         kv_heads = qkv.shape[-1] // ((cfg.group + 2) * cfg.head_dim)
         q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=cfg.head_dim, **preparation)
-        lengths = jnp.sum(positions >= 0, axis=1)
-        heads = attention(q, k, v, positions, lengths, causal=self.causal, **options)
-        return heads.reshape(*positions.shape, -1), None
+        lengths = jnp.sum(positions >= 0, axis=1) if key_sizes is None else None
+        heads = attention(q, k, v, positions, lengths, key_sizes=key_sizes, causal=self.causal, **options)
+        return Attended(heads.reshape(*positions.shape, -1), None, jnp.mean(k, axis=2))

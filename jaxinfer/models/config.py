@@ -46,9 +46,9 @@ class Activation(enum.StrEnum):
 
 
 class Pooling(enum.StrEnum):
-    """How an encoder's token vectors become one sentence vector."""
+    """How an encoder's token vectors become one."""
 
-    MEAN = "mean"  # average over the real tokens
+    MEAN = "mean"  # average over the real tokens; of an image over its patches
     CLS = "cls"  # the first token's vector
 
 
@@ -175,19 +175,41 @@ class MlpConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _TransformerConfig:
-    vocab: int
+class _LayersConfig:
+    """The layers, whatever their tokens are made of."""
+
     embed: int
     layers: int
-    context: int  # maximal tokens of a request, prompt and output together
     attention: AttentionConfig
-    positions: PositionsConfig
     mlp: MlpConfig
     norm: NormConfig
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "embed", "layers")
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """For each layer the first one that computes the same with other weights."""
+        first: dict[tuple[float, int | None], int] = {}
+        attention = self.attention
+        return tuple(
+            first.setdefault((attention.score_scale(layer), attention.window(layer)), layer)
+            for layer in range(self.layers)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TransformerConfig(_LayersConfig):
+    """A model of text."""
+
+    vocab: int
+    context: int  # maximal tokens of a request, prompt and output together
+    positions: PositionsConfig
     padded_vocab: int | None = None  # rows of the embedding and the head; from `vocab` on no tokens. None: vocab
 
     def __post_init__(self) -> None:
-        _require_positive(self, "vocab", "embed", "layers", "context")
+        super().__post_init__()
+        _require_positive(self, "vocab", "context")
         if self.padded_vocab is not None and self.padded_vocab < self.vocab:
             raise ValueError(f"padded_vocab={self.padded_vocab} is less than vocab={self.vocab}.")
         if self.positions.kind is PositionKind.ROTARY and self.positions.rotary_dim > self.attention.head_dim:
@@ -199,16 +221,6 @@ class _TransformerConfig:
     def output_width(self) -> int:
         """The width of the hidden vectors that the model returns."""
         return self.embed
-
-    @property
-    def layer_kinds(self) -> tuple[int, ...]:
-        """For each layer the first one that computes the same with other weights."""
-        first: dict[tuple[float, int | None], int] = {}
-        attention = self.attention
-        return tuple(
-            first.setdefault((attention.score_scale(layer), attention.window(layer)), layer)
-            for layer in range(self.layers)
-        )
 
     @property
     def vocab_rows(self) -> int:
@@ -321,8 +333,49 @@ class YoloConfig:
             raise ValueError(f"YoloConfig.anchors must be positive, got {self.anchors}.")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig(_LayersConfig):
+    """One vision transformer, whose tokens are a class token and the patches of an image (arXiv:2010.11929)."""
+
+    block: ClassVar[BlockKind] = BlockKind.SEQUENTIAL
+    positions: ClassVar[PositionsConfig] = PositionsConfig(kind=PositionKind.LEARNED)
+    labels: tuple[str, ...]  # of the classes, in the order of the outputs
+    image_size: int = 224  # pixels: images of another size are resized to image_size x image_size
+    patch_size: int = 16  # pixels of a patch's side
+    pooling: Pooling = Pooling.CLS
+    pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # subtracted from red, green and blue in [0, 1]
+    pixel_deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)  # what they are then divided by
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive(self, "image_size", "patch_size")
+        _require_labels(self)
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"ViTConfig.image_size={self.image_size} is not a multiple of patch_size={self.patch_size}."
+            )
+        if any(window is not None for window in self.attention.windows):
+            raise ValueError(f"ViTConfig.attention.windows={self.attention.windows} is not implemented; use (None,).")
+        if len(self.pixel_mean) != 3 or len(self.pixel_deviation) != 3 or min(self.pixel_deviation) <= 0:
+            raise ValueError(
+                "ViTConfig.pixel_mean and pixel_deviation need a number for each of red, green and blue, deviations "
+                f"> 0; got {self.pixel_mean} and {self.pixel_deviation}."
+            )
+
+    @property
+    def patches(self) -> int:
+        """Of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def tokens(self) -> int:
+        """Of an image: its patches and the class token."""
+        return 1 + self.patches
+
+
 TransformerConfig = DecoderConfig | EncoderConfig
-VisionConfig = ResNetConfig | YoloConfig
+ConvolutionalConfig = ResNetConfig | YoloConfig
+VisionConfig = ConvolutionalConfig | ViTConfig
 ModelConfig = TransformerConfig | VisionConfig
 
 

@@ -11,12 +11,14 @@ import msgspec
 
 from checkpoints import CheckpointError
 from jaxinfer.models.config import (
+    ConvolutionalConfig,
     DecoderConfig,
     EncoderConfig,
     ModelConfig,
     ResNetConfig,
     TransformerConfig,
     VisionConfig,
+    ViTConfig,
     YoloConfig,
 )
 from jaxinfer.models.weight_format import WeightFormat
@@ -25,12 +27,13 @@ from pallas_kernels.weights import STORED_AS, QuantizedFormat
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
-Kind = Literal["decoder", "encoder", "classifier", "detector"]
+Kind = Literal["decoder", "encoder", "classifier", "detector", "vision_transformer"]
 KINDS: dict[Kind, type[ModelConfig]] = {
     "decoder": DecoderConfig,
     "encoder": EncoderConfig,
     "classifier": ResNetConfig,
     "detector": YoloConfig,
+    "vision_transformer": ViTConfig,
 }
 
 
@@ -118,7 +121,9 @@ def kind_of(config: ModelConfig) -> Kind:
 def require_transformer(folder: str | os.PathLike[str], config: ModelConfig) -> TransformerConfig:
     """The config, if it is of a model that reads text. Raises ValueError, which names the folder, if it is not."""
     if isinstance(config, VisionConfig):
-        raise ValueError(f"{folder} holds an image {kind_of(config)}, which has no tokens; use load_model for it.")
+        raise ValueError(
+            f"{folder} holds a model of images ({kind_of(config)}), which has no text; use load_model for it."
+        )
     return config
 
 
@@ -144,7 +149,7 @@ def parse_quantization(name: str | None) -> QuantizedFormat | None:
 
 
 def _check_quantization(config: ModelConfig, wanted: QuantizedFormat | None) -> None:
-    if wanted is not None and isinstance(config, VisionConfig):
+    if wanted is not None and isinstance(config, ConvolutionalConfig):
         raise ValueError(
             f"quantize={wanted!r} is not implemented for an image {kind_of(config)}: convolutions have no quantised "
             "format; leave it out."

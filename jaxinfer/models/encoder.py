@@ -9,6 +9,7 @@ from jaxinfer.models.forward_context import ForwardContext, TokenRows
 from jaxinfer.models.layer import TransformerLayer
 from jaxinfer.models.linear import Embedding
 from jaxinfer.models.norm import Norm
+from jaxinfer.models.token_adaptation import NO_ADAPTATION, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 
 
@@ -53,13 +54,34 @@ class Encoder(nnx.Module):
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
         return self.embed_norm(x), ForwardContext.of((TokenRows(tokens, positions),), self.cfg.positions)
 
-    def pool(self, hidden: jax.Array, positions: jax.Array) -> jax.Array:
-        """One float32 vector per row, of length 1: [B, T, D] -> [B, D]."""
+    def vectors(
+        self, tokens: jax.Array, positions: jax.Array, adaptation: TokenAdaptation = NO_ADAPTATION
+    ) -> jax.Array:
+        """One float32 vector per row, of length 1: [B, D].
+
+        Args:
+          tokens: int32 [B, T].
+          positions: int32 [B, T], negative for padding.
+          adaptation: which tokens are merged; the first one is not.
+        """
+        if not adaptation.merges:
+            return self.pool(self(tokens, positions), positions >= 0)
+        x, _ = self.enter(tokens, positions)
+        real = (positions >= 0).astype(jnp.float32)
+        x, sizes, _ = adaptation.run_layers(self.layers, x, self.cfg.positions, sizes=real)
+        assert sizes is not None, "they were given"
+        return self.pool(x, sizes)
+
+    def pool(self, hidden: jax.Array, sizes: jax.Array) -> jax.Array:
+        """One float32 vector per row, of length 1: [B, T, D] -> [B, D].
+
+        sizes: [B, T], how many tokens of the text each vector stands for; 0 for padding.
+        """
         hidden = hidden.astype(jnp.float32)
         match self.cfg.pooling:
             case Pooling.CLS:
                 pooled = hidden[:, 0]
             case Pooling.MEAN:
-                real = (positions >= 0).astype(jnp.float32)[..., None]
-                pooled = jnp.sum(hidden * real, axis=1) / jnp.maximum(jnp.sum(real, axis=1), 1.0)
+                weights = sizes.astype(jnp.float32)[..., None]
+                pooled = jnp.sum(hidden * weights, axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1.0)
         return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)

@@ -98,7 +98,9 @@ def fit(
     Raises ValueError, with the reason and the nearest size that works, for a mesh that it cannot be fitted to.
     """
     if isinstance(config, VisionConfig) and mesh is not None and mesh.size > 1:
-        raise ValueError(f"mesh {_shape_text(mesh)}: an image {kind_of(config)} runs on one device; give it no mesh.")
+        raise ValueError(
+            f"mesh {_shape_text(mesh)}: a model of images ({kind_of(config)}) runs on one device; give it no mesh."
+        )
     if mesh is None or isinstance(config, VisionConfig):
         return Fitting(original=config, config=config)
     ways = {axis: rules.ways(mesh, axis) for axis in SPLIT}

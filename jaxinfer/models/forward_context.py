@@ -41,11 +41,14 @@ class ForwardContext(NamedTuple):
       groups: the rows of tokens; their shapes say how `unpack` divides the N packed tokens.
       rotary: cos and sin for each group, float32 [B, T, 1, rotary_dim / 2]; None without rotary positions.
       adapter_one_hot: [N, S], 1 at the slot of each token's adapter; None without adapters.
+      key_sizes: of a single group without a cache, how many tokens each of its tokens is the mean of, float32 [B, T], 0
+        for padding; None: one, and padding comes last.
     """
 
     groups: tuple[TokenRows, ...]
     rotary: tuple[tuple[jax.Array, jax.Array] | None, ...]
     adapter_one_hot: jax.Array | None = None
+    key_sizes: jax.Array | None = None
 
     @classmethod
     def of(

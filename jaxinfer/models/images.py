@@ -3,6 +3,7 @@
 Images are uint8 [B, H, W, 3], RGB. Their size is part of the shape, so each size is a program of its own.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -45,13 +46,15 @@ def check_images(images: jax.Array) -> None:
         raise ValueError(f"images must be uint8 [B, H, W, 3], got {images.dtype.name} {list(images.shape)}.")
 
 
-def classifier_pixels(images: jax.Array, size: int) -> jax.Array:
-    """Images as float32 [B, size, size, 3] with the mean 0 and the deviation 1 of ImageNet.
+def normalised_pixels(
+    images: jax.Array, size: int, mean: Sequence[float] = MEAN, deviation: Sequence[float] = DEVIATION
+) -> jax.Array:
+    """Images as float32 [B, size, size, 3], less the mean, divided by the deviation, of each colour in [0, 1].
 
     Those of another size are resized, without keeping their ratio (`resize`).
     """
     pixels = resize(images.astype(jnp.float32) / 255, size, size)
-    return (pixels - np.asarray(MEAN, np.float32)) / np.asarray(DEVIATION, np.float32)
+    return (pixels - np.asarray(mean, np.float32)) / np.asarray(deviation, np.float32)
 
 
 def letterboxed_pixels(images: jax.Array, size: int) -> jax.Array:

@@ -5,8 +5,8 @@ import functools
 import jax
 from flax import nnx
 
-from jaxinfer.models.attention import Attention
-from jaxinfer.models.config import BlockKind, TransformerConfig
+from jaxinfer.models.attention import Attended, Attention
+from jaxinfer.models.config import BlockKind, TransformerConfig, ViTConfig
 from jaxinfer.models.forward_context import ForwardContext
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.mlp import Mlp
@@ -17,7 +17,7 @@ from sharding.collectives import mesh_axes
 
 
 class TransformerLayer(nnx.Module):
-    """One layer of a decoder or an encoder.
+    """One layer of a decoder, an encoder or a vision transformer.
 
     Attributes:
       attention_norm: before attention; in a post-norm block after it.
@@ -28,7 +28,7 @@ class TransformerLayer(nnx.Module):
 
     def __init__(
         self,
-        cfg: TransformerConfig,
+        cfg: TransformerConfig | ViTConfig,
         weights: WeightFormat,
         *,
         layer: int,
@@ -54,23 +54,45 @@ class TransformerLayer(nnx.Module):
         adapters: LayerAdapters | None = None,
     ) -> tuple[jax.Array, KVPages | None]:
         """[N, D] -> [N, D], and the cache with the tokens' keys and values written."""
+        if self.block not in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
+            x, cache, _ = self.attend(x, forward_context, cache, adapters)
+            return self.feed_forward(x, forward_context, adapters), cache
+        # x += attention(norm1(x)) + mlp(norm2(x))
+        mlp_norm = self.attention_norm if self.block is BlockKind.PARALLEL else self.mlp_norm
+        partial = mesh_axes("heads") == mesh_axes("mlp")  # one sum over the devices serves both
+        y, cache, _ = self.attention(
+            x, forward_context, cache, adapters, norm=self.attention_norm, residual=x, partial_result=partial
+        )
+        return self.mlp(x, forward_context, adapters, norm=mlp_norm, residual=y, partial_residual=partial), cache
+
+    def attend(
+        self,
+        x: jax.Array,
+        forward_context: ForwardContext,
+        cache: KVPages | None = None,
+        adapters: LayerAdapters | None = None,
+    ) -> Attended:
+        """The first half of a layer that is not parallel: [N, D] -> [N, D]."""
         attend = functools.partial(self.attention, forward_context=forward_context, cache=cache, adapters=adapters)
+        match self.block:
+            case BlockKind.SANDWICH:  # x += norm(attention(norm(x)))
+                attended = attend(x, norm=self.attention_norm)
+                return attended._replace(x=x + self.attention_post_norm(attended.x))
+            case BlockKind.POST_NORM:  # x = norm(x + attention(x))
+                attended = attend(x, residual=x)
+                return attended._replace(x=self.attention_norm(attended.x))
+            case _:  # x += attention(norm(x))
+                return attend(x, norm=self.attention_norm, residual=x)
+
+    def feed_forward(
+        self, x: jax.Array, forward_context: ForwardContext, adapters: LayerAdapters | None = None
+    ) -> jax.Array:
+        """The second half: [N, D] -> [N, D]."""
         mlp = functools.partial(self.mlp, forward_context=forward_context, adapters=adapters)
         match self.block:
-            case BlockKind.SEQUENTIAL:  # x += attention(norm(x)); x += mlp(norm(x))
-                x, cache = attend(x, norm=self.attention_norm, residual=x)
-                x = mlp(x, norm=self.mlp_norm, residual=x)
-            case BlockKind.PARALLEL | BlockKind.PARALLEL_TWO_NORMS:  # x += attention(norm1(x)) + mlp(norm2(x))
-                mlp_norm = self.attention_norm if self.block is BlockKind.PARALLEL else self.mlp_norm
-                partial = mesh_axes("heads") == mesh_axes("mlp")  # one sum over the devices serves both
-                y, cache = attend(x, norm=self.attention_norm, residual=x, partial_result=partial)
-                x = mlp(x, norm=mlp_norm, residual=y, partial_residual=partial)
-            case BlockKind.SANDWICH:  # x += norm(attention(norm(x))); x += norm(mlp(norm(x)))
-                y, cache = attend(x, norm=self.attention_norm)
-                x += self.attention_post_norm(y)
-                x += self.mlp_post_norm(mlp(x, norm=self.mlp_norm))
-            case BlockKind.POST_NORM:  # x = norm(x + attention(x)); x = norm(x + mlp(x))
-                y, cache = attend(x, residual=x)
-                x = self.attention_norm(y)
-                x = self.mlp_norm(mlp(x, residual=x))
-        return x, cache
+            case BlockKind.SANDWICH:  # x += norm(mlp(norm(x)))
+                return x + self.mlp_post_norm(mlp(x, norm=self.mlp_norm))
+            case BlockKind.POST_NORM:  # x = norm(x + mlp(x))
+                return self.mlp_norm(mlp(x, residual=x))
+            case _:  # x += mlp(norm(x))
+                return mlp(x, norm=self.mlp_norm, residual=x)

@@ -1,4 +1,4 @@
-"""Known models as configs: the DeepSpeed Inference paper's Table I, two Llama shapes, image classifiers and detectors.
+"""Known models as configs: the DeepSpeed Inference paper's Table I, Llama shapes, models of images.
 
 The table gives layers, rounded widths and head counts. The rest (vocabulary, context, arrangement) is that of the
 published model, or GPT-2's if none is published. If the table's rounding contradicts the published model, the
@@ -23,6 +23,7 @@ from jaxinfer.models.config import (
     PositionsConfig,
     ResNetConfig,
     VisionConfig,
+    ViTConfig,
     YoloConfig,
 )
 from jaxinfer.models.leaves import canonical_leaves
@@ -144,10 +145,32 @@ PRESETS: dict[str, DecoderConfig] = {
 _BASIC = functools.partial(ResNetConfig, widths=(64, 128, 256, 512), bottleneck=False)
 _BOTTLENECKS = functools.partial(ResNetConfig, widths=(256, 512, 1024, 2048), bottleneck=True)
 
+
+def _vit(
+    *, labels: tuple[str, ...], embed: int, layers: int, heads: int, patch_size: int = 16, **fields: Any
+) -> ViTConfig:
+    """A ViT (arXiv:2010.11929, table 1; arXiv:2012.12877, table 1), whose MLP is four times as wide as its tokens."""
+    return ViTConfig(
+        labels=labels,
+        embed=embed,
+        layers=layers,
+        attention=AttentionConfig(q_heads=heads, kv_heads=heads, head_dim=embed // heads, qkv_bias=True, out_bias=True),
+        mlp=MlpConfig(hidden=4 * embed, activation=Activation.GELU, bias=True),
+        norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
+        patch_size=patch_size,
+        **fields,
+    )
+
+
 VISION_PRESETS: dict[str, Callable[..., VisionConfig]] = {
     "resnet18": functools.partial(_BASIC, depths=(2, 2, 2, 2)),
     "resnet50": functools.partial(_BOTTLENECKS, depths=(3, 4, 6, 3)),
     "resnet101": functools.partial(_BOTTLENECKS, depths=(3, 4, 23, 3)),
+    "vit-ti": functools.partial(_vit, embed=192, layers=12, heads=3),
+    "vit-s": functools.partial(_vit, embed=384, layers=12, heads=6),
+    "vit-b": functools.partial(_vit, embed=768, layers=12, heads=12),
+    "vit-l": functools.partial(_vit, embed=1024, layers=24, heads=16),
+    "vit-h": functools.partial(_vit, embed=1280, layers=32, heads=16, patch_size=14),
     "yolov5n": functools.partial(YoloConfig, widths=(16, 32, 64, 128, 256), depths=(1, 2, 3, 1)),
     "yolov5s": functools.partial(YoloConfig, widths=(32, 64, 128, 256, 512), depths=(1, 2, 3, 1)),
     "yolov5m": functools.partial(YoloConfig, widths=(48, 96, 192, 384, 768), depths=(2, 4, 6, 2)),
@@ -162,7 +185,7 @@ def preset(name: str) -> DecoderConfig:
 
 
 def vision_preset(name: str, *, labels: tuple[str, ...], **fields: Any) -> VisionConfig:
-    """An image classifier or detector by name.
+    """A model of images by name.
 
     Args:
       labels: of its classes.

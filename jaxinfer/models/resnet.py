@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxinfer.models.config import ResNetConfig
 from jaxinfer.models.convolution import Conv, max_pool
-from jaxinfer.models.images import check_images, classifier_pixels
+from jaxinfer.models.images import check_images, normalised_pixels
 from jaxinfer.models.linear import Linear
 from jaxinfer.models.weight_format import WeightFormat
 
@@ -57,7 +57,7 @@ class ResNet(nnx.Module):
     def features(self, images: jax.Array) -> jax.Array:
         """What the head sees, the last stage's means over all places, [B, widths[-1]]; images as above."""
         check_images(images)
-        x = classifier_pixels(images, self.cfg.image_size).astype(self.dtype)
+        x = normalised_pixels(images, self.cfg.image_size).astype(self.dtype)
         x = max_pool(nnx.relu(self.stem(x)), size=3, stride=2)
         for stage in self.stages:
             for block in stage:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import checkpoints
 from checkpoints import CheckpointError
-from jaxinfer.models.config import DecoderConfig, ResNetConfig, VisionConfig
+from jaxinfer.models.config import DecoderConfig, VisionConfig, YoloConfig
 from jaxinfer.models.conversion import HuggingFaceModel
 from jaxinfer.models.description import Description
 from jaxinfer.models.leaves import quantized_format, scale_name
@@ -137,7 +137,7 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
 
 def _compare_images(model: LoadedModel, tensors: Mapping[str, np.ndarray], reference: str) -> OutputReport:
     """The same for an image model."""
-    wanted = "logits" if isinstance(model.config, ResNetConfig) else "predictions"
+    wanted = "predictions" if isinstance(model.config, YoloConfig) else "logits"
     if not {"images", wanted} <= tensors.keys():
         raise CheckpointError(f"{reference}: contains {sorted(tensors)}; needs images and {wanted}.")
     expected = tensors[wanted].astype(np.float64)

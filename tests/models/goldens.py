@@ -112,7 +112,7 @@ def encode(graph, state, tokens, positions, token_types):
     """Hidden vectors [B, T, D] and the pooled ones [B, D]."""
     model = nnx.merge(graph, state)
     hidden = model(tokens, positions, token_types)
-    return hidden, model.pool(hidden, positions)
+    return hidden, model.pool(hidden, positions >= 0)
 
 
 def empty_cache(config: DecoderConfig, batch: int, tokens: int) -> tuple[list[KVPages], np.ndarray]:

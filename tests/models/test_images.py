@@ -39,10 +39,10 @@ def test_letterbox_is_grey_around_the_image():
     np.testing.assert_allclose(square[:, 16:48], inside, atol=1e-6)
 
 
-def test_classifier_pixels_are_imagenet_s():
-    pixels = images.classifier_pixels(jnp.full((1, 4, 4, 3), 255, jnp.uint8), 4)
+def test_normalised_pixels_are_imagenet_s():
+    pixels = images.normalised_pixels(jnp.full((1, 4, 4, 3), 255, jnp.uint8), 4)
     np.testing.assert_allclose(pixels[0, 0, 0], [(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225], 1e-6)
-    assert images.classifier_pixels(jnp.zeros((1, 9, 5, 3), jnp.uint8), 4).shape == (1, 4, 4, 3)
+    assert images.normalised_pixels(jnp.zeros((1, 9, 5, 3), jnp.uint8), 4).shape == (1, 4, 4, 3)
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 3), (1, 4, 4, 1)])

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxinfer.collaboration.execution.kinds import Classifier, Detector, ExpertKind, TextEncoder
 from jaxinfer.compiled import Cost, Costs, ExecutableStore, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.disk_cache import keys
-from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, YoloConfig
+from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
 from jaxinfer.models.description import kind_of
 from jaxinfer.models.devices import device_name
 from jaxinfer.models.leaves import canonical_leaves
@@ -57,7 +57,8 @@ class Architecture:
 
 def build(static: Architecture, sizes: Sizes) -> Callable[..., Any]:
     """The function of a batch: leaves, inputs [B, ...] -> what the kind's `run` gives."""
-    run = {ResNetConfig: Classifier.run, YoloConfig: Detector.run, EncoderConfig: TextEncoder.run}[type(static.config)]
+    kinds = {ResNetConfig: Classifier, ViTConfig: Classifier, YoloConfig: Detector, EncoderConfig: TextEncoder}
+    run = kinds[type(static.config)].run
 
     def function(leaves: list[jax.Array], inputs: jax.Array) -> Any:
         from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs

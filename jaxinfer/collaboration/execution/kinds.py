@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxinfer.collaboration.errors import ConfigError, InvalidInputError
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, YoloConfig
+from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.loading import OpenedModel
 
 NOTHING = "none"
@@ -99,7 +99,7 @@ class ExpertKind(Protocol):
         ...
 
 
-class _ImageExpert[Config: (ResNetConfig, YoloConfig)]:
+class _ImageExpert[Config: (ResNetConfig, ViTConfig, YoloConfig)]:
     """What takes an image.
 
     Args:
@@ -126,7 +126,7 @@ class _ImageExpert[Config: (ResNetConfig, YoloConfig)]:
         return model(inputs)
 
 
-class Classifier(_ImageExpert[ResNetConfig]):
+class Classifier[Config: (ResNetConfig, ViTConfig)](_ImageExpert[Config]):
     """Images to classes."""
 
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
@@ -188,7 +188,7 @@ class TextEncoder:
     @staticmethod
     def run(model: Any, inputs: jax.Array) -> Any:
         positions = jnp.where(inputs < 0, -1, jnp.arange(inputs.shape[1]))
-        return model.pool(model(jnp.maximum(inputs, 0), positions), positions)
+        return model.vectors(jnp.maximum(inputs, 0), positions)
 
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
         return [EmbeddingVector(verdict=DONE, vector=row) for row in np.asarray(outputs)[:count]]
@@ -197,12 +197,12 @@ class TextEncoder:
 def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens: int | None = None) -> ExpertKind:
     """How a model works as an expert. Raises ConfigError for one that cannot be, and for options of another kind."""
     config = opened.config
-    if size is not None and not isinstance(config, ResNetConfig | YoloConfig):
+    if size is not None and not isinstance(config, VisionConfig):
         raise ConfigError(f"{opened.folder}: image_size is for classifiers and detectors; this is another model.")
     if tokens is not None and not isinstance(config, EncoderConfig):
         raise ConfigError(f"{opened.folder}: tokens is for encoders; this is another model.")
     match config:
-        case ResNetConfig():
+        case ResNetConfig() | ViTConfig():
             return Classifier(config, size)
         case YoloConfig():
             return Detector(config, size)
@@ -214,6 +214,6 @@ def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens:
             )
 
 
-def _without_labels[Config: (ResNetConfig, YoloConfig)](config: Config) -> Config:
+def _without_labels[Config: (ResNetConfig, ViTConfig, YoloConfig)](config: Config) -> Config:
     """The config with numbers for labels, so that experts that judge different things share their programs."""
     return dataclasses.replace(config, labels=tuple(map(str, range(len(config.labels)))))

@@ -29,7 +29,7 @@ from jaxinfer.streaming.config import MemoryConfig, MemoryOptions
 from jaxinfer.streaming.model import StreamedModel, stream_model
 from sharding import MeshFile
 
-COST_OPTIONS = ("page_size", "chunk_size", "kv_dtype", "max_adapters", "max_lora_rank", "kernels")
+COST_OPTIONS = ("page_size", "chunk_size", "kv_dtype", "max_adapters", "max_lora_rank", "level", "kernels")
 """The fields of `EngineConfig` that decide how long programs of the same sizes take."""
 
 
@@ -68,6 +68,7 @@ def build_engine(
         runs_encoder = EncoderChainExecutor if isinstance(model, StreamedModel) else EncoderExecutor
         executor = runs_encoder(model, config, shapes, clock=clock, costs=costs)
     else:
+        config.check("level", config.level == 0, "0 for a decoder: only an encoder's tokens can be merged")
         if config.max_adapters:
             sizes = config.max_adapters, config.max_lora_rank, config.adapter_bytes
             original = model.description.config
@@ -134,7 +135,7 @@ def place_model(
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
         return opened.load(device_memory=memory.device_memory), config
-    for name, only in (("num_speculative_tokens", 0), ("max_decode_passes", 1)):
+    for name, only in (("num_speculative_tokens", 0), ("max_decode_passes", 1), ("level", 0)):
         if name in given and (value := getattr(config, name)) != only:
             raise ValueError(
                 f"{name}={value} needs all weights on the devices, and weights={memory.weights!r} streams them: "

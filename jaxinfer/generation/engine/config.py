@@ -33,6 +33,8 @@ class EngineOptions(TypedDict, total=False):
     """Host memory for adapters that are not on the device."""
     overlap: bool
     """Whether the host schedules the next step while the device runs one."""
+    level: int
+    """0, or -r: each layer of an encoder merges r of its tokens, which is faster and less exact (OTAS)."""
     kernels: bool
     """Whether operations run as the kernels of `pallas_kernels` where a GPU takes them; else as plain XLA."""
 
@@ -66,6 +68,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     adapter_bytes: int = 1 << 30
     overlap: bool = True
+    level: int = 0
     kernels: bool = True
 
     def __post_init__(self) -> None:
@@ -76,6 +79,7 @@ class EngineConfig:
         speculative = 0 <= self.num_speculative_tokens < self.context
         self.check("num_speculative_tokens", speculative, f"in [0, {self.context})")
         self.check("max_adapters", self.max_adapters >= 0, ">= 0")
+        self.check("level", self.level <= 0, "<= 0: prompts are for tasks of images (jaxinfer.elastic)")
         self.check("kv_dtype", self.kv_dtype in (None, *KV_DTYPES), f"None or one of {KV_DTYPES}")
 
     @property

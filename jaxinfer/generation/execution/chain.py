@@ -143,7 +143,7 @@ class EncoderChainExecutor(EncoderExecutor):
         self.prefetcher = _prefetcher(model, costs)
 
     @staticmethod
-    def _specs(model: LoadedModel) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+    def _specs(model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
         return chain.encoder_specs(model)
 
     def restart(self) -> None:

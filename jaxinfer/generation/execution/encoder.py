@@ -24,13 +24,13 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
     def __init__(
         self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
-        super().__init__(model, config, self._specs(model), clock, costs)
+        super().__init__(model, config, self._specs(model, config), clock, costs)
         self._leaves, self._buckets = list(model.leaves.values()), buckets
 
     @staticmethod
-    def _specs(model: LoadedModel) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+    def _specs(model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
         """All programs there are."""
-        return [embed.spec(model)]
+        return [embed.spec(model, config.level)]
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile what these sequences need together, or any (None); returns how many programs were missing."""

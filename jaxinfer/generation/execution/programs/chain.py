@@ -178,7 +178,7 @@ def enter_encoder(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> 
 
 def leave_encoder(model: "Encoder", x: jax.Array, positions: jax.Array) -> jax.Array:
     """The vectors of a batch, float32 [B, D], from what the last layer gave."""
-    return model.pool(x, positions)
+    return model.pool(x, positions >= 0)
 
 
 def build_enter_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:

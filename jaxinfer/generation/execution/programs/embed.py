@@ -9,16 +9,12 @@ import jax.numpy as jnp
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.models import EncoderConfig, WeightFormat
 from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.token_adaptation import NO_ADAPTATION, MergeSchedule, TokenAdaptation
 from sharding import ShardingRules
 from sharding.collectives import use_rules
 
 if TYPE_CHECKING:
     from jaxinfer.models import Encoder
-
-
-def embed(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """tokens, positions: int32 [B, T], positions negative for padding. Returns float32 [B, D], of length 1."""
-    return model.pool(model(tokens, positions), positions)
 
 
 class EncoderStatic(NamedTuple):
@@ -27,12 +23,15 @@ class EncoderStatic(NamedTuple):
     config: EncoderConfig
     weights: WeightFormat
     rules: ShardingRules
+    adaptation: TokenAdaptation = NO_ADAPTATION
 
     @classmethod
-    def of(cls, model: LoadedModel) -> Self:
-        """That of a loaded encoder."""
-        assert isinstance(model.config, EncoderConfig)
-        return cls(model.config, model.weights, model.rules)
+    def of(cls, model: LoadedModel, level: int = 0) -> Self:
+        """That of a loaded encoder; level: as of `EngineConfig`."""
+        config = model.config
+        assert isinstance(config, EncoderConfig)
+        merges = MergeSchedule.CONSTANT.merges(-level, config.layers) if level else ()
+        return cls(config, model.weights, model.rules, TokenAdaptation(merges=merges))
 
 
 def build(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
@@ -42,13 +41,14 @@ def build(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
         from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
 
         with use_rules(static.rules):
-            return embed(merge_model(static.config, static.weights, leaves), tokens, positions)
+            model: Encoder = merge_model(static.config, static.weights, leaves)
+            return model.vectors(tokens, positions, static.adaptation)
 
     return function
 
 
-def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
-    """Sizes: `batch` rows of `tokens`; buckets are pairs of these."""
+def spec(model: LoadedModel, level: int = 0) -> ProgramSpec[Iterable[tuple[int, int]]]:
+    """Sizes: `batch` rows of `tokens`; buckets are pairs of these. level: as of `EngineConfig`."""
     leaves = list(model.leaves.values())
 
     def arguments(sizes):
@@ -58,7 +58,7 @@ def spec(model: LoadedModel) -> ProgramSpec[Iterable[tuple[int, int]]]:
     return ProgramSpec(
         name="embed",
         build=build,
-        static=EncoderStatic.of(model),
+        static=EncoderStatic.of(model, level),
         arguments=arguments,
         reachable=lambda shapes: ({"batch": rows, "tokens": length} for rows, length in shapes),
     )

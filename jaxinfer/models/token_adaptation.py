@@ -1,0 +1,154 @@
+"""How many tokens a layer works on: prompts that are added, tokens that are merged (OTAS, section III-B and Fig. 6).
+
+A level of OTAS (its gamma) is a `TokenAdaptation`: what happens in each layer, fixed before anything is compiled.
+Prompts come before the layer's first norm, merging (`pallas_kernels.merge_tokens`) between its attention and its MLP.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.models.config import PositionsConfig
+from jaxinfer.models.forward_context import ForwardContext, TokenRows
+from pallas_kernels import merge_tokens
+
+if TYPE_CHECKING:
+    from jaxinfer.models.layer import TransformerLayer
+
+
+class PromptMode(enum.StrEnum):
+    """What becomes of a layer's prompts in the next layer."""
+
+    REPLACE = "replace"  # the next layer's take their places (VPT-deep, arXiv:2203.12119)
+    ACCUMULATE = "accumulate"  # they stay, and the next layer's are added (OTAS)
+
+
+class MergeSchedule(enum.StrEnum):
+    """How many tokens each layer merges at level -r (ToMe, arXiv:2210.09461, section 4.1)."""
+
+    CONSTANT = "constant"  # r
+    DECREASING = "decreasing"  # from 2r in the first layer to 0 in the last
+
+    def merges(self, r: int, layers: int) -> tuple[int, ...]:
+        """Of each layer.
+
+        >>> MergeSchedule.DECREASING.merges(4, 5)
+        (8, 6, 4, 2, 0)
+        """
+        if self is MergeSchedule.CONSTANT or layers == 1:
+            return (r,) * layers
+        return tuple(2 * r * (layers - 1 - layer) // (layers - 1) for layer in range(layers))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenAdaptation:
+    """What happens to the tokens in each layer. Without arguments: nothing.
+
+    Attributes:
+      prompts: tokens that are added in each layer.
+      prompt_mode: what becomes of them in the next one.
+      merges: tokens that each layer merges into others, at most half of those that are not protected; empty: none.
+      protect_isolated: as of `merge_tokens`.
+    """
+
+    prompts: int = 0
+    prompt_mode: PromptMode = PromptMode.REPLACE
+    merges: tuple[int, ...] = ()
+    protect_isolated: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompts < 0 or any(r < 0 for r in self.merges):
+            raise ValueError(f"TokenAdaptation: prompts={self.prompts} and merges={self.merges} must be >= 0.")
+
+    def counts(self, tokens: int, layers: int, *, protected: int = 1) -> list[tuple[int, int]]:
+        """The tokens that attention and the MLP of each layer work on.
+
+        Args:
+          tokens: before the first layer.
+          layers: how many there are.
+          protected: the first ones, which are not merged; prompts are not either.
+
+        >>> TokenAdaptation(merges=(16,) * 12).counts(197, 12)[-2:]
+        [(37, 21), (21, 11)]
+        """
+        found = []
+        for layer in range(layers):
+            if self._adds_prompts(layer):
+                tokens, protected = tokens + self.prompts, protected + self.prompts
+            r = min(self._merged(layer), max(0, tokens - protected) // 2)
+            found.append((tokens, tokens - r))
+            tokens -= r
+        return found
+
+    def _merged(self, layer: int) -> int:
+        return self.merges[layer] if self.merges else 0
+
+    def _adds_prompts(self, layer: int) -> bool:
+        """Whether a layer has more prompts than the one before."""
+        return self.prompts > 0 and (layer == 0 or self.prompt_mode is PromptMode.ACCUMULATE)
+
+    def run_layers(
+        self,
+        layers: "Iterable[TransformerLayer]",
+        x: jax.Array,
+        positions: PositionsConfig,
+        *,
+        prompts: jax.Array | None = None,
+        sizes: jax.Array | None = None,
+        protected: int = 1,
+    ) -> tuple[jax.Array, jax.Array | None, int]:
+        """All layers of an encoder.
+
+        Args:
+          layers: of the model, whose tokens all see one another.
+          x: the tokens, [B, T, D].
+          positions: the model's.
+          prompts: those of each layer for each row, [B, layers, self.prompts, D]; None if there are none.
+          sizes: float32 [B, T], 0 for padding, else 1; None: no padding.
+          protected: the first tokens, which are not merged (1: the class token); prompts come after the first one.
+        Returns tokens [B, N, D]; their sizes, float32 [B, N], or None where all are 1; and how many come first that are
+        protected.
+        """
+        if (prompts is None) != (self.prompts == 0):
+            raise ValueError(
+                f"{self.prompts} prompts a layer are needed, got {None if prompts is None else prompts.shape}."
+            )
+        for index, layer in enumerate(layers):
+            if prompts is not None:
+                kept = x[:, 1:] if self._adds_prompts(index) else x[:, 1 + self.prompts :]
+                if self._adds_prompts(index):
+                    protected += self.prompts
+                    sizes = _with_prompts(sizes, self.prompts)
+                x = jnp.concatenate((x[:, :1], prompts[:, index].astype(x.dtype), kept), axis=1)
+            context = _context(x, sizes, positions)
+            r = min(self._merged(index), max(0, x.shape[1] - protected) // 2)
+            if r == 0:
+                x, _ = layer(x, context)
+                continue
+            x, _, keys = layer.attend(x, context)
+            assert keys is not None, "without a cache attention gives its keys"
+            x, sizes = merge_tokens(x, sizes, keys, r, protected=protected, protect_isolated=self.protect_isolated)
+            x = layer.feed_forward(x, context)
+        return x, sizes, protected
+
+
+NO_ADAPTATION = TokenAdaptation()
+"""Level 0: the plain model."""
+
+
+def _context(x: jax.Array, sizes: jax.Array | None, positions: PositionsConfig) -> ForwardContext:
+    places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    context = ForwardContext.of((TokenRows(places, places),), positions)
+    return context._replace(key_sizes=sizes)
+
+
+def _with_prompts(sizes: jax.Array | None, prompts: int) -> jax.Array | None:
+    """Sizes with ones after the first."""
+    if sizes is None:
+        return None
+    ones = jnp.ones((sizes.shape[0], prompts), sizes.dtype)
+    return jnp.concatenate((sizes[:, :1], ones, sizes[:, 1:]), axis=1)
