@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxinfer import collaboration
+    from jaxinfer import collaboration, elastic
     from jaxinfer.generation import LLM, Embedder, FinishReason, PoolingParams, Request, RequestOutput, SamplingParams
     from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
     from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams
@@ -37,6 +37,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "collaboration",
+    "elastic",
 ]
 
 _MODULES = {
@@ -58,8 +59,8 @@ def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         raise AttributeError(f"jaxinfer.{name} is now jaxinfer.{_RENAMED[name]}")
     # Imported when first used: `jaxinfer --help` should not wait for JAX.
-    if name == "collaboration":
-        return importlib.import_module("jaxinfer.collaboration")
+    if name in ("collaboration", "elastic"):
+        return importlib.import_module(f"jaxinfer.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES.get(name, "jaxinfer.generation")), name)

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from jaxinfer.cli.bench import app as bench_app
 from jaxinfer.cli.cache import cache
 from jaxinfer.cli.convert import convert
+from jaxinfer.cli.elastic import app as elastic_app
 from jaxinfer.cli.experts import app as experts_app
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
@@ -52,4 +53,5 @@ app = typer.Typer(
 for _command in (cache, convert, generate, info, inspect, plan, verify):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")
+app.add_typer(elastic_app, name="elastic")
 app.add_typer(experts_app, name="experts")

@@ -35,13 +35,14 @@ def profile(
 
     A batch of n takes K n + B. Experts load from disk, or from a copy in the host's memory.
     """
+    from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.experts import tables
     from jaxinfer.collaboration import OpenedSystem
 
-    with tables.show_progress() as progress:
+    with show_progress() as progress:
         opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
         measured = opened.measured(anew=anew)
-    tables.show(tables.profile_table(opened, measured))
+    show(tables.profile_table(opened, measured))
     for (architecture, device), found in measured.items():
         if found.r_squared < tables.MIN_R_SQUARED:
             typer.echo(
@@ -62,16 +63,17 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="How many experts are shown, the most used first.")] = 10,
 ) -> None:
     """Say where experts are at the start, what a simulation expects, and how much memory experts should get."""
+    from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.experts import tables
     from jaxinfer.collaboration import ConfigError, OpenedSystem
     from jaxinfer.collaboration.forecast import advise_memory, forecast
 
-    with tables.show_progress() as progress:
+    with show_progress() as progress:
         opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
         profiles = opened.measure()
     given = _trace(opened, trace, requests, interval_ms, seed)
     found = forecast(opened, profiles, given)
-    tables.show(tables.usage_table(opened, found, top), tables.pool_table(found))
+    show(tables.usage_table(opened, found, top), tables.pool_table(found))
     loads = found.outcome.statistics.loads
     typer.echo(
         f"Simulated, {len(given)} inputs: {found.outcome.throughput:.4g} a second, {loads.total()} loads "
@@ -84,7 +86,7 @@ def plan(
     except ConfigError as error:
         typer.echo(f"No advice on memory: {error}")
         return
-    tables.show(tables.window_table(advice))
+    show(tables.window_table(advice))
     expert_memory, activation_memory = tables.sizes(advice.expert_bytes), tables.sizes(advice.activation_bytes)
     typer.echo(
         f"Room for the {advice.choice.experts} most used experts: expert_memory of {expert_memory}, "
@@ -111,14 +113,15 @@ def run(
     json: Annotated[bool, typer.Option("--json", help="A JSON object a line; the summary goes to stderr.")] = False,
 ) -> None:
     """Judge images, a line each, and sum up. Status 1 if some could not be judged."""
-    from jaxinfer.cli.experts import judging, tables
+    from jaxinfer.cli.display import show_progress
+    from jaxinfer.cli.experts import judging
     from jaxinfer.collaboration import System, SystemConfig
 
     if (images is None) == (random is None):
         raise ValueError("Give exactly one of --images and --random.")
     given = SystemConfig.read(config, mode=mode)
     files = judging.image_files(images, [kind.name for kind in given.inputs]) if images is not None else []
-    with tables.show_progress() as progress:
+    with show_progress() as progress:
         system = System(given, progress=progress)
     with system:
         inputs = judging.read_images(files) if random is None else judging.random_inputs(system, random, seed)
@@ -142,19 +145,20 @@ def simulate(
     seed: SeedOption = 0,
 ) -> None:
     """Compare policies on one trace and a simulated clock, from what experts cost here."""
+    from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.experts import tables
     from jaxinfer.collaboration import OpenedSystem, policy_of, write_trace
     from jaxinfer.collaboration.forecast import forecast
 
     policies = {name: policy_of(name) for name in mode or ("samba", "paper", "best")}
-    with tables.show_progress() as progress:
+    with show_progress() as progress:
         opened = OpenedSystem.from_config(config, progress=progress)
         profiles = opened.measure()
     given = _trace(opened, trace, requests, interval_ms, seed)
     if save_trace is not None:
         write_trace(save_trace, given)
     found = {name: forecast(opened, profiles, given, policy=policy) for name, policy in policies.items()}
-    tables.show(tables.mode_table(found, len(given)))
+    show(tables.mode_table(found, len(given)))
 
 
 def _trace(

@@ -1,41 +1,16 @@
 """What the experts commands print."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from jaxinfer.collaboration.execution.profiler import Measured
 from jaxinfer.collaboration.forecast import Forecast, MemoryAdvice
-from jaxinfer.collaboration.opened import OpenedSystem, Progress
+from jaxinfer.collaboration.opened import OpenedSystem
 from jaxinfer.collaboration.scheduling.profile import MIN_R_SQUARED as MIN_R_SQUARED
-
-PIPED_WIDTH = 120  # of output that does not go to a terminal, which rich would squeeze into 80
-
-
-def show(*tables: Table) -> None:
-    """Print tables."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    for table in tables:
-        console.print(table)
-
-
-@contextmanager
-def show_progress() -> Iterator[Progress]:
-    """Shows what takes a while on stderr, where that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 def sizes(counts: Iterable[int]) -> str:

@@ -11,6 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxinfer.collaboration.execution.kinds import Classifier, Detector, ExpertKind, TextEncoder
 from jaxinfer.compiled import Cost, Costs, ExecutableStore, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.disk_cache import keys
+from jaxinfer.generation.engine.buckets import powers, round_up
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
 from jaxinfer.models.description import kind_of
 from jaxinfer.models.devices import device_name
@@ -109,7 +110,7 @@ class ArchitecturePrograms:
 
     def compile_ahead(self, max_batch: int) -> None:
         """Compile for batches up to this size."""
-        self._sizes = batch_sizes(max_batch)
+        self._sizes = powers(2, 1, max_batch)
         self.cache.compile_ahead(self._sizes)
 
     @property
@@ -123,20 +124,10 @@ class ArchitecturePrograms:
 
     def run(self, leaves: Sequence[jax.Array], inputs: Sequence[np.ndarray]) -> Any:
         """Run a batch of at most the largest size, and wait for it."""
-        size = next(size for size in self._sizes if size >= len(inputs))
+        size = round_up(len(inputs), self._sizes)
         padded = np.zeros((size, *self.architecture.shape), self.architecture.dtype)
         padded[: len(inputs)] = inputs
         return jax.block_until_ready(self.cache.get(PROGRAM, batch=size)(list(leaves), padded))
-
-
-def batch_sizes(largest: int) -> tuple[int, ...]:
-    """1, 2, 4 and so on, and the largest itself.
-
-    >>> batch_sizes(6)
-    (1, 2, 4, 6)
-    """
-    powers = [1 << power for power in range(largest.bit_length()) if 1 << power <= largest]
-    return tuple(dict.fromkeys([*powers, largest]))
 
 
 def open_costs(architecture: Architecture, device: Any, *, beside: int) -> Costs:

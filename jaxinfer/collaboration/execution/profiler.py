@@ -12,7 +12,6 @@ from jaxinfer.collaboration.errors import ProfileError
 from jaxinfer.collaboration.execution.architectures import (
     PROGRAM,
     ArchitecturePrograms,
-    batch_sizes,
     cost_of,
     open_costs,
 )
@@ -20,6 +19,7 @@ from jaxinfer.collaboration.execution.loader import ExpertLoader
 from jaxinfer.collaboration.scheduling.profile import MIN_R_SQUARED, Profile, Tier, choose_max_batch, fit_latency
 from jaxinfer.collaboration.scheduling.request import Eviction, Load
 from jaxinfer.compiled import Costs
+from jaxinfer.generation.engine.buckets import powers
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def measure(
     Raises LoadError if the expert cannot be loaded.
     """
     costs = open_costs(programs.architecture, programs.device, beside=beside)
-    sizes = batch_sizes(max(2, max_batch))
+    sizes = powers(2, 1, max(2, max_batch))
     programs.compile_ahead(sizes[-1])
     known = all((cost := cost_of(costs, size)) and cost.calls >= REPEATS for size in sizes)
     if anew or not known:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.collaboration.errors import ConfigError, InvalidInputError
-from jaxinfer.collaboration.execution.architectures import Architecture, batch_sizes
+from jaxinfer.collaboration.execution.architectures import Architecture
 from jaxinfer.collaboration.execution.kinds import Classifier, TextEncoder, kind_of
 from jaxinfer.models.loading import open_model
 from tests.collaboration.boards import SIZE, architecture, image
@@ -54,7 +54,3 @@ def test_experts_with_other_labels_share_their_architecture(board):
     larger = Architecture.of(kind_of(opened, size=(64, 64)), opened.weights)
     names = {one.name, larger.name, architecture(board / "d0").name, architecture(board / "e0").name}
     assert len(names) == 4
-
-
-def test_batch_sizes():
-    assert [batch_sizes(largest) for largest in (1, 2, 3, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8)]

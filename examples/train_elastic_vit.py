@@ -1,0 +1,152 @@
+"""Train the backbone of the elastic examples: a small vision transformer on real images of 16 x 16 pixels.
+
+python examples/train_elastic_vit.py --export examples/elastic_vit --minutes 12
+
+It learns how images are turned (by 0, 90, 180 or 270 degrees), of digits also the digit divided by two, which no task
+asks for. The images are the training halves of MNIST and of scikit-learn's digits, crops of photos, and faces; a task
+then sees features that were never trained for it. Needs the extra `elastic`.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxinfer.elastic import Dataset, load_digits, load_faces, load_mnist, load_textures
+from jaxinfer.elastic.images import resize_images
+from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, ViTConfig
+from jaxinfer.models.loading import save_model
+from jaxinfer.models.vit import ViT
+from jaxinfer.models.weight_format import WeightFormat
+
+CONFIG = ViTConfig(
+    labels=("unused",),
+    image_size=16,
+    patch_size=2,
+    embed=64,
+    layers=4,
+    attention=AttentionConfig(q_heads=4, kv_heads=4, head_dim=16, qkv_bias=True, out_bias=True),
+    mlp=MlpConfig(hidden=128, activation=Activation.GELU_TANH, bias=True),
+    norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
+)
+TEST, TEST_SEED = 0.25, 1
+"""The share of each task's images that nothing is trained on, and the seed that draws them."""
+
+TURNS, HALVES = 4, 5
+_NO_DIGIT = -1
+
+
+class Images(NamedTuple):
+    """What the backbone learns from: uint8 [N, 16, 16, 3], and int [N] digit // 2, or -1 where there is no digit."""
+
+    pixels: np.ndarray
+    halves: np.ndarray
+
+
+def without_test(dataset: Dataset) -> Dataset:
+    """The images of a task that may be trained on."""
+    return dataset.split(TEST, seed=TEST_SEED)[0]
+
+
+def photo_crops(size: int, *, crop: int = 32, stride: int = 16) -> np.ndarray:
+    """Crops of scikit-image's photos, uint8 [N, size, size, 3]."""
+    from skimage import data
+
+    crops = []
+    for photo in (data.astronaut(), data.chelsea(), data.coffee(), data.rocket()):
+        for top in range(0, photo.shape[0] - crop + 1, stride):
+            crops += [photo[top : top + crop, x : x + crop] for x in range(0, photo.shape[1] - crop + 1, stride)]
+    return resize_images(np.stack(crops), size)
+
+
+def training_images(size: int) -> Images:
+    """All images that the backbone sees, every source often enough."""
+    digits, mnist = without_test(load_digits(size)), without_test(load_mnist(size))
+    others = [without_test(load_textures(size)).images, np.tile(without_test(load_faces(size)).images, (4, 1, 1, 1))]
+    rng, photos = np.random.default_rng(0), photo_crops(size)
+    others.append(photos[rng.permutation(len(photos))[:2000]])
+    pixels = np.concatenate((digits.images, mnist.images, *others))
+    halves = np.concatenate((digits.labels // 2, mnist.labels // 2, np.full(sum(map(len, others)), _NO_DIGIT)))
+    return Images(pixels, halves)
+
+
+def augment(images: Images, batch: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A batch of turned and shifted images: pixels, turns, and digit // 2 where the image is not turned, else -1."""
+    chosen, turns = rng.integers(0, len(images.pixels), batch), rng.integers(0, TURNS, batch)
+    upright = images.halves[chosen] != _NO_DIGIT
+    turns[upright & (rng.random(batch) < 0.6)] = 0
+    pixels = np.empty((batch, *images.pixels.shape[1:]), np.uint8)
+    for row, (index, turn) in enumerate(zip(chosen, turns, strict=True)):
+        shift = tuple(rng.integers(-1, 2, 2))
+        pixels[row] = np.roll(np.rot90(images.pixels[index], turn), shift, (0, 1))
+    return pixels, turns, np.where(turns == 0, images.halves[chosen], _NO_DIGIT)
+
+
+class Model(nnx.Module):
+    """The backbone, with heads that are dropped after training."""
+
+    def __init__(self, cfg: ViTConfig, rngs: nnx.Rngs):
+        self.backbone = ViT(cfg, WeightFormat(), rngs=rngs)
+        self.turns, self.halves = nnx.Linear(cfg.embed, TURNS, rngs=rngs), nnx.Linear(cfg.embed, HALVES, rngs=rngs)
+
+    def loss(self, pixels: jax.Array, turns: jax.Array, halves: jax.Array) -> jax.Array:
+        """Of both heads; that of digits counts where there are some."""
+        features = self.backbone.features(pixels)
+        of_turns = optax.softmax_cross_entropy_with_integer_labels(self.turns(features), turns)
+        of_halves = optax.softmax_cross_entropy_with_integer_labels(self.halves(features), jnp.maximum(halves, 0))
+        digits = halves >= 0
+        return jnp.mean(of_turns) + jnp.sum(jnp.where(digits, of_halves, 0)) / jnp.maximum(jnp.sum(digits), 1)
+
+
+def train(args: argparse.Namespace, cfg: ViTConfig = CONFIG) -> ViT:
+    """Train for a time; the learning rate falls with what is left of it."""
+    images, rng = training_images(cfg.image_size), np.random.default_rng(args.seed)
+    model = Model(cfg, nnx.Rngs(args.seed))
+    graph, params = nnx.split(model)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.add_decayed_weights(1e-2))
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, rate: jax.Array, *batch: jax.Array) -> Any:
+        loss, gradient = jax.value_and_grad(lambda p: nnx.merge(graph, p).loss(*batch))(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return jax.tree.map(lambda p, u: p - rate * u, params, updates), state, loss
+
+    begun, done, losses = time.monotonic(), 0, []
+    while (spent := (time.monotonic() - begun) / (60 * args.minutes)) < 1 and done < args.max_steps:
+        rate = args.learning_rate * min(1.0, (done + 1) / 100) * 0.5 * (1 + np.cos(np.pi * spent))
+        params, state, loss = step(params, state, jnp.float32(rate), *augment(images, args.batch, rng))
+        losses.append(loss)
+        done += 1
+        if done % args.log_every == 0:
+            print(f"step {done:5d}  {spent:6.1%}  loss {np.mean(jax.device_get(losses)):.3f}", flush=True)
+            losses = []
+    return nnx.merge(graph, params).backbone
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--export", type=Path, required=True, help="write the model directory here")
+    parser.add_argument("--minutes", type=float, default=12, help="of training; sets the learning rate")
+    parser.add_argument("--max-steps", type=int, default=10**9, help="stop earlier")
+    parser.add_argument("--batch", type=int, default=64, help="images per step")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="its maximum")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of what is drawn")
+    parser.add_argument("--log-every", type=int, default=200, help="steps")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    model = train(args)
+    save_model(args.export, model, family="vit")
+    print(f"Wrote {args.export}")
+
+
+if __name__ == "__main__":
+    main(parse())

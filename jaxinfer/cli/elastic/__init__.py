@@ -1,0 +1,118 @@
+"""`jaxinfer elastic`: one vision transformer for many tasks, whose tokens are chosen for each batch (OTAS)."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="A model directory of a vision transformer.", show_default=False)
+]
+TaskOption = Annotated[str, typer.Option("--task", help="The task's name.", show_default=False)]
+DataOption = Annotated[
+    str,
+    typer.Option(
+        help="digits, mnist, textures or faces; or a folder: of CIFAR's binary version, or of a folder for each class.",
+        show_default=False,
+    ),
+]
+RepositoryOption = Annotated[
+    Path | None, typer.Option(help="Where tasks are (default: `tasks` in the model directory).", show_default=False)
+]
+PromptModeOption = Annotated[
+    str, typer.Option(help="replace or accumulate: what becomes of a layer's prompts in the next one.")
+]
+MaxBatchOption = Annotated[int, typer.Option(min=1, help="Images that are classified at once.")]
+
+app = typer.Typer(no_args_is_help=True, help="Serve many tasks with one vision transformer of elastic tokens.")
+
+
+@app.command()
+def register(
+    model: ModelArgument,
+    task: TaskOption,
+    data: DataOption,
+    prompts: Annotated[str, typer.Option(help="Numbers of prompts, each a level, such as 2,4,8.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each number of prompts.")] = 600,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn in training.")] = 0,
+    new_version: Annotated[bool, typer.Option("--new-version", help="Replace a task of this name.")] = False,
+    repository: RepositoryOption = None,
+    prompt_mode: PromptModeOption = "replace",
+    max_batch: MaxBatchOption = 64,
+) -> None:
+    """Train a task's head and prompts, profile it at all levels, and keep it in the repository."""
+    from jaxinfer.cli.display import show, show_progress
+    from jaxinfer.cli.elastic.tables import levels_table
+    from jaxinfer.elastic import Service, TrainingConfig, load_dataset
+
+    counts = _numbers("--prompts", prompts)
+    with show_progress() as progress:
+        service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
+        dataset = load_dataset(data, service.config.image_size)
+        registered = service.register_task(
+            task,
+            dataset,
+            prompts=counts,
+            training=TrainingConfig(steps=steps, seed=seed),
+            new_version=new_version,
+            progress=progress,
+        )
+    typer.echo(f"Registered {task!r}, version {registered.version}, {len(registered.labels)} classes.")
+    show(levels_table(service, task))
+
+
+@app.command()
+def profile(
+    model: ModelArgument,
+    task: TaskOption,
+    data: Annotated[
+        str | None,
+        typer.Option(help="As of `register`: measure all again, on a fifth of its images.", show_default=False),
+    ] = None,
+    repository: RepositoryOption = None,
+    prompt_mode: PromptModeOption = "replace",
+    max_batch: MaxBatchOption = 64,
+) -> None:
+    """Show a task's accuracy, and what batches take, at all levels."""
+    from jaxinfer.cli.display import show, show_progress
+    from jaxinfer.cli.elastic.tables import levels_table
+    from jaxinfer.elastic import Service, load_dataset
+    from jaxinfer.elastic.service import VALIDATION
+
+    with show_progress() as progress:
+        service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
+        service.task(task)
+        if data is not None:
+            validation = load_dataset(data, service.config.image_size).split(VALIDATION)[1]
+            service.profile(task, validation, progress=progress)
+        else:
+            service.measure_latency(progress=progress)
+    show(levels_table(service, task))
+
+
+@app.command()
+def classify(
+    model: ModelArgument,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.", show_default=False)],
+    task: TaskOption,
+    level: Annotated[int, typer.Option(help="> 0: prompts, 0: plain, < 0: tokens merged in each layer.")] = 0,
+    repository: RepositoryOption = None,
+    prompt_mode: PromptModeOption = "replace",
+    max_batch: MaxBatchOption = 64,
+) -> None:
+    """Classify image files, one line each: file, label, probability."""
+    import numpy as np
+
+    from jaxinfer.elastic import Service, load_image
+
+    service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
+    pixels = np.stack([load_image(file, service.config.image_size) for file in images])
+    for file, answer in zip(images, service.classify(pixels, task, level), strict=True):
+        typer.echo(f"{file}\t{answer.label}\t{answer.probabilities.max():.3f}")
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"{option} must be integers separated by commas, got {text!r}.") from None

@@ -1,0 +1,41 @@
+"""What the elastic commands print."""
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from jaxinfer.elastic.service import Service
+
+
+def levels_table(service: Service, name: str) -> Table:
+    """A task's levels: tokens, accuracy with standard errors, and what batches take."""
+    task, sizes = service.task(name), service.batch_sizes
+    largest, config = sizes[-1], service.config
+    table = Table(
+        "level",
+        "tokens",
+        "accuracy, %",
+        "less level 0",
+        "p",
+        "batch of 1, ms",
+        f"batch of {largest}, ms",
+        "images/s",
+        box=SIMPLE_HEAD,
+        title=f"{name}: {next(iter(task.accuracy.values())).images} validation images; tokens in the last MLP",
+        title_justify="left",
+    )
+    for column in table.columns:
+        column.justify = "right"
+    for level in (level for level in service.levels if level <= 0 or level in task.prompts):
+        found, batch = service.accuracy(name, level), service.latency.of(level, largest)
+        _, tokens = service.adaptation(level).counts(config.tokens, config.layers)[-1]
+        table.add_row(
+            f"{level:+d}" if level else "0",
+            str(tokens),
+            f"{100 * found.accuracy:.1f} ± {100 * found.standard_error:.1f}",
+            f"{100 * found.difference:+.1f} ± {100 * found.difference_error:.1f}" if level else "",
+            f"{found.p_value:.2g}" if level else "",
+            f"{1e3 * service.latency.of(level, 1).p50:.2f}",
+            f"{1e3 * batch.p50:.2f}",
+            f"{largest / batch.p50:,.0f}",
+        )
+    return table

@@ -1,0 +1,103 @@
+"""Elastic tokens (OTAS, arXiv:2401.05031): one vision transformer for many tasks, whose tokens are chosen per batch.
+
+A level above 0 adds prompts, one below merges tokens. Start at `service.py`, then `levels.py`, `tasks.py` (what is kept
+of a task), `training.py` and `programs.py` (what runs).
+
+>>> service = jaxinfer.elastic.Service.from_checkpoint("vit")  # doctest: +SKIP
+>>> service.register_task("digits", load_digits(service.config.image_size), prompts=[2, 4, 8])  # doctest: +SKIP
+>>> service.classify(images, task="digits", level=-8)[0].label  # doctest: +SKIP
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.elastic.accuracy import LevelAccuracy
+    from jaxinfer.elastic.datasets import (
+        Dataset,
+        load_cifar,
+        load_dataset,
+        load_digits,
+        load_faces,
+        load_image_folder,
+        load_mnist,
+        load_textures,
+    )
+    from jaxinfer.elastic.errors import (
+        ElasticError,
+        InvalidImageError,
+        LevelError,
+        ProfileError,
+        TaskExistsError,
+        UnknownTaskError,
+    )
+    from jaxinfer.elastic.images import load_image
+    from jaxinfer.elastic.latency import Latency
+    from jaxinfer.elastic.service import Classification, Service
+    from jaxinfer.elastic.tasks import Task, TaskRepository
+    from jaxinfer.elastic.training import TrainingConfig
+    from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
+
+_MODULES = {
+    "elastic.accuracy": ("LevelAccuracy",),
+    "elastic.datasets": (
+        "Dataset",
+        "load_cifar",
+        "load_dataset",
+        "load_digits",
+        "load_faces",
+        "load_image_folder",
+        "load_mnist",
+        "load_textures",
+    ),
+    "elastic.errors": (
+        "ElasticError",
+        "InvalidImageError",
+        "LevelError",
+        "ProfileError",
+        "TaskExistsError",
+        "UnknownTaskError",
+    ),
+    "elastic.images": ("load_image",),
+    "elastic.latency": ("Latency",),
+    "elastic.service": ("Classification", "Service"),
+    "elastic.tasks": ("Task", "TaskRepository"),
+    "elastic.training": ("TrainingConfig",),
+    "models.token_adaptation": ("MergeSchedule", "PromptMode", "TokenAdaptation"),
+}
+
+__all__ = [
+    "Classification",
+    "Dataset",
+    "ElasticError",
+    "InvalidImageError",
+    "Latency",
+    "LevelAccuracy",
+    "LevelError",
+    "MergeSchedule",
+    "ProfileError",
+    "PromptMode",
+    "Service",
+    "Task",
+    "TaskExistsError",
+    "TaskRepository",
+    "TokenAdaptation",
+    "TrainingConfig",
+    "UnknownTaskError",
+    "load_cifar",
+    "load_dataset",
+    "load_digits",
+    "load_faces",
+    "load_image",
+    "load_image_folder",
+    "load_mnist",
+    "load_textures",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: `jaxinfer --help` should not wait for JAX.
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"jaxinfer.{module}"), name)
+    raise AttributeError(f"module 'jaxinfer.elastic' has no attribute {name!r}")

@@ -1,0 +1,75 @@
+"""Images on their way in: checked, and read from files."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from jaxinfer.elastic.errors import InvalidImageError
+
+MAX_PIXELS = 50_000_000
+"""Of an image file; a larger one is not decoded, since a small file can hold an image that fills the memory."""
+
+INSTALL = "pip install 'jaxinfer[elastic]'"
+
+
+def check_images(images: object, size: int) -> np.ndarray:
+    """Images as a batch, uint8 [B, size, size, 3].
+
+    Args:
+      images: one or several, RGB.
+      size: of the model's images.
+    Raises InvalidImageError, which says what is wrong with them.
+    """
+    array = np.asarray(images)
+    wanted = f"uint8 [B, {size}, {size}, 3] (RGB)"
+    if array.dtype != np.uint8:
+        unusable = " with NaN or infinity" if array.dtype.kind == "f" and not np.isfinite(array).all() else ""
+        raise InvalidImageError(
+            f"images must be {wanted}, got {array.dtype.name}{unusable}: scale them to 0..255 and round."
+        )
+    if array.ndim == 3:
+        array = array[None]
+    if array.ndim != 4 or array.shape[1:] != (size, size, 3):
+        raise InvalidImageError(
+            f"images must be {wanted}, got {list(array.shape)}: `jaxinfer.elastic.load_image` reads and resizes files."
+        )
+    return array
+
+
+def load_image(path: str | Path, size: int) -> np.ndarray:
+    """An image file, resized without keeping its ratio: uint8 [size, size, 3]. Needs the extra `elastic`.
+
+    Raises InvalidImageError if it is not an image, or has more than `MAX_PIXELS`.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError(f"Reading image files needs Pillow: {INSTALL}.") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is stricter
+        try:
+            with Image.open(path) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise InvalidImageError(
+                        f"{path}: {width} x {height} are more than {MAX_PIXELS} pixels; make the image smaller."
+                    )
+                return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+        except FileNotFoundError:
+            raise InvalidImageError(f"{path}: no such file.") from None
+        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
+            raise InvalidImageError(f"{path}: not an image that can be read ({error}).") from error
+
+
+def resize_images(images: np.ndarray, size: int) -> np.ndarray:
+    """uint8 [N, H, W] or [N, H, W, 3] -> [N, size, size, 3], bilinear. Needs the extra `elastic`."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(f"Resizing images needs Pillow: {INSTALL}.") from error
+    resized = [
+        np.asarray(Image.fromarray(image).convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+        for image in images
+    ]
+    return np.array(resized, np.uint8).reshape(-1, size, size, 3)

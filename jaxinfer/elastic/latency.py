@@ -1,0 +1,86 @@
+"""How long batches take at each level, as measured here."""
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from jaxinfer.compiled import Cost, Costs
+from jaxinfer.elastic.errors import ProfileError
+from jaxinfer.elastic.programs import PROGRAM
+
+log = logging.getLogger(__name__)
+
+REPEATS = 5
+"""How often a batch is timed for the profile."""
+DRIFT = 1.3
+"""Where the median of the newest batches is this many times longer or shorter than the profile's, the profile is made
+from them."""
+NEWEST = 16
+
+
+class Latency(NamedTuple):
+    """Seconds of a batch.
+
+    Attributes:
+      p50, p95: half of all batches, and all but a twentieth, took at most this long.
+    """
+
+    p50: float
+    p95: float
+
+
+class LatencyProfile:
+    """What batches take, by level and batch size; follows a machine that becomes slower or faster.
+
+    Args:
+      costs: the record of costs, which earlier processes have added to.
+      merged: how many tokens a level merges in all layers, which its schedule decides.
+
+    Attributes:
+      refreshed: how often the time of a level and batch size was taken anew, because it had drifted.
+    """
+
+    def __init__(self, costs: Costs, merged: Callable[[int], int]):
+        self.costs, self.refreshed, self._merged = costs, 0, merged
+        self._known: dict[tuple[int, int], Latency] = {}
+        self._newest: dict[tuple[int, int], deque[float]] = {}
+
+    def missing(self, levels: Iterable[int], sizes: Iterable[int]) -> list[tuple[int, int]]:
+        """Levels with batch sizes of which too few batches were timed."""
+        sizes = tuple(sizes)
+        return [
+            (level, batch)
+            for level in levels
+            for batch in sizes
+            if (cost := self._cost(level, batch)) is None or cost.calls < REPEATS
+        ]
+
+    def of(self, level: int, batch: int) -> Latency:
+        """Of a batch that a program is compiled for. Raises ProfileError if it was not measured."""
+        key = level, batch
+        if key not in self._known:
+            if (cost := self._cost(level, batch)) is None:
+                raise ProfileError(f"batches of {batch} at level {level} were never timed here: call `profile`.")
+            self._known[key] = Latency(cost.p50, cost.p95)
+        return self._known[key]
+
+    def _cost(self, level: int, batch: int) -> Cost | None:
+        return self.costs.of(PROGRAM, level=level, merged=self._merged(level), batch=batch)
+
+    def observe(self, level: int, batch: int, seconds: float) -> None:
+        """Count a batch, and take the profile of its level and size anew if it has drifted."""
+        self.costs.record(PROGRAM, (("level", level), ("merged", self._merged(level)), ("batch", batch)), seconds)
+        newest = self._newest.setdefault((level, batch), deque(maxlen=NEWEST))
+        newest.append(seconds)
+        if len(newest) < NEWEST or (level, batch) not in self._known:
+            return
+        median, known = statistics.median(newest), self._known[level, batch]
+        if abs(math.log(median / known.p50)) > math.log(DRIFT):
+            p95 = statistics.quantiles(newest, n=20, method="inclusive")[-1]
+            log.info("Batches of %d at level %d take %.3g s, not %.3g.", batch, level, median, known.p50)
+            self._known[level, batch] = Latency(median, p95)
+            self.refreshed += 1
+            newest.clear()

@@ -1,0 +1,213 @@
+"""`classify`: a batch of images at a level, each for its own task. One executable for each level and batch size."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.compiled import ExecutableStore, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.elastic.errors import ElasticError, LevelError
+from jaxinfer.elastic.tasks import Head, Task
+from jaxinfer.generation.engine.buckets import powers, round_up
+from jaxinfer.models.config import ViTConfig
+from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.token_adaptation import TokenAdaptation
+from jaxinfer.models.weight_format import WeightFormat
+from sharding import ShardingRules
+from sharding.collectives import use_rules
+
+PROGRAM = "classify"
+"""The program's name, in caches and in the record of costs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LevelStatic:
+    """All that the program of a level depends on beside the shapes of its arguments."""
+
+    config: ViTConfig
+    weights: WeightFormat
+    adaptation: TokenAdaptation
+
+
+def build(static: LevelStatic, sizes: Sizes) -> Callable[..., jax.Array]:
+    """The function of these sizes.
+
+    (leaves, heads, prompts, tasks int32 [B], images uint8 [B, H, W, 3]) -> logits, float32 [B, classes]. Heads and
+    prompts are those of all tasks, as `task_arrays` makes them.
+    """
+
+    def function(
+        leaves: list[jax.Array], heads: Head, prompts: jax.Array | None, tasks: jax.Array, images: jax.Array
+    ) -> jax.Array:
+        from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
+
+        with use_rules(ShardingRules()):
+            model = merge_model(static.config, static.weights, leaves)
+            own = None if prompts is None else prompts[tasks]
+            features = model.features(images, static.adaptation, own).astype(jnp.float32)
+        # The heads of all tasks are multiplied: less than gathering each image's own, and the same whatever the batch.
+        logits = jnp.einsum("bd,tcd->btc", features, heads.kernel) + heads.bias
+        return jnp.take_along_axis(logits, tasks[:, None, None], axis=1)[:, 0]
+
+    return function
+
+
+TaskArrays = tuple[Head, jax.Array | None]
+"""Heads and prompts of all tasks on the device."""
+
+
+def task_arrays(
+    tasks: Iterable[Task], config: ViTConfig, prompts: int, *, max_tasks: int, max_classes: int
+) -> TaskArrays:
+    """The heads of all tasks on the device, and their prompts [max_tasks, layers, prompts, D], or None without any.
+
+    Where there is no task, or it has no such prompts, they are zero; no class is chosen that is not one.
+    """
+    kernel = np.zeros((max_tasks, max_classes, config.embed), np.float32)
+    bias = np.full((max_tasks, max_classes), -np.inf, np.float32)
+    found = np.zeros((max_tasks, config.layers, prompts, config.embed), np.float32) if prompts else None
+    for place, task in enumerate(tasks):
+        if (head := task.heads.get(prompts)) is None:
+            continue
+        kernel[place, : len(head.bias)], bias[place, : len(head.bias)] = head.kernel, head.bias
+        if found is not None:
+            found[place] = task.prompts[prompts]
+    return jax.device_put((Head(kernel, bias), found))
+
+
+class LevelPrograms:
+    """The programs of all levels, and the tasks that they run.
+
+    Args:
+      model: the backbone.
+      max_batch: images of the largest batch; there is a program for each power of two below.
+      max_tasks, max_classes: how many tasks there can be, and classes of one.
+      store: where executables are kept between processes; None: nowhere.
+
+    Attributes:
+      sizes: the batch sizes that are compiled, ascending.
+      compiled: how many programs were compiled ahead, or read from the store.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        max_batch: int,
+        max_tasks: int,
+        max_classes: int,
+        store: ExecutableStore | None = None,
+    ):
+        assert isinstance(model.config, ViTConfig)
+        self._config, self._weights, self._store = model.config, model.weights, store
+        self._leaves = list(model.leaves.values())
+        self._most = {"max_tasks": max_tasks, "max_classes": max_classes}
+        self.sizes = powers(2, 1, max_batch)
+        self._levels: dict[int, _Level] = {}
+        self._tasks: dict[str, Task] = {}
+        self._arrays: dict[int, TaskArrays] = {}
+        self.compiled = 0
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels that are compiled, ascending."""
+        return tuple(sorted(self._levels))
+
+    def adaptation(self, level: int) -> TokenAdaptation:
+        """What a level does. Raises LevelError for one that is not compiled."""
+        if level not in self._levels:
+            known = ", ".join(map(str, self.levels)) or "none"
+            raise LevelError(f"level {level} is not compiled; compiled: {known}.")
+        return self._levels[level].adaptation
+
+    def compile_ahead(self, level: int, adaptation: TokenAdaptation) -> None:
+        """Compile a level for all batch sizes, unless it is, with this adaptation."""
+        if level in self._levels and self._levels[level].adaptation == adaptation:
+            return
+        cache = self._cache_of(adaptation)
+        self.compiled += cache.compile_ahead(self.sizes)
+        self._arrays.setdefault(adaptation.prompts, self._arrays_of(self._tasks.values(), adaptation.prompts))
+        self._levels[level] = _Level(adaptation, cache)
+
+    def check_room(self, name: str, labels: Sequence[str]) -> None:
+        """Raise ElasticError if a task cannot be put beside the others."""
+        if len(labels) > (most := self._most["max_classes"]):
+            raise ElasticError(f"task {name!r} has {len(labels)} classes and max_classes={most}: raise it.")
+        if name not in self._tasks and len(self._tasks) == (most := self._most["max_tasks"]):
+            raise ElasticError(f"task {name!r} is one more than max_tasks={most}: raise it.")
+
+    def put(self, task: Task) -> None:
+        """Make a task's heads and prompts those that run, in place of its version before."""
+        self.check_room(task.name, task.labels)
+        tasks = self._tasks | {task.name: task}
+        # Batches in flight keep the arrays that they have; a task's place never changes.
+        self._arrays = {prompts: self._arrays_of(tasks.values(), prompts) for prompts in self._arrays}
+        self._tasks = tasks
+
+    def run(self, level: int, tasks: Sequence[str], images: np.ndarray) -> np.ndarray:
+        """Logits of a batch of at most the largest size, float32 [B, max_classes], -inf for classes that are not.
+
+        Nothing is compiled here. Raises LevelError for a level that was not.
+        """
+        adaptation, known = self.adaptation(level), list(self._tasks)
+        cache = self._levels[level].cache
+        with cache.forbid_compile():
+            return self._call(cache, self._arrays[adaptation.prompts], [known.index(task) for task in tasks], images)
+
+    def try_task(self, task: Task, adaptation: TokenAdaptation) -> Callable[[np.ndarray], np.ndarray]:
+        """The logits of a task that need not be put yet, of up to as many images as the largest batch has."""
+        cache = next((level.cache for level in self._levels.values() if level.adaptation == adaptation), None)
+        cache = cache or self._cache_of(adaptation)
+        arrays = self._arrays_of([task], adaptation.prompts)
+
+        def logits(images: np.ndarray) -> np.ndarray:
+            return self._call(cache, arrays, [0] * len(images), images, batch=self.sizes[-1])
+
+        return logits
+
+    def _call(
+        self,
+        cache: ProgramCache[Sequence[int]],
+        arrays: TaskArrays,
+        places: Sequence[int],
+        images: np.ndarray,
+        *,
+        batch: int | None = None,
+    ) -> np.ndarray:
+        batch = batch or round_up(len(images), self.sizes)
+        padding = batch - len(images)
+        if padding:
+            images = np.concatenate((images, np.zeros((padding, *images.shape[1:]), np.uint8)))
+        program = cache.get(PROGRAM, batch=batch)
+        return np.asarray(program(self._leaves, *arrays, np.array([*places, *[0] * padding], np.int32), images))[
+            : len(places)
+        ]
+
+    def _cache_of(self, adaptation: TokenAdaptation) -> ProgramCache[Sequence[int]]:
+        """Where the programs are that do this, none compiled yet."""
+        config, size = self._config, self._config.image_size
+        arrays = self._arrays_of([], adaptation.prompts)
+
+        def arguments(sizes: Sizes) -> tuple[Any, ...]:
+            images = jax.ShapeDtypeStruct((sizes["batch"], size, size, 3), jnp.uint8)
+            return self._leaves, *arrays, jax.ShapeDtypeStruct((sizes["batch"],), jnp.int32), images
+
+        spec = ProgramSpec(
+            name=PROGRAM,
+            build=build,
+            static=LevelStatic(config=config, weights=self._weights, adaptation=adaptation),
+            arguments=arguments,
+            reachable=lambda sizes: ({"batch": size} for size in sizes),
+        )
+        return ProgramCache([spec], store=self._store)
+
+    def _arrays_of(self, tasks: Iterable[Task], prompts: int) -> TaskArrays:
+        return task_arrays(tasks, self._config, prompts, **self._most)
+
+
+class _Level(NamedTuple):
+    adaptation: TokenAdaptation
+    cache: ProgramCache[Sequence[int]]

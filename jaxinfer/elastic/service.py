@@ -1,0 +1,409 @@
+"""`Service`: one vision transformer for many tasks, whose tokens are chosen for each batch (OTAS, section III)."""
+
+import dataclasses
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from jaxinfer.compiled import Costs, ExecutableStore
+from jaxinfer.elastic.accuracy import LevelAccuracy
+from jaxinfer.elastic.datasets import Dataset
+from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
+from jaxinfer.elastic.images import check_images
+from jaxinfer.elastic.latency import REPEATS, LatencyProfile
+from jaxinfer.elastic.levels import adaptation_of, check_level, default_merge_levels
+from jaxinfer.elastic.programs import LevelPrograms
+from jaxinfer.elastic.tasks import Head, Task, TaskRepository
+from jaxinfer.elastic.training import Trainer, TrainingConfig, fit_head
+from jaxinfer.generation.engine.buckets import round_up
+from jaxinfer.models.config import ViTConfig
+from jaxinfer.models.devices import device_name, devices_of
+from jaxinfer.models.loading import LoadedModel, load_model
+from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
+
+VALIDATION = 0.2
+"""The share of a task's images that accuracy is measured on, rather than trained on (OTAS, section V)."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is, and the total."""
+
+
+def _no_progress(what: str, done: int, total: int) -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Classification:
+    """The answer to an image.
+
+    Attributes:
+      label: of the most probable class.
+      probabilities: of the task's classes, float32 [classes].
+      level: that it was classified at.
+    """
+
+    label: str
+    probabilities: np.ndarray
+    level: int
+
+
+class Service:
+    """Classifies images for any of its tasks, at any level.
+
+    Level > 0 adds so many prompts in each layer, 0 is the plain model, < 0 merges so many tokens in each layer. All
+    programs are compiled when tasks are registered or the service starts, none when it classifies. Several threads may
+    classify at a time.
+
+    Args:
+      model: a vision transformer.
+      repository: where tasks are.
+      merge_levels: the levels < 0; None: `default_merge_levels`.
+      prompt_mode: what becomes of a layer's prompts in the next one.
+      schedule: how merges are divided over the layers; None: as profiling chooses for each level.
+      max_batch: images that are classified at once.
+      max_tasks, max_classes: how many tasks there can be, and classes of one.
+
+    Attributes:
+      config: of the model.
+      latency: what batches take.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        repository: TaskRepository,
+        *,
+        merge_levels: Sequence[int] | None = None,
+        prompt_mode: PromptMode | str = PromptMode.REPLACE,
+        schedule: MergeSchedule | str | None = None,
+        max_batch: int = 64,
+        max_tasks: int = 8,
+        max_classes: int = 100,
+    ):
+        config = model.config
+        if not isinstance(config, ViTConfig):
+            raise ElasticError(f"{model.folder} is no vision transformer; its tokens cannot be adapted for tasks.")
+        for name, value in (("max_batch", max_batch), ("max_tasks", max_tasks), ("max_classes", max_classes)):
+            if value < 1:
+                raise ElasticError(f"Service.{name} must be >= 1, got {value}.")
+        merge_levels = default_merge_levels(config) if merge_levels is None else tuple(merge_levels)
+        if wrong := [level for level in merge_levels if level >= 0]:
+            raise LevelError(f"merge_levels must be < 0, got {wrong}: prompts come with tasks.")
+        for level in merge_levels:
+            check_level(level, config)
+        self.config, self._repository = config, repository
+        self._mode = PromptMode(prompt_mode)
+        self._forced = None if schedule is None else MergeSchedule(schedule)
+        self._merge_levels = tuple(sorted(set(merge_levels)))
+        self._schedules = repository.read_schedules()
+        self._backbone, self._format = _digest(model), str(model.weights.quantized or model.weights.dtype)
+        self._trainer = Trainer(config, model.weights, list(model.leaves.values()))
+        self._programs = LevelPrograms(
+            model, max_batch=max_batch, max_tasks=max_tasks, max_classes=max_classes, store=ExecutableStore()
+        )
+        costs = Costs.open(
+            device=device_name(devices_of(model.mesh)[0]),
+            model={
+                "config": str(model.description.config),
+                "weights": str(model.weights),
+                "options": f"prompt_mode={self._mode}, max_tasks={max_tasks}, max_classes={max_classes}",
+            },
+        )
+        self.latency = LatencyProfile(costs, lambda level: sum(self.adaptation(level).merges))
+        self._tasks = {name: self._checked(repository.read(name)) for name in repository.names()}
+        self._registering = threading.Lock()
+        for task in self._tasks.values():
+            self._programs.put(task)
+        if self._tasks:
+            self._compile_ahead(*self._tasks.values())
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        repository: str | Path | None = None,
+        dtype: str | None = None,
+        quantize: str | None = None,
+        **options,
+    ) -> Self:
+        """A service on a model directory, with the tasks that are registered.
+
+        Args:
+          path: a model directory of a vision transformer.
+          repository: where tasks are; None: `tasks` in the model directory.
+          dtype, quantize: as of `load_model`.
+          options: as of `Service`.
+        Raises CheckpointError for files that are damaged or of other models, ElasticError for options.
+        """
+        model = load_model(path, dtype=dtype, quantize=quantize)
+        return cls(model, TaskRepository(Path(path) / "tasks" if repository is None else repository), **options)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Those that are compiled, ascending."""
+        return self._programs.levels
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The sizes that batches are padded to, ascending."""
+        return self._programs.sizes
+
+    @property
+    def compiled(self) -> int:
+        """How many programs were compiled, or read from disk, so far."""
+        return self._programs.compiled
+
+    @property
+    def tasks(self) -> Mapping[str, Task]:
+        """The tasks by name."""
+        return dict(self._tasks)
+
+    def adaptation(self, level: int) -> TokenAdaptation:
+        """What a level does in each layer. Raises LevelError for one that is not compiled."""
+        return self._programs.adaptation(level)
+
+    def task(self, name: str) -> Task:
+        """A task. Raises UnknownTaskError."""
+        if name not in self._tasks:
+            raise UnknownTaskError(f"no task {name!r}; registered: {', '.join(self._tasks) or 'none'}.")
+        return self._tasks[name]
+
+    def classify(
+        self, images: np.ndarray | Sequence[np.ndarray], task: str | Sequence[str], level: int = 0
+    ) -> list[Classification]:
+        """Classify images.
+
+        Args:
+          images: uint8 [B, size, size, 3], RGB, of the model's size; any number of them, or a single one.
+          task: whose classes; or one for each image, which are then computed together.
+          level: one of `levels` that the tasks have.
+        Raises InvalidImageError, UnknownTaskError or LevelError before anything runs.
+        """
+        images = check_images(images, self.config.image_size)
+        tasks = [task] * len(images) if isinstance(task, str) else list(task)
+        if len(tasks) != len(images):
+            raise ElasticError(f"{len(images)} images need as many tasks or a single one, got {len(tasks)}.")
+        for name in dict.fromkeys(tasks):
+            self._check_has_level(self.task(name), level)
+        largest, answers = self._programs.sizes[-1], []
+        for first in range(0, len(images), largest):
+            part = slice(first, first + largest)
+            answers += self._classify(images[part], tasks[part], level)
+        return answers
+
+    def _classify(self, images: np.ndarray, tasks: list[str], level: int) -> list[Classification]:
+        begun = time.perf_counter()
+        logits = self._programs.run(level, tasks, images)
+        self.latency.observe(level, round_up(len(images), self.batch_sizes), time.perf_counter() - begun)
+        answers = []
+        for name, row in zip(tasks, logits, strict=True):
+            labels = self._tasks[name].labels
+            exponentials = np.exp(row[: len(labels)] - row.max())
+            probabilities = exponentials / exponentials.sum()
+            answers.append(
+                Classification(label=labels[probabilities.argmax()], probabilities=probabilities, level=level)
+            )
+        return answers
+
+    def _check_has_level(self, task: Task, level: int) -> None:
+        self.adaptation(level)
+        if level > 0 and level not in task.prompts:
+            known = ", ".join(map(str, task.prompts)) or "none"
+            raise LevelError(f"task {task.name!r} has no {level} prompts; it has: {known}.")
+
+    def accuracy(self, task: str, level: int) -> LevelAccuracy:
+        """What profiling has found. Raises ProfileError if it has not, or if the level has changed since."""
+        found = self.task(task).accuracy.get(level)
+        self._check_has_level(self.task(task), level)
+        if found is None:
+            raise ProfileError(f"task {task!r} was not profiled at level {level}: call `profile` with its images.")
+        if found.adaptation != (now := self._what_runs(self.adaptation(level))):
+            raise ProfileError(
+                f"task {task!r} was profiled at level {level} with {found.adaptation}, and now it is {now}: call "
+                "`profile`."
+            )
+        return found
+
+    def register_task(
+        self,
+        name: str,
+        dataset: Dataset,
+        *,
+        prompts: Sequence[int] = (),
+        validation: Dataset | None = None,
+        training: TrainingConfig | None = None,
+        new_version: bool = False,
+        progress: Progress = _no_progress,
+    ) -> Task:
+        """Train a head and prompts for a task, profile it, keep it in the repository, and begin to serve it.
+
+        Args:
+          name: of the task.
+          dataset: its images and labels.
+          prompts: numbers of prompts, each a level > 0.
+          validation: images that accuracy is measured on; None: a fifth of the data set.
+          training: how prompts are trained.
+          new_version: whether it takes the place of a task of this name, which else is an error.
+          progress: see `Progress`.
+        Raises TaskExistsError, InvalidImageError, ElasticError for too many classes or tasks, LevelError.
+        """
+        with self._registering:
+            version = self._repository.next_version(name, new_version=new_version)
+            check_images(dataset.images, self.config.image_size)
+            if wrong := [count for count in prompts if count < 1]:
+                raise LevelError(f"prompts must be >= 1, got {wrong}.")
+            self._programs.check_room(name, dataset.names)
+            if validation is None:
+                dataset, validation = dataset.split(VALIDATION)
+            check_images(validation.images, self.config.image_size)
+            training = training or TrainingConfig()
+            progress("head", 0, 1)
+            features = self._trainer.features(dataset.images)
+            head = fit_head(features, dataset.labels, len(dataset.names), seed=training.seed)
+            progress("head", 1, 1)
+            heads: dict[int, Head] = {0: head}
+            learnt: dict[int, np.ndarray] = {}
+            for count in sorted(set(prompts)):
+                learnt[count], heads[count] = self._trainer.prompts(
+                    dataset.images,
+                    dataset.labels,
+                    head,
+                    count,
+                    self._mode,
+                    training,
+                    lambda done, total, count=count: progress(f"{count} prompts", done, total),
+                )
+            task = Task(
+                name=name,
+                labels=dataset.names,
+                backbone=self._backbone,
+                prompt_mode=self._mode,
+                heads=heads,
+                prompts=learnt,
+                accuracy={},
+                version=version,
+            )
+            return self._install(task, validation, progress)
+
+    def profile(self, name: str, validation: Dataset, *, progress: Progress = _no_progress) -> Task:
+        """Measure a task's accuracy at all levels anew, and what batches take; kept as a new version.
+
+        Args:
+          name: of the task.
+          validation: images that it was not trained on.
+          progress: see `Progress`.
+        """
+        with self._registering:
+            task = self.task(name)
+            check_images(validation.images, self.config.image_size)
+            version = self._repository.next_version(name, new_version=True)
+            task = self._install(dataclasses.replace(task, version=version), validation, progress, choose=True)
+        self.measure_latency(anew=True, progress=progress)
+        return task
+
+    def measure_latency(self, *, anew: bool = False, progress: Progress = _no_progress) -> None:
+        """Time batches of all levels and sizes, those on record excepted unless `anew`. Needs a task."""
+        sizes, size = self.batch_sizes, self.config.image_size
+        wanted = [(n, b) for n in self.levels for b in sizes] if anew else self.latency.missing(self.levels, sizes)
+        for done, (level, batch) in enumerate(wanted):
+            images = np.random.default_rng(0).integers(0, 256, (batch, size, size, 3), np.uint8)
+            tasks = [next(iter(self._tasks))] * batch
+            for _ in range(1 + REPEATS):  # the first one is not counted
+                begun = time.perf_counter()
+                self._programs.run(level, tasks, images)
+                self.latency.observe(level, batch, time.perf_counter() - begun)
+            progress("latency", done + 1, len(wanted))
+        self.latency.costs.save()
+
+    def _install(self, task: Task, validation: Dataset, progress: Progress, *, choose: bool = False) -> Task:
+        """Profile a task, keep it, and let it serve; what serves stays as it is if that fails.
+
+        choose: how merging levels divide their merges, even where that has been decided.
+        """
+        schedules = {} if choose else dict(self._schedules)
+        if self._forced is None:
+            for done, level in enumerate(undecided := [n for n in self._merge_levels if n not in schedules]):
+                schedules[level] = self._choose_schedule(task, level, validation)
+                progress("schedules", done + 1, len(undecided))
+        self._repository.write_schedules(schedules)
+        self._schedules = schedules
+        self._compile_ahead(*self._tasks.values(), task)
+        task = dataclasses.replace(task, accuracy=self._profile_accuracy(task, validation, progress))
+        self._repository.write(task)
+        self._programs.put(task)
+        self._tasks = self._tasks | {task.name: task}
+        return task
+
+    def _compile_ahead(self, *tasks: Task) -> None:
+        """Compile all levels that there are with these tasks."""
+        for level in sorted({0, *self._merge_levels, *(count for task in tasks for count in task.prompts)}):
+            self._programs.compile_ahead(level, self._adaptation_of(level))
+
+    def _adaptation_of(self, level: int, schedule: MergeSchedule | None = None) -> TokenAdaptation:
+        schedule = schedule or self._forced or self._schedules.get(level, MergeSchedule.CONSTANT)
+        return adaptation_of(level, self.config, schedule=schedule, prompt_mode=self._mode)
+
+    def _choose_schedule(self, task: Task, level: int, validation: Dataset) -> MergeSchedule:
+        """The faster way to divide merges over the layers, unless it is less accurate by more than a standard error."""
+        found = {}
+        for schedule in MergeSchedule:
+            adaptation = self._adaptation_of(level, schedule)
+            found[schedule] = self._evaluate(task, adaptation, validation)
+        (constant, slow), (decreasing, fast) = found[MergeSchedule.CONSTANT], found[MergeSchedule.DECREASING]
+        if fast > slow:
+            return MergeSchedule.CONSTANT
+        compared = LevelAccuracy.of(decreasing, constant, "")
+        is_worse = compared.difference < -compared.difference_error
+        return MergeSchedule.CONSTANT if is_worse else MergeSchedule.DECREASING
+
+    def _profile_accuracy(self, task: Task, validation: Dataset, progress: Progress) -> dict[int, LevelAccuracy]:
+        levels = [level for level in self.levels if level <= 0 or level in task.prompts]
+        plain, _ = self._evaluate(task, self.adaptation(0), validation)
+        found = {}
+        for done, level in enumerate(levels):
+            adaptation = self.adaptation(level)
+            correct, _ = self._evaluate(task, adaptation, validation)
+            found[level] = LevelAccuracy.of(correct, plain, self._what_runs(adaptation))
+            progress("accuracy", done + 1, len(levels))
+        return found
+
+    def _evaluate(self, task: Task, adaptation: TokenAdaptation, validation: Dataset) -> tuple[np.ndarray, float]:
+        """Which images are classified rightly, bool [N], and the least seconds that a batch took."""
+        logits_of, largest = self._programs.try_task(task, adaptation), self.batch_sizes[-1]
+        logits_of(validation.images[:1])  # compiles
+        found, seconds = [], []
+        for first in range(0, len(validation), largest):
+            begun = time.perf_counter()
+            found.append(logits_of(validation.images[first : first + largest]))
+            seconds.append(time.perf_counter() - begun)
+        return np.concatenate(found).argmax(-1) == validation.labels, min(seconds)
+
+    def _what_runs(self, adaptation: TokenAdaptation) -> str:
+        """All that accuracy depends on beside the task."""
+        return f"{adaptation} in {self._format}"
+
+    def _checked(self, task: Task) -> Task:
+        """A task from the repository, if it fits this service."""
+        if task.backbone != self._backbone:
+            raise ElasticError(
+                f"task {task.name!r} was trained with another model than this one; name its repository, or register it "
+                "again elsewhere."
+            )
+        if task.prompts and task.prompt_mode != self._mode:
+            raise ElasticError(
+                f"the prompts of task {task.name!r} were trained with prompt_mode={task.prompt_mode.value!r}; open the "
+                "service with it."
+            )
+        return task
+
+
+def _digest(model: LoadedModel) -> str:
+    """Of the weights on disk."""
+    files = sorted((name, file.sha256) for name, file in model.manifest.files.items() if name.startswith("state/"))
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:16]

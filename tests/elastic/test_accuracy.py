@@ -1,0 +1,34 @@
+"""Accuracy of levels: counts, errors, and McNemar's test against SciPy's binomial one."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+from jaxinfer.elastic import LevelAccuracy
+
+
+def test_counts():
+    plain = np.array([1, 1, 1, 0, 0, 1], bool)
+    level = np.array([1, 0, 1, 1, 0, 0], bool)
+    found = LevelAccuracy.of(level, plain, "a")
+    assert (found.images, found.correct, found.gained, found.lost) == (6, 3, 1, 2)
+    assert found.accuracy == 0.5
+    assert found.difference == pytest.approx(-1 / 6)
+    deviation = np.std(level.astype(float) - plain.astype(float))
+    assert found.difference_error == pytest.approx(deviation / np.sqrt(6))
+
+
+@given(gained=st.integers(0, 60), lost=st.integers(0, 60))
+def test_p_value(gained, lost):
+    found = LevelAccuracy(images=200, correct=100, gained=gained, lost=lost, adaptation="")
+    wanted = binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+    assert found.p_value == pytest.approx(wanted, rel=1e-6)
+
+
+def test_errors_are_not_zero_where_all_is_right():
+    found = LevelAccuracy.of(np.ones(50, bool), np.ones(50, bool), "")
+    assert 0 < found.standard_error < 0.05
+    assert found.difference_error == 0
+    assert found.p_value == 1

@@ -1,0 +1,325 @@
+"""Services: the model's own answers at every level, tasks that come and go, nothing compiled while they classify."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import jaxinfer
+from checkpoints import CheckpointError
+from jaxinfer.compiled.spec import ProgramSpec
+from jaxinfer.elastic import (
+    ElasticError,
+    InvalidImageError,
+    LevelError,
+    ProfileError,
+    Service,
+    TaskExistsError,
+    TrainingConfig,
+    UnknownTaskError,
+)
+from jaxinfer.elastic.latency import NEWEST
+from jaxinfer.models.loading import load_model
+from tests.elastic.vits import CONFIG, SIZE, logits, save_vit, stripes, tiny_vit
+
+QUICK = TrainingConfig(steps=20, batch=8)
+
+
+@pytest.fixture
+def empty(vit, tmp_path, options):
+    """A service without tasks."""
+    return Service.from_checkpoint(vit, repository=tmp_path / "tasks", **options)
+
+
+def probabilities(rows):
+    rows = np.exp(rows - rows.max(axis=1, keepdims=True))
+    return rows / rows.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("level", [-4, 0, 2])
+def test_answers_are_the_models_own(service, level):
+    task, images = service.task("stripes"), stripes(5, seed=3).images
+    head = task.heads[max(level, 0)]
+    wanted = logits(tiny_vit(), service.adaptation(level), images, head.kernel, head.bias, task.prompts.get(level))
+    answers = service.classify(images, "stripes", level)
+    np.testing.assert_allclose([a.probabilities for a in answers], probabilities(wanted), atol=1e-5)
+    assert [a.label for a in answers] == [task.labels[i] for i in wanted.argmax(1)]
+    assert {a.level for a in answers} == {level}
+
+
+def test_the_task_is_learnt(service):
+    unseen = stripes(200, seed=9)
+    for level in service.levels:
+        answers = service.classify(unseen.images, "stripes", level)
+        right = np.mean([a.label == unseen.names[label] for a, label in zip(answers, unseen.labels, strict=True)])
+        assert right > 0.85, level
+
+
+def test_level_0_is_the_plain_model_to_the_bit(vit, service):
+    images = stripes(2).images
+    model, task = load_model(vit), service.task("stripes")
+    plain = tiny_vit()
+    np.testing.assert_array_equal(plain.features(images), plain.features(images, service.adaptation(0)))
+    assert model.config == CONFIG
+    assert task.accuracy[0].difference == 0
+
+
+def test_nothing_is_compiled_while_it_classifies(service, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(ProgramSpec, "compile", refuse)
+    for level in service.levels:
+        for count in (1, 2, 3, 5):
+            assert len(service.classify(stripes(count).images, "stripes", level)) == count
+
+
+def test_one_image_or_none(service):
+    image = stripes(1).images[0]
+    assert len(service.classify(image, "stripes")) == 1
+    assert service.classify(np.zeros((0, SIZE, SIZE, 3), np.uint8), "stripes") == []
+
+
+def test_tasks_are_mixed_in_a_batch(vit, registered, options, tmp_path):
+    folder = shutil.copytree(registered, tmp_path / "tasks")
+    mixed = Service.from_checkpoint(vit, repository=folder, **options)
+    mixed.register_task("other", stripes(60, seed=5, names=("a", "b", "c")), prompts=[2], training=QUICK)
+    images, tasks = stripes(4, seed=7).images, ["stripes", "other", "other", "stripes"]
+    for level in (-4, 0, 2):
+        together = mixed.classify(images, tasks, level)
+        for row, name in enumerate(tasks):
+            alone = mixed.classify(images[row], name, level)[0]
+            np.testing.assert_allclose(together[row].probabilities, alone.probabilities, atol=1e-6)
+            assert len(alone.probabilities) == len(mixed.task(name).labels)
+    with pytest.raises(ElasticError, match="is one more than max_tasks=2"):
+        mixed.register_task("third", stripes(), training=QUICK)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (np.zeros((1, SIZE, SIZE, 3), np.float32), r"got float32: scale"),
+        (np.full((1, SIZE, SIZE, 3), np.nan), r"got float64 with NaN or infinity"),
+        (np.zeros((1, SIZE, SIZE + 1, 3), np.uint8), r"got \[1, 8, 9, 3\]"),
+        (np.zeros((SIZE, SIZE), np.uint8), r"got \[8, 8\]"),
+        (np.zeros((1, SIZE, SIZE, 4), np.uint8), r"got \[1, 8, 8, 4\]"),
+    ],
+)
+def test_wrong_images(service, images, message):
+    with pytest.raises(InvalidImageError, match=message):
+        service.classify(images, "stripes")
+
+
+def test_wrong_tasks_and_levels(service):
+    images = stripes(2).images
+    with pytest.raises(UnknownTaskError, match="no task 'faces'; registered: stripes"):
+        service.classify(images, "faces")
+    with pytest.raises(LevelError, match=r"level 3 is not compiled; compiled: -4, 0, 2"):
+        service.classify(images, "stripes", 3)
+    with pytest.raises(ElasticError, match="2 images need as many tasks or a single one, got 1"):
+        service.classify(images, ["stripes"])
+
+
+def test_a_task_without_these_prompts(vit, registered, options, tmp_path):
+    folder = shutil.copytree(registered, tmp_path / "tasks")
+    found = Service.from_checkpoint(vit, repository=folder, **options)
+    found.register_task("plain", stripes(40), training=QUICK)
+    with pytest.raises(LevelError, match="task 'plain' has no 2 prompts; it has: none"):
+        found.classify(stripes(1).images, "plain", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"merge_levels": (-9,)},
+            "level -9 merges 9 tokens in each layer; of 17 tokens the first layer can merge",
+        ),
+        ({"merge_levels": (-4, 2)}, r"merge_levels must be < 0, got \[2\]"),
+        ({"max_batch": 0}, "Service.max_batch must be >= 1, got 0"),
+        ({"prompt_mode": "keep"}, "'keep' is not a valid PromptMode"),
+    ],
+)
+def test_wrong_options(vit, tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        Service.from_checkpoint(vit, repository=tmp_path, **given)
+
+
+def test_other_models_are_refused(model_dir):
+    with pytest.raises(ElasticError, match="is no vision transformer"):
+        Service.from_checkpoint(model_dir)
+
+
+def test_tasks_of_another_backbone_are_refused(registered, tmp_path, options):
+    other = save_vit(tmp_path / "other", seed=1)
+    with pytest.raises(ElasticError, match="'stripes' was trained with another model"):
+        Service.from_checkpoint(other, repository=registered, **options)
+
+
+def test_prompts_of_another_mode_are_refused(vit, registered, options):
+    with pytest.raises(ElasticError, match="trained with prompt_mode='replace'"):
+        Service.from_checkpoint(vit, repository=registered, prompt_mode="accumulate", **options)
+
+
+def test_registering(empty, vit, options):
+    dataset = stripes(60)
+    with pytest.raises(UnknownTaskError, match="no task 'a'; registered: none"):
+        empty.classify(dataset.images, "a")
+    for name in ("", "../a", "a/b", ".hidden"):
+        with pytest.raises(ElasticError, match="a task's name has letters"):
+            empty.register_task(name, dataset)
+    with pytest.raises(ElasticError, match="has 4 classes and max_classes=3"):
+        empty.register_task("a", stripes(60, names=("a", "b", "c", "d")))
+    with pytest.raises(LevelError, match=r"prompts must be >= 1, got \[0\]"):
+        empty.register_task("a", dataset, prompts=[2, 0])
+    with pytest.raises(InvalidImageError, match="images must be uint8"):
+        empty.register_task("a", dataclasses.replace(dataset, images=dataset.images[:, :4]))
+    assert empty.tasks == {}
+    steps = []
+    first = empty.register_task("a", dataset, prompts=[1], training=QUICK, progress=lambda *args: steps.append(args))
+    assert (first.version, empty.levels) == (1, (-4, 0, 1))
+    assert {what for what, _, _ in steps} == {"head", "1 prompts", "accuracy", "latency"}
+    with pytest.raises(TaskExistsError, match="task 'a' is registered; ask for a new version"):
+        empty.register_task("a", dataset)
+    second = empty.register_task("a", stripes(60, seed=2), training=QUICK, new_version=True)
+    assert second.version == 2
+    assert set(second.accuracy) == {-4, 0}
+    again = Service.from_checkpoint(vit, repository=empty._repository.folder, **options)
+    assert again.task("a").version == 2
+    image = dataset.images[0]
+    np.testing.assert_array_equal(
+        again.classify(image, "a")[0].probabilities, empty.classify(image, "a")[0].probabilities
+    )
+
+
+def test_a_failure_while_registering_changes_nothing(empty, monkeypatch):
+    empty.register_task("a", stripes(40), training=QUICK)
+    before = empty.classify(stripes(2).images, "a")
+
+    def fail(task):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(empty._repository, "write", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        empty.register_task("a", stripes(40, seed=4), training=QUICK, new_version=True)
+    after = empty.classify(stripes(2).images, "a")
+    assert empty.task("a").version == 1
+    np.testing.assert_array_equal(before[0].probabilities, after[0].probabilities)
+
+
+KILLED = """
+import sys
+from jaxinfer.elastic import Service, TrainingConfig
+from tests.elastic.vits import stripes
+
+service = Service.from_checkpoint(sys.argv[1], repository=sys.argv[2], merge_levels=(-4,), max_batch=2, max_tasks=2,
+                                  max_classes=3, schedule="constant")
+print("started", flush=True)
+service.register_task("stripes", stripes(seed=8), prompts=[2], training=TrainingConfig(steps=10**6), new_version=True,
+                      progress=lambda what, done, total: print(what, flush=True))
+"""
+
+
+def test_killed_while_it_trains(vit, registered, options, tmp_path):
+    """The version before goes on serving, and what the killed process left does no harm."""
+    folder = shutil.copytree(registered, tmp_path / "tasks")
+    (folder / "stripes" / ".v2.partial").mkdir()  # as if it had been writing
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(vit), str(folder)], stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "2 prompts":
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    found = Service.from_checkpoint(vit, repository=folder, **options)
+    assert found.task("stripes").version == 1
+    assert found.register_task("stripes", stripes(40), training=QUICK, new_version=True).version == 2
+
+
+def test_a_damaged_task(vit, registered, options, tmp_path):
+    folder = shutil.copytree(registered, tmp_path / "tasks")
+    (folder / "stripes" / "v1" / "task.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"task\.json"):
+        Service.from_checkpoint(vit, repository=folder, **options)
+
+
+def test_profiles(service):
+    for level in service.levels:
+        found = service.accuracy("stripes", level)
+        assert found.images == 24  # a fifth of each class
+        assert found.accuracy > 0.8
+        assert 0 < found.standard_error < 0.2
+    with pytest.raises(ProfileError, match=r"batches of 64 at level 0 were never timed here"):
+        service.latency.of(0, 64)
+
+
+def test_a_profile_of_something_else_is_stale(vit, registered, options):
+    changed = Service.from_checkpoint(vit, repository=registered, **{**options, "schedule": "decreasing"})
+    assert changed.accuracy("stripes", 0).accuracy > 0.8
+    with pytest.raises(ProfileError, match=r"was profiled at level -4 with .*\(4, 4\).* and now it is .*\(8, 0\)"):
+        changed.accuracy("stripes", -4)
+    more = Service.from_checkpoint(vit, repository=registered, **{**options, "merge_levels": (-3,)})
+    with pytest.raises(ProfileError, match="was not profiled at level -3"):
+        more.accuracy("stripes", -3)
+
+
+def test_schedules_are_chosen_by_profiling(vit, tmp_path, options):
+    given = {**options, "schedule": None, "merge_levels": (-6,)}
+    made = Service.from_checkpoint(vit, repository=tmp_path / "tasks", **given)
+    made.register_task("a", stripes(80), training=QUICK)
+    chosen = json.loads((tmp_path / "tasks" / "schedules.json").read_text())
+    assert chosen.keys() == {"-6"}
+    assert made.adaptation(-6).merges == {"constant": (6, 6), "decreasing": (12, 0)}[chosen["-6"]]
+    again = Service.from_checkpoint(vit, repository=tmp_path / "tasks", **given)
+    assert again.adaptation(-6) == made.adaptation(-6)
+    profiled = again.profile("a", stripes(30, seed=4))
+    assert profiled.version == 2
+    assert again.accuracy("a", -6).images == 30
+
+
+def test_latency_follows_the_machine(service):
+    latency = service.latency
+    latency.observe(0, 1, 0.01)
+    latency.observe(0, 1, 0.01)
+    known, refreshed = latency.of(0, 1).p50, latency.refreshed
+    for _ in range(NEWEST):
+        latency.observe(0, 1, 50 * known)
+    assert latency.refreshed == refreshed + 1
+    assert latency.of(0, 1).p50 == pytest.approx(50 * known)
+
+
+def test_threads_classify_while_a_task_is_registered(empty):
+    empty.register_task("a", stripes(40), training=QUICK)
+    image, ended, answers = stripes(1, seed=6).images, threading.Event(), []
+    wanted = empty.classify(image, "a")[0].probabilities
+
+    def classify():
+        while not ended.is_set():
+            answers.append(empty.classify(image, "a")[0].probabilities)
+            time.sleep(1e-3)
+
+    threads = [threading.Thread(target=classify) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    empty.register_task("b", stripes(40, seed=3), training=QUICK)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert len(answers) > 3
+    for found in answers:
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_it_is_found_from_the_top():
+    assert jaxinfer.elastic.Service is Service

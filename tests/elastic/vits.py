@@ -1,0 +1,58 @@
+"""A tiny vision transformer on disk, and images whose class a head can find in its features."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxinfer.elastic import Dataset
+from jaxinfer.models import ViT, ViTConfig, WeightFormat
+from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind
+from jaxinfer.models.loading import save_model
+
+SIZE = 8
+CONFIG = ViTConfig(
+    labels=("none",),
+    image_size=SIZE,
+    patch_size=2,
+    embed=16,
+    layers=2,
+    attention=AttentionConfig(q_heads=2, kv_heads=2, head_dim=8, qkv_bias=True, out_bias=True),
+    mlp=MlpConfig(hidden=32, activation=Activation.GELU, bias=True),
+    norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
+)
+
+
+def tiny_vit(seed=0, config=CONFIG):
+    """With weights large enough that all that happens to tokens shows in the features."""
+    model = ViT(config, WeightFormat(), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(seed)
+    for _, variable in nnx.to_flat_state(nnx.state(model)):
+        if variable.ndim == 2:
+            variable[...] = rng.normal(0, 0.4, variable.shape).astype(np.float32)
+    return model
+
+
+def save_vit(path, seed=0):
+    save_model(path, tiny_vit(seed), family="vit")
+    return path
+
+
+def stripes(count=120, seed=0, names=("rows", "columns")):
+    """Stripes across or along, in noise."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, len(names), count)
+    images = rng.integers(0, 90, (count, SIZE, SIZE, 3))
+    for image, label in zip(images, labels, strict=True):
+        if label:
+            image[:, ::4] += 150
+        else:
+            image[::4] += 150
+    return Dataset(images.astype(np.uint8), labels, names)
+
+
+def logits(model, adaptation, images, kernel, bias, prompts=None):
+    """What a task's head gives, straight from the model."""
+    if prompts is not None:
+        prompts = np.broadcast_to(prompts, (len(images), *prompts.shape))
+    features = jax.jit(model.features, static_argnums=1)(images, adaptation, prompts)
+    return np.asarray(features) @ kernel.T + bias
