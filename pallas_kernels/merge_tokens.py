@@ -5,7 +5,7 @@ token of B, and the `r` most similar of these pairs become size-weighted means. 
 in order], so that the next layer chooses among other pairs. Tokens of size 0 are padding: those of A are removed before
 any other, and those of B receive no token as long as there is another place for it.
 
-With `protect_isolated`, pairs are chosen by energy instead (PiToMe, arXiv:2405.16148, section 3.2).
+With `protect_isolated`, pairs are chosen by energy instead (PiToMe, arXiv:2405.16148).
 
 On a GPU this takes two kernels. The first selects the pairs, with one thread block per batch row, since the choice
 needs all tokens of a row. The second multiplies the tokens by the merge matrix, with one thread block per batch row and

@@ -133,6 +133,12 @@ def _whole_rows(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return q, k, v, jnp.broadcast_to(jnp.arange(q.shape[1]), positions.shape), jnp.full_like(lengths, k.shape[1])
 
 
+def _sized(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sizes of 1 to 3 original tokens."""
+    x, size, metric = args
+    return x, jax.random.randint(key, size.shape, 1, 4).astype(size.dtype), metric
+
+
 def _routed(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The routing of random logits, in place of a Routing or of its last two fields."""
     x, second, *_ = args
@@ -152,6 +158,7 @@ _INTEGERS: Mapping[str, Callable[[jax.Array, tuple[Any, ...]], tuple[Any, ...]]]
     "decode_attention": _paged,
     "paged_attention": _paged,
     "attention": _whole_rows,
+    "merge_tokens": _sized,
     "permute": _routed,
     "unpermute": _routed,
     "grouped_matmul": _routed,
@@ -211,6 +218,7 @@ def checked() -> Iterator[Case]:
         yield decoding(3, 1, 777, q_heads=32, kv_heads=8, head_dim=128, rotary=128, **options)
         yield decoding(2, 4, 333, q_heads=32, kv_heads=8, head_dim=128, rotary=128, **options)
         yield prefill(3, 16, 777, q_heads=32, kv_heads=8, head_dim=128, **options)
+    yield encoding(4, 197, heads=12, head_dim=64, merged=True)  # cuDNN, or plain XLA
     yield encoding(4, 197, heads=12, head_dim=64)
     for rows, inputs in ((1, 4096), (7, 1600), (64, 14_336)):
         yield from quantizing(rows, inputs)
@@ -218,6 +226,7 @@ def checked() -> Iterator[Case]:
         yield quantized(rows, outputs, inputs)
     for tokens in (1, 16, 100):
         yield from experts(tokens, experts=8, k=2, embed=1024, hidden=512)
+    yield merging(4, 197, 768, r=16, padding=True)
     yield merging(4, 197, 768, r=16)
 
 
@@ -231,10 +240,12 @@ def tiny() -> Iterator[Case]:
     for options in _VARIANTS:
         yield decoding(1, 1, 40, q_heads=2, kv_heads=1, head_dim=64, rotary=64, **options)
         yield prefill(1, 8, 40, q_heads=2, kv_heads=1, head_dim=64, **options)
+    yield encoding(1, 8, heads=1, head_dim=64, merged=True)
     yield encoding(1, 8, heads=1, head_dim=64)
     yield from quantizing(2, 128)
     yield quantized(32, 64, 128)
     yield from experts(4, experts=4, k=2, embed=64, hidden=64)
+    yield merging(3, 16, 64, r=3, padding=True)
     yield merging(1, 16, 64, r=3)
 
 
@@ -324,9 +335,9 @@ def _cache(
     return KVPages(k, v, *scales), table
 
 
-def _attention_tolerance(context: int, head_dim: int) -> float:
+def _attention_tolerance(context: int, head_dim: int, *, roundings: int = 4) -> float:
     """Queries, keys, softmax weights and the result are rounded; scores are sums over a head, results over all keys."""
-    return tolerance("bfloat16", roundings=4, products=head_dim + context)
+    return tolerance("bfloat16", roundings=roundings, products=head_dim + context)
 
 
 def _positions(batch: int, tokens: int, context: int) -> jax.Array:
@@ -425,26 +436,30 @@ def _attention_name(
     return "".join([sizes, ", int8" * int8, *described])
 
 
-def encoding(batch: int, tokens: int, *, heads: int, head_dim: int) -> Case:
-    """Encoder attention, where every token sees every other, in rows of different lengths."""
+def encoding(batch: int, tokens: int, *, heads: int, head_dim: int, merged: bool = False) -> Case:
+    """Encoder attention, where every token sees every other, in rows of different lengths; merged: with sizes."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         q, k, v = (_normal(one, (batch, tokens, heads, head_dim)) for one in jax.random.split(key, 3))
         lengths = jnp.linspace(tokens, 1, batch).astype(jnp.int32)
         index = jnp.arange(tokens, dtype=jnp.int32)
-        return q, k, v, jnp.where(index < lengths[:, None], index, -1), lengths
+        real = index < lengths[:, None]
+        sizes = jnp.where(real, 1.0 + index % 5, 0.0)
+        return q, k, v, jnp.where(real, index, -1), sizes if merged else lengths
 
-    def call(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, lengths: jax.Array) -> jax.Array:
-        heads = attention(q, k, v, positions, lengths, scale=head_dim**-0.5, causal=False)
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, seen: jax.Array) -> jax.Array:
+        lengths, key_sizes = (None, seen) if merged else (seen, None)
+        heads = attention(q, k, v, positions, lengths, key_sizes=key_sizes, scale=head_dim**-0.5, causal=False)
         return jnp.where((positions >= 0)[..., None, None], heads, 0)  # results for padding are arbitrary
 
     return Case(
         op="attention",
-        name=f"{batch} x {tokens}, {heads} heads of {head_dim}",
+        name=f"{batch} x {tokens}, {heads} heads of {head_dim}" + ", sizes" * merged,
         make=make,
         call=call,
         reference=functools.partial(references.attention, scale=head_dim**-0.5),
-        tolerance=_attention_tolerance(tokens, head_dim),
+        # cuDNN takes the logarithms of sizes, up to log(5), in bfloat16: exp magnifies their roundings as much.
+        tolerance=_attention_tolerance(tokens, head_dim, roundings=7 if merged else 4),
         rows=batch * tokens,
     )
 
@@ -548,19 +563,21 @@ def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> It
     )
 
 
-def merging(batch: int, tokens: int, embed: int, *, r: int) -> Case:
+def merging(batch: int, tokens: int, embed: int, *, r: int, padding: bool = False) -> Case:
     """Token merging. The metric's elements are 1 and -1, so that similarities are exact in every dtype: which pairs are
-    merged depends on no rounding, and ties are frequent."""
+    merged depends on no rounding, and ties are frequent. padding: rows end in 0, 1, 2, ... tokens of size 0."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, metric = jax.random.split(key)
         sizes = 1.0 + jnp.arange(batch * tokens, dtype=jnp.float32).reshape(batch, tokens) % 3
+        if padding:
+            sizes = jnp.where(jnp.arange(tokens) < tokens - jnp.arange(batch)[:, None], sizes, 0.0)
         signs = jax.random.rademacher(metric, (batch, tokens, 64), jnp.bfloat16)
         return _normal(x, (batch, tokens, embed)), sizes, signs
 
     return Case(
         op="merge_tokens",
-        name=f"{batch} x {tokens} x {embed}, {r} merged",
+        name=f"{batch} x {tokens} x {embed}, {r} merged" + ", padding" * padding,
         make=make,
         call=functools.partial(merge_tokens, r=r),
         reference=functools.partial(references.merge_tokens, r=r),

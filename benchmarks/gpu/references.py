@@ -127,11 +127,13 @@ def dequantized(pages: KVPages) -> list[np.ndarray]:
 
 
 def attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, lengths: np.ndarray, *, scale: float
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, seen: np.ndarray, *, scale: float
 ) -> np.ndarray:
-    """Attention to all keys but padding; padding queries give zeros."""
-    rows = zip(q, k, v, lengths, strict=True)
-    found = [_attention(one, k, v, np.arange(len(k)) < length, scale=scale) for one, k, v, length in rows]
+    """Attention to all keys but padding; padding queries give zeros. seen: lengths [B], or sizes of the keys [B, S]."""
+    sizes = seen if seen.ndim == 2 else np.arange(k.shape[1]) < seen[:, None]
+    biases = np.log(np.maximum(sizes.astype(np.float64), 1e-300))
+    rows = zip(q, k, v, sizes, biases, strict=True)
+    found = [_attention(one, k, v, size > 0, scale=scale, bias=bias) for one, k, v, size, bias in rows]
     return np.where((positions >= 0)[..., None, None], np.stack(found), 0.0)
 
 
@@ -200,14 +202,16 @@ def grouped_matmul(x: np.ndarray, weights: np.ndarray, offsets: np.ndarray, size
 def merge_tokens(
     x: np.ndarray, size: np.ndarray, metric: np.ndarray, *, r: int, protected: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Row by row and token by token, as the paper describes it."""
+    """Row by row and token by token, as the paper describes it. Padding is only at the ends of rows, and less than
+    half of them: tokens of A are removed before others, those of B are no destination."""
     unit = metric / np.linalg.norm(metric.astype(np.float64), axis=-1, keepdims=True)
     merged, sizes = [], []
     for tokens, counts, one in zip(x.astype(np.float64), size.astype(np.float64), unit, strict=True):
         even, odd = np.arange(0, len(tokens), 2), np.arange(1, len(tokens), 2)
         scores = one[even] @ one[odd].T
         scores[even < protected] = -np.inf
-        scores[:, odd < protected] = -np.inf
+        scores[:, (odd < protected) | (counts[odd] == 0)] = -np.inf
+        scores[counts[even] == 0] = np.inf
         moving = np.argsort(-scores.max(1), kind="stable")[:r]
         partner = scores.argmax(1)
         sums, total = tokens[odd] * counts[odd, None], counts[odd].copy()
@@ -215,6 +219,7 @@ def merge_tokens(
             sums[partner[index]] += tokens[even[index]] * counts[even[index]]
             total[partner[index]] += counts[even[index]]
         kept = np.delete(even, moving)
-        merged.append(np.concatenate([tokens[kept], sums / total[:, None]]))
-        sizes.append(np.concatenate([counts[kept], total]))
+        counts = np.concatenate([counts[kept], total])
+        merged.append(np.concatenate([tokens[kept], sums / np.maximum(total, 1e-300)[:, None]]) * (counts > 0)[:, None])
+        sizes.append(counts)
     return np.stack(merged), np.stack(sizes)

@@ -79,3 +79,77 @@ def test_halves_keep_their_dtype():
     x = jnp.ones((1, 3, 2, 8), jnp.bfloat16)
     positions = jnp.arange(3)[None]
     assert attention(x, x, x, positions, jnp.array([3]), scale=1.0).dtype == jnp.bfloat16
+
+
+def sized(batch, tokens, keys, *, kv_heads=2, seed=0):
+    """Queries, keys, values and positions, for `attention` with `key_sizes`."""
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.normal(size=(batch, tokens, 4, 8)), jnp.float32)
+    k, v = jnp.asarray(rng.normal(size=(2, batch, keys, kv_heads, 8)), jnp.float32)
+    return q, k, v, jnp.zeros((batch, tokens), jnp.int32)
+
+
+def proportional(args, sizes, **options):
+    sizes = jnp.asarray(sizes, jnp.float32)
+    return attention(*args, None, key_sizes=sizes, scale=0.4, **{"causal": False} | options)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_sizes_weigh_keys(kv_heads, softcap):
+    args = sized(3, 5, 9, kv_heads=kv_heads)
+    sizes = np.random.default_rng(1).integers(0, 5, (3, 9)).astype(float)
+    q, k, v = (np.asarray(x, np.float64) for x in args[:3])
+    k, v = (np.repeat(x, 4 // kv_heads, axis=2) for x in (k, v))
+    scores = 0.4 * np.einsum("bthk,bshk->bhts", q, k)
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    weights = sizes[:, None, None] * np.exp(scores)
+    expected = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(proportional(args, sizes, softcap=softcap), expected, atol=1e-5)
+
+
+def test_sizes_of_one_change_nothing():
+    args = sized(2, 4, 7)
+    plain = attention(*args, jnp.array([7, 7]), scale=0.4, causal=False)
+    np.testing.assert_allclose(proportional(args, np.ones((2, 7))), plain, rtol=1e-6, atol=1e-7)
+
+
+def test_keys_of_size_0_are_not_seen():
+    args = sized(2, 4, 7)
+    lengths = jnp.array([5, 2])
+    shorter = attention(*args, lengths, scale=0.4, causal=False)
+    np.testing.assert_allclose(proportional(args, jnp.arange(7) < lengths[:, None]), shorter, rtol=1e-6, atol=1e-7)
+
+
+def test_a_size_counts_as_so_many_equal_keys():
+    q, k, v, positions = sized(1, 3, 4)
+    counts = np.array([1, 3, 2, 5])
+    repeated = (jnp.repeat(x, counts, axis=1) for x in (k, v))
+    expected = attention(q, *repeated, positions, jnp.array([11]), scale=0.4, causal=False)
+    np.testing.assert_allclose(proportional((q, k, v, positions), counts[None]), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_of_padding_stays_finite(dtype):
+    q, k, v, positions = sized(2, 3, 4)
+    args = (*(x.astype(dtype) for x in (q, k, v)), positions)
+    out = proportional(args, [[0, 0, 0, 0], [0, 2, 0, 1]])
+    assert out.dtype == dtype
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": jnp.array([4, 4])}, "either lengths or key_sizes"),
+        ({"key_sizes": None}, "either lengths or key_sizes"),
+        ({"causal": True}, "got causal=True, window=None, alibi=None"),
+        ({"window": 3}, "got causal=False, window=3"),
+        ({"alibi": jnp.asarray(SLOPES)}, "alibi=given"),
+    ],
+)
+def test_sizes_exclude_positions(changes, message):
+    options = {"lengths": None, "key_sizes": jnp.ones((2, 4)), "causal": False, "scale": 0.4} | changes
+    with pytest.raises(ValueError, match=message):
+        attention(*sized(2, 3, 4), **options)

@@ -1,5 +1,7 @@
 """Token merging against a reference that sorts and adds token by token, ToMe's invariants, the compiled kernels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,58 +16,170 @@ from pallas_kernels.merge_tokens import _kernels
 from tests.kernels.interpreting import without_races
 
 
-def reference(x, size, metric, r, protected):
-    """The original algorithm, row by row: sort, then add token by token (float64)."""
-    results = []
-    for tokens, weights, keys in zip(x.astype(np.float64), size.astype(np.float64), metric, strict=True):
-        count = len(tokens)
-        r_here = max(0, min(r, (count - protected) // 2))
-        if not r_here:
-            results.append((tokens, weights))
-            continue
-        unit = keys.astype(np.float64) / np.linalg.norm(keys.astype(np.float64), axis=-1, keepdims=True)
-        a, b = np.arange(0, count, 2), np.arange(1, count, 2)
-        scores = unit[a] @ unit[b].T
-        scores[a < protected] = -np.inf
-        scores[:, b < protected] = -np.inf
-        order = np.argsort(-scores.max(axis=1), kind="stable")
-        sums, sizes = tokens * weights[:, None], weights.copy()
-        for i in order[:r_here]:
-            into = b[scores[i].argmax()]
-            sums[into] += sums[a[i]]
-            sizes[into] += sizes[a[i]]
-        left = [*a[np.sort(order[r_here:])], *b]
-        results.append((sums[left] / sizes[left, None], sizes[left]))
-    return tuple(np.stack(part) for part in zip(*results, strict=True))
+def reference(x, size, metric, r, protected, margin=None):
+    """The original algorithms in float64, row by row and token by token; with a margin PiToMe, else ToMe."""
+    rows = zip(x.astype(np.float64), size.astype(np.float64), metric.astype(np.float64), strict=True)
+    return tuple(np.stack(part) for part in zip(*(merged(*row, r, protected, margin) for row in rows), strict=True))
 
 
-def case(batch, count, features, metric_features, *, dtype=np.float32, seed=0):
+def merged(tokens, weights, keys, r, protected, margin):
+    """One row: which tokens are dropped (padding), and the destination of those that are merged."""
+    count = len(tokens)
+    r = max(0, min(r, (count - protected) // 2))
+    if not r:
+        return tokens, weights
+    unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    choose = bipartite if margin is None else functools.partial(by_energy, margin=margin)
+    dropped, destinations, order = choose(unit, weights, r, protected)
+    assert len(dropped) + len(destinations) == r
+    sums, sizes = tokens * weights[:, None], weights.copy()
+    for token, into in destinations.items():
+        sums[into] += sums[token]
+        sizes[into] += sizes[token]
+    left = [token for token in order if token not in dropped and token not in destinations]
+    return np.stack([sums[i] / sizes[i] if sizes[i] else 0 * sums[i] for i in left]), sizes[left]
+
+
+def bipartite(unit, weights, r, protected):
+    """ToMe, where padding in A is dropped first, and padding in B is a destination only without any other."""
+    count = len(unit)
+    even, odd = list(range(0, count, 2)), list(range(1, count, 2))
+    dropped = [i for i in even if i >= protected and not weights[i]][:r]
+    real = [i for i in even if i >= protected and weights[i]]
+    into = [j for j in odd if j >= protected and weights[j]]
+    if into:
+        best = {i: int(np.argmax(unit[into] @ unit[i])) for i in real}
+        real.sort(key=lambda i: -unit[i] @ unit[into[best[i]]])
+    else:
+        into, best = [j for j in odd if j >= protected], dict.fromkeys(real, 0)
+    return dropped, {i: into[best[i]] for i in real[: r - len(dropped)]}, [*even, *odd]
+
+
+def by_energy(unit, weights, r, protected, margin):
+    """PiToMe, where each token of padding is dropped in place of a pair."""
+    count = len(unit)
+    dropped = [i for i in range(protected, count) if not weights[i]][:r]
+    real = [i for i in range(protected, count) if weights[i]]
+
+    def f(cosine):
+        return cosine if cosine >= margin else np.exp(cosine - margin) - 1
+
+    def energy(i):
+        return np.mean([f(unit[i] @ unit[j]) for j in real if j != i] or [0])
+
+    ranked = sorted(real, key=energy, reverse=True)[: 2 * (r - len(dropped))]
+    a, b = ranked[::2], ranked[1::2]
+    destinations = {i: b[int(np.argmax(unit[b] @ unit[i]))] for i in a}
+    return dropped, destinations, [*(i for i in range(count) if i not in b), *b]
+
+
+def case(batch, count, features, metric_features, *, dtype=np.float32, padding="none", seed=0):
     """Sizes are integers, as in practice; scores differ by more than rounding errors, so that the pairs are unique."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(size=(batch, count, features)), dtype)
     metric = jnp.asarray(rng.normal(size=(batch, count, metric_features)), dtype)
-    size = jnp.asarray(rng.integers(1, 9, (batch, count)), jnp.float32)
-    return x, size, metric
+    size = rng.integers(1, 9, (batch, count)) * ~padded(padding, batch, count, rng)
+    return x, jnp.asarray(size, jnp.float32), metric
 
 
-def check(got, args, r, protected, tolerance):
+def padded(where, batch, count, rng):
+    """Which tokens are padding, bool [B, n]: differently many at the end of each row, or any."""
+    match where:
+        case "end":
+            return np.arange(count) >= rng.integers(0, count + 1, batch)[:, None]
+        case "anywhere":
+            return rng.random((batch, count)) < rng.random((batch, 1))
+        case _:
+            return np.full((batch, count), where == "all")
+
+
+def check(got, args, r, protected, tolerance, margin=None):
     x, size, metric = map(np.asarray, args)
-    expected = reference(x.astype(np.float64), size, metric.astype(np.float64), r, protected)
+    expected = reference(x, size, metric, r, protected, margin)
     for actual, exact in zip(got, expected, strict=True):
         np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    count=st.sampled_from([2, 7, 16]),
-    r=st.sampled_from([0, 1, 3, 9]),
-    protected=st.sampled_from([0, 1, 2, 5]),
-    seed=st.integers(0, 100),
-)
-def test_any_shape(count, r, protected, seed):
-    args = case(2, count, 3, 6, seed=seed)
-    got = jax.jit(merge_tokens, static_argnums=3, static_argnames="protected")(*args, r, protected=protected)
-    check(got, args, r, protected, 1e-5)
+compiled = jax.jit(merge_tokens, static_argnums=3, static_argnames=("protected", "protect_isolated"))
+SHAPES = {
+    "count": st.sampled_from([2, 7, 16]),
+    "r": st.sampled_from([0, 1, 3, 9]),
+    "protected": st.sampled_from([0, 1, 2, 5]),
+    "padding": st.sampled_from(["none", "end", "anywhere", "all"]),
+    "seed": st.integers(0, 100),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(**SHAPES)
+def test_any_shape(count, r, protected, padding, seed):
+    args = case(3, count, 3, 6, padding=padding, seed=seed)
+    check(compiled(*args, r, protected=protected), args, r, protected, 1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(margin=st.sampled_from([-1.0, 0.3, 0.9]), **SHAPES)
+def test_any_shape_by_energy(count, r, protected, padding, seed, margin):
+    args = case(3, count, 3, 6, padding=padding, seed=seed)
+    got = compiled(*args, r, protected=protected, protect_isolated=margin)
+    check(got, args, r, protected, 1e-5, margin)
+
+
+METHODS = [{}, {"protect_isolated": 0.5}]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_is_removed_before_any_other_token(method):
+    """Rows of 9 tokens and 8 of padding, 4 of it in A."""
+    x, size, metric = case(3, 17, 4, 8)
+    size = size.at[:, 9:].set(0)
+    y, new_size = compiled(x, size, metric, 4, **method)
+    for row in range(3):
+        kept = np.asarray(new_size[row]) > 0
+        found, given = ({tuple(token) for token in np.asarray(tokens)} for tokens in (y[row, kept], x[row, :9]))
+        assert found == given
+        np.testing.assert_array_equal(y[row, ~kept], 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_result_depends_on_padding(method):
+    x, size, metric = case(4, 17, 4, 8, padding="anywhere")
+    others = [jnp.where(size[..., None] > 0, one, 7.0 - 3 * one) for one in (x, metric)]
+    for actual, expected in zip(
+        compiled(others[0], size, others[1], 6, **method), compiled(x, size, metric, 6, **method), strict=True
+    ):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("padding", ["none", "end", "all"])
+@pytest.mark.parametrize("protected", [0, 1, 2, 6, 7])
+@pytest.mark.parametrize("count", [8, 9])
+def test_protected_tokens_stay_whatever_r(count, protected, padding, method):
+    """Even where similarities are as low as can be: all tokens but the protected ones are opposite to each other."""
+    x, size, _ = case(2, count, 4, 4, padding=padding)
+    x, size = x.at[:, :protected, 0].set(100.0 + jnp.arange(protected)), size.at[:, :protected].set(1)
+    metric = jnp.ones((2, count, 4)) * jnp.where(jnp.arange(count) % 2, 1, -1)[:, None]
+    y, new_size = compiled(x, size, metric, 100, protected=protected, **method)
+    assert y.shape[1] == count - (count - protected) // 2
+    for row in range(2):
+        at = [int(np.flatnonzero(np.asarray(y[row, :, 0]) == 100 + i)[0]) for i in range(protected)]
+        np.testing.assert_array_equal(y[row, np.array(at, int)], x[row, :protected])
+        np.testing.assert_array_equal(new_size[row, np.array(at, int)], 1)
+
+
+def test_isolated_tokens_are_left_alone():
+    """Two clusters of four, and two tokens like no other, which ToMe would merge."""
+    rng = np.random.default_rng(0)
+    directions = np.eye(4)[[0, 1, 0, 1, 2, 0, 1, 3, 0, 1]]
+    metric = jnp.asarray(directions + 0.01 * rng.normal(size=(10, 4)), jnp.float32)[None]
+    x = jnp.arange(20.0).reshape(1, 10, 2)
+    y, size = merge_tokens(x, None, metric, 4, protected=0, protect_isolated=0.9)
+    np.testing.assert_array_equal(y[0, :2], x[0, [4, 7]])
+    np.testing.assert_array_equal(size[0, :2], 1)
+    assert jnp.sum(size[0, 2:]) == 8
+    y, _ = merge_tokens(x, None, metric, 5, protected=0)
+    assert not (y[0, :, None] == x[0, [4]]).all(-1).any()
 
 
 def test_no_merging_changes_nothing():
@@ -127,9 +241,10 @@ KERNEL_CASES = [
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("padding", ["none", "end", "anywhere", "all"])
 @pytest.mark.parametrize(("count", "features", "metric", "r", "protected"), KERNEL_CASES)
-def test_kernels(count, features, metric, r, protected):
-    args = case(2, count, features, metric, dtype=jnp.bfloat16)
+def test_kernels(count, features, metric, r, protected, padding):
+    args = case(2, count, features, metric, dtype=jnp.bfloat16, padding=padding)
     with without_races():
         y, size = merge_tokens(*args, r, protected=protected)
     expected, sizes = merge_tokens(*args, r, protected=protected)
@@ -160,7 +275,16 @@ def test_kernels_on_ties_and_float16():
 def test_unsupported(changes, message):
     args = case(**({"batch": 1, "count": 16, "features": 8, "metric_features": 8, "dtype": jnp.bfloat16} | changes))
     with targeting(Target.load("h200").gpu), pytest.raises(UnsupportedError, match=message):
-        _kernels(*args, r=3, protected=1)
+        _kernels(*args, r=3, protected=1, protect_isolated=None)
+
+
+def test_energies_run_as_plain_xla():
+    args, options = shapes(2, 16, 64, 64), {"protect_isolated": 0.5}
+    with targeting(Target.load("h200").gpu):
+        with pytest.raises(UnsupportedError, match="without protect_isolated"):
+            _kernels(*args, r=3, protected=1, **options)
+        traced = jax.jit(lambda *args: merge_tokens(*args, 4, **options)).trace(*args)
+        assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.interpreted

@@ -283,19 +283,22 @@ def test_plain_xla_without_wgmma(name):
         assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def encoder_program(dtype: Any, **options) -> str:
-    """The jaxpr of `attention` for an encoder of BERT's size on an H200."""
+def encoder_program(dtype: Any, *, sized: bool = False, **options) -> str:
+    """The jaxpr of `attention` for an encoder of BERT's size on an H200; sized: over merged tokens."""
     x = jax.ShapeDtypeStruct((8, 128, 12, 64), dtype)
     positions, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 128), (8,)))
+    sizes = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     with targeting(H200):
         function = jax.jit(functools.partial(attention, scale=0.125, **{"causal": False} | options))
-        return str(function.trace(x, x, x, positions, lengths).jaxpr)
+        keys = {"lengths": None, "key_sizes": sizes} if sized else {"lengths": lengths}
+        return str(function.trace(x, x, x, positions, **keys).jaxpr)
 
 
 def test_encoders_run_cudnn_if_it_is_there(monkeypatch):
     """Checks only that JAX accepts the call: it has not been run with cuDNN."""
     monkeypatch.setattr(attention_module, "cuda_versions", None)
     assert "name=prefill_attention" in encoder_program(jnp.bfloat16)
+    assert "name=prefill_attention" not in encoder_program(jnp.bfloat16, sized=True)
     found = SimpleNamespace(cudnn_get_version=lambda: 91_200)
     for module in (attention_module, fused_attention_stablehlo):
         monkeypatch.setattr(module, "cuda_versions", found)
@@ -304,6 +307,11 @@ def test_encoders_run_cudnn_if_it_is_there(monkeypatch):
     assert "name=prefill_attention" not in with_cudnn
     assert "name=prefill_attention" in encoder_program(jnp.bfloat16, window=64)
     assert "dot_product_attention_fwd" not in encoder_program(jnp.float32)
+    for dtype, name in ((jnp.bfloat16, "bf16"), (jnp.float16, "f16")):
+        program = encoder_program(dtype, sized=True)
+        assert "dot_product_attention_fwd" in program
+        assert f"{name}[8,1,128,128]" in program  # the bias
+    assert "dot_product_attention_fwd" not in encoder_program(jnp.float32, sized=True)
 
 
 @pytest.mark.aot
