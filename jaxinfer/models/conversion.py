@@ -15,10 +15,20 @@ import numpy as np
 
 from checkpoints import CheckpointError, Leaf, Writer
 from checkpoints.huggingface import SafetensorsFolder, read_json
-from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling, VisionConfig, YoloConfig
+from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
 from jaxinfer.models.devices import host_device
-from jaxinfer.models.families import Family, Source, family_of, plan, recognise, yolov5
+from jaxinfer.models.families import (
+    Family,
+    Source,
+    family_of,
+    family_of_timm,
+    is_timm,
+    plan,
+    recognise,
+    vit,
+    yolov5,
+)
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.models.tokenizer_files import tokenizer_files
 from pallas_kernels.weights import QuantizedFormat
@@ -51,13 +61,7 @@ class HuggingFaceModel:
         fields = read_json(self.path / CONFIG)
         self._tensors = SafetensorsFolder(self.path)
         try:
-            found = None if fields else recognise(self._tensors.shapes)
-            if found is None:
-                fields = fields or read_json(self.path / CONFIG, required=True)
-                family = family_of(fields)
-                config = _with_pooling(self.path, family.config(fields))
-            else:
-                family, config = found
+            family, config = self._describe(fields)
             self._plan = plan(family, config, self._tensors.shapes)
             self.config: ModelConfig = _with_labels(folder, self._with_anchors(config, family))
         except ValueError as error:
@@ -65,6 +69,16 @@ class HuggingFaceModel:
         self.model_type: str = fields.get("model_type", family.model_types[0])
         self.fields = fields | read_json(self.path / "generation_config.json")
         self.dtype = _main_dtype(self._tensors, self._plan)
+
+    def _describe(self, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
+        """The family and the model, by the fields of `config.json`, and by the tensors where it says little."""
+        if is_timm(fields):
+            return family_of_timm(fields, self._tensors.shapes)
+        if not fields and (found := recognise(self._tensors.shapes)):
+            return found
+        family = family_of(fields or read_json(self.path / CONFIG, required=True))
+        config = _with_pooling(self.path, family.config(fields))
+        return family, _with_preprocessor(self.path, config)
 
     def _with_anchors(self, config: ModelConfig, family: Family) -> ModelConfig:
         """The config with a detector's own anchors, which training may have fitted to its images."""
@@ -114,8 +128,8 @@ def convert(
     model of any size needs host memory for only a few leaves at a time.
 
     Args:
-      hf_dir: a Hugging Face directory; or a safetensors file with the state dict of torchvision's ResNet or of YOLOv5,
-        or a directory with one, perhaps beside `labels.txt`.
+      hf_dir: a Hugging Face directory, or one of timm's; or a safetensors file with the state dict of timm's ViT, of
+        torchvision's ResNet or of YOLOv5, or a directory with one, perhaps beside `labels.txt`.
       out_dir: the model directory, empty or not existing.
       dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are.
       quantize: "int8" or "fp8" with one scale per output channel; "int4" with one scale per 128 inputs of each
@@ -190,6 +204,12 @@ def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
     if len(modes) > 1 or not modes <= known.keys():
         raise ValueError(f"1_Pooling/config.json: {sorted(modes)} is not implemented; known: {', '.join(known)}.")
     return dataclasses.replace(config, pooling=known[modes.pop()])
+
+
+def _with_preprocessor(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
+    """A ViT's config with how its pixels are normalised, if there is a file that says so."""
+    fields = read_json(path / vit.PREPROCESSOR)
+    return vit.with_preprocessor(config, fields) if fields and isinstance(config, ViTConfig) else config
 
 
 def _with_labels(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:

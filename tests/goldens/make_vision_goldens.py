@@ -1,17 +1,18 @@
-"""Makes the goldens of image models: tiny random ones, with what torchvision, `transformers` and `yolov5` compute.
+"""Makes the goldens of image models: tiny random ones, with what torchvision, `transformers`, timm and `yolov5` compute.
 
-Runs in environments of its own, never in the tests: one for ResNet, and one for `yolov5` (AGPL; nothing of it is
-copied), which needs an old huggingface-hub.
+Runs in environments of its own, never in the tests: one for ResNet and ViT, and one for `yolov5` (AGPL; nothing of it
+is copied), which needs an old huggingface-hub.
 
     python3.11 -m venv /tmp/resnet
-    /tmp/resnet/bin/pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0 safetensors
+    /tmp/resnet/bin/pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0 timm==TIMM safetensors
     /tmp/resnet/bin/python tests/goldens/make_vision_goldens.py resnet
+    /tmp/resnet/bin/python tests/goldens/make_vision_goldens.py vit
     python3.11 -m venv /tmp/yolov5
     /tmp/yolov5/bin/pip install torch==2.13.0 torchvision==0.28.0 yolov5==7.0.14 safetensors 'setuptools<81'
     /tmp/yolov5/bin/python tests/goldens/make_vision_goldens.py yolov5
 
 Each golden is a directory in vision/ with the checkpoint (`model.safetensors`, from `transformers` beside
-`config.json`) and `expected.safetensors`: `images`, uint8 [B, H, W, 3], and `logits` [B, classes] or `predictions`
+`config.json`, from timm once beside its own) and `expected.safetensors`: `images`, uint8 [B, H, W, 3], and `logits` [B, classes] or `predictions`
 [B, candidates, 5 + classes] in float32, of images that are not resized.
 """
 
@@ -47,6 +48,42 @@ TRANSFORMERS = {
         "num_labels": 4,
     },
 }
+# name -> fields of its config, mean and deviation of pixels
+VITS = {
+    "vit_odd": (
+        {
+            "hidden_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "intermediate_size": 40,
+            "patch_size": 16,
+            "id2label": {0: "cat", 1: "dog", 2: "fish", 3: "hen", 4: "owl"},
+        },
+        ([0.25, 0.5, 0.625], [0.375, 0.25, 0.5]),
+    ),
+    "vit_unbiased": (
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 48,
+            "patch_size": 32,
+            "qkv_bias": False,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": 1e-6,
+            "num_labels": 3,
+        },
+        None,
+    ),
+}
+# name -> arguments; mean and deviation of pixels, of one that has a config.json
+TIMM = {
+    "timm_vit_token": ({"embed_dim": 64, "depth": 1, "num_classes": 5, "mlp_ratio": 0.75, "qkv_bias": False}, None),
+    "timm_vit_average": (
+        {"embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 7, "mlp_ratio": 2.0, "global_pool": "avg"},
+        ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+    ),
+}
 # name -> depth multiple, width multiple, classes, a factor of the anchors, dtype
 YOLOV5 = {
     "yolov5_thin": (0.33, 0.03, 2, 1.0, torch.float32),
@@ -67,6 +104,12 @@ def randomise(model: torch.nn.Module) -> None:
             module.weight.data = torch.randn(module.weight.shape) * module.weight[0].numel() ** -0.5
             if module.bias is not None:
                 module.bias.data = 0.5 * torch.randn(module.bias.shape)
+        elif isinstance(module, torch.nn.LayerNorm):
+            module.weight.data = 1 + 0.3 * torch.randn(module.weight.shape)
+            module.bias.data = 0.3 * torch.randn(module.bias.shape)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("cls_token", "pos_embed", "position_embeddings")):
+            parameter.data = torch.randn(parameter.shape)
 
 
 def write(name: str, tensors: dict, images: torch.Tensor, **outputs: torch.Tensor) -> None:
@@ -86,8 +129,8 @@ def some_images(seed: int) -> torch.Tensor:
     return (torch.rand(2, SIZE, SIZE, 3) * 256 * shade).to(torch.uint8)
 
 
-def normalised(images: torch.Tensor) -> torch.Tensor:
-    return ((images / 255 - MEAN) / DEVIATION).permute(0, 3, 1, 2)
+def normalised(images: torch.Tensor, mean: torch.Tensor = MEAN, deviation: torch.Tensor = DEVIATION) -> torch.Tensor:
+    return ((images / 255 - mean) / deviation).permute(0, 3, 1, 2)
 
 
 @torch.no_grad()
@@ -122,6 +165,38 @@ def make_resnets() -> None:
 
 
 @torch.no_grad()
+def make_vits() -> None:
+    import timm
+    import transformers
+    from timm.models import save_config_for_hf
+
+    halves = [0.5] * 3, [0.5] * 3
+    for seed, (name, (fields, pixels)) in enumerate(VITS.items(), 30):
+        images = some_images(seed)
+        config = transformers.ViTConfig(image_size=SIZE, **fields)
+        model = transformers.ViTForImageClassification(config).eval()
+        randomise(model)
+        shutil.rmtree(HERE / name, ignore_errors=True)
+        model.save_pretrained(HERE / name)
+        mean, deviation = pixels or halves
+        if pixels:
+            size = {"height": SIZE, "width": SIZE}
+            transformers.ViTImageProcessor(image_mean=mean, image_std=deviation, size=size).save_pretrained(HERE / name)
+        pixel_values = normalised(images, torch.tensor(mean), torch.tensor(deviation))
+        write(name, {}, images, logits=model(pixel_values).logits)
+    for seed, (name, (arguments, pixels)) in enumerate(TIMM.items(), 40):
+        images = some_images(seed)
+        arguments = {"num_heads": arguments["embed_dim"] // 64, **arguments}
+        model = timm.create_model("vit_tiny_patch16_224", img_size=SIZE, **arguments).eval()
+        randomise(model)
+        mean, deviation = pixels or halves
+        write(name, model.state_dict(), images, logits=model(normalised(images, *map(torch.tensor, (mean, deviation)))))
+        if pixels:
+            data = {"mean": mean, "std": deviation, "input_size": [3, SIZE, SIZE]}
+            save_config_for_hf(model, HERE / name / "config.json", {"pretrained_cfg": data}, model_args=arguments)
+
+
+@torch.no_grad()
 def make_yolos() -> None:
     import yaml
     import yolov5
@@ -141,4 +216,4 @@ def make_yolos() -> None:
 
 
 if __name__ == "__main__":
-    {"resnet": make_resnets, "yolov5": make_yolos}[sys.argv[1]]()
+    {"resnet": make_resnets, "vit": make_vits, "yolov5": make_yolos}[sys.argv[1]]()

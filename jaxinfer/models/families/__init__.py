@@ -6,7 +6,7 @@ opened here.
 
 from collections.abc import Mapping
 
-from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.config import ModelConfig, ViTConfig
 from jaxinfer.models.families import (
     bert,
     bloom,
@@ -24,7 +24,9 @@ from jaxinfer.models.families import (
     qwen3,
     resnet,
     roberta,
+    timm_vit,
     torchvision_resnet,
+    vit,
     yolov5,
 )
 from jaxinfer.models.families.mapping import Family, Shape, Source, plan
@@ -32,15 +34,15 @@ from jaxinfer.models.families.mapping import Family, Shape, Source, plan
 _MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, phi3),
     *(bert, distilbert, roberta),
-    resnet,
+    *(resnet, vit),
 )
 FAMILIES: dict[str, Family] = {
     model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types
 }
 
 
-STATE_DICTS: tuple[Family, ...] = (torchvision_resnet.FAMILY, yolov5.FAMILY)
-"""The families whose checkpoints have no `config.json`."""
+STATE_DICTS: tuple[Family, ...] = (timm_vit.FAMILY, torchvision_resnet.FAMILY, yolov5.FAMILY)
+"""The families whose checkpoints have no `config.json`, or one that says little."""
 
 
 def family_of(hf_config: Mapping[str, object]) -> Family:
@@ -62,4 +64,20 @@ def recognise(shapes: Mapping[str, Shape]) -> tuple[Family, ModelConfig] | None:
     return None
 
 
-__all__ = ["FAMILIES", "STATE_DICTS", "Family", "Source", "family_of", "plan", "recognise"]
+def is_timm(hf_config: Mapping[str, object]) -> bool:
+    """Whether a `config.json` is of a timm directory."""
+    return timm_vit.ARCHITECTURE in hf_config and "model_type" not in hf_config
+
+
+def family_of_timm(hf_config: Mapping[str, object], shapes: Mapping[str, Shape]) -> tuple[Family, ModelConfig]:
+    """The family of a timm directory and the config of its model."""
+    found = recognise(shapes)
+    if found is None or not isinstance(found[1], ViTConfig):
+        raise ValueError(
+            f"config.json: {timm_vit.ARCHITECTURE}={hf_config[timm_vit.ARCHITECTURE]!r} is not implemented; of timm's "
+            "models vit_* and deit_* are."
+        )
+    return found[0], timm_vit.with_directory(found[1], hf_config)
+
+
+__all__ = ["FAMILIES", "STATE_DICTS", "Family", "Source", "family_of", "family_of_timm", "is_timm", "plan", "recognise"]

@@ -21,9 +21,14 @@ _ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The fields of a `config.json`. Getters take all spellings of a field; null counts as absent."""
+    """The fields of a `config.json`. Getters take all spellings of a field; null counts as absent.
+
+    Attributes:
+      file: what errors call it.
+    """
 
     values: Mapping[str, object]
+    file: str = "config.json"
 
     def __post_init__(self) -> None:
         self.expect("quantization_config", None, "convert the unquantised checkpoint and pass --quantize int8")
@@ -34,7 +39,7 @@ class Fields:
         """Refuse every value of a field except the implemented one; `remedy` ends the error."""
         value = self.values.get(name)
         if value is not None and value != supported:
-            raise ValueError(f"config.json: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
+            raise ValueError(f"{self.file}: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
 
     def optional(self, kind: type, *names: str) -> Any:
         """A field's value, or None."""
@@ -45,15 +50,36 @@ class Fields:
             if kind is float and type(value) is int:
                 value = float(value)
             if type(value) is not kind:
-                raise ValueError(f"config.json: {name}={value!r} must be of type {kind.__name__}; correct it.")
+                raise ValueError(f"{self.file}: {name}={value!r} must be of type {kind.__name__}; correct it.")
             return value
         return None
 
     def _get(self, kind: type, names: tuple[str, ...], default: object) -> Any:
         value = self.optional(kind, *names)
         if value is None and default is None:
-            raise ValueError(f"config.json: {names[0]} is missing; use the checkpoint's original config.json.")
+            raise ValueError(f"{self.file}: {names[0]} is missing; use the checkpoint's original {self.file}.")
         return default if value is None else value
+
+    def colours(self, name: str) -> tuple[float, float, float] | None:
+        """A number for each of red, green and blue, or None."""
+        value = self.optional(list, name)
+        if value is None:
+            return None
+        if len(value) != 3 or any(type(number) not in (int, float) for number in value):
+            raise ValueError(
+                f"{self.file}: {name}={value!r} must be a number for each of red, green and blue; correct it."
+            )
+        red, green, blue = map(float, value)
+        return red, green, blue
+
+    def side(self, name: str, *, default: int) -> int:
+        """The side of a square, given as one number or as two that are equal."""
+        value = self.values.get(name)
+        if not isinstance(value, list):
+            return self.integer(name, default=default)
+        if len(value) != 2 or value[0] != value[1] or type(value[0]) is not int:
+            raise ValueError(f"{self.file}: {name}={value!r} is not implemented, only squares.")
+        return value[0]
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """A whole number; required if there is no default."""
@@ -72,7 +98,7 @@ class Fields:
         value = self._get(str, names, default)
         if value not in _ACTIVATIONS:
             raise ValueError(
-                f"config.json: {names[0]}={value!r} is not implemented; known: {', '.join(sorted(_ACTIVATIONS))}."
+                f"{self.file}: {names[0]}={value!r} is not implemented; known: {', '.join(sorted(_ACTIVATIONS))}."
             )
         return _ACTIVATIONS[value]
 
@@ -80,7 +106,7 @@ class Fields:
         """The width of one head, in families that derive it from the model's."""
         if embed % heads:
             raise ValueError(
-                f"config.json: the hidden size {embed} is not a multiple of the {heads} heads; correct it."
+                f"{self.file}: the hidden size {embed} is not a multiple of the {heads} heads; correct it."
             )
         return embed // heads
 
@@ -90,11 +116,11 @@ class Fields:
         known = {"full_attention": None, "sliding_attention": window}
         if unknown := sorted({str(kind) for kind in kinds} - known.keys()):
             raise ValueError(
-                f"config.json: layer_types contains {unknown}, not implemented; known: {', '.join(known)}."
+                f"{self.file}: layer_types contains {unknown}, not implemented; known: {', '.join(known)}."
             )
         if len(kinds) != len(default):
             raise ValueError(
-                f"config.json: layer_types has {len(kinds)} entries for {len(default)} layers; correct it."
+                f"{self.file}: layer_types has {len(kinds)} entries for {len(default)} layers; correct it."
             )
         windows = tuple(known[kind] for kind in kinds)
         return windows[:1] if len(set(windows)) == 1 else windows
@@ -124,11 +150,11 @@ class Fields:
         kind = rope.optional(str, "rope_type", "type") or "default"
         if kind not in _ROPE_FIELDS:
             raise ValueError(
-                f"config.json: {name}.rope_type={kind!r} is not implemented; known: {', '.join(_ROPE_FIELDS)}."
+                f"{self.file}: {name}.rope_type={kind!r} is not implemented; known: {', '.join(_ROPE_FIELDS)}."
             )
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS[kind]}
         if unknown := sorted(rope.values.keys() - known):
-            raise ValueError(f"config.json: {name} contains {unknown}, which {kind} does not have; remove them.")
+            raise ValueError(f"{self.file}: {name} contains {unknown}, which {kind} does not have; remove them.")
         if kind == "default":
             return None
         factor = rope.number("factor")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from jaxinfer.models.config import ResNetConfig
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Family, Source, linear
-from jaxinfer.models.families.vision import UNUSED, normalised_conv, numbered
+from jaxinfer.models.families.vision import UNUSED, labels_of, normalised_conv
 
 EPS = 1e-5
 
@@ -51,9 +51,8 @@ def _config(hf: Mapping[str, object]) -> ResNetConfig:
     kind = fields.values.get("layer_type", "bottleneck")
     if kind not in ("basic", "bottleneck"):
         raise ValueError(f"config.json: layer_type={kind!r} is not implemented; known: basic, bottleneck.")
-    names: dict[str, str] = fields.optional(dict, "id2label") or {}
     return ResNetConfig(
-        labels=tuple(names[i] for i in sorted(names, key=int)) or numbered(fields.integer("num_labels", default=2)),
+        labels=labels_of(fields),
         stem=fields.integer("embedding_size", default=64),
         widths=tuple(fields.optional(list, "hidden_sizes") or (256, 512, 1024, 2048)),
         depths=tuple(fields.optional(list, "depths") or (3, 4, 6, 3)),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Shape, Source
 
 UNUSED = r".*\.num_batches_tracked"
@@ -46,6 +47,12 @@ def outputs_last(weight: np.ndarray) -> np.ndarray:
 def numbered(classes: int) -> tuple[str, ...]:
     """Labels of classes without names: "0", "1", ..."""
     return tuple(map(str, range(classes)))
+
+
+def labels_of(fields: Fields) -> tuple[str, ...]:
+    """The labels of a Hugging Face `config.json`, or numbers."""
+    names: dict[str, str] = fields.optional(dict, "id2label") or {}
+    return tuple(names[i] for i in sorted(names, key=int)) or numbered(fields.integer("num_labels", default=2))
 
 
 def outputs_of(shapes: Mapping[str, Shape], name: str) -> int:

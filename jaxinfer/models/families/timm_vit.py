@@ -1,0 +1,129 @@
+"""timm's vision transformer (vit_*, deit_*): a state dict, alone or in a directory of timm's.
+
+Such a directory has a `config.json` without `model_type`. A state dict alone does not say how pixels are normalised,
+so 0.5 is taken for mean and deviation, which is right for most of Google's weights.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, Pooling, ViTConfig
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Family, Shape, Source
+from jaxinfer.models.families.vision import count, numbered, outputs_of
+from jaxinfer.models.families.vit import Names, vit_sources
+
+ARCHITECTURE = "architecture"
+"""The field of a timm directory's `config.json` that names the model."""
+
+_NOT_IMPLEMENTED = {
+    "dist_token": "the distillation token of a distilled DeiT",
+    "reg_token": "register tokens",
+    "blocks.0.ls1.gamma": "layer scale",
+    "blocks.0.attn.q_norm.weight": "normalised queries and keys",
+    "norm_pre.weight": "a norm before the first layer",
+    "attn_pool.latent": "pooling by attention",
+}
+_HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}  # by width; others have heads of 64 features
+_POOLING = {"token": Pooling.CLS, "avg": Pooling.MEAN}
+
+
+def _config(shapes: Mapping[str, Shape]) -> ViTConfig:
+    for name, what in _NOT_IMPLEMENTED.items():
+        if name in shapes:
+            raise ValueError(f"The tensor {name} is of a ViT with {what}, which is not implemented.")
+    for name, what in (("cls_token", "class token"), ("pos_embed", "learned positions")):
+        if name not in shapes:
+            raise ValueError(f"The tensor {name} is missing; a ViT without a {what} is not implemented.")
+    embed, heads = shapes["cls_token"][-1], _heads(shapes["cls_token"][-1])
+    side = shapes["patch_embed.proj.weight"][-1]
+    return ViTConfig(
+        labels=numbered(outputs_of(shapes, "head.weight")),
+        embed=embed,
+        layers=count(shapes, "blocks.", ".norm1.weight"),
+        image_size=side * _patches_of_a_side(shapes),
+        patch_size=side,
+        pooling=Pooling.MEAN if "fc_norm.weight" in shapes else Pooling.CLS,
+        attention=AttentionConfig(
+            q_heads=heads,
+            kv_heads=heads,
+            head_dim=embed // heads,
+            qkv_bias="blocks.0.attn.qkv.bias" in shapes,
+            out_bias=True,
+        ),
+        mlp=MlpConfig(hidden=outputs_of(shapes, "blocks.0.mlp.fc1.weight"), activation=Activation.GELU, bias=True),
+        norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
+    )
+
+
+def _heads(embed: int) -> int:
+    if embed not in _HEADS and embed % 64:
+        raise ValueError(f"A width of {embed} does not say how many heads there are; only multiples of 64 do.")
+    return _HEADS.get(embed, embed // 64)
+
+
+def _patches_of_a_side(shapes: Mapping[str, Shape]) -> int:
+    patch, rows = shapes.get("patch_embed.proj.weight", ()), shapes["pos_embed"][-2]
+    side = math.isqrt(max(0, rows - 1))
+    if len(patch) != 4 or patch[2] != patch[3] or side * side != rows - 1 or side == 0:
+        raise ValueError(
+            f"The tensors patch_embed.proj.weight {list(patch)} and pos_embed {list(shapes['pos_embed'])} are of no "
+            "square image with a class token, the only kind that is implemented."
+        )
+    return side
+
+
+def with_directory(config: ViTConfig, hf: Mapping[str, object]) -> ViTConfig:
+    """The config with what `config.json` of a timm directory says. Raises ValueError for what is not implemented."""
+    fields = Fields(hf)
+    pretrained = Fields(fields.optional(dict, "pretrained_cfg") or hf)  # older directories have all in one
+    arguments = Fields(fields.optional(dict, "model_args") or {})
+    classes, pooling = fields.optional(int, "num_classes"), fields.optional(str, "global_pool")
+    if classes not in (None, len(config.labels)):
+        raise ValueError(f"config.json: num_classes={classes} does not fit the head of {len(config.labels)} classes.")
+    if pooling is not None and _POOLING.get(pooling) is not config.pooling:
+        raise ValueError(
+            f"config.json: global_pool={pooling!r} is not implemented for these tensors: token needs the tensor "
+            "norm.weight, avg the tensor fc_norm.weight."
+        )
+    colours, *sides = pretrained.optional(list, "input_size") or [3]
+    if colours != 3 or len(set(sides)) > 1:
+        raise ValueError(f"config.json: input_size={[colours, *sides]} is not implemented, only squares of 3 colours.")
+    heads = arguments.optional(int, "num_heads") or config.attention.q_heads
+    head_dim = fields.head_dim(config.embed, heads)
+    return dataclasses.replace(
+        config,
+        attention=dataclasses.replace(config.attention, q_heads=heads, kv_heads=heads, head_dim=head_dim),
+        pixel_mean=pretrained.colours("mean") or config.pixel_mean,
+        pixel_deviation=pretrained.colours("std") or config.pixel_deviation,
+    )
+
+
+def _sources(config: ViTConfig) -> dict[str, Source]:
+    last = "fc_norm" if config.pooling is Pooling.MEAN else "norm"
+    return vit_sources(config, dataclasses.replace(_NAMES, norm=last))
+
+
+_NAMES = Names(
+    class_token="cls_token",
+    positions="pos_embed",
+    patches="patch_embed.proj",
+    layers="blocks",
+    attention_norm="norm1",
+    qkv=("attn.qkv",),
+    out="attn.proj",
+    mlp_norm="norm2",
+    up="mlp.fc1",
+    down="mlp.fc2",
+    norm="norm",
+    head="head",
+)
+
+FAMILY = Family(
+    model_types=("timm_vit",),
+    config=_config,
+    sources=_sources,
+    prefixes=("module.",),
+    mark="blocks.0.attn.qkv.weight",
+)
