@@ -6,6 +6,7 @@ Prompts come before the layer's first norm, merging (`pallas_kernels.merge_token
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -131,9 +132,25 @@ class TokenAdaptation:
                 continue
             x, _, keys = layer.attend(x, context)
             assert keys is not None, "without a cache attention gives its keys"
-            x, sizes = merge_tokens(x, sizes, keys, r, protected=protected, protect_isolated=self.protect_isolated)
+            x, sizes = self._merge(x, sizes, keys, r, protected)
             x = layer.feed_forward(x, context)
         return x, sizes, protected
+
+    def _merge(
+        self, x: jax.Array, sizes: jax.Array | None, keys: jax.Array, r: int, protected: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """`merge_tokens` past the protected tokens after the first one, which it would move."""
+        merge = functools.partial(merge_tokens, protect_isolated=self.protect_isolated)
+        if protected <= 1:
+            return merge(x, sizes, keys, r, protected=protected)
+        sizes = jnp.ones(x.shape[:2], jnp.float32) if sizes is None else sizes
+        rest = (jnp.concatenate((array[:, :1], array[:, protected:]), axis=1) for array in (x, sizes, keys))
+
+        def among_protected(merged: jax.Array, before: jax.Array) -> jax.Array:
+            return jnp.concatenate((merged[:, :1], before[:, 1:protected], merged[:, 1:]), axis=1)
+
+        merged, merged_sizes = merge(*rest, r, protected=1)
+        return among_protected(merged, x), among_protected(merged_sizes, sizes)
 
 
 NO_ADAPTATION = TokenAdaptation()

@@ -1,4 +1,4 @@
-"""Makes the goldens of image models: tiny random ones, with what torchvision, `transformers`, timm and `yolov5` compute.
+"""Makes the goldens of image models: tiny random ones, and what torchvision, `transformers`, timm or `yolov5` computes.
 
 Runs in environments of its own, never in the tests: one for ResNet and ViT, and one for `yolov5` (AGPL; nothing of it
 is copied), which needs an old huggingface-hub.
@@ -11,9 +11,9 @@ is copied), which needs an old huggingface-hub.
     /tmp/yolov5/bin/pip install torch==2.13.0 torchvision==0.28.0 yolov5==7.0.14 safetensors 'setuptools<81'
     /tmp/yolov5/bin/python tests/goldens/make_vision_goldens.py yolov5
 
-Each golden is a directory in vision/ with the checkpoint (`model.safetensors`, from `transformers` beside
-`config.json`, from timm once beside its own) and `expected.safetensors`: `images`, uint8 [B, H, W, 3], and `logits` [B, classes] or `predictions`
-[B, candidates, 5 + classes] in float32, of images that are not resized.
+Each golden is a directory in vision/ with the checkpoint (`model.safetensors`; from `transformers`, and once from timm,
+beside `config.json`) and `expected.safetensors`: `images`, uint8 [B, H, W, 3], and `logits` [B, classes] or
+`predictions` [B, candidates, 5 + classes] in float32, of images that are not resized.
 """
 
 import pathlib
