@@ -1,4 +1,4 @@
-"""Systems of tiny experts that really run: classifiers c0 to c4, a detector d0, an encoder e0; costs that are given."""
+"""Systems of tiny experts that run: classifiers c0 to c4, a ViT v0, a detector d0, an encoder e0. Costs are given."""
 
 import functools
 
@@ -24,11 +24,13 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
     ResNetConfig,
+    ViTConfig,
     YoloConfig,
 )
 from jaxinfer.models.encoder import Encoder
 from jaxinfer.models.loading import load_model, open_model, save_model
 from jaxinfer.models.resnet import ResNet
+from jaxinfer.models.vit import ViT
 from jaxinfer.models.yolo import Yolo
 from tests.tiny import byte_tokenizer
 
@@ -48,6 +50,17 @@ def save_board(folder):
     save_classifiers([folder / name for name in CLASSIFIERS])
     config = YoloConfig(labels=("scratch", "hole"), widths=(4, 4, 4, 4, 4), depths=(1, 1, 1, 1), image_size=SIZE)
     save(folder / "d0", Yolo, config, "yolo", 9)
+    config = ViTConfig(
+        labels=("good", "bad", "ugly"),
+        embed=16,
+        layers=1,
+        attention=AttentionConfig(q_heads=2, kv_heads=2, head_dim=8, qkv_bias=True, out_bias=True),
+        mlp=MlpConfig(hidden=16, activation=Activation.GELU, bias=True),
+        norm=NormConfig(kind=NormKind.LAYER),
+        image_size=SIZE,
+        patch_size=8,
+    )
+    save(folder / "v0", ViT, config, "vit", 7)
     config = EncoderConfig(
         vocab=257,
         embed=16,

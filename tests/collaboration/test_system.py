@@ -47,12 +47,15 @@ def inputs(count, names=CLASSIFIERS, seed=0):
 
 def test_answers_are_the_models_own(board, start):
     costs = dataclasses.replace(COSTS, max_batch=1)
-    system = start(*CLASSIFIERS, "d0", "e0", slots=20, rules=[("c1", "defect", "d0")], costs=costs)
+    system = start(*CLASSIFIERS, "v0", "d0", "e0", slots=20, rules=[("c1", "defect", "d0")], costs=costs)
     value = image(3)
     for name in CLASSIFIERS:
         result = system.submit(name, value).result()
         check(board, name, value, result)
         assert result.stages[0].judgement.verdict == ("ok", "defect")[probabilities(board / name, value).argmax()]
+    transformed = system.submit("v0", value).result()
+    check(board, "v0", value, transformed)
+    assert transformed.verdict == ("good", "bad", "ugly")[probabilities(board / "v0", value).argmax()]
     detection, truth = system.submit("d0", value).result().stages[0].judgement, answers(board / "d0", value)
     count = int(truth.count[0])
     assert len(detection.labels) == count > 0

@@ -78,9 +78,20 @@ VITS = {
 }
 # name -> arguments; mean and deviation of pixels, of one that has a config.json
 TIMM = {
-    "timm_vit_token": ({"embed_dim": 64, "depth": 1, "num_classes": 5, "mlp_ratio": 0.75, "qkv_bias": False}, None),
+    "timm_vit_token": (
+        {"patch_size": 8, "embed_dim": 64, "depth": 1, "num_classes": 5, "mlp_ratio": 0.75, "qkv_bias": False},
+        None,
+    ),
     "timm_vit_average": (
-        {"embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 7, "mlp_ratio": 2.0, "global_pool": "avg"},
+        {
+            "patch_size": 8,
+            "embed_dim": 64,
+            "depth": 2,
+            "num_heads": 4,
+            "num_classes": 7,
+            "mlp_ratio": 1.5,
+            "global_pool": "avg",
+        },
         ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
     ),
 }

@@ -35,11 +35,16 @@ def test_unknown_preset_names_the_known():
 
 @pytest.mark.parametrize(
     ("name", "classes", "parameters"),
-    [  # without batch normalisation: a bias for its scale, shift, mean and variance
+    [  # of ResNet and YOLOv5 without batch normalisation: a bias for its scale, shift, mean and variance
         ("resnet18", 1000, 11_689_512 - 4_800),
         ("resnet50", 1000, 25_557_032 - 26_560),
         ("resnet101", 1000, 44_549_160 - 52_672),
         ("resnet101", 2, 42_451_586),
+        ("vit-ti", 1000, 5_717_416),
+        ("vit-s", 1000, 22_050_664),
+        ("vit-b", 1000, 86_567_656),
+        ("vit-l", 1000, 304_326_632),
+        ("vit-h", 1000, 632_045_800),
         ("yolov5n", 80, 1_872_157 - 4_752),
         ("yolov5s", 80, 7_235_389 - 9_504),
         ("yolov5m", 80, 21_190_557 - 18_384),

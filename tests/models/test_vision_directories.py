@@ -16,7 +16,11 @@ from jaxinfer.models.loading import load_model, open_model, save_model
 from sharding import MeshConfig
 from tests.models import vision
 
-CONFIGS = {"classifier": vision.CLASSIFIER, "detector": vision.DETECTOR}
+CONFIGS = {
+    "classifier": vision.CLASSIFIER,
+    "detector": vision.DETECTOR,
+    "vision_transformer": vision.TRANSFORMER,
+}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -35,7 +39,8 @@ def test_round_trip(kind, saved):
     loaded = load_model(saved)
     assert loaded.config == CONFIGS[kind]
     assert loaded.description.kind == kind
-    assert not any(layer_of(name) for name in loaded.leaves)
+    layers = {layer_of(name) for name in loaded.leaves}
+    assert layers == ({None, 0, 1} if kind == "vision_transformer" else {None})
     found, expected = nnx.merge(loaded.graphdef, loaded.state), vision.build(CONFIGS[kind])
     assert type(found) is type(expected)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
@@ -54,18 +59,31 @@ def test_a_mesh_of_one_device(saved):
 
 
 def test_larger_meshes_are_refused(kind, saved):
-    with pytest.raises(ValueError, match=f"mesh tensor=2: an image {kind} runs on one device"):
+    with pytest.raises(ValueError, match=rf"mesh tensor=2: a model of images \({kind}\) runs on one device"):
         open_model(saved, mesh=MeshConfig(tensor=2))
 
 
-def test_quantisation_is_refused(kind, saved):
+def test_quantisation_of_convolutions_is_refused(kind, saved):
+    if kind == "vision_transformer":
+        pytest.skip("has no convolutions")
     with pytest.raises(ValueError, match=f"quantize='int8' is not implemented for an image {kind}: conv"):
         open_model(saved, quantize="int8")
 
 
+def test_vision_transformers_in_int8(tmp_path):
+    exact = vision.build(vision.TRANSFORMER)
+    pictures = vision.images(2, 32, 32, 3)
+    save_model(tmp_path / "model", exact, family="test")
+    loaded = load_model(tmp_path / "model", quantize="int8")
+    assert loaded.leaves["layers.0.mlp.up.kernel"].dtype == jnp.int8
+    rounded = nnx.merge(loaded.graphdef, loaded.state)
+    expected = vision.run(exact.logits, pictures)
+    np.testing.assert_allclose(vision.run(rounded.logits, pictures), expected, atol=0.02 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("user", [LLM, Embedder])
 def test_users_of_text_refuse_them(kind, saved, user):
-    with pytest.raises(ValueError, match=f"holds an image {kind}, which has no tokens"):
+    with pytest.raises(ValueError, match=rf"holds a model of images \({kind}\), which has no text"):
         user(saved)
 
 
@@ -73,7 +91,7 @@ def test_users_of_text_refuse_them(kind, saved, user):
 def test_commands_about_text_refuse_them(kind, saved, command):
     done = CliRunner().invoke(app, [command, str(saved)])
     assert done.exit_code == 2
-    assert f"holds an image {kind}" in done.output
+    assert f"holds a model of images ({kind})" in done.output.replace("\n", " ")
 
 
 def test_info(kind, saved):

@@ -1,4 +1,4 @@
-"""Image models against torchvision, `transformers` and Ultralytics, in float32, and their sizes with normalisation."""
+"""Image models against torchvision, `transformers`, timm and Ultralytics, in float32, and their sizes."""
 
 import dataclasses
 import json
@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from checkpoints import CheckpointError
 from jaxinfer.cli import app
-from jaxinfer.models import ResNet, Yolo
+from jaxinfer.models import ResNet, ViT, ViTConfig, Yolo
 from jaxinfer.models.abstract import merge_model
 from jaxinfer.models.config import STRIDES
 from jaxinfer.models.conversion import HuggingFaceModel, convert
 from jaxinfer.models.description import Description
-from jaxinfer.models.families import torchvision_resnet, yolov5
+from jaxinfer.models.families import timm_vit, torchvision_resnet, vit, yolov5
 from jaxinfer.models.loading import load_model
 from jaxinfer.models.presets import vision_preset
 from jaxinfer.models.verification import compare_outputs, compare_tensors
@@ -29,7 +29,9 @@ SIZE = 64  # of the goldens' images
 def read(name: str):
     """The golden's model, converted in memory, and what was expected of it."""
     source = HuggingFaceModel(vision.DIRECTORY / name)
-    config = dataclasses.replace(source.config, image_size=SIZE)
+    config = source.config
+    if not isinstance(config, ViTConfig):  # whose size is part of the checkpoint
+        config = dataclasses.replace(config, image_size=SIZE)
     leaves = {leaf: source.read(leaf).astype(np.float32) for leaf in source.leaf_names}
     shapes = vision.shapes(config)
     assert {leaf: array.shape for leaf, array in leaves.items()} == {leaf: shapes[leaf].shape for leaf in shapes}
@@ -37,10 +39,10 @@ def read(name: str):
     return model, load_file(vision.DIRECTORY / name / "expected.safetensors")
 
 
-@pytest.mark.parametrize("name", [name for name in vision.GOLDENS if "resnet" in name or "torchvision" in name])
+@pytest.mark.parametrize("name", [name for name in vision.GOLDENS if not name.startswith("yolov5")])
 def test_classifiers(name):
     model, expected = read(name)
-    assert isinstance(model, ResNet)
+    assert isinstance(model, ViT if "vit_" in name else ResNet)
     np.testing.assert_allclose(vision.run(model.logits, expected["images"]), expected["logits"], atol=1e-4, rtol=0)
 
 
@@ -73,6 +75,11 @@ def test_anchors_are_the_checkpoint_s():
         ("resnet101", 1000, 44_549_160, 105_344),
         ("resnet101", 2, 42_504_258, 105_344),
         ("resnet101", 10, 42_520_650, 105_344),
+        ("vit-ti", 1000, 5_717_416, 0),
+        ("vit-s", 1000, 22_050_664, 0),
+        ("vit-b", 1000, 86_567_656, 0),
+        ("vit-l", 1000, 304_326_632, 0),
+        ("vit-h", 1000, 632_045_800, 0),
         ("yolov5n", 80, 1_872_157, 9_504),
         ("yolov5s", 80, 7_235_389, 19_008),
         ("yolov5m", 80, 21_190_557, 36_768),
@@ -87,7 +94,8 @@ def test_anchors_are_the_checkpoint_s():
     ],
 )
 def test_checkpoints_have_the_published_sizes(name, classes, parameters, statistics):
-    family = (torchvision_resnet if name.startswith("resnet") else yolov5).FAMILY
+    families = {"resnet": torchvision_resnet, "vit": timm_vit, "yolov5": yolov5}
+    family = next(module.FAMILY for start, module in families.items() if name.startswith(start))
     config = vision_preset(name, labels=("x",) * classes)
     tensors = {}
     for source in family.sources(config).values():
@@ -103,7 +111,9 @@ def test_checkpoints_have_the_published_sizes(name, classes, parameters, statist
 # Conversion.
 
 
-@pytest.mark.parametrize("name", ["torchvision_bottleneck", "resnet_basic", "yolov5_deep"])
+@pytest.mark.parametrize(
+    "name", ["torchvision_bottleneck", "resnet_basic", "yolov5_deep", "vit_odd", "timm_vit_average"]
+)
 def test_converted_and_loaded(name, tmp_path):
     description = convert(vision.DIRECTORY / name, tmp_path / "model")
     assert Description.read(tmp_path / "model") == description
@@ -133,11 +143,12 @@ def test_a_state_dict_s_file_and_labels(tmp_path):
 
 def test_labels_of_transformers():
     assert HuggingFaceModel(vision.DIRECTORY / "resnet_basic").config.labels == ("cat", "dog", "fish")
+    assert HuggingFaceModel(vision.DIRECTORY / "vit_odd").config.labels == ("cat", "dog", "fish", "hen", "owl")
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model."])
 def test_prefixes_of_wrapped_models(prefix, tmp_path):
-    name = "yolov5_thin" if prefix == "model." else "torchvision_basic"
+    name = {"model.": "yolov5_thin", "module.": "torchvision_basic"}[prefix]
     tensors = load_file(vision.DIRECTORY / name / "model.safetensors")
     save_file({prefix + key: tensor for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
     assert HuggingFaceModel(tmp_path).config == HuggingFaceModel(vision.DIRECTORY / name).config
@@ -192,6 +203,184 @@ def test_other_resnets_of_transformers_are_refused(field, value, tmp_path):
         HuggingFaceModel(tmp_path)
 
 
+# Vision transformers.
+
+
+def copied(name, tmp_path, *, tensors=(), **files):
+    """A golden's directory with changed tensors (name -> array, None to remove it) and fields of its JSON files."""
+    shutil.copytree(vision.DIRECTORY / name, tmp_path, dirs_exist_ok=True)
+    stored = load_file(tmp_path / "model.safetensors") | dict(tensors)
+    save_file({key: array for key, array in stored.items() if array is not None}, tmp_path / "model.safetensors")
+    for file, fields in files.items():
+        path = tmp_path / f"{file}.json"
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | fields))
+    return tmp_path
+
+
+def test_pixels_are_normalised_as_the_files_say(tmp_path):
+    def pixels(folder):
+        config = HuggingFaceModel(folder).config
+        return config.pixel_mean, config.pixel_deviation
+
+    halves = (0.5,) * 3
+    assert pixels(vision.DIRECTORY / "vit_odd") == ((0.25, 0.5, 0.625), (0.375, 0.25, 0.5))
+    assert pixels(vision.DIRECTORY / "vit_unbiased") == pixels(vision.DIRECTORY / "timm_vit_token") == (halves, halves)
+    assert pixels(vision.DIRECTORY / "timm_vit_average") == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    plain = copied("vit_odd", tmp_path, preprocessor_config={"do_normalize": False})
+    assert pixels(plain) == ((0.0,) * 3, (1.0,) * 3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"size": SIZE},
+        {"size": {"shortest_edge": SIZE}},
+        {"size": 72, "do_center_crop": True, "crop_size": {"height": SIZE, "width": SIZE}},
+        {"size": 72, "do_resize": False},
+        {"rescale_factor": 0.00392156862745098},
+    ],
+)
+def test_spellings_of_a_preprocessor(fields, tmp_path):
+    folder = copied("vit_odd", tmp_path, preprocessor_config=fields)
+    assert HuggingFaceModel(folder).config == HuggingFaceModel(vision.DIRECTORY / "vit_odd").config
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("config", {"architectures": ["ViTModel"]}, r"architectures=\['ViTModel'\] has no head of classes"),
+        ("config", {"num_channels": 1}, "num_channels=1 is not implemented"),
+        ("config", {"problem_type": "multi_label_classification"}, "problem_type='multi_label_classification'"),
+        ("config", {"image_size": [64, 32]}, r"image_size=\[64, 32\] is not implemented, only squares"),
+        ("config", {"patch_size": "16"}, "patch_size='16' must be of type int"),
+        ("config", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' is not implemented"),
+        ("config", {"num_attention_heads": 5}, "24 is not a multiple of the 5 heads"),
+        ("config", {"image_size": 80}, r"embeddings.position_embeddings is \[1, 17, 24\]"),
+        ("preprocessor_config", {"size": 72}, "size=72 does not fit images of 64 pixels"),
+        ("preprocessor_config", {"size": {"height": 64, "width": 80}}, "does not fit images of 64 pixels"),
+        ("preprocessor_config", {"do_rescale": False}, "do_rescale=False is not implemented"),
+        ("preprocessor_config", {"rescale_factor": 1.0}, "rescale_factor=1.0 is not implemented"),
+        (
+            "preprocessor_config",
+            {"image_mean": [0.5]},
+            r"preprocessor_config.json: image_mean=\[0.5\] must be",
+        ),
+        ("preprocessor_config", {"image_std": [0, 1, 1]}, "deviations > 0"),
+    ],
+)
+def test_other_vits_of_transformers_are_refused(file, fields, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceModel(copied("vit_odd", tmp_path, **{file: fields}))
+
+
+def test_a_vit_without_a_head_is_refused(tmp_path):
+    tensors = load_file(vision.DIRECTORY / "vit_odd/model.safetensors")
+    changes = dict.fromkeys(tensors) | {
+        name.removeprefix("vit."): tensor for name, tensor in tensors.items() if name.startswith("vit.")
+    }
+    with pytest.raises(CheckpointError, match=r"do not fit a vit .*2 missing: classifier.weight, classifier.bias"):
+        HuggingFaceModel(copied("vit_odd", tmp_path, tensors=changes))
+
+
+def test_both_spellings_of_transformers(tmp_path):
+    """Files have the names of transformers 4; the model itself has others since transformers 5."""
+    renamed = {}
+    for name, tensor in load_file(vision.DIRECTORY / "vit_odd/model.safetensors").items():
+        plain = vit.FAMILY.plain_name(name)
+        renamed |= {name: None} | {plain if plain.startswith("classifier") else f"vit.{plain}": tensor}
+    folder = copied("vit_odd", tmp_path, tensors=renamed)
+    assert "vit.layers.0.attention.q_proj.weight" in load_file(folder / "model.safetensors")
+    ours, theirs = HuggingFaceModel(folder), HuggingFaceModel(vision.DIRECTORY / "vit_odd")
+    for leaf in theirs.leaf_names:
+        np.testing.assert_array_equal(ours.read(leaf), theirs.read(leaf))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"dist_token": np.zeros((1, 1, 64))}, "dist_token is of a ViT with the distillation token"),
+        ({"reg_token": np.zeros((1, 4, 64))}, "register tokens"),
+        ({"blocks.0.ls1.gamma": np.ones(64)}, "layer scale"),
+        ({"blocks.0.attn.q_norm.weight": np.ones(64)}, "normalised queries and keys"),
+        ({"cls_token": None}, "cls_token is missing; a ViT without a class token is not implemented"),
+        ({"pos_embed": None}, "a ViT without learned positions"),
+        (
+            {"pos_embed": np.zeros((1, 16, 64), np.float32)},
+            r"pos_embed \[1, 16, 64\] are of no square image",
+        ),
+        ({"pos_embed": np.zeros((1, 13, 64), np.float32)}, "no square image"),
+        ({"patch_embed.proj.weight": np.zeros((64, 3, 16, 8), np.float32)}, "no square image"),
+        ({"head.weight": None}, "head.weight is missing"),
+        ({"norm.bias": None}, r"do not fit a timm_vit \(1 missing: norm.bias\)"),
+        ({"blocks.0.attn.q_bias": np.zeros(64)}, "1 unexpected: blocks.0.attn.q_bias"),
+        ({"cls_token": np.zeros((1, 1, 24), np.float32)}, "A width of 24 does not say how many heads"),
+    ],
+)
+def test_other_vits_of_timm_are_refused(tensors, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceModel(copied("timm_vit_token", tmp_path, tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_classes": 3}, "num_classes=3 does not fit the head of 5 classes"),
+        ({"global_pool": "avg"}, "global_pool='avg' is not implemented for these tensors"),
+        ({"global_pool": "map"}, "global_pool='map' is not implemented"),
+        ({"pretrained_cfg": {"input_size": [3, 64, 32]}}, r"input_size=\[3, 64, 32\] is not implemented"),
+        ({"input_size": [1, 64, 64]}, r"input_size=\[1, 64, 64\] is not implemented"),
+        ({"pretrained_cfg": {"std": [0.5, 0.5]}}, r"std=\[0.5, 0.5\] must be a number for each"),
+        ({"model_args": {"num_heads": 7}}, "64 is not a multiple of the 7 heads"),
+        ({"model_args": []}, "model_args=.* must be of type dict"),
+    ],
+)
+def test_other_directories_of_timm_are_refused(fields, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceModel(copied("timm_vit_token", tmp_path, config={"architecture": "vit_small_patch16_224"} | fields))
+
+
+def test_other_models_of_timm_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="architecture='resnet50' is not implemented; of timm's models vit_"):
+        HuggingFaceModel(copied("torchvision_basic", tmp_path, config={"architecture": "resnet50"}))
+
+
+def test_heads_of_timm(tmp_path):
+    def heads(folder):
+        attention = HuggingFaceModel(folder).config.attention
+        return attention.q_heads, attention.kv_heads, attention.head_dim
+
+    assert heads(vision.DIRECTORY / "timm_vit_token") == (1, 1, 64)
+    assert heads(vision.DIRECTORY / "timm_vit_average") == (4, 4, 16)
+    for width, expected in ((768, 12), (1024, 16), (1280, 16), (1408, 16)):
+        shapes = {
+            name: tuple(width if side == 64 else side for side in shape)
+            for name, shape in HuggingFaceModel(vision.DIRECTORY / "timm_vit_token")._tensors.shapes.items()
+        }
+        assert timm_vit.FAMILY.config(shapes).attention.q_heads == expected
+
+
+def test_a_vit_s_outputs_are_compared(tmp_path):
+    for name in ("vit_odd", "timm_vit_average"):
+        convert(vision.DIRECTORY / name, tmp_path / name)
+        report = compare_outputs(tmp_path / name, vision.DIRECTORY / name / "expected.safetensors")
+        assert report.max_abs_diff < 1e-4
+
+
+@pytest.mark.parametrize("name", ["vit_unbiased", "timm_vit_token"])
+def test_vits_on_the_command_line(name, tmp_path):
+    golden, model = vision.DIRECTORY / name, tmp_path / "model"
+    commands = (
+        ("convert", golden, model, "--quantize", "int8"),
+        ("info", model),
+        ("verify", model, "--reference", golden),
+    )
+    for command in commands:
+        done = CliRunner().invoke(app, list(map(str, command)))
+        assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["info", str(model)])
+    assert f"{name.rpartition('_')[0]} (vision_transformer)" in done.output
+
+
 @pytest.mark.parametrize("name", ["best.pt", "resnet.pth"])
 def test_pickles_are_refused(name, tmp_path):
     (tmp_path / name).touch()
@@ -231,5 +420,5 @@ def test_layers_of_image_models_are_not_written(tmp_path):
     arguments = ["convert", str(vision.DIRECTORY / "yolov5_thin"), str(tmp_path / "out"), "--layout", "streaming"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
-    assert "holds an image detector" in done.output
+    assert "holds a model of images (detector)" in done.output
     assert not (tmp_path / "out").exists()

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxinfer.models import ResNetConfig, WeightFormat, YoloConfig
+from jaxinfer.models import ResNetConfig, ViTConfig, WeightFormat, YoloConfig
 from jaxinfer.models.abstract import Model, build_model
-from jaxinfer.models.config import VisionConfig
+from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, VisionConfig
 from jaxinfer.models.leaves import canonical_leaves
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens/vision"
@@ -19,6 +19,17 @@ CLASSIFIER = ResNetConfig(
     labels=("ok", "scratch", "dent"), stem=8, widths=(16, 32), depths=(1, 2), bottleneck=True, image_size=32
 )
 DETECTOR = YoloConfig(labels=("bolt", "nut"), widths=(4, 8, 8, 16, 16), depths=(1, 1, 1, 1), image_size=64)
+TRANSFORMER = ViTConfig(
+    labels=("ok", "scratch", "dent", "dirt"),
+    embed=16,
+    layers=2,
+    attention=AttentionConfig(q_heads=2, kv_heads=2, head_dim=8, qkv_bias=True, out_bias=True),
+    mlp=MlpConfig(hidden=24, activation=Activation.GELU, bias=True),
+    norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
+    image_size=32,
+    patch_size=8,
+    pixel_mean=(0.25, 0.5, 0.75),
+)
 
 
 @functools.cache

@@ -37,13 +37,13 @@ def _config(shapes: Mapping[str, Shape]) -> ViTConfig:
         if name not in shapes:
             raise ValueError(f"The tensor {name} is missing; a ViT without a {what} is not implemented.")
     embed, heads = shapes["cls_token"][-1], _heads(shapes["cls_token"][-1])
-    side = shapes["patch_embed.proj.weight"][-1]
+    patch_size, patches = _grid(shapes)
     return ViTConfig(
         labels=numbered(outputs_of(shapes, "head.weight")),
         embed=embed,
         layers=count(shapes, "blocks.", ".norm1.weight"),
-        image_size=side * _patches_of_a_side(shapes),
-        patch_size=side,
+        image_size=patch_size * patches,
+        patch_size=patch_size,
         pooling=Pooling.MEAN if "fc_norm.weight" in shapes else Pooling.CLS,
         attention=AttentionConfig(
             q_heads=heads,
@@ -63,7 +63,8 @@ def _heads(embed: int) -> int:
     return _HEADS.get(embed, embed // 64)
 
 
-def _patches_of_a_side(shapes: Mapping[str, Shape]) -> int:
+def _grid(shapes: Mapping[str, Shape]) -> tuple[int, int]:
+    """Pixels of a patch's side, patches of an image's."""
     patch, rows = shapes.get("patch_embed.proj.weight", ()), shapes["pos_embed"][-2]
     side = math.isqrt(max(0, rows - 1))
     if len(patch) != 4 or patch[2] != patch[3] or side * side != rows - 1 or side == 0:
@@ -71,7 +72,7 @@ def _patches_of_a_side(shapes: Mapping[str, Shape]) -> int:
             f"The tensors patch_embed.proj.weight {list(patch)} and pos_embed {list(shapes['pos_embed'])} are of no "
             "square image with a class token, the only kind that is implemented."
         )
-    return side
+    return patch[3], side
 
 
 def with_directory(config: ViTConfig, hf: Mapping[str, object]) -> ViTConfig:

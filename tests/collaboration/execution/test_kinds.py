@@ -12,7 +12,7 @@ from jaxinfer.models.loading import open_model
 from tests.collaboration.boards import SIZE, architecture, image
 
 
-@pytest.mark.parametrize("name", ["c0", "d0"])
+@pytest.mark.parametrize("name", ["c0", "d0", "v0"])
 def test_images(board, name):
     kind = kind_of(open_model(board / name))
     value = image(0)
@@ -52,5 +52,5 @@ def test_experts_with_other_labels_share_their_architecture(board):
     renamed = Classifier(dataclasses.replace(opened.config, labels=("x", "y")))
     assert one == architecture(board / "c1") == Architecture.of(renamed, opened.weights)
     larger = Architecture.of(kind_of(opened, size=(64, 64)), opened.weights)
-    names = {one.name, larger.name, architecture(board / "d0").name, architecture(board / "e0").name}
-    assert len(names) == 4
+    names = {one.name, larger.name, *(architecture(board / name).name for name in ("d0", "e0", "v0"))}
+    assert len(names) == 5

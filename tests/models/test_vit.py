@@ -1,0 +1,287 @@
+"""The vision transformer, and what becomes of its tokens, against the same in float64 written token by token."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from scipy.special import erf
+
+from jaxinfer.models import ViT, WeightFormat
+from jaxinfer.models.abstract import merge_model
+from jaxinfer.models.config import Pooling, ViTConfig
+from jaxinfer.models.presets import vision_preset
+from jaxinfer.models.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
+from tests.models import vision
+
+LABELS = tuple("abcdefg")
+BASE = vision_preset("vit-b", labels=LABELS)
+DEEP = dataclasses.replace(
+    BASE,
+    embed=32,
+    attention=dataclasses.replace(BASE.attention, q_heads=2, kv_heads=2, head_dim=16),
+    mlp=dataclasses.replace(BASE.mlp, hidden=64),
+)
+"""Narrow, with the layers and tokens of ViT-B."""
+SHALLOW = dataclasses.replace(DEEP, layers=3, image_size=80)
+MEAN = dataclasses.replace(DEEP, pooling=Pooling.MEAN)
+PROMPTS = 4
+
+
+@functools.cache
+def leaves_of(config: ViTConfig) -> dict[str, np.ndarray]:
+    """Random weights that matter: activations keep their size, and no bias is 0."""
+    rng = np.random.default_rng(3)
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name.endswith(".kernel"):
+            return rng.normal(0, shape[1] ** -0.5, shape)
+        if name.endswith(".scale"):
+            return rng.uniform(0.5, 1.5, shape)
+        return rng.normal(0, 1.0 if name.endswith(".table") else 0.3, shape)
+
+    return {name: draw(name, leaf.shape).astype(np.float32) for name, leaf in vision.shapes(config).items()}
+
+
+@functools.cache
+def images_of(config: ViTConfig) -> np.ndarray:
+    """Noise that is darker to the left."""
+    size = config.image_size
+    shade = np.linspace(0.1, 1, size)[:, None]
+    return (np.random.default_rng(4).uniform(0, 256, (2, size, size, 3)) * shade).astype(np.uint8)
+
+
+@functools.cache
+def prompts_of(config: ViTConfig) -> np.ndarray:
+    return np.random.default_rng(5).normal(0, 1.0, (2, config.layers, PROMPTS, config.embed)).astype(np.float32)
+
+
+# The reference, one image at a time.
+
+
+class Reference:
+    """A ViT of class token `x[0]`, prompts, and other tokens, in float64."""
+
+    def __init__(self, config: ViTConfig):
+        self.config = config
+        self.leaves = {name: leaf.astype(np.float64) for name, leaf in leaves_of(config).items()}
+
+    def linear(self, name, x):
+        return x @ self.leaves[f"{name}.kernel"].T + self.leaves[f"{name}.bias"]
+
+    def norm(self, name, x):
+        centred = x - x.mean(-1, keepdims=True)
+        deviation = np.sqrt((centred**2).mean(-1, keepdims=True) + self.config.norm.eps)
+        return centred / deviation * self.leaves[f"{name}.scale"] + self.leaves[f"{name}.bias"]
+
+    def tokens(self, image):
+        config, p = self.config, self.config.patch_size
+        pixels = (image / 255 - config.pixel_mean) / config.pixel_deviation
+        rows = [
+            pixels[y : y + p, x : x + p].reshape(-1)
+            for y in range(0, config.image_size, p)
+            for x in range(0, config.image_size, p)
+        ]
+        patches = self.linear("patches", np.stack(rows))
+        return np.concatenate((self.leaves["class_token.table"], patches)) + self.leaves["positions.table"]
+
+    def attend(self, layer, x, sizes):
+        """What attention adds, and the mean of its heads' keys."""
+        heads, width = self.config.attention.q_heads, self.config.attention.head_dim
+        qkv = self.linear(f"layers.{layer}.attention.qkv", self.norm(f"layers.{layer}.attention_norm", x))
+        mixed, keys = [], []
+        for head in range(heads):
+            q, k, v = np.split(qkv[:, 3 * width * head : 3 * width * (head + 1)], 3, axis=1)
+            weights = np.exp(q @ k.T / np.sqrt(width)) * sizes  # a token of size s is s equal tokens
+            mixed.append(weights @ v / weights.sum(-1, keepdims=True))
+            keys.append(k)
+        return self.linear(f"layers.{layer}.attention.out", np.concatenate(mixed, axis=1)), np.mean(keys, axis=0)
+
+    def feed_forward(self, layer, x):
+        hidden = self.linear(f"layers.{layer}.mlp.up", self.norm(f"layers.{layer}.mlp_norm", x))
+        return self.linear(f"layers.{layer}.mlp.down", 0.5 * hidden * (1 + erf(hidden / np.sqrt(2))))
+
+    def logits(self, image, merges=(), prompts=None, mode=PromptMode.REPLACE):
+        """merges: of each layer. prompts: [layers, PROMPTS, D]."""
+        x = self.tokens(image)
+        sizes, own = np.ones(len(x)), 0  # own: prompts among the tokens
+        for layer in range(self.config.layers):
+            if prompts is not None:
+                dropped = own if mode is PromptMode.REPLACE else 0
+                x = np.concatenate((x[:1], prompts[layer], x[1 + dropped :]))
+                sizes = np.concatenate((sizes[:1], np.ones(PROMPTS), sizes[1 + dropped :]))
+                own += PROMPTS - dropped
+            added, keys = self.attend(layer, x, sizes)
+            x = x + added
+            others = np.r_[0, 1 + own : len(x)]  # the class token, and what may be merged
+            if merges:
+                merged, merged_sizes = merge(x[others], sizes[others], keys[others], merges[layer])
+                x = np.concatenate((merged[:1], x[1 : 1 + own], merged[1:]))
+                sizes = np.concatenate((merged_sizes[:1], sizes[1 : 1 + own], merged_sizes[1:]))
+            x = x + self.feed_forward(layer, x)
+        assert sizes.sum() == self.config.tokens + own
+        pooled = x[0]
+        if self.config.pooling is Pooling.MEAN:
+            pooled = (x[1 + own :] * sizes[1 + own :, None]).sum(0) / self.config.patches
+        return self.linear("head", self.norm("norm", pooled))
+
+
+def merge(x, sizes, keys, r):
+    """ToMe, pair by pair. x: [n, D], a class token first."""
+    r = min(r, (len(x) - 1) // 2)
+    units = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    pairs = []  # the most similar one at an odd place of each token at an even place, except the class token
+    for a in range(2, len(x), 2):
+        cosines = units[1::2] @ units[a]
+        pairs.append((-cosines.max(), a, 1 + 2 * int(cosines.argmax())))
+    sums, sizes, gone = x * sizes[:, None], sizes.copy(), set()
+    for _, a, b in sorted(pairs)[:r]:
+        sums[b] += sums[a]
+        sizes[b] += sizes[a]
+        gone.add(a)
+    left = [a for a in range(0, len(x), 2) if a not in gone] + list(range(1, len(x), 2))
+    return sums[left] / sizes[left, None], sizes[left]
+
+
+# Ours.
+
+
+def ours(config: ViTConfig, adaptation: TokenAdaptation, prompts: np.ndarray | None = None) -> np.ndarray:
+    def logits(leaves, images, prompts):
+        model = merge_model(config, WeightFormat(), leaves)
+        return model.head(model.features(images, adaptation, prompts))
+
+    return vision.run(logits, list(leaves_of(config).values()), images_of(config), prompts)
+
+
+def check(config, adaptation, prompts=None):
+    reference, options = Reference(config), {"merges": adaptation.merges, "mode": adaptation.prompt_mode}
+    rows = [None] * 2 if prompts is None else prompts
+    expected = [reference.logits(image, prompts=row, **options) for image, row in zip(images_of(config), rows)]  # noqa: B905
+    np.testing.assert_allclose(ours(config, adaptation, prompts), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "r", "schedule"),
+    [
+        (DEEP, 5, MergeSchedule.CONSTANT),
+        (DEEP, 13, MergeSchedule.DECREASING),
+        (MEAN, 13, MergeSchedule.CONSTANT),
+        (MEAN, 20, MergeSchedule.DECREASING),
+        (DEEP, 20, MergeSchedule.CONSTANT),
+    ],
+)
+def test_merged(config, r, schedule):
+    check(config, TokenAdaptation(merges=schedule.merges(r, config.layers)))
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+@pytest.mark.parametrize("mode", PromptMode)
+def test_prompts(mode, pooling):
+    config = dataclasses.replace(SHALLOW, pooling=pooling)
+    check(config, TokenAdaptation(prompts=PROMPTS, prompt_mode=mode), prompts_of(config))
+
+
+@pytest.mark.parametrize("mode", PromptMode)
+def test_prompts_and_merging(mode):
+    """Where merging changes the order of tokens, prompts stay in their places."""
+    config = dataclasses.replace(SHALLOW, pooling=Pooling.MEAN)
+    check(config, TokenAdaptation(prompts=PROMPTS, prompt_mode=mode, merges=(5, 6, 3)), prompts_of(config))
+
+
+def test_level_0_is_the_plain_model():
+    plain = vision.run(
+        lambda leaves, images: merge_model(SHALLOW, WeightFormat(), leaves).logits(images),
+        list(leaves_of(SHALLOW).values()),
+        images_of(SHALLOW),
+    )
+    np.testing.assert_array_equal(ours(SHALLOW, NO_ADAPTATION), plain)
+    np.testing.assert_array_equal(ours(SHALLOW, TokenAdaptation(merges=(0,) * SHALLOW.layers)), plain)
+
+
+def test_isolated_tokens_can_be_protected():
+    merges = (5, 6, 3)
+    energy = ours(SHALLOW, TokenAdaptation(merges=merges, protect_isolated=0.5))
+    assert np.isfinite(energy).all()
+    assert np.abs(energy - ours(SHALLOW, TokenAdaptation(merges=merges))).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("r", "tokens"),
+    [
+        (5, range(197, 136, -5)),
+        (10, range(197, 76, -10)),
+        (13, range(197, 40, -13)),
+        (15, range(197, 16, -15)),
+        (16, [*range(197, 36, -16), 21, 11]),
+        (20, [197, 177, 157, 137, 117, 97, 77, 57, 37, 19, 10, 6, 4]),
+        (25, [197, 172, 147, 122, 97, 72, 47, 24, 13, 7, 4, 3, 2]),
+    ],
+)
+def test_counts(r, tokens):
+    """The tokens before each layer and at the end, as ToMe's authors have them."""
+    tokens = list(tokens)
+    adaptation = TokenAdaptation(merges=MergeSchedule.CONSTANT.merges(r, BASE.layers))
+    assert adaptation.counts(BASE.tokens, BASE.layers) == list(itertools.pairwise(tokens))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(PromptMode.REPLACE, [(30, 25), (25, 19), (19, 16)]), (PromptMode.ACCUMULATE, [(30, 25), (29, 23), (27, 24)])],
+)
+def test_counts_with_prompts(mode, expected):
+    adaptation = TokenAdaptation(prompts=PROMPTS, prompt_mode=mode, merges=(5, 6, 3))
+    assert adaptation.counts(SHALLOW.tokens, SHALLOW.layers) == expected
+
+    def tokens(leaves, images, prompts):
+        model = merge_model(SHALLOW, WeightFormat(), leaves)
+        return adaptation.run_layers(model.layers, model.enter(images), SHALLOW.positions, prompts=prompts)[0]
+
+    found = jax.eval_shape(tokens, list(leaves_of(SHALLOW).values()), images_of(SHALLOW), prompts_of(SHALLOW))
+    assert found.shape == (2, expected[-1][1], SHALLOW.embed)
+
+
+def test_schedules():
+    assert MergeSchedule.CONSTANT.merges(3, 4) == (3, 3, 3, 3)
+    assert MergeSchedule.DECREASING.merges(13, 12) == (26, 23, 21, 18, 16, 14, 11, 9, 7, 4, 2, 0)
+    assert MergeSchedule.DECREASING.merges(5, 1) == (5,)
+
+
+def test_probabilities():
+    model = vision.build(SHALLOW)
+    assert isinstance(model, ViT)
+    found = vision.run(model, images_of(SHALLOW))
+    assert (found.shape, found.dtype) == ((2, len(LABELS)), np.float32)
+    np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-6)
+
+
+def test_prompts_that_do_not_fit():
+    model = vision.build(SHALLOW)
+    with pytest.raises(ValueError, match="4 prompts a layer are needed, got None"):
+        model.features(images_of(SHALLOW), TokenAdaptation(prompts=4))
+    with pytest.raises(ValueError, match=r"0 prompts a layer are needed, got \(2, 3, 4, 32\)"):
+        model.features(images_of(SHALLOW), prompts=prompts_of(SHALLOW))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dataclasses.replace(BASE, image_size=225), "image_size=225 is not a multiple of patch_size=16"),
+        (lambda: dataclasses.replace(BASE, patch_size=0), "patch_size must be >= 1, got 0"),
+        (lambda: dataclasses.replace(BASE, labels=()), "labels must be a tuple"),
+        (lambda: dataclasses.replace(BASE, layers=0), "layers must be >= 1"),
+        (lambda: dataclasses.replace(BASE, pixel_deviation=(0.5, 0.0, 0.5)), "deviations > 0"),
+        (lambda: dataclasses.replace(BASE, pixel_mean=(0.5,)), "a number for each of red, green and blue"),
+        (
+            lambda: dataclasses.replace(BASE, attention=dataclasses.replace(BASE.attention, windows=(8,))),
+            r"windows=\(8,\) is not implemented",
+        ),
+        (lambda: TokenAdaptation(prompts=-1), "prompts=-1"),
+        (lambda: TokenAdaptation(merges=(1, -2)), r"merges=\(1, -2\)"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
