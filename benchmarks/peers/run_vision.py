@@ -1,6 +1,6 @@
 """PyTorch and ONNX Runtime on image models: `run_vision.py ENGINE MODEL STATE_DICT THREADS` or `make MODEL STATE_DICT`.
 
-ENGINE is torch or onnxruntime, MODEL resnet101 or yolov5m. The first form answers, one JSON object per line:
+ENGINE is torch or onnxruntime, MODEL resnet101, yolov5m or vit_b. The first form answers, one JSON object per line:
 
   {"do": "run", "images": FILE}                    -> {"seconds": s}: of one batch, uint8 [B, H, W, 3] in a .npy file
   {"do": "outputs", "images": FILE, "to": FILE}    -> {}: writes logits or predictions as .npy
@@ -8,7 +8,7 @@ ENGINE is torch or onnxruntime, MODEL resnet101 or yolov5m. The first form answe
 Before the first request it writes {"version": "...", "ways": []}. The second form writes random weights.
 
 The models are written here from their published architectures, with the names of their usual state dicts, so that
-neither torchvision nor Ultralytics' code is needed. Batch normalisation is folded before anything is timed.
+neither torchvision, timm nor Ultralytics' code is needed. Batch normalisation is folded before anything is timed.
 """
 # Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-CLASSES = {"resnet101": 1000, "yolov5m": 80}
+CLASSES = {"resnet101": 1000, "yolov5m": 80, "vit_b": 1000}
 
 
 class Bottleneck(nn.Module):
@@ -175,7 +175,63 @@ class YoloV5m(nn.Module):
         return m["24"]((small, middle, large))
 
 
-MODELS = {"resnet101": ResNet101, "yolov5m": YoloV5m}
+class Attention(nn.Module):
+    """Every token attends to all, [B, N, D] -> [B, N, D]."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads, self.qkv, self.proj = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Mlp(nn.Module):
+    """Two linears with an exact GELU between them."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each of the normalised tokens and added to them."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width, eps=1e-6), Attention(width, heads)
+        self.norm2, self.mlp = nn.LayerNorm(width, eps=1e-6), Mlp(width, 4 * width)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViTB(nn.Module):
+    """ViT-B/16 (arXiv:2010.11929): uint8 [B, 224, 224, 3] -> logits [B, classes]."""
+
+    def __init__(self, width: int = 768, side: int = 16):
+        super().__init__()
+        self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + (224 // side) ** 2, width))
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, side, side)})
+        self.blocks = nn.Sequential(*(Layer(width, 12) for _ in range(12)))
+        self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, CLASSES["vit_b"])
+
+    def forward(self, images):
+        pixels = images.float().permute(0, 3, 1, 2) / 127.5 - 1  # less a mean of 0.5, divided by a deviation of 0.5
+        patches = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2)
+        x = torch.cat((self.cls_token.expand(len(images), -1, -1), patches), 1) + self.pos_embed
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+MODELS = {"resnet101": ResNet101, "yolov5m": YoloV5m, "vit_b": ViTB}
 
 
 def make(name: str, file: str) -> None:
@@ -201,7 +257,7 @@ def fold(module: nn.Module) -> None:
 
 
 class Torch:
-    """Eager PyTorch, channels last."""
+    """Eager PyTorch, images with channels last."""
 
     version = torch.__version__
 

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
+from benchmarks.image_engines import add_row, check_agreement
 from benchmarks.report import Report
-from benchmarks.vision_models import add_checks, add_row, check_agreement
+from benchmarks.vision import flops, merge_levels, speedup
+from benchmarks.vision_models import add_checks
+from jaxinfer.models.presets import vision_preset
+from jaxinfer.models.token_adaptation import NO_ADAPTATION, PromptMode, TokenAdaptation
 
 
 def test_small_differences_agree():
@@ -37,3 +41,16 @@ def test_checks_are_of_the_worse_batch():
         ("resnet_vs_torch", 1.25, True),
         ("yolo_vs_torch", 0.5, False),
     ]
+
+
+def test_flops_of_levels():
+    """ViT-B is known to take 17.5 G multiplications (arXiv:2210.09461, table 12, without the head)."""
+    config = vision_preset("vit-b", labels=("x",))
+    assert flops(config, NO_ADAPTATION) / 2e9 == pytest.approx(17.45, rel=0.01)
+    found = {level: round(speedup(config, adaptation), 2) for level, adaptation in merge_levels(12).items()}
+    assert {level: found[level] for level in ("0", "-5", "-10", "-13", "-15", "-20", "-25")} == {
+        **{"0": 1.0, "-5": 1.19, "-10": 1.47, "-13": 1.7, "-15": 1.9, "-20": 2.49, "-25": 3.08}
+    }
+    replaced, added = (1 / speedup(config, TokenAdaptation(prompts=8, prompt_mode=mode)) for mode in PromptMode)
+    assert 1.03 < replaced < 1.05
+    assert 1.25 < added < 1.31

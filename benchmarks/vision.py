@@ -1,0 +1,224 @@
+"""Vision transformers on a CPU: against other engines, and with fewer or more tokens.
+
+    python -m benchmarks.vision [--quick] [--only vit,merging] [--json benchmarks/results/KIND/vision.json]
+
+ViT-B/16 at 224 pixels, float32, random weights, from uint8 images to logits. Parts:
+
+- `vit`: batch 1, 8 and 32 against PyTorch and ONNX Runtime. Nothing is timed unless the outputs agree.
+- `merging`: tokens merged at levels -5 to -25 (ToMe), against level 0; what the FLOPs of each level would allow.
+- `prompts`: 2, 4 and 8 prompts a layer, which the next layer replaces or to which it adds.
+
+Every figure is the median over rounds in which all variants take turns, with as many threads as there are cores.
+`--quick` takes two rounds and no merging at batch 32. The JSON is written anew after every figure.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import rich
+from rich.table import Table
+
+from benchmarks.image_engines import (
+    MODULES,
+    add_options,
+    add_row,
+    compare,
+    make_models,
+    of_peer,
+    parse,
+    print_rows,
+    take_turns,
+    timed,
+)
+from benchmarks.report import Report
+from benchmarks.workers import find_peers
+from jaxinfer.models.config import ViTConfig
+from jaxinfer.models.presets import vision_preset
+from jaxinfer.models.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
+
+BATCHES = (1, 8, 32)
+MERGES = (5, 10, 13, 15, 20, 25)
+PROMPTS = (2, 4, 8)
+LARGEST = f"-{MERGES[-1]}"
+
+
+def vit(report: Report, args: argparse.Namespace) -> None:
+    """ViT-B against the peers."""
+    peer_python = find_peers(args.peer_python, MODULES)
+    make_models(["vit_b"], args.work_dir, peer_python)
+    compare(report, "vit_b", "logits", BATCHES, args, peer_python)
+    print_rows([row for row in report.rows if row.get("figure", "").startswith("vit_b")])
+    report.check("vit_vs_torch", of_peer(report, "vit_b", BATCHES), "x", target=0.9)
+
+
+def merging(report: Report, args: argparse.Namespace) -> None:
+    """The throughput of every level below 0."""
+    model = RandomViT()
+    report.check("level0_bit_equal", float(is_plain(model)), "", target=1.0)
+    levels = merge_levels(model.config.layers)
+    ideal = {level: speedup(model.config, adaptation) for level, adaptation in levels.items()}
+    for batch in BATCHES[1:2] if args.quick else BATCHES[1:]:
+        ms = measure(report, model, f"merging batch {batch}", levels, batch, args)
+        print_levels(f"merging, batch {batch}", ms, ideal)
+    gains = [row["gain"] for row in report.rows if row.get("engine") == LARGEST]
+    report.check("merge_throughput_gain", min(gains), "x", target=1.7)
+    report.check("merge_of_ideal", min(gains) / ideal[LARGEST], "x", target=0.8)
+
+
+def prompts(report: Report, args: argparse.Namespace) -> None:
+    """What every level above 0 costs."""
+    model = RandomViT()
+    levels = {"0": NO_ADAPTATION} | {
+        f"+{count} {mode}": TokenAdaptation(prompts=count, prompt_mode=mode) for mode in PromptMode for count in PROMPTS
+    }
+    ms = measure(report, model, f"prompts batch {BATCHES[1]}", levels, BATCHES[1], args)
+    print_levels("prompts", ms, {level: speedup(model.config, levels[level]) for level in levels})
+    slowdown = ms[f"+{PROMPTS[-1]} {PromptMode.REPLACE}"] / ms["0"]
+    report.check("prompt_cost_g8", slowdown, "x", target=1.10, better="lower")
+
+
+PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {"vit": vit, "merging": merging, "prompts": prompts}
+
+
+class RandomViT:
+    """ViT-B with random weights."""
+
+    def __init__(self) -> None:
+        import jax
+
+        from jaxinfer.models import WeightFormat
+        from jaxinfer.models.leaves import canonical_leaves
+
+        config = vision_preset("vit-b", labels=tuple(map(str, range(1000))))
+        assert isinstance(config, ViTConfig)
+        self.config, self.weights = config, WeightFormat()
+        rng = np.random.default_rng(0)
+
+        def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+            if len(shape) > 1:
+                return rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5
+            return np.full(shape, name.endswith(".scale"), np.float32)
+
+        leaves = canonical_leaves(config, self.weights)
+        self.leaves = jax.device_put([draw(name, leaf.shape) for name, leaf in leaves.items()])
+
+    def images(self, batch: int) -> np.ndarray:
+        size = self.config.image_size
+        return np.random.default_rng(batch).integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
+
+    def program(self, function: Callable[..., Any]) -> Callable[..., np.ndarray]:
+        """A jitted function of the model and further arguments, which gives numpy arrays."""
+        import jax
+
+        from jaxinfer.models.abstract import merge_model
+
+        jitted = jax.jit(lambda leaves, *args: function(merge_model(self.config, self.weights, leaves), *args))
+        return lambda *args: np.asarray(jitted(self.leaves, *args))
+
+
+def merge_levels(layers: int) -> dict[str, TokenAdaptation]:
+    """The levels from 0 downwards, and a decreasing schedule."""
+    levels = {"0": NO_ADAPTATION}
+    for r in MERGES:
+        levels[f"-{r}"] = TokenAdaptation(merges=MergeSchedule.CONSTANT.merges(r, layers))
+    levels["-13 decreasing"] = TokenAdaptation(merges=MergeSchedule.DECREASING.merges(13, layers))
+    return levels
+
+
+def flops(config: ViTConfig, adaptation: TokenAdaptation) -> int:
+    """Of the products of one image: of patches, of attention, of MLPs."""
+    embed, hidden = config.embed, config.mlp.hidden
+    total = 2 * config.patches * 3 * config.patch_size**2 * embed
+    for attended, fed in adaptation.counts(config.tokens, config.layers):
+        projections, scores_and_values = 4 * embed * embed, 2 * attended * embed
+        total += 2 * attended * (projections + scores_and_values) + 2 * fed * 2 * embed * hidden
+    return total
+
+
+def speedup(config: ViTConfig, adaptation: TokenAdaptation) -> float:
+    """What the FLOPs of a level allow over level 0."""
+    return flops(config, NO_ADAPTATION) / flops(config, adaptation)
+
+
+def is_plain(model: RandomViT) -> bool:
+    """Whether level 0 gives the features of the plain layers bit for bit."""
+
+    def plain(vit: Any, images: Any) -> Any:
+        import jax.numpy as jnp
+
+        from jaxinfer.models.forward_context import ForwardContext, TokenRows
+
+        x = vit.enter(images)
+        places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        context = ForwardContext.of((TokenRows(places, places),), vit.cfg.positions)
+        for layer in vit.layers:
+            x, _ = layer(x, context)
+        return vit.norm(x[:, 0])
+
+    images = model.images(2)
+    features = model.program(lambda vit, images: vit.features(images, NO_ADAPTATION))(images)
+    return np.array_equal(model.program(plain)(images), features)
+
+
+def measure(
+    report: Report,
+    model: RandomViT,
+    figure: str,
+    levels: Mapping[str, TokenAdaptation],
+    batch: int,
+    args: argparse.Namespace,
+) -> dict[str, float]:
+    """Milliseconds of a batch at every level; adds their rows, with the gain over level 0 and what FLOPs allow."""
+    images, rng = model.images(batch), np.random.default_rng(1)
+
+    def run(adaptation: TokenAdaptation) -> Callable[[], float]:
+        shape = (batch, model.config.layers, adaptation.prompts, model.config.embed)
+        prompts = rng.standard_normal(shape, np.float32) if adaptation.prompts else None
+        program = model.program(lambda vit, *inputs: vit.head(vit.features(inputs[0], adaptation, inputs[1])))
+        return lambda: timed(lambda: program(images, prompts))
+
+    rich.print(f"{figure}: {args.rounds} rounds of levels {', '.join(levels)}")
+    seconds = take_turns({level: run(adaptation) for level, adaptation in levels.items()}, args.rounds)
+    base = float(np.median(seconds["0"]))
+    ms = {}
+    for level, values in seconds.items():
+        gain, ideal = base / float(np.median(values)), speedup(model.config, levels[level])
+        ms[level] = add_row(report, figure, level, values, gain=round(gain, 3), ideal=round(ideal, 3))
+    report.save(args.json)
+    return ms
+
+
+def print_levels(title: str, ms: Mapping[str, float], ideal: Mapping[str, float]) -> None:
+    """Of each level time, speed-up, what FLOPs allow, and the share of it."""
+    table = Table("level", "ms", "gain", "by FLOPs", "share", title=title)
+    for level, value in ms.items():
+        gain = ms["0"] / value
+        table.add_row(level, f"{value:.1f}", f"{gain:.2f}", f"{ideal[level]:.2f}", f"{gain / ideal[level]:.2f}")
+    rich.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, "vision")
+    parser.add_argument("--only", metavar="PARTS", help=f"some of {','.join(PARTS)} (default: all)")
+    args = parse(parser)
+    parts = args.only.split(",") if args.only else list(PARTS)
+    if unknown := sorted(set(parts) - PARTS.keys()):
+        parser.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(PARTS)}.")
+
+    report = Report()
+    report.print_header()
+    report.row(figure="settings", rounds=args.rounds, threads=args.threads)
+    for part in parts:
+        start = time.monotonic()
+        PARTS[part](report, args)
+        report.row(figure="part", part=part, seconds=round(time.monotonic() - start, 1))
+        report.save(args.json)
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()
