@@ -289,7 +289,9 @@ class Service:
                 accuracy={},
                 version=version,
             )
-            return self._install(task, validation, progress)
+            task = self._install(task, validation, progress)
+        self.measure_latency(progress=progress)
+        return task
 
     def profile(self, name: str, validation: Dataset, *, progress: Progress = _no_progress) -> Task:
         """Measure a task's accuracy at all levels anew, and what batches take; kept as a new version.

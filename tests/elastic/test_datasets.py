@@ -124,7 +124,7 @@ def test_cifar(tmp_path, coarse, batches):
         load_cifar(tmp_path, 32)
 
 
-def test_image_files(tmp_path, monkeypatch):
+def test_image_files(tmp_path):
     save(tmp_path / "a.png", (1, 2, 3))
     np.testing.assert_array_equal(load_image(tmp_path / "a.png", 4), np.broadcast_to([1, 2, 3], (4, 4, 3)))
     with pytest.raises(InvalidImageError, match="no such file"):
@@ -133,7 +133,7 @@ def test_image_files(tmp_path, monkeypatch):
     with pytest.raises(InvalidImageError, match="not an image that can be read"):
         load_image(tmp_path / "text.png", 4)
     content = (tmp_path / "a.png").read_bytes()
-    (tmp_path / "cut.png").write_bytes(content[: len(content) - 20])
+    (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(InvalidImageError, match="not an image that can be read"):
         load_image(tmp_path / "cut.png", 4)
 

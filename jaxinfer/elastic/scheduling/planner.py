@@ -1,0 +1,187 @@
+"""Which level each batch of a queue gets, so that the queries that are answered in time earn the most (OTAS, eq. 1).
+
+A batch earns its utility if it ends before its deadline. All batches are there, so that those which run may run in the
+order of their deadlines (an exchange argument), and a plan is a level, or none, for each.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Option(NamedTuple):
+    """A level for a batch.
+
+    Attributes:
+      level: which one.
+      seconds: that the batch takes.
+      utility: what its queries earn on average, if it ends in time.
+    """
+
+    level: int
+    seconds: float
+    utility: float
+
+
+class Job(NamedTuple):
+    """A batch as planners see it.
+
+    Attributes:
+      deadline: before which it must end.
+      options: its levels.
+    """
+
+    deadline: float
+    options: tuple[Option, ...]
+
+
+class Plan(NamedTuple):
+    """What a planner decides.
+
+    Attributes:
+      levels: of each job, in their order; None: it does not run.
+      utility: what it earns.
+      end: when the last one ends.
+    """
+
+    levels: list[int | None]
+    utility: float
+    end: float
+
+
+def plan_exact(jobs: Sequence[Job], start: float, *, resolution: float = 0.0) -> Plan:
+    """The best plan, by a Pareto front of (end, utility) after each job.
+
+    Of two partial plans, one that ends later and earns no more can be forgotten: whatever follows it can follow the
+    other. This is a dynamic programme for one machine, weighted late jobs and several ways to run each (Lawler and
+    Moore, 1969).
+
+    Args:
+      jobs: any number of them.
+      start: when the device is free.
+      resolution: seconds that times are rounded up to, so that fronts stay short; plans then keep their deadlines, and
+        may miss a little utility. 0: exact.
+    Raises ValueError for times that are negative or not finite.
+    """
+    _check(jobs, start)
+    order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
+    ends, utilities = np.array([0.0]), np.array([0.0])
+    steps: list[tuple[np.ndarray, np.ndarray]] = []  # of each job: the point that each one comes from, and its option
+    for index in order:
+        options = _useful(jobs[index], start, resolution)
+        count = len(ends)
+        seconds = np.array([0.0, *(option.seconds for option in options)])
+        earned = np.array([0.0, *(option.utility for option in options)])
+        new_ends = (ends + seconds[:, None]).ravel()  # the first `count` are without the job
+        new_utilities = (utilities + earned[:, None]).ravel()
+        feasible = start + new_ends < jobs[index].deadline
+        feasible[:count] = True
+        found = np.flatnonzero(feasible)
+        # By end; of equal ends the best first, and of equal utilities the one without the job.
+        found = found[np.lexsort((found, -new_utilities[found], new_ends[found]))]
+        best = np.maximum.accumulate(new_utilities[found])
+        kept = found[np.concatenate(([True], new_utilities[found][1:] > best[:-1]))]
+        steps.append((kept % count, kept // count))
+        ends, utilities = new_ends[kept], new_utilities[kept]
+    levels: list[int | None] = [None] * len(jobs)
+    at = len(ends) - 1
+    for index, (previous, chosen) in zip(reversed(order), reversed(steps), strict=True):
+        if chosen[at]:
+            levels[index] = _useful(jobs[index], start, resolution)[chosen[at] - 1].level
+        at = previous[at]
+    return Plan(levels, float(utilities[-1]), start + float(ends[-1]))
+
+
+def plan_approximate(jobs: Sequence[Job], start: float, *, epsilon: float = 0.05) -> Plan:
+    """A plan that earns at least 1 - epsilon of the best one, in time that is bounded by the number of jobs alone.
+
+    Utilities are rounded down to a multiple of epsilon * largest / jobs, and for each sum the earliest end is kept.
+    Arguments and errors as of `plan_exact`.
+    """
+    _check(jobs, start)
+    order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
+    options = [_useful(job, start, 0.0) for job in jobs]
+    largest = max((option.utility for of_job in options for option in of_job), default=0.0)
+    if not largest:
+        return Plan([None] * len(jobs), 0.0, start)
+    unit = epsilon * largest / len(jobs)
+    width = 1 + sum(max((int(option.utility / unit) for option in options[i]), default=0) for i in order)
+    ends = np.full(width, np.inf)
+    ends[0] = start
+    chosen = np.zeros((len(jobs), width), np.int32)
+    for row, index in enumerate(order):
+        new = ends.copy()
+        for number, option in enumerate(options[index], 1):
+            gain = int(option.utility / unit)
+            candidate = np.full(width, np.inf)
+            candidate[gain:] = ends[: width - gain] + option.seconds
+            better = (candidate < jobs[index].deadline) & (candidate < new)
+            new[better], chosen[row, better] = candidate[better], number
+        ends = new
+    at = int(np.flatnonzero(np.isfinite(ends))[-1])
+    levels: list[int | None] = [None] * len(jobs)
+    utility, end = 0.0, float(ends[at])
+    for row in reversed(range(len(order))):
+        if number := chosen[row, at]:
+            option = options[order[row]][number - 1]
+            levels[order[row]], utility = option.level, utility + option.utility
+            at -= int(option.utility / unit)
+    return Plan(levels, utility, end)
+
+
+def plan_paper(jobs: Sequence[Job], start: float) -> Plan:
+    """OTAS's Algorithm 2 as it is printed, whose plans can be far from the best one and even miss deadlines.
+
+    It keeps one end and one utility for each job and level, the rows begin with utility 0 and previous level 1, and a
+    level of which no predecessor earns anything keeps them; index 0 means that the job does not run.
+    """
+    _check(jobs, start)
+    order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
+    count = max((len(job.options) for job in jobs), default=0)
+    utilities, ends = np.zeros((len(jobs) + 1, count + 1)), np.full((len(jobs) + 1, count + 1), float(start))
+    previous = np.ones((len(jobs) + 1, count + 1), int)
+    for row, index in enumerate(order, 1):
+        for level in range(count + 1):
+            feasible = level == 0
+            option = jobs[index].options[level - 1] if 0 < level <= len(jobs[index].options) else None
+            for before in range(count + 1):
+                if utilities[row - 1, before] == -np.inf or (level and option is None):
+                    continue
+                end, earned = ends[row - 1, before], utilities[row - 1, before]
+                if option is not None:
+                    end, earned = end + option.seconds, earned + option.utility
+                    if end >= jobs[index].deadline:
+                        continue
+                    feasible = True
+                if earned > utilities[row, level]:
+                    utilities[row, level], ends[row, level], previous[row, level] = earned, end, before
+            if not feasible:
+                utilities[row, level], ends[row, level] = -np.inf, np.inf
+    levels: list[int | None] = [None] * len(jobs)
+    at = int(np.argmax(utilities[-1]))
+    end, utility = float(ends[-1, at]), float(utilities[-1, at])
+    for row in range(len(jobs), 0, -1):
+        options = jobs[order[row - 1]].options
+        levels[order[row - 1]] = options[at - 1].level if 0 < at <= len(options) else None
+        at = previous[row, at]
+    return Plan(levels, utility, end)
+
+
+def _useful(job: Job, start: float, resolution: float) -> list[Option]:
+    """The options that can end in time, and earn more than every one that takes no longer; times rounded up."""
+    found: list[Option] = []
+    for option in sorted(job.options, key=lambda option: (option.seconds, -option.utility)):
+        if resolution:
+            option = option._replace(seconds=math.ceil(option.seconds / resolution - 1e-9) * resolution)
+        if start + option.seconds < job.deadline and option.utility > (found[-1].utility if found else 0.0):
+            found.append(option)
+    return found
+
+
+def _check(jobs: Sequence[Job], start: float) -> None:
+    values = [start, *(job.deadline for job in jobs)]
+    values += [value for job in jobs for option in job.options for value in option[1:]]
+    if not all(map(math.isfinite, values)) or any(option[1] < 0 for job in jobs for option in job.options):
+        raise ValueError("a plan needs times and utilities that are finite, and seconds >= 0.")
