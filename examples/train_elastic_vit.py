@@ -1,10 +1,11 @@
-"""Train the backbone of the elastic examples: a small vision transformer on real images of 16 x 16 pixels.
+"""Train the backbone of the elastic examples, a small vision transformer on real images of 16 x 16 pixels, and tasks.
 
-python examples/train_elastic_vit.py --export examples/elastic_vit --minutes 12
+python examples/train_elastic_vit.py --export examples/elastic_vit
 
-It learns how images are turned (by 0, 90, 180 or 270 degrees), of digits also the digit divided by two, which no task
-asks for. The images are the training halves of MNIST and of scikit-learn's digits, crops of photos, and faces; a task
-then sees features that were never trained for it. Needs the extra `elastic`.
+The backbone learns how images are turned (by 0, 90, 180 or 270 degrees), of digits also the digit divided by two, which
+no task asks for. The images are those of the tasks that nothing is tested on, and crops of photos. Then four tasks are
+registered with 2, 4 and 8 prompts, and in `seeds` those of digits with 8 prompts from four more seeds, which say how
+much of a difference is chance. What is there already is not trained again. Needs the extra `elastic`.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxinfer.elastic import Dataset, load_digits, load_faces, load_mnist, load_textures
+from jaxinfer.elastic import Dataset, Service, TrainingConfig, load_dataset
 from jaxinfer.elastic.images import resize_images
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, ViTConfig
 from jaxinfer.models.loading import save_model
@@ -38,6 +39,9 @@ CONFIG = ViTConfig(
 TEST, TEST_SEED = 0.25, 1
 """The share of each task's images that nothing is trained on, and the seed that draws them."""
 
+TASKS, PROMPTS = ("digits", "mnist", "textures", "faces"), (2, 4, 8)
+SEEDS, SEEDED_TASKS = range(1, 5), ("digits", "mnist")
+
 TURNS, HALVES = 4, 5
 _NO_DIGIT = -1
 
@@ -49,9 +53,9 @@ class Images(NamedTuple):
     halves: np.ndarray
 
 
-def without_test(dataset: Dataset) -> Dataset:
+def without_test(name: str, size: int) -> Dataset:
     """The images of a task that may be trained on."""
-    return dataset.split(TEST, seed=TEST_SEED)[0]
+    return load_dataset(name, size).split(TEST, seed=TEST_SEED)[0]
 
 
 def photo_crops(size: int, *, crop: int = 32, stride: int = 16) -> np.ndarray:
@@ -67,8 +71,8 @@ def photo_crops(size: int, *, crop: int = 32, stride: int = 16) -> np.ndarray:
 
 def training_images(size: int) -> Images:
     """All images that the backbone sees, every source often enough."""
-    digits, mnist = without_test(load_digits(size)), without_test(load_mnist(size))
-    others = [without_test(load_textures(size)).images, np.tile(without_test(load_faces(size)).images, (4, 1, 1, 1))]
+    digits, mnist = without_test("digits", size), without_test("mnist", size)
+    others = [without_test("textures", size).images, np.tile(without_test("faces", size).images, (4, 1, 1, 1))]
     rng, photos = np.random.default_rng(0), photo_crops(size)
     others.append(photos[rng.permutation(len(photos))[:2000]])
     pixels = np.concatenate((digits.images, mnist.images, *others))
@@ -130,22 +134,47 @@ def train(args: argparse.Namespace, cfg: ViTConfig = CONFIG) -> ViT:
     return nnx.merge(graph, params).backbone
 
 
+def register_tasks(folder: Path, steps: int) -> None:
+    """Register the tasks that are not registered yet."""
+    service = Service.from_checkpoint(folder)
+    for name in TASKS:
+        if name not in service.tasks:
+            dataset = without_test(name, service.config.image_size)
+            service.register_task(name, dataset, prompts=PROMPTS, training=TrainingConfig(steps=steps), progress=say)
+    # A few programs are enough to see how much seeds differ.
+    seeds = Service.from_checkpoint(folder, repository=folder / "seeds", merge_levels=(-8,), schedule="constant")
+    for name in SEEDED_TASKS:
+        for seed in SEEDS:
+            if (seeded := f"{name}-{seed}") not in seeds.tasks:
+                training = TrainingConfig(steps=steps, seed=seed)
+                dataset = without_test(name, seeds.config.image_size)
+                seeds.register_task(seeded, dataset, prompts=PROMPTS[-1:], training=training, progress=say)
+
+
+def say(what: str, done: int, total: int) -> None:
+    """Print what is done."""
+    if done == total:
+        print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--export", type=Path, required=True, help="write the model directory here")
+    parser.add_argument("--export", type=Path, required=True, help="the model directory to write")
     parser.add_argument("--minutes", type=float, default=12, help="of training; sets the learning rate")
     parser.add_argument("--max-steps", type=int, default=10**9, help="stop earlier")
     parser.add_argument("--batch", type=int, default=64, help="images per step")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="its maximum")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of what is drawn")
     parser.add_argument("--log-every", type=int, default=200, help="steps")
+    parser.add_argument("--prompt-steps", type=int, default=600, help="training steps of each number of prompts")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> None:
-    model = train(args)
-    save_model(args.export, model, family="vit")
-    print(f"Wrote {args.export}")
+    if not args.export.exists():
+        save_model(args.export, train(args), family="vit")
+        print(f"Wrote {args.export}")
+    register_tasks(args.export, args.prompt_steps)
 
 
 if __name__ == "__main__":

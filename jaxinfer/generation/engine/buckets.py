@@ -10,7 +10,7 @@ from jaxinfer.generation.engine.request import Sequence
 
 SMALLEST_PAGE_TABLE = 8
 SMALLEST_LENGTH = 16
-ENCODER_OPTIONS = ("max_batch", "context", "token_budget", "overlap", "kernels")
+ENCODER_OPTIONS = ("max_batch", "context", "token_budget", "overlap", "level", "kernels")
 """The fields of `EngineConfig` that mean something to an encoder."""
 
 

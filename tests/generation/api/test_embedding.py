@@ -66,6 +66,27 @@ def test_an_encoder_gives_the_vectors_of_transformers_in_the_order_asked(encoder
     assert encoder.embed([]).shape == (0, 24)
 
 
+def test_merging_takes_padding_first(encoder, golden):
+    """A text much shorter than its row loses none of its tokens, so that its vector stays; a long one's changes."""
+    prompts, _ = golden
+    merging = Embedder(encoder.model.folder, max_batch=4, level=-2)
+    short, full = [prompts[0][0], *range(5, 9)], [prompts[0][0], *range(5, 20)]
+    plain, merged = encoder.embed([short, full]), merging.embed([short, full])
+    np.testing.assert_allclose(merged[0], plain[0], atol=1e-6)
+    assert 0.5 < merged[1] @ plain[1] < 0.99999
+    np.testing.assert_allclose(merging.embed([full]), merged[1:], atol=1e-6)  # whatever is beside it
+    np.testing.assert_allclose(np.linalg.norm(merged, axis=1), 1, atol=1e-6)
+
+
+def test_levels_that_there_are_not(encoder, model_dir):
+    with pytest.raises(ValueError, match=r"EngineConfig.level must be <= 0: prompts .*, got 2"):
+        Embedder(encoder.model.folder, level=2)
+    with pytest.raises(ValueError, match="EngineConfig.level must be 0 for a decoder"):
+        LLM(model_dir, level=-2)
+    with pytest.raises(ValueError, match="level=-2 needs all weights on the devices"):
+        Embedder(encoder.model.folder, level=-2, weights="host")
+
+
 def test_an_encoder_compiles_ahead_what_a_call_needs(encoder, golden):
     prompts, _ = golden
     encoder.engine.executor.compile_ahead(
