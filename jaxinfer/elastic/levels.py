@@ -29,6 +29,7 @@ def adaptation_of(
     *,
     schedule: MergeSchedule = MergeSchedule.CONSTANT,
     prompt_mode: PromptMode = PromptMode.REPLACE,
+    protect_isolated: float | None = None,
 ) -> TokenAdaptation:
     """What a level does in each layer.
 
@@ -37,9 +38,12 @@ def adaptation_of(
       config: the model's.
       schedule: how merges are divided over the layers.
       prompt_mode: what becomes of prompts in the next layer.
+      protect_isolated: as of `merge_tokens`.
     Raises LevelError if the model cannot merge as many tokens.
     """
     check_level(level, config)
     if level > 0:
         return TokenAdaptation(prompts=level, prompt_mode=prompt_mode)
-    return TokenAdaptation(merges=schedule.merges(-level, config.layers)) if level else NO_ADAPTATION
+    if level == 0:
+        return NO_ADAPTATION
+    return TokenAdaptation(merges=schedule.merges(-level, config.layers), protect_isolated=protect_isolated)

@@ -65,6 +65,7 @@ class Service:
       merge_levels: the levels < 0; None: `default_merge_levels`.
       prompt_mode: what becomes of a layer's prompts in the next one.
       schedule: how merges are divided over the layers; None: as profiling chooses for each level.
+      protect_isolated: the margin of PiToMe's energy, to keep tokens that are unlike all others; None: ToMe's merging.
       max_batch: images that are classified at once.
       max_tasks, max_classes: how many tasks there can be, and classes of one.
 
@@ -81,6 +82,7 @@ class Service:
         merge_levels: Sequence[int] | None = None,
         prompt_mode: PromptMode | str = PromptMode.REPLACE,
         schedule: MergeSchedule | str | None = None,
+        protect_isolated: float | None = None,
         max_batch: int = 64,
         max_tasks: int = 8,
         max_classes: int = 100,
@@ -99,6 +101,7 @@ class Service:
         self.config, self._repository = config, repository
         self._mode = PromptMode(prompt_mode)
         self._forced = None if schedule is None else MergeSchedule(schedule)
+        self._protect_isolated = protect_isolated
         self._merge_levels = tuple(sorted(set(merge_levels)))
         self._schedules = repository.read_schedules()
         self._backbone, self._format = _digest(model), str(model.weights.quantized or model.weights.dtype)
@@ -111,7 +114,7 @@ class Service:
             model={
                 "config": str(model.description.config),
                 "weights": str(model.weights),
-                "options": f"prompt_mode={self._mode}, max_tasks={max_tasks}, max_classes={max_classes}",
+                "options": f"{prompt_mode=!s}, {protect_isolated=}, {max_tasks=}, {max_classes=}",
             },
         )
         self.latency = LatencyProfile(costs, lambda level: sum(self.adaptation(level).merges))
@@ -349,7 +352,13 @@ class Service:
 
     def _adaptation_of(self, level: int, schedule: MergeSchedule | None = None) -> TokenAdaptation:
         schedule = schedule or self._forced or self._schedules.get(level, MergeSchedule.CONSTANT)
-        return adaptation_of(level, self.config, schedule=schedule, prompt_mode=self._mode)
+        return adaptation_of(
+            level,
+            self.config,
+            schedule=schedule,
+            prompt_mode=self._mode,
+            protect_isolated=self._protect_isolated,
+        )
 
     def _choose_schedule(self, task: Task, level: int, validation: Dataset) -> MergeSchedule:
         """The faster way to divide merges over the layers, unless it is less accurate by more than a standard error."""

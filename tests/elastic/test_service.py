@@ -288,6 +288,18 @@ def test_schedules_are_chosen_by_profiling(vit, tmp_path, options):
     assert again.accuracy("a", -6).images == 30
 
 
+def test_isolated_tokens_are_protected(vit, registered, options):
+    """Another way to merge: another answer, and a profile of the other way does not stand for it."""
+    protecting = Service.from_checkpoint(vit, repository=registered, protect_isolated=0.9, **options)
+    images, task = stripes(4, seed=3).images, protecting.task("stripes")
+    wanted = logits(tiny_vit(), protecting.adaptation(-4), images, task.heads[0].kernel, task.heads[0].bias)
+    found = [answer.probabilities for answer in protecting.classify(images, "stripes", -4)]
+    np.testing.assert_allclose(found, probabilities(wanted), atol=1e-5)
+    assert protecting.adaptation(-4).protect_isolated == 0.9
+    with pytest.raises(ProfileError, match=r"protect_isolated=0\.9\) in float32"):
+        protecting.accuracy("stripes", -4)
+
+
 def test_latency_follows_the_machine(service):
     latency = service.latency
     latency.observe(0, 1, 0.01)

@@ -81,7 +81,7 @@ def test_merging_takes_padding_first(encoder, golden):
 def test_levels_that_there_are_not(encoder, model_dir):
     with pytest.raises(ValueError, match=r"EngineConfig.level must be <= 0: prompts .*, got 2"):
         Embedder(encoder.model.folder, level=2)
-    with pytest.raises(ValueError, match="EngineConfig.level must be 0 for a decoder"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.level must be 0 for a decoder"):
         LLM(model_dir, level=-2)
     with pytest.raises(ValueError, match="level=-2 needs all weights on the devices"):
         Embedder(encoder.model.folder, level=-2, weights="host")
