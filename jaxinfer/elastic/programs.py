@@ -195,7 +195,7 @@ class LevelPrograms:
             images = jax.ShapeDtypeStruct((sizes["batch"], size, size, 3), jnp.uint8)
             return self._leaves, *arrays, jax.ShapeDtypeStruct((sizes["batch"],), jnp.int32), images
 
-        spec = ProgramSpec(
+        spec: ProgramSpec[Sequence[int]] = ProgramSpec(
             name=PROGRAM,
             build=build,
             static=LevelStatic(config=config, weights=self._weights, adaptation=adaptation),

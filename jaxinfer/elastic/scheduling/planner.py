@@ -61,37 +61,42 @@ def plan_exact(jobs: Sequence[Job], start: float, *, resolution: float = 0.0) ->
     Args:
       jobs: any number of them.
       start: when the device is free.
-      resolution: seconds that times are rounded up to, so that fronts stay short; plans then keep their deadlines, and
-        may miss a little utility. 0: exact.
+      resolution: of partial plans that end in the same interval of so many seconds only the one that earns most is
+        kept, which bounds the work; a plan still keeps its deadlines, and may miss a little utility. 0: exact.
     Raises ValueError for times that are negative or not finite.
     """
     _check(jobs, start)
     order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
-    ends, utilities = np.array([0.0]), np.array([0.0])
+    options = [_useful(job, start) for job in jobs]
+    ends, utilities = np.array([float(start)]), np.array([0.0])
     steps: list[tuple[np.ndarray, np.ndarray]] = []  # of each job: the point that each one comes from, and its option
     for index in order:
-        options = _useful(jobs[index], start, resolution)
         count = len(ends)
-        seconds = np.array([0.0, *(option.seconds for option in options)])
-        earned = np.array([0.0, *(option.utility for option in options)])
-        new_ends = (ends + seconds[:, None]).ravel()  # the first `count` are without the job
-        new_utilities = (utilities + earned[:, None]).ravel()
-        feasible = start + new_ends < jobs[index].deadline
-        feasible[:count] = True
+        seconds = np.array([0.0, *(option.seconds for option in options[index])])
+        earned = np.array([0.0, *(option.utility for option in options[index])])
+        new_ends, new_utilities = (ends + seconds[:, None]).ravel(), (utilities + earned[:, None]).ravel()
+        feasible = new_ends < jobs[index].deadline
+        feasible[:count] = True  # without the job
         found = np.flatnonzero(feasible)
-        # By end; of equal ends the best first, and of equal utilities the one without the job.
-        found = found[np.lexsort((found, -new_utilities[found], new_ends[found]))]
-        best = np.maximum.accumulate(new_utilities[found])
-        kept = found[np.concatenate(([True], new_utilities[found][1:] > best[:-1]))]
+        found = found[np.argsort(new_ends[found], kind="stable")]
+        kept = found[_rises(new_utilities[found])]
+        if resolution:
+            cells = np.floor((new_ends[kept] - start) / resolution)
+            kept = kept[np.append(cells[1:] > cells[:-1], True)]
         steps.append((kept % count, kept // count))
         ends, utilities = new_ends[kept], new_utilities[kept]
     levels: list[int | None] = [None] * len(jobs)
     at = len(ends) - 1
     for index, (previous, chosen) in zip(reversed(order), reversed(steps), strict=True):
         if chosen[at]:
-            levels[index] = _useful(jobs[index], start, resolution)[chosen[at] - 1].level
+            levels[index] = options[index][chosen[at] - 1].level
         at = previous[at]
-    return Plan(levels, float(utilities[-1]), start + float(ends[-1]))
+    return Plan(levels, float(utilities[-1]), float(ends[-1]))
+
+
+def _rises(values: np.ndarray) -> np.ndarray:
+    """Where a value is above all before it."""
+    return np.concatenate(([True], values[1:] > np.maximum.accumulate(values)[:-1]))
 
 
 def plan_approximate(jobs: Sequence[Job], start: float, *, epsilon: float = 0.05) -> Plan:
@@ -102,7 +107,7 @@ def plan_approximate(jobs: Sequence[Job], start: float, *, epsilon: float = 0.05
     """
     _check(jobs, start)
     order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
-    options = [_useful(job, start, 0.0) for job in jobs]
+    options = [_useful(job, start) for job in jobs]
     largest = max((option.utility for of_job in options for option in of_job), default=0.0)
     if not largest:
         return Plan([None] * len(jobs), 0.0, start)
@@ -169,12 +174,10 @@ def plan_paper(jobs: Sequence[Job], start: float) -> Plan:
     return Plan(levels, utility, end)
 
 
-def _useful(job: Job, start: float, resolution: float) -> list[Option]:
-    """The options that can end in time, and earn more than every one that takes no longer; times rounded up."""
+def _useful(job: Job, start: float) -> list[Option]:
+    """The options that can end in time, and earn more than every one that takes no longer."""
     found: list[Option] = []
     for option in sorted(job.options, key=lambda option: (option.seconds, -option.utility)):
-        if resolution:
-            option = option._replace(seconds=math.ceil(option.seconds / resolution - 1e-9) * resolution)
         if start + option.seconds < job.deadline and option.utility > (found[-1].utility if found else 0.0):
             found.append(option)
     return found

@@ -1,0 +1,133 @@
+"""Which queries share a batch (OTAS, Algorithm 1)."""
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from jaxinfer.elastic.scheduling.query import Query
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchingConfig:
+    """Algorithm 1's thresholds, with the paper's values.
+
+    Attributes:
+      max_wait: a batch takes queries that arrive at most so many seconds after its first one (delta).
+      max_batch: queries of a batch (epsilon).
+      max_deadline_gap: seconds between the deadlines of a batch (eta).
+      max_utility_gap: between a query's utility and that of the batch's first one (mu).
+      paper: compare deadlines with the batch's earliest one alone, which lets a batch's deadlines drift apart.
+    """
+
+    max_wait: float = 0.5
+    max_batch: int = 64
+    max_deadline_gap: float = 0.5
+    max_utility_gap: float = 0.8
+    paper: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1:
+            raise ValueError(f"BatchingConfig.max_batch must be >= 1, got {self.max_batch}.")
+        for name in ("max_wait", "max_deadline_gap", "max_utility_gap"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"BatchingConfig.{name} must be >= 0, got {getattr(self, name)}.")
+
+
+@dataclasses.dataclass(eq=False)
+class Batch:
+    """Queries that run together.
+
+    Attributes:
+      queries: in the order in which they came.
+      arrival: of the earliest one.
+      deadline, last_deadline: the earliest and the latest one.
+      utility: of the first one.
+    """
+
+    queries: list[Query]
+    arrival: float
+    deadline: float
+    last_deadline: float
+    utility: float
+
+    @classmethod
+    def of(cls, query: Query) -> "Batch":
+        """With one query."""
+        return cls([query], query.arrival, query.deadline, query.deadline, query.utility)
+
+    def add(self, query: Query) -> None:
+        """One query more."""
+        self.queries.append(query)
+        self.arrival = min(self.arrival, query.arrival)
+        self.deadline = min(self.deadline, query.deadline)
+        self.last_deadline = max(self.last_deadline, query.deadline)
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+
+class BatchQueue:
+    """The batches that wait, in the order of their first queries. A batch that runs is not in it."""
+
+    def __init__(self, config: BatchingConfig):
+        self._config = config
+        self._batches: list[Batch] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def queries(self) -> int:
+        """How many wait."""
+        return sum(map(len, self._batches))
+
+    def add(self, query: Query) -> None:
+        """Put a query into the newest batch that it fits, or into one of its own."""
+        for batch in reversed(self._batches):
+            if batch.arrival + self._config.max_wait < query.arrival:
+                break  # all batches before are older still
+            if self._fits(batch, query):
+                batch.add(query)
+                return
+        # Clocks may step back: the order of arrivals stays.
+        bisect.insort(self._batches, Batch.of(query), key=lambda batch: batch.arrival)
+
+    def _fits(self, batch: Batch, query: Query) -> bool:
+        config, deadline = self._config, query.deadline
+        if len(batch) >= config.max_batch or abs(batch.utility - query.utility) > config.max_utility_gap + 1e-9:
+            return False
+        if config.paper:
+            return abs(batch.deadline - deadline) <= config.max_deadline_gap
+        return max(batch.last_deadline, deadline) - min(batch.deadline, deadline) <= config.max_deadline_gap
+
+    def remove(self, batch: Batch) -> None:
+        """Take a batch out."""
+        self._batches.remove(batch)
+
+    def shed(self, ends: float) -> list[Query]:
+        """Take out the queries that must be answered by `ends`, at which the soonest answer can be there."""
+        found: list[Query] = []
+        for batch in [batch for batch in self._batches if batch.deadline <= ends]:
+            found += self.shed_of(batch, ends)
+        return found
+
+    def shed_of(self, batch: Batch, ends: float) -> list[Query]:
+        """The same of one batch."""
+        return self._take(batch, lambda query: query.deadline <= ends)
+
+    def withdraw(self, matches: Callable[[Query], bool]) -> list[Query]:
+        """Take out all queries that match."""
+        return [query for batch in list(self._batches) for query in self._take(batch, matches)]
+
+    def _take(self, batch: Batch, matches: Callable[[Query], bool]) -> list[Query]:
+        taken = [query for query in batch.queries if matches(query)]
+        left = [query for query in batch.queries if not matches(query)] if taken else batch.queries
+        if not left:
+            self._batches.remove(batch)
+        elif taken:
+            batch.queries, batch.deadline = left, min(query.deadline for query in left)
+            batch.last_deadline = max(query.deadline for query in left)
+        return taken

@@ -1,0 +1,74 @@
+"""The controller between batches: takes queries, gives up those that are hopeless, and says what runs next."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxinfer.elastic.scheduling.batching import BatchQueue
+from jaxinfer.elastic.scheduling.policies import Decision, Policy
+from jaxinfer.elastic.scheduling.query import Query
+
+RATE_WINDOW = 1.0
+"""Seconds over which the rate of arrivals is taken."""
+
+
+class Next(NamedTuple):
+    """What to do now.
+
+    Attributes:
+      decision: the batch to run; None: none waits.
+      shed: the queries that are given up.
+    """
+
+    decision: Decision | None
+    shed: list[Query]
+
+
+class Controller:
+    """Queries in, batches out. One thread at a time; the clock is the caller's.
+
+    Args:
+      policy: chooses batches and levels.
+    """
+
+    def __init__(self, policy: Policy):
+        self._policy = policy
+        self._queue = BatchQueue(policy.batching)
+        self._arrivals: deque[float] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many queries wait."""
+        return self._queue.queries
+
+    def submit(self, query: Query) -> None:
+        """Let a query wait."""
+        self._queue.add(query)
+        self._arrivals.append(query.arrival)
+
+    def next(self, start: float) -> Next:
+        """What runs when the device is free, which it is at `start`. A batch that is given is no longer waiting."""
+        shed = self._queue.shed(start + self._policy.least_seconds(1))
+        rate = self._rate(start)
+        while len(self._queue):
+            decision = self._policy.choose(list(self._queue), start, rate)
+            if decision is not None:
+                self._queue.remove(decision.batch)
+                return Next(decision, shed)
+            shed += self._shed_most_urgent(start)
+        return Next(None, shed)
+
+    def withdraw(self, matches: Callable[[Query], bool]) -> list[Query]:
+        """Take out queries that nobody waits for any more."""
+        return self._queue.withdraw(matches)
+
+    def _shed_most_urgent(self, start: float) -> list[Query]:
+        """Of the batch with the earliest deadline, those that it cannot answer with all the others."""
+        batch = min(self._queue, key=lambda batch: batch.deadline)
+        ends = max(start + self._policy.least_seconds(len(batch)), batch.deadline)
+        return self._queue.shed_of(batch, ends)
+
+    def _rate(self, now: float) -> float:
+        while self._arrivals and self._arrivals[0] < now - RATE_WINDOW:
+            self._arrivals.popleft()
+        return len(self._arrivals) / RATE_WINDOW

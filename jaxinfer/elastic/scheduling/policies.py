@@ -1,0 +1,295 @@
+"""Which batch runs next and at which level: OTAS exact and as printed, and what it is compared with."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from jaxinfer.elastic.scheduling.batching import Batch, BatchingConfig
+from jaxinfer.elastic.scheduling.planner import Job, Option, plan_exact, plan_paper
+from jaxinfer.elastic.scheduling.profile import ServingProfile
+
+
+class Decision(NamedTuple):
+    """What runs next.
+
+    Attributes:
+      batch: which one.
+      level: at which it runs.
+      setup: seconds before it can, as for another model to be loaded.
+    """
+
+    batch: Batch
+    level: int
+    setup: float = 0.0
+
+
+class Policy(Protocol):
+    """Chooses whenever the device becomes free.
+
+    Attributes:
+      batching: how queries are put into batches.
+    """
+
+    batching: BatchingConfig
+
+    def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
+        """What runs next; None if no batch can end in time.
+
+        Args:
+          batches: that wait, in the order of arrival; at least one.
+          start: when the device is free.
+          rate: queries a second that arrived lately.
+        """
+        ...
+
+    def least_seconds(self, count: int) -> float:
+        """The soonest that it can answer so many queries."""
+        ...
+
+
+def job_of(batch: Batch, profile: ServingProfile) -> Job:
+    """A batch as planners see it."""
+    count = len(batch)
+    utilities: dict[str, float] = {}
+    for query in batch.queries:
+        utilities[query.task] = utilities.get(query.task, 0.0) + query.utility
+    return Job(
+        batch.deadline,
+        tuple(
+            Option(
+                level,
+                profile.batch_seconds(level, count),
+                sum(utility * profile.right(task, level) for task, utility in utilities.items()),
+            )
+            for level in profile.levels
+        ),
+    )
+
+
+def by_deadline(batches: Sequence[Batch]) -> list[Batch]:
+    """The earliest deadline first; of equal ones the earliest arrival."""
+    return sorted(batches, key=lambda batch: (batch.deadline, batch.arrival))
+
+
+class Elastic:
+    """Plans the levels of all batches exactly, each time anew.
+
+    Args:
+      profile: of the levels.
+      batching: how queries are put into batches.
+      max_jobs: batches that are planned, those with the earliest deadlines.
+      points: on the Pareto front; fewer are faster.
+    """
+
+    def __init__(
+        self,
+        profile: ServingProfile,
+        batching: BatchingConfig | None = None,
+        *,
+        max_jobs: int = 40,
+        points: int = 400,
+    ):
+        self._profile, self._max_jobs, self._points = profile, max_jobs, points
+        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
+
+    def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
+        del rate
+        planned = by_deadline(batches)[: self._max_jobs]
+        jobs = [job_of(batch, self._profile) for batch in planned]
+        resolution = max(jobs[-1].deadline - start, 0.0) / self._points
+        levels = plan_exact(jobs, start, resolution=resolution).levels
+        chosen = zip(planned, levels, strict=True)
+        return next((Decision(batch, level) for batch, level in chosen if level is not None), None)
+
+    def least_seconds(self, count: int) -> float:
+        return self._profile.fastest(count)
+
+
+class FixedLevel:
+    """One level for all batches, the earliest deadline first: PetS at level 0, ToMe below it, VPT above."""
+
+    def __init__(self, profile: ServingProfile, level: int, batching: BatchingConfig | None = None):
+        if level not in profile.levels:
+            raise ValueError(f"level {level} is not in the profile, which has {', '.join(map(str, profile.levels))}.")
+        self._profile, self._level = profile, level
+        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
+
+    def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
+        del rate
+        for batch in by_deadline(batches):
+            if start + self._profile.batch_seconds(self._level, len(batch)) < batch.deadline:
+                return Decision(batch, self._level)
+        return None
+
+    def least_seconds(self, count: int) -> float:
+        return self._profile.batch_seconds(self._level, count)
+
+
+class LargestThatFits:
+    """The slack rule: the most urgent batch at the most accurate level with which it ends in time."""
+
+    def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None):
+        self._profile = profile
+        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
+
+    def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
+        del rate
+        for batch in by_deadline(batches):
+            options = [o for o in job_of(batch, self._profile).options if start + o.seconds < batch.deadline]
+            if options:
+                return Decision(batch, max(options, key=lambda option: (option.utility, -option.seconds)).level)
+        return None
+
+    def least_seconds(self, count: int) -> float:
+        return self._profile.fastest(count)
+
+
+class SlackFit:
+    """SuperServe's policy (arXiv:2312.16733): the slack of the most urgent query picks a latency, and that a tuple.
+
+    Of all (level, batch size) the Pareto-optimal ones by seconds and accuracy are sorted into buckets of latency; the
+    bucket that the slack fits gives the largest batch that there is queries for, and of those the most accurate.
+    """
+
+    def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None, *, buckets: int = 16):
+        self._profile = profile
+        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
+        tasks = profile.tasks
+        accuracy = {n: sum(profile.right(task, n) for task in tasks) / len(tasks) for n in profile.levels}
+        tuples = [(profile.seconds[n, size], size, accuracy[n], n) for n in profile.levels for size in profile.sizes]
+        tuples = [
+            one
+            for one in tuples
+            if not any(o != one and o[0] <= one[0] and o[1] >= one[1] and o[2] >= one[2] for o in tuples)
+        ]
+        least, most = min(one[0] for one in tuples), max(one[0] for one in tuples)
+        self._width = (most - least) / buckets or 1.0
+        self._tuples = sorted(tuples)
+
+    def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
+        del rate
+        for batch in by_deadline(batches):
+            slack = batch.deadline - start
+            fits = [one for one in self._tuples if one[0] < slack]
+            if not fits:
+                continue
+            bucket = [one for one in fits if one[0] > fits[-1][0] - self._width]
+            wanted = max(bucket, key=lambda one: (min(one[1], len(batch)), one[2]))
+            if start + self._profile.batch_seconds(wanted[3], len(batch)) < batch.deadline:
+                return Decision(batch, wanted[3])
+            quickest = min(self._profile.levels, key=lambda n: self._profile.batch_seconds(n, len(batch)))
+            if start + self._profile.batch_seconds(quickest, len(batch)) < batch.deadline:
+                return Decision(batch, quickest)
+        return None
+
+    def least_seconds(self, count: int) -> float:
+        return self._profile.fastest(count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaperConfig:
+    """OTAS's parameters (section V).
+
+    Attributes:
+      min_jobs: with at most so many batches Algorithm 3 decides (beta).
+      initial: seconds from the start in which it does, too.
+      high_utility: batches with a higher mean utility get the highest level in Algorithm 3 (kappa).
+    """
+
+    min_jobs: int = 5
+    initial: float = 2.0
+    high_utility: float = 0.8
+
+
+PAPER_RATES = (
+    (1000 / 580, -20),
+    (520 / 580, -15),
+    (450 / 580, -10),
+    (380 / 580, -5),
+    (350 / 580, 0),
+    (320 / 580, 2),
+    (280 / 580, 4),
+    (0.0, 8),
+)
+"""Table I: from which rate on, as a multiple of the paper's capacity at level 0 (580 a second), which level."""
+
+
+class Paper:
+    """OTAS as it is printed: Algorithm 2, and Algorithm 3 where few batches wait.
+
+    Table I's levels are those of `PAPER_RATES`, or the nearest that there are.
+    """
+
+    def __init__(
+        self, profile: ServingProfile, batching: BatchingConfig | None = None, config: PaperConfig | None = None
+    ):
+        self._profile, self._config = profile, config or PaperConfig()
+        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1], paper=True)
+        self._begun: float | None = None
+
+    def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
+        self._begun = start if self._begun is None else self._begun
+        waiting = by_deadline(batches)
+        jobs = [job_of(batch, self._profile) for batch in waiting]
+        if len(jobs) <= self._config.min_jobs or start - self._begun < self._config.initial:
+            levels = self._by_rate(waiting, start, rate)
+        else:
+            levels = plan_paper(jobs, start).levels
+        chosen = zip(waiting, levels, strict=True)
+        return next((Decision(batch, level) for batch, level in chosen if level is not None), None)
+
+    def _by_rate(self, batches: Sequence[Batch], start: float, rate: float) -> list[int | None]:
+        """Algorithm 3."""
+        profile, levels, clock = self._profile, list[int | None](), start
+        relative = rate / profile.capacity(0)
+        wanted = next(level for least, level in PAPER_RATES if relative >= least)
+        usual = min(profile.levels, key=lambda level: abs(level - wanted))
+        for batch in batches:
+            level = usual
+            mean = sum(query.utility for query in batch.queries) / len(batch)
+            if clock + profile.batch_seconds(usual, len(batch)) >= batch.deadline:
+                level = profile.levels[0]
+            elif mean > self._config.high_utility:
+                level = profile.levels[-1]
+            levels.append(level)
+            clock += profile.batch_seconds(level, len(batch))
+        return levels
+
+    def least_seconds(self, count: int) -> float:
+        return self._profile.fastest(count)
+
+
+class ModelSwitching:
+    """INFaaS's policy: the most accurate of several models whose throughput is enough, loaded when the choice changes.
+
+    Args:
+      profiles: of the models, each at level 0, the most accurate last.
+      load_seconds: that it takes to make each of them the one that runs.
+      batching: how queries are put into batches.
+    """
+
+    def __init__(
+        self,
+        profiles: Sequence[ServingProfile],
+        load_seconds: Sequence[float],
+        batching: BatchingConfig | None = None,
+    ):
+        self._profiles, self._loads = profiles, load_seconds
+        self.batching = batching or BatchingConfig(max_batch=profiles[0].sizes[-1])
+        self.model = len(profiles) - 1
+
+    def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
+        enough = [index for index, profile in enumerate(self._profiles) if profile.capacity(0) >= rate]
+        wanted = max(enough, default=0)
+        setup = self._loads[wanted] if wanted != self.model else 0.0
+        for batch in by_deadline(batches):
+            if start + setup + self._profiles[wanted].batch_seconds(0, len(batch)) < batch.deadline:
+                self.model = wanted
+                return Decision(batch, 0, setup)
+        return None
+
+    def least_seconds(self, count: int) -> float:
+        return min(
+            profile.batch_seconds(0, count) + (load if index != self.model else 0.0)
+            for index, (profile, load) in enumerate(zip(self._profiles, self._loads, strict=True))
+        )

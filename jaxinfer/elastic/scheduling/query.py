@@ -1,0 +1,46 @@
+"""Queries, and what becomes of them."""
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class Outcome(enum.IntEnum):
+    """How a query ended (OTAS, section V, "the execution type of a query")."""
+
+    CORRECT = 1  # in time, with the right answer
+    WRONG = 2  # in time, with a wrong one
+    LATE = 3  # answered after its deadline
+    SHED = 4  # not answered: it could not have been in time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Query:
+    """An image that waits for its answer.
+
+    Attributes:
+      id: counts queries.
+      task: whose classes.
+      arrival: seconds, on the controller's clock.
+      latency: seconds from arrival within which the answer is worth something.
+      utility: what a right answer in time earns.
+      payload: the image, or whatever else runs it; controllers do not look at it.
+    """
+
+    id: int
+    task: str
+    arrival: float
+    latency: float
+    utility: float
+    payload: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("latency", "utility"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):  # NaN is neither
+                raise ValueError(f"a query's {name} must be finite and >= 0, got {value}.")
+
+    @property
+    def deadline(self) -> float:
+        """Before which it must be answered."""
+        return self.arrival + self.latency

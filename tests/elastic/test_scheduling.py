@@ -1,0 +1,285 @@
+"""Batching, policies and the controller on a simulated clock: every query ends once, and OTAS earns what it should."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.elastic.scheduling.batching import BatchingConfig, BatchQueue
+from jaxinfer.elastic.scheduling.controller import Controller
+from jaxinfer.elastic.scheduling.policies import (
+    Elastic,
+    FixedLevel,
+    LargestThatFits,
+    ModelSwitching,
+    Paper,
+    SlackFit,
+    job_of,
+)
+from jaxinfer.elastic.scheduling.profile import ServingProfile
+from jaxinfer.elastic.scheduling.query import Outcome, Query
+from jaxinfer.elastic.scheduling.simulator import simulate
+from jaxinfer.elastic.scheduling.workloads import (
+    burstiness,
+    bursty_arrivals,
+    make_queries,
+    poisson_arrivals,
+    read_trace,
+    table_ii,
+    wandering_arrivals,
+    write_trace,
+)
+from tests.elastic.serving import LEVELS, TASKS, profile
+
+PROFILE = profile()
+POLICIES = {
+    "elastic": lambda: Elastic(PROFILE),
+    "paper": lambda: Paper(PROFILE),
+    "pets": lambda: FixedLevel(PROFILE, 0),
+    "merging": lambda: FixedLevel(PROFILE, -15),
+    "prompts": lambda: FixedLevel(PROFILE, 2),
+    "slack": lambda: LargestThatFits(PROFILE),
+    "slackfit": lambda: SlackFit(PROFILE),
+    "infaas": lambda: ModelSwitching([profile(0.5), PROFILE, profile(3.0)], [0.05, 0.1, 0.3]),
+}
+
+
+def query(number, arrival, latency=0.6, utility=1.0, task="cifar10"):
+    return Query(id=number, task=task, arrival=arrival, latency=latency, utility=utility)
+
+
+def batches_of(queries, **config):
+    queue = BatchQueue(BatchingConfig(**config))
+    for each in queries:
+        queue.add(each)
+    return [[each.id for each in batch.queries] for batch in queue]
+
+
+# Algorithm 1
+
+
+def test_queries_join_the_newest_batch_that_fits():
+    assert batches_of([query(0, 0.0), query(1, 0.1), query(2, 0.2)]) == [[0, 1, 2]]
+    assert batches_of([query(0, 0.0), query(1, 0.1, utility=0.1), query(2, 0.2)]) == [[0, 2], [1]]
+    assert batches_of([query(i, 0.0) for i in range(5)], max_batch=2) == [[0, 1], [2, 3], [4]]
+
+
+def test_thresholds_are_taken_in():
+    """Each is met exactly, then passed by a little."""
+    assert batches_of([query(0, 0.0, 1.0), query(1, 0.5, 0.5)]) == [[0, 1]]
+    assert batches_of([query(0, 0.0, 1.0), query(1, 0.501, 0.499)]) == [[0], [1]]
+    assert batches_of([query(0, 0.0, 0.5), query(1, 0.0, 1.0)]) == [[0, 1]]
+    assert batches_of([query(0, 0.0, 0.5), query(1, 0.0, 1.001)]) == [[0], [1]]
+    assert batches_of([query(0, 0.0, utility=1.0), query(1, 0.0, utility=0.2)]) == [[0, 1]]
+    assert batches_of([query(0, 0.0, utility=1.0), query(1, 0.0, utility=0.19)]) == [[0], [1]]
+
+
+def test_deadlines_of_a_batch_drift_apart_only_as_in_the_paper():
+    queries = [query(0, 0.0, 1.0), query(1, 0.0, 0.6), query(2, 0.0, 1.3)]
+    assert batches_of(queries, max_wait=5.0) == [[0, 1], [2]]
+    assert batches_of([queries[1], queries[0], query(2, 0.0, 1.05)], paper=True) == [[1, 0, 2]]
+    assert batches_of([query(0, 0, 0.5), query(1, 0, 0.1), query(2, 0, 0.6)], paper=True) == [[0, 1, 2]]
+    assert batches_of([query(0, 0, 0.5), query(1, 0, 0.05), query(2, 0, 0.6)]) == [[0, 1], [2]]
+
+
+def test_a_clock_that_steps_back_keeps_the_order():
+    queue = BatchQueue(BatchingConfig(max_wait=0.0, max_deadline_gap=0.0))
+    for number, arrival in enumerate((1.0, 3.0, 2.0, 0.5)):
+        queue.add(query(number, arrival))
+    assert [batch.arrival for batch in queue] == [0.5, 1.0, 2.0, 3.0]
+
+
+def test_only_hopeless_queries_are_shed():
+    queue = BatchQueue(BatchingConfig())
+    for number, latency in enumerate((0.3, 0.5, 0.4)):
+        queue.add(query(number, 0.0, latency))
+    assert [each.id for each in queue.shed(0.35)] == [0]
+    (batch,) = queue
+    assert (batch.deadline, len(batch)) == (0.4, 2)
+    assert [each.id for each in queue.withdraw(lambda each: each.id == 1)] == [1]
+    assert [each.id for each in queue.shed(0.4)] == [2]
+    assert len(queue) == queue.queries == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: BatchingConfig(max_batch=0), "max_batch must be >= 1, got 0"),
+        (lambda: BatchingConfig(max_wait=math.nan), "max_wait must be >= 0, got nan"),
+        (lambda: query(0, 0.0, latency=-1), "latency must be finite and >= 0, got -1"),
+        (lambda: query(0, 0.0, utility=math.nan), "utility must be finite and >= 0, got nan"),
+        (lambda: FixedLevel(PROFILE, 3), "level 3 is not in the profile, which has -20, -15"),
+        (lambda: dataclasses.replace(PROFILE, levels=(0, 9)), r"\(9, 1\) is missing"),
+        (lambda: table_ii(["a"]), "Table II has three tasks, got 1"),
+    ],
+)
+def test_bad_values(given, message):
+    with pytest.raises(ValueError, match=message):
+        given()
+
+
+# Policies and the controller
+
+
+def test_a_batch_as_a_planner_sees_it():
+    queue = BatchQueue(BatchingConfig())
+    for number, task in enumerate(("cifar10", "cifar10", "cifar100")):
+        queue.add(query(number, 0.0, utility=0.5, task=task))
+    (batch,) = queue
+    job = job_of(batch, PROFILE)
+    assert [option.level for option in job.options] == list(LEVELS)
+    plain = next(option for option in job.options if option.level == 0)
+    assert plain.utility == pytest.approx(0.5 * (2 * 0.97 + 0.85))
+    assert plain.seconds == PROFILE.seconds[0, 4]  # padded
+
+
+def test_levels_follow_the_load():
+    """Alone a query gets prompts; many get merged tokens; with no time left, the fastest level."""
+    controller = Controller(Elastic(PROFILE))
+    controller.submit(query(0, 0.0))
+    assert controller.next(0.0).decision.level == 8
+    for number in range(64 * 8):
+        controller.submit(query(number, 0.0))
+    assert controller.next(0.0).decision.level < 0
+    late = Controller(Elastic(PROFILE))
+    late.submit(query(0, 0.0))
+    soonest = 0.6 - PROFILE.batch_seconds(-20, 1)
+    assert late.next(soonest - 1e-4).decision.level == -20
+    late.submit(query(1, 0.0))
+    done = late.next(soonest + 1e-4)
+    assert done.decision is None
+    assert [each.id for each in done.shed] == [1]
+
+
+def test_a_batch_too_large_for_its_first_deadline_gives_that_query_up():
+    """The others go on: one query that is nearly late does not take 63 with it."""
+    controller = Controller(Elastic(PROFILE))
+    controller.submit(query(0, 0.0, latency=0.02))
+    for number in range(1, 64):
+        controller.submit(query(number, 0.0, latency=0.4))
+    done = controller.next(0.0)
+    assert [each.id for each in done.shed] == [0]
+    assert len(done.decision.batch) == 63
+
+
+def test_models_are_loaded_where_the_choice_changes():
+    fast, slow = profile(0.5), profile(2.0)
+    policy = ModelSwitching([fast, slow], [0.05, 0.3])
+    queue = BatchQueue(policy.batching)
+    queue.add(query(0, 0.0))
+    batches = list(queue)
+    assert policy.choose(batches, 0.0, slow.capacity() - 1).setup == 0
+    assert policy.choose(batches, 0.0, slow.capacity() + 1).setup == 0.05
+    assert policy.choose(batches, 0.0, slow.capacity() + 1).setup == 0  # it is there
+    assert policy.choose(batches, 0.0, slow.capacity() - 1).setup == 0.3
+
+
+queries_strategy = st.lists(
+    st.builds(
+        Query,
+        id=st.just(0),
+        task=st.sampled_from(TASKS),
+        arrival=st.floats(0, 3),
+        latency=st.floats(0, 1.5),
+        utility=st.sampled_from([0.0, 0.01, 0.2, 0.3, 1.0]),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(queries=queries_strategy, name=st.sampled_from(sorted(POLICIES)), slower=st.sampled_from([1.0, 1.7]))
+def test_every_query_ends_once(queries, name, slower):
+    """Also on a device that takes longer than its profile says."""
+    queries = [dataclasses.replace(each, id=index) for index, each in enumerate(queries)]
+    report = simulate(
+        queries, POLICIES[name](), PROFILE, seconds=lambda level, count: slower * PROFILE.batch_seconds(level, count)
+    )
+    assert sorted(answer.query.id for answer in report.answers) == list(range(len(queries)))
+    assert sum(report.outcomes.values()) == len(queries)
+    for answer in report.answers:
+        if answer.outcome is Outcome.SHED:
+            assert answer.level is None
+        else:
+            assert (answer.ended < answer.query.deadline) == (answer.outcome is not Outcome.LATE)
+            assert answer.began >= answer.query.arrival
+    if slower == 1.0 and name != "paper":  # whose plans may miss deadlines
+        assert report.outcomes[Outcome.LATE] == 0
+    ends = {answer.ended for answer in report.answers if answer.level is not None}
+    starts = sorted({answer.began for answer in report.answers if answer.level is not None})
+    assert len(ends) == len(starts)  # a batch at a time
+
+
+def serve(name, load, *, seconds=15, seed=0, arrivals=wandering_arrivals):
+    given = make_queries(arrivals(load * PROFILE.capacity(), seconds, seed=seed), table_ii(TASKS), seed=seed)
+    return simulate(given, POLICIES[name](), PROFILE, seed=seed)
+
+
+def test_it_earns_what_the_paper_promises():
+    """At light and heavy load nearly all there is to earn; more than any fixed level, slack rules and the paper's."""
+    for load, least in ((0.5, 0.98), (1.05, 0.95), (1.3, 0.9)):
+        earned = {name: serve(name, load).normalised for name in POLICIES if name != "infaas"}
+        assert earned["elastic"] > least, (load, earned)
+        assert max(earned, key=earned.get) == "elastic", (load, earned)
+        if load > 1:
+            assert earned["elastic"] > 1.2 * earned["pets"]
+        assert serve("elastic", load).outcomes[Outcome.LATE] == 0
+
+
+def test_it_uses_prompts_when_idle_and_merges_when_busy():
+    idle, busy = serve("elastic", 0.3).levels, serve("elastic", 1.4).levels
+    assert sum(count for level, count in idle.items() if level > 0) > 0.9 * idle.total()
+    assert sum(count for level, count in busy.items() if level < 0) > 0.6 * busy.total()
+
+
+def test_unknown_tasks_levels_fall_back_to_level_0_alone():
+    partial = ServingProfile(
+        levels=LEVELS,
+        sizes=PROFILE.sizes,
+        seconds=PROFILE.seconds,
+        accuracy={("a", 0): 0.9, ("a", -5): 0.8},
+    )
+    assert partial.right("a", 8) == 0.9
+    with pytest.raises(KeyError):
+        partial.right("b", 0)
+
+
+# Workloads
+
+
+@pytest.mark.parametrize("arrivals", [poisson_arrivals, wandering_arrivals, bursty_arrivals])
+def test_traces_have_the_rate_asked_and_are_the_same_again(arrivals):
+    times = arrivals(300.0, 60, seed=3)
+    assert len(times) / 60 == pytest.approx(300, rel=0.03)
+    assert times.min() >= 0
+    assert times.max() <= 60
+    assert (np.diff(times) >= 0).all()
+    np.testing.assert_array_equal(times, arrivals(300.0, 60, seed=3))
+    assert len(times) != len(arrivals(300.0, 60, seed=4)) or not np.array_equal(times, arrivals(300.0, 60, seed=4))
+
+
+def test_burstiness():
+    """That of a Poisson process is 1; the traces bunch more, the bursty one most."""
+    steady = burstiness(poisson_arrivals(300.0, 600, seed=0))
+    assert steady["cv"] == pytest.approx(1, abs=0.03)
+    assert steady["dispersion_1s"] == pytest.approx(1, abs=0.2)
+    assert abs(steady["lag_1"]) < 0.15
+    wandering, bursty = (burstiness(make(300.0, 600, seed=0)) for make in (wandering_arrivals, bursty_arrivals))
+    assert 10 < wandering["dispersion_1s"] < bursty["dispersion_1s"]
+    assert bursty["lag_1"] > 0.6
+    assert bursty["peak_to_mean"] > 3
+    assert burstiness(np.zeros(1)) == {"rate": 0.0}
+
+
+def test_traces_are_written_and_read(tmp_path):
+    made = make_queries(poisson_arrivals(20.0, 2, seed=0), table_ii(TASKS), seed=0, scale=2.0)
+    assert {each.latency for each in made} == {1.2, 2.0}
+    write_trace(tmp_path / "trace.jsonl", made)
+    assert read_trace(tmp_path / "trace.jsonl") == made
+    (tmp_path / "trace.jsonl").write_text(json.dumps({"id": 0, "task": "a"}) + "\n")
+    with pytest.raises(ValueError, match=r"trace.jsonl:1: not a query"):
+        read_trace(tmp_path / "trace.jsonl")
