@@ -115,11 +115,12 @@ def _most_similar(unit: jax.Array, size: jax.Array, r: int, protected: int) -> _
     scores = jnp.where(size[:, ::2, None] > 0, scores, _FIRST)
     a, b = jnp.arange(0, unit.shape[1], 2), jnp.arange(1, unit.shape[1], 2)
     scores = jnp.where((a[:, None] < protected) | (b < protected), -jnp.inf, scores)
-    order = jnp.argsort(-jnp.max(scores, axis=2), axis=1, stable=True)
-    merged, rest = order[:, :r], jnp.sort(order[:, r:], axis=1)
-    into = jnp.take_along_axis(jnp.argmax(scores, axis=2), merged, axis=1)
-    odd = jnp.broadcast_to(b, (len(unit), len(b)))
-    return _Choice(jnp.concatenate([2 * rest, odd], axis=1), 2 * merged, rest.shape[1] + into)
+    _, merged = lax.top_k(jnp.max(scores, axis=2), r)
+    into = jnp.argmax(jnp.take_along_axis(scores, merged[..., None], axis=1), axis=2)
+    is_merged = jnp.any(merged[..., None] == jnp.arange(len(a)), axis=1)
+    rest = jnp.sort(jnp.where(is_merged, len(a), jnp.arange(len(a))), axis=1)[:, :-r]
+    kept = jnp.concatenate([2 * rest, jnp.broadcast_to(b, (len(unit), len(b)))], axis=1)
+    return _Choice(kept, 2 * merged, rest.shape[1] + into)
 
 
 def _highest_energy(unit: jax.Array, size: jax.Array, r: int, protected: int, *, margin: float) -> _Choice:
