@@ -128,11 +128,11 @@ def _highest_energy(unit: jax.Array, size: jax.Array, r: int, protected: int, *,
     place = jnp.arange(unit.shape[1])
     mergeable = (size > 0) & (place >= protected)
     cosines = _cosines(unit, unit)
-    terms = jnp.where(cosines >= margin, cosines, jnp.expm1(cosines - margin))
+    terms = jnp.where(cosines >= margin, cosines, jnp.exp(cosines - margin) - 1)
     # Sums in place of means: all of a row would be divided by the same number.
     energy = jnp.sum(jnp.where(mergeable[:, None] & (place != place[:, None]), terms, 0.0), axis=2)
     energy = jnp.where(mergeable, energy, jnp.where(place < protected, -jnp.inf, jnp.inf))
-    order = jnp.argsort(-energy, axis=1, stable=True)  # padding, the others by energy, the protected ones
+    _, order = lax.top_k(energy, 2 * r)  # padding before all others
     padding = jnp.minimum(jnp.sum(energy == jnp.inf, axis=1, keepdims=True), r)  # removed: the first `padding` slots
 
     slot = jnp.arange(r)
@@ -141,12 +141,11 @@ def _highest_energy(unit: jax.Array, size: jax.Array, r: int, protected: int, *,
     scores = _cosines(_rows(unit, merged), _rows(unit, partners))
     into = jnp.argmax(jnp.where((slot < padding)[:, None], -jnp.inf, scores), axis=2)
 
-    rank = jnp.argsort(order, axis=1)
-    paired = (rank >= padding) & (rank < 2 * r - padding)
-    is_b = paired & ((rank - padding) % 2 == 1)
-    removed = (rank < padding) | (paired & ~is_b)
-    last = 2 * len(place)
-    kept = jnp.argsort(jnp.where(removed, last, jnp.where(is_b, len(place) + rank, place)), axis=1)[:, :-r]
+    # Sorts the tokens that are left alone by their place, the partners after them by their slot.
+    is_merged = jnp.any(merged[..., None] == place, axis=1)
+    is_partner = (partners[..., None] == place) & (slot >= padding)[..., None]  # [B, r, n]
+    last = jnp.max(jnp.where(is_partner, len(place) + slot[:, None], 0), axis=1)
+    kept = jnp.argsort(jnp.where(is_merged, 2 * len(place), jnp.maximum(place, last)), axis=1)[:, :-r]
     return _Choice(kept, merged, kept.shape[1] - r + into)
 
 
