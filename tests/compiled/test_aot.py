@@ -21,7 +21,8 @@ from jaxinfer.generation.execution.programs import chain, prefill
 from jaxinfer.models import KVPages, WeightFormat
 from jaxinfer.models.abstract import abstract_model
 from jaxinfer.models.leaves import canonical_leaves
-from jaxinfer.models.presets import preset
+from jaxinfer.models.presets import preset, vision_preset
+from jaxinfer.models.token_adaptation import TokenAdaptation
 from sharding import MeshConfig
 
 BF16 = WeightFormat(dtype=np.dtype(jnp.bfloat16))
@@ -185,6 +186,23 @@ def test_a_streamed_layer_runs_the_same_kernels_and_copies_nothing():
     chunks = compile_program(Target.load("h200"), spec, {"kind": 0, "chunks": 1, "batch": 2, "pages": 32})
     assert chunks.aliased == chunks.donated
     assert chunks.temp_bytes < layout.state.caches[0].k.size * 2
+
+
+@pytest.mark.aot
+def test_a_layer_of_a_vision_transformer_that_merges_tokens():
+    """The kernels of a ViT-B layer in bfloat16, 32 images of 197 tokens, 13 of which it merges."""
+    config = dataclasses.replace(vision_preset("vit-b", labels=("x",)), layers=1)
+    graphdef, state = nnx.split(abstract_model(config, BF16))
+    adaptation = TokenAdaptation(merges=(13,))
+
+    def layer(state, x):
+        model = nnx.merge(graphdef, state)
+        return adaptation.run_layers(model.layers, x, config.positions)[:2]
+
+    x = jax.ShapeDtypeStruct((32, config.tokens, config.embed), jnp.bfloat16)
+    report = compile_for(Target.load("h200"), layer, (state, x), resources=True)
+    assert not any(kernel.resources.spill_bytes for kernel in report.kernels if kernel.resources)
+    print([(kernel.name, kernel.kind, kernel.scope) for kernel in report.kernels])
 
 
 def in_its_own_process(function, name):

@@ -4,7 +4,7 @@ Runs in environments of its own, never in the tests: one for ResNet and ViT, and
 is copied), which needs an old huggingface-hub.
 
     python3.11 -m venv /tmp/resnet
-    /tmp/resnet/bin/pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0 timm==TIMM safetensors
+    /tmp/resnet/bin/pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0 timm==1.0.31 safetensors
     /tmp/resnet/bin/python tests/goldens/make_vision_goldens.py resnet
     /tmp/resnet/bin/python tests/goldens/make_vision_goldens.py vit
     python3.11 -m venv /tmp/yolov5
@@ -67,7 +67,7 @@ VITS = {
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "intermediate_size": 48,
-            "patch_size": 32,
+            "patch_size": 16,
             "qkv_bias": False,
             "hidden_act": "gelu_pytorch_tanh",
             "layer_norm_eps": 1e-6,
@@ -179,7 +179,7 @@ def make_resnets() -> None:
 def make_vits() -> None:
     import timm
     import transformers
-    from timm.models import save_config_for_hf
+    from timm.models._hub import save_config_for_hf
 
     halves = [0.5] * 3, [0.5] * 3
     for seed, (name, (fields, pixels)) in enumerate(VITS.items(), 30):

@@ -255,7 +255,7 @@ def test_spellings_of_a_preprocessor(fields, tmp_path):
         ("config", {"patch_size": "16"}, "patch_size='16' must be of type int"),
         ("config", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' is not implemented"),
         ("config", {"num_attention_heads": 5}, "24 is not a multiple of the 5 heads"),
-        ("config", {"image_size": 80}, r"embeddings.position_embeddings is \[1, 17, 24\]"),
+        ("config", {"patch_size": 8}, r"embeddings.position_embeddings is \[1, 17, 24\]"),
         ("preprocessor_config", {"size": 72}, "size=72 does not fit images of 64 pixels"),
         ("preprocessor_config", {"size": {"height": 64, "width": 80}}, "does not fit images of 64 pixels"),
         ("preprocessor_config", {"do_rescale": False}, "do_rescale=False is not implemented"),
@@ -351,11 +351,9 @@ def test_heads_of_timm(tmp_path):
 
     assert heads(vision.DIRECTORY / "timm_vit_token") == (1, 1, 64)
     assert heads(vision.DIRECTORY / "timm_vit_average") == (4, 4, 16)
+    token = {name: x.shape for name, x in load_file(vision.DIRECTORY / "timm_vit_token/model.safetensors").items()}
     for width, expected in ((768, 12), (1024, 16), (1280, 16), (1408, 16)):
-        shapes = {
-            name: tuple(width if side == 64 else side for side in shape)
-            for name, shape in HuggingFaceModel(vision.DIRECTORY / "timm_vit_token")._tensors.shapes.items()
-        }
+        shapes = {name: tuple(width if side == 64 else side for side in shape) for name, shape in token.items()}
         assert timm_vit.FAMILY.config(shapes).attention.q_heads == expected
 
 

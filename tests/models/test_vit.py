@@ -167,10 +167,9 @@ def check(config, adaptation, prompts=None):
     ("config", "r", "schedule"),
     [
         (DEEP, 5, MergeSchedule.CONSTANT),
-        (DEEP, 13, MergeSchedule.DECREASING),
-        (MEAN, 13, MergeSchedule.CONSTANT),
-        (MEAN, 20, MergeSchedule.DECREASING),
-        (DEEP, 20, MergeSchedule.CONSTANT),
+        (MEAN, 13, MergeSchedule.DECREASING),
+        (MEAN, 20, MergeSchedule.CONSTANT),
+        (dataclasses.replace(DEEP, layers=3), 20, MergeSchedule.DECREASING),
     ],
 )
 def test_merged(config, r, schedule):

@@ -33,9 +33,9 @@ def _config(shapes: Mapping[str, Shape]) -> ViTConfig:
     for name, what in _NOT_IMPLEMENTED.items():
         if name in shapes:
             raise ValueError(f"The tensor {name} is of a ViT with {what}, which is not implemented.")
-    for name, what in (("cls_token", "class token"), ("pos_embed", "learned positions")):
+    for name, what in (("cls_token", "a class token"), ("pos_embed", "learned positions")):
         if name not in shapes:
-            raise ValueError(f"The tensor {name} is missing; a ViT without a {what} is not implemented.")
+            raise ValueError(f"The tensor {name} is missing; a ViT without {what} is not implemented.")
     embed, heads = shapes["cls_token"][-1], _heads(shapes["cls_token"][-1])
     patch_size, patches = _grid(shapes)
     return ViTConfig(
