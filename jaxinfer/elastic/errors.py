@@ -21,5 +21,17 @@ class InvalidImageError(ElasticError):
     """An image, or a set of them, that the model cannot take."""
 
 
+class ShedError(ElasticError):
+    """A query that was given up, because its answer could not have come in time."""
+
+
+class OverloadedError(ElasticError):
+    """A query that was refused, because too many wait."""
+
+
+class ShutdownError(ElasticError):
+    """The service was closed before the query was answered."""
+
+
 class ProfileError(ElasticError):
     """A profile that is missing, or was made with something else than what runs now."""

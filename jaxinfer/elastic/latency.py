@@ -70,17 +70,19 @@ class LatencyProfile:
     def _cost(self, level: int, batch: int) -> Cost | None:
         return self.costs.of(PROGRAM, level=level, merged=self._merged(level), batch=batch)
 
-    def observe(self, level: int, batch: int, seconds: float) -> None:
-        """Count a batch, and take the profile of its level and size anew if it has drifted."""
+    def observe(self, level: int, batch: int, seconds: float) -> bool:
+        """Count a batch; where its level and size have drifted, take their profile anew and say so."""
         self.costs.record(PROGRAM, (("level", level), ("merged", self._merged(level)), ("batch", batch)), seconds)
         newest = self._newest.setdefault((level, batch), deque(maxlen=NEWEST))
         newest.append(seconds)
         if len(newest) < NEWEST or (level, batch) not in self._known:
-            return
+            return False
         median, known = statistics.median(newest), self._known[level, batch]
-        if abs(math.log(median / known.p50)) > math.log(DRIFT):
-            p95 = statistics.quantiles(newest, n=20, method="inclusive")[-1]
-            log.info("Batches of %d at level %d take %.3g s, not %.3g.", batch, level, median, known.p50)
-            self._known[level, batch] = Latency(median, p95)
-            self.refreshed += 1
-            newest.clear()
+        if abs(math.log(median / known.p50)) <= math.log(DRIFT):
+            return False
+        p95 = statistics.quantiles(newest, n=20, method="inclusive")[-1]
+        log.info("Batches of %d at level %d take %.3g s, not %.3g.", batch, level, median, known.p50)
+        self._known[level, batch] = Latency(median, p95)
+        self.refreshed += 1
+        newest.clear()
+        return True

@@ -152,6 +152,10 @@ class LevelPrograms:
 
         Nothing is compiled here. Raises LevelError for a level that was not.
         """
+        return np.asarray(self.launch(level, tasks, images))[: len(images)]
+
+    def launch(self, level: int, tasks: Sequence[str], images: np.ndarray) -> jax.Array:
+        """The same without waiting for it, padded to the size of a program."""
         adaptation, known = self.adaptation(level), list(self._tasks)
         cache = self._levels[level].cache
         with cache.forbid_compile():
@@ -164,7 +168,8 @@ class LevelPrograms:
         arrays = self._arrays_of([task], adaptation.prompts)
 
         def logits(images: np.ndarray) -> np.ndarray:
-            return self._call(cache, arrays, [0] * len(images), images, batch=self.sizes[-1])
+            logits = self._call(cache, arrays, [0] * len(images), images, batch=self.sizes[-1])
+            return np.asarray(logits)[: len(images)]
 
         return logits
 
@@ -176,15 +181,13 @@ class LevelPrograms:
         images: np.ndarray,
         *,
         batch: int | None = None,
-    ) -> np.ndarray:
+    ) -> jax.Array:
         batch = batch or round_up(len(images), self.sizes)
         padding = batch - len(images)
         if padding:
             images = np.concatenate((images, np.zeros((padding, *images.shape[1:]), np.uint8)))
         program = cache.get(PROGRAM, batch=batch)
-        return np.asarray(program(self._leaves, *arrays, np.array([*places, *[0] * padding], np.int32), images))[
-            : len(places)
-        ]
+        return program(self._leaves, *arrays, np.array([*places, *[0] * padding], np.int32), images)
 
     def _cache_of(self, adaptation: TokenAdaptation) -> ProgramCache[Sequence[int]]:
         """Where the programs are that do this, none compiled yet."""

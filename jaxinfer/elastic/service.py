@@ -1,10 +1,12 @@
 """`Service`: one vision transformer for many tasks, whose tokens are chosen for each batch (OTAS, section III)."""
 
+import asyncio
 import dataclasses
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
 
@@ -13,11 +15,15 @@ import numpy as np
 from jaxinfer.compiled import Costs, ExecutableStore
 from jaxinfer.elastic.accuracy import LevelAccuracy
 from jaxinfer.elastic.datasets import Dataset
+from jaxinfer.elastic.driver import Answer, Driver, Statistics
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.images import check_images
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile
 from jaxinfer.elastic.levels import adaptation_of, check_level, default_merge_levels
 from jaxinfer.elastic.programs import LevelPrograms
+from jaxinfer.elastic.runner import LevelRunner, best_label
+from jaxinfer.elastic.scheduling.policies import Elastic, Policy
+from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.tasks import Head, Task, TaskRepository
 from jaxinfer.elastic.training import Trainer, TrainingConfig, fit_head
 from jaxinfer.generation.engine.buckets import round_up
@@ -68,6 +74,8 @@ class Service:
       protect_isolated: the margin of PiToMe's energy, to keep tokens that are unlike all others; None: ToMe's merging.
       max_batch: images that are classified at once.
       max_tasks, max_classes: how many tasks there can be, and classes of one.
+      policy: makes what decides, of the profile, which queries run next and at which level.
+      max_waiting: queries that wait at a time; more are refused.
 
     Attributes:
       config: of the model.
@@ -86,11 +94,18 @@ class Service:
         max_batch: int = 64,
         max_tasks: int = 8,
         max_classes: int = 100,
+        policy: Callable[[ServingProfile], Policy] = Elastic,
+        max_waiting: int = 10_000,
     ):
         config = model.config
         if not isinstance(config, ViTConfig):
             raise ElasticError(f"{model.folder} is no vision transformer; its tokens cannot be adapted for tasks.")
-        for name, value in (("max_batch", max_batch), ("max_tasks", max_tasks), ("max_classes", max_classes)):
+        for name, value in (
+            ("max_batch", max_batch),
+            ("max_tasks", max_tasks),
+            ("max_classes", max_classes),
+            ("max_waiting", max_waiting),
+        ):
             if value < 1:
                 raise ElasticError(f"Service.{name} must be >= 1, got {value}.")
         merge_levels = default_merge_levels(config) if merge_levels is None else tuple(merge_levels)
@@ -119,7 +134,9 @@ class Service:
         )
         self.latency = LatencyProfile(costs, lambda level: sum(self.adaptation(level).merges))
         self._tasks = {name: self._checked(repository.read(name)) for name in repository.names()}
-        self._registering = threading.Lock()
+        self._registering = threading.RLock()
+        self._policy, self._max_waiting = policy, max_waiting
+        self._driver: Driver | None = None
         for task in self._tasks.values():
             self._programs.put(task)
         if self._tasks:
@@ -206,12 +223,8 @@ class Service:
         self.latency.observe(level, round_up(len(images), self.batch_sizes), time.perf_counter() - begun)
         answers = []
         for name, row in zip(tasks, logits, strict=True):
-            labels = self._tasks[name].labels
-            exponentials = np.exp(row[: len(labels)] - row.max())
-            probabilities = exponentials / exponentials.sum()
-            answers.append(
-                Classification(label=labels[probabilities.argmax()], probabilities=probabilities, level=level)
-            )
+            label, probabilities = best_label(row, self._tasks[name].labels)
+            answers.append(Classification(label=label, probabilities=probabilities, level=level))
         return answers
 
     def _check_has_level(self, task: Task, level: int) -> None:
@@ -219,6 +232,78 @@ class Service:
         if level > 0 and level not in task.prompts:
             known = ", ".join(map(str, task.prompts)) or "none"
             raise LevelError(f"task {task.name!r} has no {level} prompts; it has: {known}.")
+
+    def serving_profile(self) -> ServingProfile:
+        """What a controller goes by: accuracy and latency of all tasks, at the levels that all of them have.
+
+        Raises ProfileError for what was not measured, or has changed since.
+        """
+        levels = tuple(n for n in self.levels if n <= 0 or all(n in task.prompts for task in self._tasks.values()))
+        if missing := self.latency.missing(self.levels, self.batch_sizes):
+            level, batch = missing[0]
+            raise ProfileError(f"batches of {batch} at level {level} were not timed here: call `measure_latency`.")
+        return ServingProfile(
+            levels=levels,
+            sizes=self.batch_sizes,
+            seconds={(n, b): self.latency.of(n, b).p95 for n in levels for b in self.batch_sizes},
+            accuracy={(name, n): self.accuracy(name, n).accuracy for name in self._tasks for n in levels},
+        )
+
+    def make_query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> "Future[Answer]":
+        """Classify an image within a time, at a level that is chosen when it runs (OTAS's Make_Query).
+
+        Args:
+          image: uint8 [size, size, 3], RGB, of the model's size.
+          task: whose classes.
+          latency: seconds from now within which the answer is worth something.
+          utility: what a right answer in time is worth, beside other queries.
+        Returns a future, which raises ShedError where the answer could not have been in time; cancelling it gives the
+        query up unless it runs. Raises InvalidImageError, UnknownTaskError, ProfileError, OverloadedError where too
+        many wait, ValueError for a latency or utility that is negative or not finite.
+        """
+        pixels = check_images(image, self.config.image_size)
+        if len(pixels) != 1:
+            raise ElasticError(f"a query is a single image, got {len(pixels)}.")
+        self.task(task)
+        return self._started().submit(task, pixels[0], latency=latency, utility=utility)
+
+    async def query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> Answer:
+        """`make_query` in a coroutine, which gives the query up when it is cancelled."""
+        return await asyncio.wrap_future(self.make_query(image, task, latency=latency, utility=utility))
+
+    def close(self, *, drain: bool = True) -> None:
+        """Take no more queries, and wait for those there are (`drain`), or end them with ShutdownError."""
+        with self._registering:
+            if self._driver is not None:
+                self._driver.close(drain=drain)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(drain=kind is None)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What became of queries so far."""
+        return Statistics() if self._driver is None else self._driver.statistics
+
+    def _started(self) -> Driver:
+        """The driver, which starts with the first query."""
+        if self._driver is None:
+            with self._registering:
+                if self._driver is None:
+                    policy = self._policy(self.serving_profile())
+                    runner = LevelRunner(
+                        self._programs, self.latency, lambda name: self._tasks[name].labels, self._plan_anew
+                    )
+                    self._driver = Driver(runner, policy, max_waiting=self._max_waiting)
+        return self._driver
+
+    def _plan_anew(self) -> None:
+        """Let the driver go by what is known now."""
+        if self._driver is not None:
+            self._driver.use(self._policy(self.serving_profile()))
 
     def accuracy(self, task: str, level: int) -> LevelAccuracy:
         """What profiling has found. Raises ProfileError if it has not, or if the level has changed since."""
@@ -294,6 +379,7 @@ class Service:
             )
             task = self._install(task, validation, progress)
         self.measure_latency(progress=progress)
+        self._plan_anew()
         return task
 
     def profile(self, name: str, validation: Dataset, *, progress: Progress = _no_progress) -> Task:
@@ -310,6 +396,7 @@ class Service:
             version = self._repository.next_version(name, new_version=True)
             task = self._install(dataclasses.replace(task, version=version), validation, progress, choose=True)
         self.measure_latency(anew=True, progress=progress)
+        self._plan_anew()
         return task
 
     def measure_latency(self, *, anew: bool = False, progress: Progress = _no_progress) -> None:

@@ -100,8 +100,8 @@ def test_only_hopeless_queries_are_shed():
     assert [each.id for each in queue.shed(0.35)] == [0]
     (batch,) = queue
     assert (batch.deadline, len(batch)) == (0.4, 2)
-    assert [each.id for each in queue.withdraw(lambda each: each.id == 1)] == [1]
     assert [each.id for each in queue.shed(0.4)] == [2]
+    assert [each.id for each in queue.shed(0.5)] == [1]
     assert len(queue) == queue.queries == 0
 
 
@@ -113,7 +113,7 @@ def test_only_hopeless_queries_are_shed():
         (lambda: query(0, 0.0, latency=-1), "latency must be finite and >= 0, got -1"),
         (lambda: query(0, 0.0, utility=math.nan), "utility must be finite and >= 0, got nan"),
         (lambda: FixedLevel(PROFILE, 3), "level 3 is not in the profile, which has -20, -15"),
-        (lambda: dataclasses.replace(PROFILE, levels=(0, 9)), r"\(9, 1\) is missing"),
+        (lambda: dataclasses.replace(PROFILE, levels=(0, 9)), r"needs the seconds of \(9, 1\)"),
         (lambda: table_ii(["a"]), "Table II has three tasks, got 1"),
     ],
 )
@@ -236,16 +236,10 @@ def test_it_uses_prompts_when_idle_and_merges_when_busy():
     assert sum(count for level, count in busy.items() if level < 0) > 0.6 * busy.total()
 
 
-def test_unknown_tasks_levels_fall_back_to_level_0_alone():
-    partial = ServingProfile(
-        levels=LEVELS,
-        sizes=PROFILE.sizes,
-        seconds=PROFILE.seconds,
-        accuracy={("a", 0): 0.9, ("a", -5): 0.8},
-    )
-    assert partial.right("a", 8) == 0.9
-    with pytest.raises(KeyError):
-        partial.right("b", 0)
+def test_a_profile_is_complete():
+    given = {"levels": LEVELS, "sizes": PROFILE.sizes, "seconds": PROFILE.seconds}
+    with pytest.raises(ValueError, match=r"needs the accuracy of \('a', -20\), which were not measured"):
+        ServingProfile(**given, accuracy={("a", 0): 0.9, ("a", -5): 0.8})
 
 
 # Workloads

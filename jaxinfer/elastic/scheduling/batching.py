@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from jaxinfer.elastic.scheduling.query import Query
 
@@ -116,18 +116,10 @@ class BatchQueue:
 
     def shed_of(self, batch: Batch, ends: float) -> list[Query]:
         """The same of one batch."""
-        return self._take(batch, lambda query: query.deadline <= ends)
-
-    def withdraw(self, matches: Callable[[Query], bool]) -> list[Query]:
-        """Take out all queries that match."""
-        return [query for batch in list(self._batches) for query in self._take(batch, matches)]
-
-    def _take(self, batch: Batch, matches: Callable[[Query], bool]) -> list[Query]:
-        taken = [query for query in batch.queries if matches(query)]
-        left = [query for query in batch.queries if not matches(query)] if taken else batch.queries
-        if not left:
+        shed = [query for query in batch.queries if query.deadline <= ends]
+        batch.queries = [query for query in batch.queries if query.deadline > ends]
+        if batch.queries:
+            batch.deadline = min(query.deadline for query in batch.queries)
+        else:
             self._batches.remove(batch)
-        elif taken:
-            batch.queries, batch.deadline = left, min(query.deadline for query in left)
-            batch.last_deadline = max(query.deadline for query in left)
-        return taken
+        return shed

@@ -1,7 +1,6 @@
 """The controller between batches: takes queries, gives up those that are hopeless, and says what runs next."""
 
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxinfer.elastic.scheduling.batching import BatchQueue
@@ -29,10 +28,13 @@ class Controller:
 
     Args:
       policy: chooses batches and levels.
+
+    Attributes:
+      policy: may be replaced between two calls; queries are put into batches as the first one says.
     """
 
     def __init__(self, policy: Policy):
-        self._policy = policy
+        self.policy = policy
         self._queue = BatchQueue(policy.batching)
         self._arrivals: deque[float] = deque()
 
@@ -48,24 +50,20 @@ class Controller:
 
     def next(self, start: float) -> Next:
         """What runs when the device is free, which it is at `start`. A batch that is given is no longer waiting."""
-        shed = self._queue.shed(start + self._policy.least_seconds(1))
+        shed = self._queue.shed(start + self.policy.least_seconds(1))
         rate = self._rate(start)
         while len(self._queue):
-            decision = self._policy.choose(list(self._queue), start, rate)
+            decision = self.policy.choose(list(self._queue), start, rate)
             if decision is not None:
                 self._queue.remove(decision.batch)
                 return Next(decision, shed)
             shed += self._shed_most_urgent(start)
         return Next(None, shed)
 
-    def withdraw(self, matches: Callable[[Query], bool]) -> list[Query]:
-        """Take out queries that nobody waits for any more."""
-        return self._queue.withdraw(matches)
-
     def _shed_most_urgent(self, start: float) -> list[Query]:
         """Of the batch with the earliest deadline, those that it cannot answer with all the others."""
         batch = min(self._queue, key=lambda batch: batch.deadline)
-        ends = max(start + self._policy.least_seconds(len(batch)), batch.deadline)
+        ends = max(start + self.policy.least_seconds(len(batch)), batch.deadline)
         return self._queue.shed_of(batch, ends)
 
     def _rate(self, now: float) -> float:

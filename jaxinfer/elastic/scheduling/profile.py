@@ -13,7 +13,7 @@ class ServingProfile:
       levels: ascending.
       sizes: that batches are padded to, ascending.
       seconds: of a batch by level and padded size, padding included: what nearly all batches keep to (p95).
-      accuracy: the share of right answers by task and level; a level that a task does not have is missing.
+      accuracy: the share of right answers by task and level; all tasks have all levels.
     """
 
     levels: tuple[int, ...]
@@ -22,9 +22,11 @@ class ServingProfile:
     accuracy: Mapping[tuple[str, int], float]
 
     def __post_init__(self) -> None:
-        missing = [(level, size) for level in self.levels for size in self.sizes if (level, size) not in self.seconds]
-        if missing:
-            raise ValueError(f"a profile needs the seconds of each level and size; {missing[0]} is missing.")
+        timed = [(level, size) for level in self.levels for size in self.sizes]
+        judged = [(task, level) for task in self.tasks for level in self.levels]
+        for name, wanted in (("seconds", timed), ("accuracy", judged)):
+            if missing := [key for key in wanted if key not in getattr(self, name)]:
+                raise ValueError(f"a profile needs the {name} of {missing[0]}, which were not measured.")
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -36,9 +38,8 @@ class ServingProfile:
         return self.seconds[level, self.sizes[bisect.bisect_left(self.sizes, count)]]
 
     def right(self, task: str, level: int) -> float:
-        """How likely an answer is right; level 0 stands for levels that the task does not have."""
-        found = self.accuracy.get((task, level))
-        return self.accuracy[task, 0] if found is None else found
+        """How likely an answer is right."""
+        return self.accuracy[task, level]
 
     def capacity(self, level: int = 0) -> float:
         """Queries a second in full batches."""

@@ -1,0 +1,220 @@
+"""Queries served live: answers, deadlines, overload, faults, cancelling, closing; nobody waits for ever."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+
+import numpy as np
+import pytest
+
+from jaxinfer.elastic import ElasticError, InvalidImageError, Service, UnknownTaskError
+from jaxinfer.elastic.driver import Driver
+from jaxinfer.elastic.errors import OverloadedError, ShedError, ShutdownError
+from jaxinfer.elastic.scheduling.policies import Elastic, FixedLevel
+from tests.elastic.serving import profile
+from tests.elastic.vits import stripes
+
+
+class Device:
+    """Takes as long as the profile says; can be held, and can fail."""
+
+    def __init__(self, scale=0.1):
+        self.profile, self.open, self.fails, self.ran = profile(scale), threading.Event(), None, []
+        self.open.set()
+
+    def launch(self, level, queries):
+        if self.fails:
+            raise self.fails
+        self.ran.append((level, [query.payload for query in queries]))
+        return time.perf_counter() + self.profile.batch_seconds(level, len(queries))
+
+    def collect(self, launched, queries):
+        assert self.open.wait(10)
+        time.sleep(max(launched - time.perf_counter(), 0))
+        return [(query.payload, np.ones(1)) for query in queries]
+
+    def expected_seconds(self, level, count):
+        return self.profile.batch_seconds(level, count)
+
+    def observe(self, level, count, seconds):
+        pass
+
+
+@pytest.fixture
+def start():
+    """Drivers on a device, closed at the end."""
+    drivers = []
+
+    def made(device, policy=Elastic, max_waiting=1000):
+        drivers.append(Driver(device, policy(device.profile), max_waiting=max_waiting))
+        return drivers[-1]
+
+    yield made
+    for driver in drivers:
+        driver.close(drain=False)
+
+
+def ask(driver, payload, latency=5.0, utility=1.0, task="cifar10"):
+    return driver.submit(task, payload, latency=latency, utility=utility)
+
+
+def test_answers(start):
+    driver = start(Device())
+    answers = [future.result(10) for future in [ask(driver, f"image {i}") for i in range(200)]]
+    assert [answer.label for answer in answers] == [f"image {i}" for i in range(200)]
+    for answer in answers:
+        assert answer.in_time
+        assert answer.queue_seconds >= 0
+        assert answer.compute_seconds > 0
+    statistics = driver.statistics
+    assert (statistics.answered, statistics.late, statistics.shed, statistics.failed) == (200, 0, 0, 0)
+    assert statistics.levels.total() == 200
+    assert statistics.batches < 200  # they share batches
+
+
+def test_what_cannot_be_in_time_is_shed_at_once(start):
+    driver = start(Device())
+    with pytest.raises(ShedError, match=r"no answer could have come within 1e-06 s"):
+        ask(driver, "late", latency=1e-6).result(10)
+    assert ask(driver, "next").result(10).label == "next"
+    assert driver.statistics.shed == 1
+
+
+def test_overload_is_refused_and_told(start):
+    device = Device()
+    driver = start(device, max_waiting=5)
+    device.open.clear()
+    futures = [ask(driver, i) for i in range(5)]
+    with pytest.raises(OverloadedError, match="5 queries wait, and max_waiting allows no more"):
+        ask(driver, 5)
+    device.open.set()
+    assert [future.result(10).label for future in futures] == list(range(5))
+    assert ask(driver, 6).result(10).label == 6
+
+
+def test_what_is_worth_most_goes_first(start):
+    """While the device is held, more comes than it can do in time: what is shed is worth little."""
+    device = Device(scale=1.0)
+    driver = start(device)
+    device.open.clear()
+    first = ask(driver, "first", latency=60.0)
+    time.sleep(0.05)
+    cheap = [ask(driver, "cheap", latency=0.6, utility=0.01) for _ in range(640)]
+    dear = [ask(driver, "dear", latency=0.6, utility=1.0) for _ in range(256)]
+    device.open.set()
+    assert first.result(10).label == "first"
+    done, _ = wait(cheap + dear, timeout=20)
+    assert len(done) == len(cheap) + len(dear)
+    answered = [sum(future.exception() is None for future in group) / len(group) for group in (cheap, dear)]
+    assert answered[1] > 0.9 > answered[0]
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_bad_numbers(start, value):
+    driver = start(Device())
+    for name in ("latency", "utility"):
+        with pytest.raises(ValueError, match=f"{name} must be finite and >= 0"):
+            ask(driver, "image", **{name: value})
+    assert ask(driver, "image").result(10).label == "image"
+
+
+def test_a_batch_that_fails_ends_its_own_queries(start):
+    device = Device()
+    driver = start(device)
+    device.fails = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ask(driver, "image").result(10)
+    device.fails = None
+    assert ask(driver, "image").result(10).label == "image"
+    assert driver.statistics.failed == 1
+
+
+def test_cancelled_queries_do_not_run(start):
+    device = Device()
+    driver = start(device)
+    device.open.clear()
+    first = ask(driver, "first")
+    while not device.ran:
+        time.sleep(1e-3)
+    others = [ask(driver, i) for i in range(4)]
+    assert others[1].cancel()
+    assert not first.cancel()  # it runs
+    device.open.set()
+    assert first.result(10).label == "first"
+    assert [others[i].result(10).label for i in (0, 2, 3)] == [0, 2, 3]
+    with pytest.raises(CancelledError):
+        others[1].result(10)
+    assert driver.statistics.cancelled == 1
+    assert all(1 not in payloads for _, payloads in device.ran)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_closing(start, drain):
+    device = Device()
+    driver = start(device)
+    device.open.clear()
+    futures = [ask(driver, i) for i in range(100)]
+    threading.Timer(0.1, device.open.set).start()
+    driver.close(drain=drain)
+    assert all(future.done() for future in futures)
+    ended = [future.exception() for future in futures]
+    if drain:
+        assert ended == [None] * 100
+    else:
+        assert any(isinstance(error, ShutdownError) for error in ended)
+    with pytest.raises(ShutdownError, match="takes no more queries"):
+        ask(driver, "late")
+    driver.close()
+
+
+def test_a_mistake_of_the_thread_ends_all(start, caplog):
+    class Broken(FixedLevel):
+        def choose(self, batches, start, rate):
+            raise AssertionError("a mistake")
+
+    driver = start(Device(), lambda profile: Broken(profile, 0))
+    with pytest.raises(ElasticError, match="has died: AssertionError"):
+        ask(driver, "image").result(10)
+    assert "has died" in caplog.text
+    with pytest.raises(ShutdownError):
+        ask(driver, "image")
+
+
+# On a service
+
+
+@pytest.fixture
+def serving(vit, registered, options):
+    with Service.from_checkpoint(vit, repository=registered, **options) as found:
+        found.measure_latency()
+        yield found
+
+
+def test_a_service_answers_queries(serving):
+    dataset = stripes(40, seed=12)
+    futures = [serving.make_query(image, "stripes", latency=30.0) for image in dataset.images]
+    answers = [future.result(30) for future in futures]
+    right = [a.label == dataset.names[label] for a, label in zip(answers, dataset.labels, strict=True)]
+    assert np.mean(right) > 0.8
+    for image, answer in zip(dataset.images, answers, strict=True):
+        (alone,) = serving.classify(image, "stripes", answer.level)
+        np.testing.assert_allclose(answer.probabilities, alone.probabilities, atol=1e-6)
+    assert serving.statistics.answered == 40
+
+    async def ask_all():
+        return await asyncio.gather(*(serving.query(image, "stripes", latency=30.0) for image in dataset.images[:5]))
+
+    assert [answer.label for answer in asyncio.run(ask_all())] == [a.label for a in answers[:5]]
+
+
+def test_bad_queries(serving):
+    image = stripes(1).images[0]
+    with pytest.raises(UnknownTaskError, match="no task 'faces'"):
+        serving.make_query(image, "faces", latency=1.0)
+    with pytest.raises(InvalidImageError, match="images must be uint8"):
+        serving.make_query(image.astype(float), "stripes", latency=1.0)
+    with pytest.raises(ElasticError, match="a query is a single image, got 2"):
+        serving.make_query(stripes(2).images, "stripes", latency=1.0)
+    with pytest.raises(ShedError):
+        serving.make_query(image, "stripes", latency=0.0).result(10)
