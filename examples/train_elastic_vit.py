@@ -2,10 +2,10 @@
 
 python examples/train_elastic_vit.py --export examples/elastic_vit
 
-The backbone learns how images are turned (by 0, 90, 180 or 270 degrees), of digits also the digit divided by two, which
-no task asks for. The images are those of the tasks that nothing is tested on, and crops of photos. Then four tasks are
-registered with 2, 4 and 8 prompts, and in `seeds` those of digits with 8 prompts from four more seeds, which say how
-much of a difference is chance. What is there already is not trained again. Needs the extra `elastic`.
+The backbone learns how images are turned (by 0, 90, 180 or 270 degrees), and of digits, alone or four in a square, the
+digit divided by two, which no task asks for. Nothing that a task is tested with is among its images. Then five tasks
+are registered with 2, 4 and 8 prompts, and in `seeds` those of digits with 8 prompts from four more seeds, which say
+how much of a difference is chance. What is there already is not trained again. Needs the extra `elastic`.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import optax
 from flax import nnx
 
 from jaxinfer.elastic import Dataset, Service, TrainingConfig, load_dataset
+from jaxinfer.elastic.datasets import make_mosaics, mosaic_members
 from jaxinfer.elastic.images import resize_images
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, ViTConfig
 from jaxinfer.models.loading import save_model
@@ -39,17 +40,25 @@ CONFIG = ViTConfig(
 TEST, TEST_SEED = 0.25, 1
 """The share of each task's images that nothing is trained on, and the seed that draws them."""
 
-TASKS, PROMPTS = ("digits", "mnist", "textures", "faces"), (2, 4, 8)
+TASKS, PROMPTS = ("digits", "mnist", "mosaics", "textures", "faces"), (2, 4, 8)
 SEEDS, SEEDED_TASKS = range(1, 5), ("digits", "mnist")
 
-TURNS, HALVES = 4, 5
-_NO_DIGIT = -1
+TURNS, HALVES, CORNERS = 4, 5, 4
+MOSAICS = 0.4
+"""The share of squares of four digits in a batch."""
 
 
-class Images(NamedTuple):
-    """What the backbone learns from: uint8 [N, 16, 16, 3], and int [N] digit // 2, or -1 where there is no digit."""
+class Batch(NamedTuple):
+    """What the backbone learns from.
+
+    Attributes:
+      pixels: uint8 [B, 16, 16, 3].
+      turns: int [B], by how many times 90 degrees an image is turned; -1: not asked.
+      halves: int [B, 4], of each corner the digit divided by two, of a single digit in all of them; -1: none there.
+    """
 
     pixels: np.ndarray
+    turns: np.ndarray
     halves: np.ndarray
 
 
@@ -69,27 +78,41 @@ def photo_crops(size: int, *, crop: int = 32, stride: int = 16) -> np.ndarray:
     return resize_images(np.stack(crops), size)
 
 
-def training_images(size: int) -> Images:
+def mnist_for_training(size: int) -> Dataset:
+    """The digits of MNIST that neither alone nor in a square are in a test."""
+    mnist, mosaics = load_dataset("mnist", size), load_dataset("mosaics", 16)
+    tested = mosaic_members()[mosaics.split_indices(TEST, seed=TEST_SEED)[1]]
+    return mnist.take(np.setdiff1d(mnist.split_indices(TEST, seed=TEST_SEED)[0], tested))
+
+
+class Images:
     """All images that the backbone sees, every source often enough."""
-    digits, mnist = without_test("digits", size), without_test("mnist", size)
-    others = [without_test("textures", size).images, np.tile(without_test("faces", size).images, (4, 1, 1, 1))]
-    rng, photos = np.random.default_rng(0), photo_crops(size)
-    others.append(photos[rng.permutation(len(photos))[:2000]])
-    pixels = np.concatenate((digits.images, mnist.images, *others))
-    halves = np.concatenate((digits.labels // 2, mnist.labels // 2, np.full(sum(map(len, others)), _NO_DIGIT)))
-    return Images(pixels, halves)
 
+    def __init__(self, size: int):
+        digits, mnist = without_test("digits", size), mnist_for_training(size)
+        faces, photos = without_test("faces", size).images, photo_crops(size)
+        chosen = np.random.default_rng(0).permutation(len(photos))[:2000]
+        others = (without_test("textures", size).images, np.tile(faces, (4, 1, 1, 1)), photos[chosen])
+        self._pixels = np.concatenate((digits.images, mnist.images, *others))
+        none = np.full(sum(map(len, others)), -1)
+        self._halves = np.concatenate((digits.labels // 2, mnist.labels // 2, none))
+        self._small = mnist_for_training(size // 2)
 
-def augment(images: Images, batch: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A batch of turned and shifted images: pixels, turns, and digit // 2 where the image is not turned, else -1."""
-    chosen, turns = rng.integers(0, len(images.pixels), batch), rng.integers(0, TURNS, batch)
-    upright = images.halves[chosen] != _NO_DIGIT
-    turns[upright & (rng.random(batch) < 0.6)] = 0
-    pixels = np.empty((batch, *images.pixels.shape[1:]), np.uint8)
-    for row, (index, turn) in enumerate(zip(chosen, turns, strict=True)):
-        shift = tuple(rng.integers(-1, 2, 2))
-        pixels[row] = np.roll(np.rot90(images.pixels[index], turn), shift, (0, 1))
-    return pixels, turns, np.where(turns == 0, images.halves[chosen], _NO_DIGIT)
+    def draw(self, batch: int, rng: np.random.Generator) -> Batch:
+        """Squares of digits, and other images turned; all moved by a pixel at most."""
+        squares = round(MOSAICS * batch)
+        members = rng.integers(0, len(self._small), (squares, CORNERS))
+        mosaics, halves = make_mosaics(self._small.images[members]), self._small.labels[members] // 2
+        chosen, turns = rng.integers(0, len(self._pixels), batch - squares), rng.integers(0, TURNS, batch - squares)
+        upright = self._halves[chosen] >= 0
+        turns[upright & (rng.random(len(turns)) < 0.6)] = 0
+        single = np.where(turns == 0, self._halves[chosen], -1)
+        turned = [np.rot90(self._pixels[index], turn) for index, turn in zip(chosen, turns, strict=True)]
+        pixels = np.concatenate((mosaics, np.stack(turned)))
+        shifts = rng.integers(-1, 2, (batch, 2))
+        moved = np.stack([np.roll(image, shift, (0, 1)) for image, shift in zip(pixels, shifts, strict=True)])
+        corners = np.repeat(single[:, None], CORNERS, axis=1)
+        return Batch(moved, np.concatenate((np.full(squares, -1), turns)), np.concatenate((halves, corners)))
 
 
 class Model(nnx.Module):
@@ -97,20 +120,25 @@ class Model(nnx.Module):
 
     def __init__(self, cfg: ViTConfig, rngs: nnx.Rngs):
         self.backbone = ViT(cfg, WeightFormat(), rngs=rngs)
-        self.turns, self.halves = nnx.Linear(cfg.embed, TURNS, rngs=rngs), nnx.Linear(cfg.embed, HALVES, rngs=rngs)
+        self.turns = nnx.Linear(cfg.embed, TURNS, rngs=rngs)
+        self.halves = nnx.Linear(cfg.embed, CORNERS * HALVES, rngs=rngs)
 
     def loss(self, pixels: jax.Array, turns: jax.Array, halves: jax.Array) -> jax.Array:
-        """Of both heads; that of digits counts where there are some."""
+        """Of both heads, each over what it is asked."""
         features = self.backbone.features(pixels)
-        of_turns = optax.softmax_cross_entropy_with_integer_labels(self.turns(features), turns)
-        of_halves = optax.softmax_cross_entropy_with_integer_labels(self.halves(features), jnp.maximum(halves, 0))
-        digits = halves >= 0
-        return jnp.mean(of_turns) + jnp.sum(jnp.where(digits, of_halves, 0)) / jnp.maximum(jnp.sum(digits), 1)
+        corners = self.halves(features).reshape(len(pixels), CORNERS, HALVES)
+        return _mean_loss(self.turns(features), turns) + _mean_loss(corners, halves)
+
+
+def _mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Over labels that are not -1."""
+    losses, asked = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0)), labels >= 0
+    return jnp.sum(jnp.where(asked, losses, 0)) / jnp.maximum(jnp.sum(asked), 1)
 
 
 def train(args: argparse.Namespace, cfg: ViTConfig = CONFIG) -> ViT:
     """Train for a time; the learning rate falls with what is left of it."""
-    images, rng = training_images(cfg.image_size), np.random.default_rng(args.seed)
+    images, rng = Images(cfg.image_size), np.random.default_rng(args.seed)
     model = Model(cfg, nnx.Rngs(args.seed))
     graph, params = nnx.split(model)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.add_decayed_weights(1e-2))
@@ -125,7 +153,7 @@ def train(args: argparse.Namespace, cfg: ViTConfig = CONFIG) -> ViT:
     begun, done, losses = time.monotonic(), 0, []
     while (spent := (time.monotonic() - begun) / (60 * args.minutes)) < 1 and done < args.max_steps:
         rate = args.learning_rate * min(1.0, (done + 1) / 100) * 0.5 * (1 + np.cos(np.pi * spent))
-        params, state, loss = step(params, state, jnp.float32(rate), *augment(images, args.batch, rng))
+        params, state, loss = step(params, state, jnp.float32(rate), *images.draw(args.batch, rng))
         losses.append(loss)
         done += 1
         if done % args.log_every == 0:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         load_faces,
         load_image_folder,
         load_mnist,
+        load_mosaics,
         load_textures,
     )
     from jaxinfer.elastic.errors import (
@@ -48,6 +49,7 @@ _MODULES = {
         "load_faces",
         "load_image_folder",
         "load_mnist",
+        "load_mosaics",
         "load_textures",
     ),
     "elastic.errors": (
@@ -91,6 +93,7 @@ __all__ = [
     "load_image",
     "load_image_folder",
     "load_mnist",
+    "load_mosaics",
     "load_textures",
 ]
 
