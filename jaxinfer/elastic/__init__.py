@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxinfer.elastic.accuracy import LevelAccuracy
+    from jaxinfer.elastic.answers import Answer, Classification
     from jaxinfer.elastic.datasets import (
         Dataset,
         load_cifar,
@@ -28,19 +29,23 @@ if TYPE_CHECKING:
         ElasticError,
         InvalidImageError,
         LevelError,
+        OverloadedError,
         ProfileError,
+        ShedError,
+        ShutdownError,
         TaskExistsError,
         UnknownTaskError,
     )
     from jaxinfer.elastic.images import load_image
     from jaxinfer.elastic.latency import Latency
-    from jaxinfer.elastic.service import Classification, Service
+    from jaxinfer.elastic.service import Service
     from jaxinfer.elastic.tasks import Task, TaskRepository
     from jaxinfer.elastic.training import TrainingConfig
     from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
 
 _MODULES = {
     "elastic.accuracy": ("LevelAccuracy",),
+    "elastic.answers": ("Answer", "Classification"),
     "elastic.datasets": (
         "Dataset",
         "load_cifar",
@@ -56,19 +61,23 @@ _MODULES = {
         "ElasticError",
         "InvalidImageError",
         "LevelError",
+        "OverloadedError",
         "ProfileError",
+        "ShedError",
+        "ShutdownError",
         "TaskExistsError",
         "UnknownTaskError",
     ),
     "elastic.images": ("load_image",),
     "elastic.latency": ("Latency",),
-    "elastic.service": ("Classification", "Service"),
+    "elastic.service": ("Service",),
     "elastic.tasks": ("Task", "TaskRepository"),
     "elastic.training": ("TrainingConfig",),
     "models.token_adaptation": ("MergeSchedule", "PromptMode", "TokenAdaptation"),
 }
 
 __all__ = [
+    "Answer",
     "Classification",
     "Dataset",
     "ElasticError",
@@ -77,9 +86,12 @@ __all__ = [
     "LevelAccuracy",
     "LevelError",
     "MergeSchedule",
+    "OverloadedError",
     "ProfileError",
     "PromptMode",
     "Service",
+    "ShedError",
+    "ShutdownError",
     "Task",
     "TaskExistsError",
     "TaskRepository",

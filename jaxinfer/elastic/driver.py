@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxinfer.elastic.answers import Answer
 from jaxinfer.elastic.errors import ElasticError, OverloadedError, ShedError, ShutdownError
 from jaxinfer.elastic.scheduling.controller import Controller
 from jaxinfer.elastic.scheduling.policies import Policy
@@ -22,27 +23,6 @@ log = logging.getLogger(__name__)
 
 LEAD = 2e-3
 """Seconds before a batch is expected to end at which the next one is planned, so that the device does not wait."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
-    """The answer to a query.
-
-    Attributes:
-      label: of the most probable class.
-      probabilities: of the task's classes, float32 [classes].
-      level: that it was classified at.
-      queue_seconds: from its arrival to when its batch began.
-      compute_seconds: of its batch.
-      in_time: whether it was there before its deadline.
-    """
-
-    label: str
-    probabilities: np.ndarray
-    level: int
-    queue_seconds: float
-    compute_seconds: float
-    in_time: bool
 
 
 class Runner(Protocol):

@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxinfer.compiled import Costs, ExecutableStore
 from jaxinfer.elastic.accuracy import LevelAccuracy
+from jaxinfer.elastic.answers import Answer, Classification
 from jaxinfer.elastic.datasets import Dataset
-from jaxinfer.elastic.driver import Answer, Driver, Statistics
+from jaxinfer.elastic.driver import Driver, Statistics
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.images import check_images
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile
@@ -41,21 +42,6 @@ Progress = Callable[[str, int, int], None]
 
 def _no_progress(what: str, done: int, total: int) -> None:
     pass
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Classification:
-    """The answer to an image.
-
-    Attributes:
-      label: of the most probable class.
-      probabilities: of the task's classes, float32 [classes].
-      level: that it was classified at.
-    """
-
-    label: str
-    probabilities: np.ndarray
-    level: int
 
 
 class Service:
