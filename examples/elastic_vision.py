@@ -74,7 +74,12 @@ def compare_levels(service: Service, tests: dict[str, Dataset]) -> Table:
 
 def main(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        service = Service.from_checkpoint(args.model, repository=args.repository or temporary)
+        service = Service.from_checkpoint(
+            args.model,
+            repository=args.repository or temporary,
+            merge_levels=args.merge_levels,
+            max_batch=args.max_batch,
+        )
         tests = {}
         for name in args.tasks:
             train, tests[name] = load_dataset(name, service.config.image_size).split(TEST, seed=TEST_SEED)
@@ -95,6 +100,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repository", type=Path, help="where tasks are kept (default: nowhere)")
     parser.add_argument("--tasks", nargs="+", default=["digits", "textures"], help="data sets, or folders of images")
     parser.add_argument("--prompts", nargs="*", type=int, default=[2, 8], help="numbers of prompts, each a level")
+    parser.add_argument("--merge-levels", nargs="*", type=int, help="levels below 0 (default: five)")
+    parser.add_argument("--max-batch", type=int, default=64, help="images that are classified at once")
     parser.add_argument("--steps", type=int, default=600, help="training steps of each number of prompts")
     return parser.parse_args(argv)
 

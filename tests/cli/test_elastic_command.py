@@ -1,11 +1,12 @@
 """`jaxinfer elastic`: a task from a folder of images, registered, shown and used."""
 
 import pytest
-from PIL import Image
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
 from tests.elastic.vits import save_vit, stripes
+
+Image = pytest.importorskip("PIL.Image")
 
 
 def run(*args):

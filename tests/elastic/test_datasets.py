@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from jaxinfer.elastic import (
     Dataset,
@@ -16,6 +15,7 @@ from jaxinfer.elastic import (
 )
 from jaxinfer.elastic.datasets import DATASETS, mosaic_members
 
+Image = pytest.importorskip("PIL.Image")
 IMAGES = np.zeros((4, 2, 2, 3), np.uint8)
 
 

@@ -16,6 +16,7 @@ class BatchingConfig:
       max_batch: queries of a batch (epsilon).
       max_deadline_gap: seconds between the deadlines of a batch (eta).
       max_utility_gap: between a query's utility and that of the batch's first one (mu).
+      rate_window: seconds over which the rate of arrivals is taken.
       paper: compare deadlines with the batch's earliest one alone, which lets a batch's deadlines drift apart.
     """
 
@@ -23,6 +24,7 @@ class BatchingConfig:
     max_batch: int = 64
     max_deadline_gap: float = 0.5
     max_utility_gap: float = 0.8
+    rate_window: float = 1.0
     paper: bool = False
 
     def __post_init__(self) -> None:
@@ -31,6 +33,13 @@ class BatchingConfig:
         for name in ("max_wait", "max_deadline_gap", "max_utility_gap"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"BatchingConfig.{name} must be >= 0, got {getattr(self, name)}.")
+        if not self.rate_window > 0:
+            raise ValueError(f"BatchingConfig.rate_window must be > 0, got {self.rate_window}.")
+
+    def scaled(self, factor: float) -> "BatchingConfig":
+        """For a device that takes `factor` times as long for a batch as the paper's, and deadlines in proportion."""
+        names = ("max_wait", "max_deadline_gap", "rate_window")
+        return dataclasses.replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(eq=False)

@@ -7,9 +7,6 @@ from jaxinfer.elastic.scheduling.batching import BatchQueue
 from jaxinfer.elastic.scheduling.policies import Decision, Policy
 from jaxinfer.elastic.scheduling.query import Query
 
-RATE_WINDOW = 1.0
-"""Seconds over which the rate of arrivals is taken."""
-
 
 class Next(NamedTuple):
     """What to do now.
@@ -37,6 +34,7 @@ class Controller:
         self.policy = policy
         self._queue = BatchQueue(policy.batching)
         self._arrivals: deque[float] = deque()
+        self._window = policy.batching.rate_window
 
     @property
     def waiting(self) -> int:
@@ -67,6 +65,6 @@ class Controller:
         return self._queue.shed_of(batch, ends)
 
     def _rate(self, now: float) -> float:
-        while self._arrivals and self._arrivals[0] < now - RATE_WINDOW:
+        while self._arrivals and self._arrivals[0] < now - self._window:
             self._arrivals.popleft()
-        return len(self._arrivals) / RATE_WINDOW
+        return len(self._arrivals) / self._window
