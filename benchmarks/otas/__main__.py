@@ -1,48 +1,59 @@
 """OTAS (arXiv:2401.05031): elastic tokens under load.
 
-    python -m benchmarks.otas [--quick] [--part planning|virtual] [--json FILE]
+    python -m benchmarks.otas [--quick] [--part planning|virtual|live] [--json FILE]
 
 The tasks of examples/elastic_vit in the paper's mix of queries (Table II), at loads that are multiples of what this
 machine serves at level 0. Deadlines are the paper's, as many times shorter as a batch here is faster than there.
 
 - `planning`: the planner against trying everything, and how long it takes.
 - `virtual`: all policies on a simulated clock, with measured latencies and answers; means of several seeds.
+- `live`: two loads with real images on the wall clock, for half an hour, beside the same simulated.
 """
 
 import argparse
 import time
 from pathlib import Path
 
+from benchmarks.otas.live import live
 from benchmarks.otas.planning import planning
-from benchmarks.otas.setting import measure, open_service
+from benchmarks.otas.setting import Setting, measure, open_service
 from benchmarks.otas.virtual import virtual
 from benchmarks.report import Report
+
+
+def _setting(report: Report) -> Setting:
+    """What is served, as measured now."""
+    setting = measure(open_service())
+    report.row(
+        figure="setting",
+        capacity=round(setting.capacity, 1),
+        latency_scale=round(setting.scale, 4),
+        seconds={f"{n} {b}": round(s, 5) for (n, b), s in setting.profile.seconds.items()},
+    )
+    return setting
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.otas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ("planning", "virtual")
-    parser.add_argument("--quick", action="store_true", help="two seeds, short traces")
+    parts = ("planning", "virtual", "live")
+    parser.add_argument("--quick", action="store_true", help="fewer seeds, short traces")
     parser.add_argument("--part", choices=[*parts, "all"], default="all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
-    report = Report()
+    report, setting = Report(), None
     report.print_header()
     for part in parts if args.part == "all" else [args.part]:
         start = time.monotonic()
         if part == "planning":
             planning(report)
         else:
-            setting = measure(open_service())
-            report.row(
-                figure="setting",
-                capacity=round(setting.capacity, 1),
-                latency_scale=round(setting.scale, 4),
-                seconds={f"{n} {b}": round(s, 5) for (n, b), s in setting.profile.seconds.items()},
-            )
-            virtual(report, setting, seeds=2 if args.quick else 5, queries=5_000 if args.quick else 20_000)
+            setting = setting or _setting(report)
+            if part == "virtual":
+                virtual(report, setting, seeds=2 if args.quick else 5, queries=5_000 if args.quick else 20_000)
+            else:
+                live(report, setting, seeds=1 if args.quick else 3, seconds=5.0 if args.quick else 60.0)
         report.row(figure="part", part=part, seconds=round(time.monotonic() - start))
         report.save(args.json)
     report.finish(args.json)
