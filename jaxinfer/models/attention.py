@@ -82,7 +82,7 @@ class Attention(nnx.Module):
         qkv = self.qkv(x, norm=norm, adapter_delta=qkv_delta)
         groups, heads, keys = forward_context.groups, [], None
         for group, rotary, part in zip(groups, forward_context.rotary, unpack(qkv, groups), strict=True):
-            mixed, cache, keys = self._attend(group, rotary, part, cache, forward_context.key_sizes)
+            mixed, cache, keys = self._attend(group, rotary, part, cache, forward_context)
             if cache is not None and len(groups) > 1:
                 # Without it the next group's write is not known to come after this one's reads: XLA copies the cache.
                 mixed, cache = lax.optimization_barrier((mixed, cache))
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
         rotary: tuple[jax.Array, jax.Array] | None,
         qkv: jax.Array,
         cache: KVPages | None,
-        key_sizes: jax.Array | None,
+        forward_context: ForwardContext,
     ) -> Attended:
         """This device's heads of one group, [B, T, Hq * K], over its pages or, without a cache, over its own tokens."""
         cfg, positions = self.cfg, group.positions
@@ -116,6 +116,7 @@ class Attention(nnx.Module):
             )
         kv_heads = qkv.shape[-1] // ((cfg.group + 2) * cfg.head_dim)
         q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=cfg.head_dim, **preparation)
-        lengths = jnp.sum(positions >= 0, axis=1) if key_sizes is None else None
+        key_sizes = forward_context.key_sizes
+        lengths = jnp.sum(positions >= 0, axis=1) if key_sizes is None and forward_context.padded else None
         heads = attention(q, k, v, positions, lengths, key_sizes=key_sizes, causal=self.causal, **options)
         return Attended(heads.reshape(*positions.shape, -1), None, jnp.mean(k, axis=2))

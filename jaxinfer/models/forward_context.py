@@ -43,12 +43,14 @@ class ForwardContext(NamedTuple):
       adapter_one_hot: [N, S], 1 at the slot of each token's adapter; None without adapters.
       key_sizes: of a single group without a cache, how many tokens each of its tokens is the mean of, float32 [B, T], 0
         for padding; None: one, and padding comes last.
+      padded: whether a group without a cache may have padding.
     """
 
     groups: tuple[TokenRows, ...]
     rotary: tuple[tuple[jax.Array, jax.Array] | None, ...]
     adapter_one_hot: jax.Array | None = None
     key_sizes: jax.Array | None = None
+    padded: bool = True
 
     @classmethod
     def of(

@@ -160,7 +160,7 @@ NO_ADAPTATION = TokenAdaptation()
 def _context(x: jax.Array, sizes: jax.Array | None, positions: PositionsConfig) -> ForwardContext:
     places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
     context = ForwardContext.of((TokenRows(places, places),), positions)
-    return context._replace(key_sizes=sizes)
+    return context._replace(key_sizes=sizes, padded=False)
 
 
 def _with_prompts(sizes: jax.Array | None, prompts: int) -> jax.Array | None:

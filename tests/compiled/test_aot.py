@@ -202,7 +202,8 @@ def test_a_layer_of_a_vision_transformer_that_merges_tokens():
     x = jax.ShapeDtypeStruct((32, config.tokens, config.embed), jnp.bfloat16)
     report = compile_for(Target.load("h200"), layer, (state, x), resources=True)
     assert not any(kernel.resources.spill_bytes for kernel in report.kernels if kernel.resources)
-    print([(kernel.name, kernel.kind, kernel.scope) for kernel in report.kernels])
+    for k in report.kernels:
+        print(k.name, k.kind, k.scope, k.resources and (k.resources.spill_bytes, k.resources.registers), sep=" | ")
 
 
 def in_its_own_process(function, name):

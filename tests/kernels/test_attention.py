@@ -143,7 +143,6 @@ def test_a_row_of_padding_stays_finite(dtype):
     ("changes", "message"),
     [
         ({"lengths": jnp.array([4, 4])}, "either lengths or key_sizes"),
-        ({"key_sizes": None}, "either lengths or key_sizes"),
         ({"causal": True}, "got causal=True, window=None, alibi=None"),
         ({"window": 3}, "got causal=False, window=3"),
         ({"alibi": jnp.asarray(SLOPES)}, "alibi=given"),
