@@ -23,8 +23,8 @@ class Attended(NamedTuple):
     Attributes:
       x: [N, D].
       cache: with the tokens' keys and values written; None if there is none.
-      keys: without a cache, the mean key of the heads, [B, T, K], of the last group: tokens with similar keys are alike
-        (ToMe, arXiv:2210.09461, section 3).
+      keys: of a single group without a cache, the mean of its heads' keys, [B, T, K]: alike where tokens are (ToMe,
+        arXiv:2210.09461, section 3).
     """
 
     x: jax.Array

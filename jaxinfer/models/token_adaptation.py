@@ -144,12 +144,14 @@ class TokenAdaptation:
         if protected <= 1:
             return merge(x, sizes, keys, r, protected=protected)
         sizes = jnp.ones(x.shape[:2], jnp.float32) if sizes is None else sizes
-        rest = (jnp.concatenate((array[:, :1], array[:, protected:]), axis=1) for array in (x, sizes, keys))
+
+        def rest(array: jax.Array) -> jax.Array:
+            return jnp.concatenate((array[:, :1], array[:, protected:]), axis=1)
 
         def among_protected(merged: jax.Array, before: jax.Array) -> jax.Array:
             return jnp.concatenate((merged[:, :1], before[:, 1:protected], merged[:, 1:]), axis=1)
 
-        merged, merged_sizes = merge(*rest, r, protected=1)
+        merged, merged_sizes = merge(rest(x), rest(sizes), rest(keys), r, protected=1)
         return among_protected(merged, x), among_protected(merged_sizes, sizes)
 
 

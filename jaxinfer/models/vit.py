@@ -5,7 +5,6 @@ images -> patches -> class token + patches + positions -> layers -> norm -> head
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from flax import nnx
 
@@ -74,8 +73,8 @@ class ViT(nnx.Module):
         pixels = normalised_pixels(images, cfg.image_size, cfg.pixel_mean, cfg.pixel_deviation).astype(self.dtype)
         p = cfg.patch_size
         patches = self.patches(rearrange(pixels, "b (h p) (w q) c -> b (h w) (p q c)", p=p, q=p))
-        positions = self.positions(np.arange(cfg.tokens))
-        first = jnp.broadcast_to(self.class_token(np.arange(1)) + positions[:1], (len(images), 1, cfg.embed))
+        positions = self.positions.table[...]
+        first = jnp.broadcast_to(self.class_token.table[...] + positions[:1], (len(images), 1, cfg.embed))
         return jnp.concatenate((first, patches + positions[1:]), axis=1)
 
     def _pool(self, x: jax.Array, sizes: jax.Array | None, protected: int) -> jax.Array:

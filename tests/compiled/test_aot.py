@@ -189,21 +189,30 @@ def test_a_streamed_layer_runs_the_same_kernels_and_copies_nothing():
 
 
 @pytest.mark.aot
-def test_a_layer_of_a_vision_transformer_that_merges_tokens():
-    """The kernels of a ViT-B layer in bfloat16, 32 images of 197 tokens, 13 of which it merges."""
+@pytest.mark.parametrize(("first", "attention", "kernels"), [(True, ["prefill_attention"], 20), (False, [], 22)])
+def test_a_layer_of_a_vision_transformer_that_merges_tokens(first, attention, kernels):
+    """ViT-B in bfloat16, 32 images of 197 tokens, 13 of which it merges, without cuDNN.
+
+    Past the first layer tokens have sizes, and without cuDNN attention is plain XLA. `merge_tokens` is six kernels:
+    beside its two of Mosaic the keys' lengths, a pad to an even number of tokens, the sizes, and a slice of the new
+    ones.
+    """
     config = dataclasses.replace(vision_preset("vit-b", labels=("x",)), layers=1)
     graphdef, state = nnx.split(abstract_model(config, BF16))
     adaptation = TokenAdaptation(merges=(13,))
 
-    def layer(state, x):
+    def layer(state, x, sizes):
         model = nnx.merge(graphdef, state)
-        return adaptation.run_layers(model.layers, x, config.positions)[:2]
+        return adaptation.run_layers(model.layers, x, config.positions, sizes=sizes)[:2]
 
     x = jax.ShapeDtypeStruct((32, config.tokens, config.embed), jnp.bfloat16)
-    report = compile_for(Target.load("h200"), layer, (state, x), resources=True)
+    sizes = None if first else jax.ShapeDtypeStruct(x.shape[:2], jnp.float32)
+    report = compile_for(Target.load("h200"), layer, (state, x, sizes), resources=True)
     assert not any(kernel.resources.spill_bytes for kernel in report.kernels if kernel.resources)
-    for k in report.kernels:
-        print(k.name, k.kind, k.scope, k.resources and (k.resources.spill_bytes, k.resources.registers), sep=" | ")
+    mosaic = [kernel.name for kernel in report.kernels if kernel.kind == "mosaic"]
+    assert sorted(mosaic) == sorted([*attention, "merge_choose", "merge_average"])
+    assert len([kernel for kernel in report.kernels if kernel.scope.startswith("jit(_kernels)")]) == 6
+    assert len(report.kernels) <= kernels
 
 
 def in_its_own_process(function, name):

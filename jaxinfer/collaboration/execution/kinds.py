@@ -99,7 +99,7 @@ class ExpertKind(Protocol):
         ...
 
 
-class _ImageExpert[Config: (ResNetConfig, ViTConfig, YoloConfig)]:
+class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
     """What takes an image.
 
     Args:
@@ -126,7 +126,7 @@ class _ImageExpert[Config: (ResNetConfig, ViTConfig, YoloConfig)]:
         return model(inputs)
 
 
-class Classifier[Config: (ResNetConfig, ViTConfig)](_ImageExpert[Config]):
+class Classifier[Config: ResNetConfig | ViTConfig](_ImageExpert[Config]):
     """Images to classes."""
 
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
@@ -214,6 +214,6 @@ def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens:
             )
 
 
-def _without_labels[Config: (ResNetConfig, ViTConfig, YoloConfig)](config: Config) -> Config:
+def _without_labels[Config: ResNetConfig | ViTConfig | YoloConfig](config: Config) -> Config:
     """The config with numbers for labels, so that experts that judge different things share their programs."""
     return dataclasses.replace(config, labels=tuple(map(str, range(len(config.labels)))))
