@@ -32,7 +32,7 @@ from jaxinfer.elastic.scheduling.workloads import (
 )
 
 BACKBONE, DATA = ROOT / "examples" / "elastic_vit", ROOT / "benchmarks" / "data"
-TASKS = ("digits", "mosaics", "textures")
+TASKS = ("mnist", "digits", "textures")
 """In place of CIFAR-10, CIFAR-100 and EuroSAT."""
 SAMPLES = 40
 """Batches of each level and size that are timed, for latencies to be replayed."""

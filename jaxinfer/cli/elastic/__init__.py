@@ -12,8 +12,7 @@ TaskOption = Annotated[str, typer.Option("--task", help="The task's name.", show
 DataOption = Annotated[
     str,
     typer.Option(
-        help="digits, mnist, mosaics, textures or faces; or a folder: of CIFAR's binary version, or a folder for each "
-        "class.",
+        help="digits, mnist, textures or faces; or a folder: of CIFAR's binary version, or a folder for each class.",
         show_default=False,
     ),
 ]
