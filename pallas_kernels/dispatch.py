@@ -119,6 +119,11 @@ def require_shared_bytes(needed: int) -> None:
         raise UnsupportedError(f"a thread block needs {needed} bytes of shared memory and has {available}")
 
 
+def for_gpu() -> bool:
+    """Whether a program traced now is for an NVIDIA GPU: one that is here, or that of `targeting`."""
+    return _target_gpu() is not None
+
+
 def kernels_available() -> bool:
     """Whether a program traced now may contain Mosaic kernels: JAX 0.11, GPU of compute capability 9.0 or newer.
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
+from jax import lax
 
 from jaxinfer.models.config import Pooling, ViTConfig
 from jaxinfer.models.images import check_images, normalised_pixels
@@ -15,6 +16,10 @@ from jaxinfer.models.linear import Embedding, Linear
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.token_adaptation import NO_ADAPTATION, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
+from pallas_kernels.dispatch import for_gpu
+
+IMAGES_AT_ONCE = 8
+"""On a CPU: the activations of more do not fit its caches (docs/cpu-speed.md)."""
 
 
 class ViT(nnx.Module):
@@ -61,6 +66,14 @@ class ViT(nnx.Module):
           adaptation: what happens to the tokens in each layer.
           prompts: those of each layer for each image, [B, layers, adaptation.prompts, D]; None if there are none.
         """
+        batch = len(images)
+        if for_gpu() or batch <= IMAGES_AT_ONCE or batch % IMAGES_AT_ONCE:
+            return self._features(images, adaptation, prompts)
+        parts = jax.tree.map(lambda array: array.reshape(-1, IMAGES_AT_ONCE, *array.shape[1:]), (images, prompts))
+        return lax.map(lambda part: self._features(part[0], adaptation, part[1]), parts).reshape(batch, -1)
+
+    def _features(self, images: jax.Array, adaptation: TokenAdaptation, prompts: jax.Array | None) -> jax.Array:
+        """Of all images at once."""
         x, sizes, protected = adaptation.run_layers(
             self.layers, self.enter(images), self.cfg.positions, prompts=prompts
         )

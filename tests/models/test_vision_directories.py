@@ -63,9 +63,8 @@ def test_larger_meshes_are_refused(kind, saved):
         open_model(saved, mesh=MeshConfig(tensor=2))
 
 
+@pytest.mark.parametrize("kind", ["classifier", "detector"], indirect=True, scope="module")
 def test_quantisation_of_convolutions_is_refused(kind, saved):
-    if kind == "vision_transformer":
-        pytest.skip("has no convolutions")
     with pytest.raises(ValueError, match=f"quantize='int8' is not implemented for an image {kind}: conv"):
         open_model(saved, quantize="int8")
 

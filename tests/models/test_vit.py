@@ -200,6 +200,20 @@ def test_level_0_is_the_plain_model():
     np.testing.assert_array_equal(ours(SHALLOW, TokenAdaptation(merges=(0,) * SHALLOW.layers)), plain)
 
 
+@pytest.mark.parametrize("batch", [12, 16])
+def test_large_batches(batch):
+    """On a CPU a program takes them in parts."""
+    adaptation = TokenAdaptation(prompts=PROMPTS, merges=(5, 6, 3))
+
+    def features(leaves, images, prompts):
+        return merge_model(SHALLOW, WeightFormat(), leaves).features(images, adaptation, prompts)
+
+    repeated = [np.concatenate([array] * (batch // 2)) for array in (images_of(SHALLOW), prompts_of(SHALLOW))]
+    found = vision.run(features, list(leaves_of(SHALLOW).values()), *repeated)
+    two = vision.run(features, list(leaves_of(SHALLOW).values()), images_of(SHALLOW), prompts_of(SHALLOW))
+    np.testing.assert_allclose(found, np.concatenate([two] * (batch // 2)), atol=1e-5)
+
+
 def test_isolated_tokens_can_be_protected():
     merges = (5, 6, 3)
     energy = ours(SHALLOW, TokenAdaptation(merges=merges, protect_isolated=0.5))
