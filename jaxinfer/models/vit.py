@@ -18,8 +18,8 @@ from jaxinfer.models.token_adaptation import NO_ADAPTATION, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.dispatch import for_gpu
 
-IMAGES_AT_ONCE = 8
-"""On a CPU: the activations of more do not fit its caches (docs/cpu-speed.md)."""
+BYTES_AT_ONCE = 5 << 20
+"""Of the tokens that a CPU takes together: the activations of more do not fit its caches (docs/cpu-speed.md)."""
 
 
 class ViT(nnx.Module):
@@ -66,10 +66,11 @@ class ViT(nnx.Module):
           adaptation: what happens to the tokens in each layer.
           prompts: those of each layer for each image, [B, layers, adaptation.prompts, D]; None if there are none.
         """
-        batch = len(images)
-        if for_gpu() or batch <= IMAGES_AT_ONCE or batch % IMAGES_AT_ONCE:
+        batch, most = len(images), BYTES_AT_ONCE // (self.cfg.tokens * self.cfg.embed * self.dtype.itemsize)
+        at_once = 1 << max(most.bit_length() - 1, 0)
+        if for_gpu() or batch <= at_once or batch % at_once:
             return self._features(images, adaptation, prompts)
-        parts = jax.tree.map(lambda array: array.reshape(-1, IMAGES_AT_ONCE, *array.shape[1:]), (images, prompts))
+        parts = jax.tree.map(lambda array: array.reshape(-1, at_once, *array.shape[1:]), (images, prompts))
         return lax.map(lambda part: self._features(part[0], adaptation, part[1]), parts).reshape(batch, -1)
 
     def _features(self, images: jax.Array, adaptation: TokenAdaptation, prompts: jax.Array | None) -> jax.Array:
