@@ -30,11 +30,11 @@ from jaxinfer.models.weight_format import WeightFormat
 CONFIG = ViTConfig(
     labels=("unused",),
     image_size=16,
-    patch_size=4,
-    embed=128,
+    patch_size=2,
+    embed=64,
     layers=4,
-    attention=AttentionConfig(q_heads=4, kv_heads=4, head_dim=32, qkv_bias=True, out_bias=True),
-    mlp=MlpConfig(hidden=256, activation=Activation.GELU_TANH, bias=True),
+    attention=AttentionConfig(q_heads=4, kv_heads=4, head_dim=16, qkv_bias=True, out_bias=True),
+    mlp=MlpConfig(hidden=128, activation=Activation.GELU_TANH, bias=True),
     norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
 )
 TEST, TEST_SEED = 0.25, 1

@@ -18,7 +18,7 @@ from jaxinfer.models.token_adaptation import NO_ADAPTATION, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.dispatch import for_gpu
 
-BYTES_AT_ONCE = 5 << 20
+BYTES_AT_ONCE = 3 << 20
 """Of the tokens that a CPU takes together: the activations of more do not fit its caches (docs/cpu-speed.md)."""
 
 
