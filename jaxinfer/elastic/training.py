@@ -108,6 +108,7 @@ class Trainer:
         for done in range(total):
             drawn = rng.integers(0, len(images), (STEPS_AT_ONCE, options.batch))
             params, state = step(params, state, self._leaves, head.kernel, head.bias, images[drawn], labels[drawn])
+            jax.block_until_ready(params)  # or progress would run ahead
             progress(min((done + 1) * STEPS_AT_ONCE, options.steps), options.steps)
         kernel, bias = (
             np.asarray(start + options.head_rate * params[name])
