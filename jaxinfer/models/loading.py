@@ -27,7 +27,7 @@ from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels.weights import quantize as quantize_matrix
-from sharding import MeshFile, ShardingRules
+from sharding import MeshConfig, MeshFile, ShardingRules
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -186,6 +186,7 @@ def load_model(
     path: str | os.PathLike[str],
     *,
     mesh: devices.AnyMesh = None,
+    device: Any = None,
     rules: ShardingRules | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -195,12 +196,17 @@ def load_model(
     Args:
       mesh: the devices, their config, or a TOML file with a [mesh] table and perhaps one [rules]; None: the first
         device.
+      device: the only one to use, in place of a mesh.
       rules: which dimension of a weight is split over which mesh axis; None: those of the file, or the default.
       dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
       quantize: "int8", "int4" or "fp8" quantises a float checkpoint while loading; None: as stored.
     Raises CheckpointError if files, config and weights do not fit together, and before any weight is read ValueError
     for a mesh that the model cannot be fitted to, and MemoryError if it does not fit the devices.
     """
+    if device is not None:
+        if mesh is not None:
+            raise ValueError(f"load_model takes either a device ({device}) or a mesh, not both.")
+        mesh = MeshConfig().build([device])
     mesh = devices.open_mesh(mesh)
     if isinstance(mesh, MeshFile) and mesh.memory:
         raise ValueError(f"{mesh.source}: [memory] is for LLM and Embedder; load_model puts all on the devices.")

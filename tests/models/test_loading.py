@@ -103,6 +103,16 @@ def test_halves_are_computed_in_float32_on_a_cpu(original, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(kept.state) if leaf.ndim == 1} == {jnp.dtype(jnp.float32)}
 
 
+def test_on_a_device_of_its_own(saved):
+    third = jax.devices()[2]
+    model = load_model(saved, device=third)
+    assert {device for leaf in model.leaves.values() for device in leaf.devices()} == {third}
+    for name, leaf in load_model(saved).leaves.items():
+        np.testing.assert_array_equal(model.leaves[name], leaf)
+    with pytest.raises(ValueError, match=r"either a device .* or a mesh"):
+        load_model(saved, device=third, mesh=MeshConfig(tensor=2))
+
+
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_on_a_mesh_the_same_numbers(saved, tmp_path, quantize):
     (tmp_path / "mesh.toml").write_text("[mesh]\ndata = 2\ntensor = 2\n")
