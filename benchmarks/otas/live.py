@@ -14,8 +14,7 @@ from benchmarks.report import Report
 from jaxinfer.elastic import Dataset, Service, ShedError
 from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.query import Outcome, Query
-from jaxinfer.elastic.scheduling.simulator import Answer
-from jaxinfer.elastic.scheduling.simulator import Report as Served
+from jaxinfer.elastic.scheduling.simulator import Served, ServedQuery
 
 CELLS: tuple[Cell, ...] = (("wandering", 0.8), ("wandering", 1.1))
 COMPARED = ("elastic", "paper", "pets", "slack", "slackfit")
@@ -73,7 +72,7 @@ def serve_live(setting: Setting, cell: Cell, make: Callable[[], Policy], *, seed
     return Served(answers=answers, best=setting.best(given))
 
 
-def send(service: Service, queries: Sequence[Query], tests: Mapping[str, Dataset]) -> list[Answer]:
+def send(service: Service, queries: Sequence[Query], tests: Mapping[str, Dataset]) -> list[ServedQuery]:
     """Send queries when they are due, and say how each ended."""
     warm = tests[queries[0].task].images[0]
     service.make_query(warm, queries[0].task, latency=60.0).result()
@@ -91,15 +90,14 @@ def send(service: Service, queries: Sequence[Query], tests: Mapping[str, Dataset
     for query, future in zip(queries, futures, strict=True):
         error = future.exception()
         if isinstance(error, ShedError):
-            answers.append(Answer(query=query, outcome=Outcome.SHED, level=None, began=0.0, ended=0.0))
+            answers.append(ServedQuery(query=query, outcome=Outcome.SHED, level=None, began=0.0, ended=0.0))
             continue
         found, test = future.result(), tests[query.task]
         right = found.label == test.names[test.labels[query.payload]]
         outcome = (Outcome.CORRECT if right else Outcome.WRONG) if found.in_time else Outcome.LATE
         began = query.arrival + found.queue_seconds
-        answers.append(
-            Answer(query=query, outcome=outcome, level=found.level, began=began, ended=began + found.compute_seconds)
-        )
+        ended = began + found.compute_seconds
+        answers.append(ServedQuery(query=query, outcome=outcome, level=found.level, began=began, ended=ended))
     return answers
 
 

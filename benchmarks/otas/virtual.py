@@ -13,8 +13,7 @@ from benchmarks.otas.setting import TRACES, Setting, policies
 from benchmarks.report import Report
 from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.query import Outcome
-from jaxinfer.elastic.scheduling.simulator import Report as Served
-from jaxinfer.elastic.scheduling.simulator import simulate
+from jaxinfer.elastic.scheduling.simulator import Served, simulate
 from jaxinfer.elastic.scheduling.workloads import burstiness
 
 OURS = "elastic"

@@ -71,7 +71,23 @@ def by_deadline(batches: Sequence[Batch]) -> list[Batch]:
     return sorted(batches, key=lambda batch: (batch.deadline, batch.arrival))
 
 
-class Elastic:
+class _ByProfile:
+    """What policies of one profile share.
+
+    Args:
+      profile: of the levels.
+      batching: how queries are put into batches; None: as in the paper, up to the largest size.
+    """
+
+    def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None):
+        self._profile = profile
+        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
+
+    def least_seconds(self, count: int) -> float:
+        return self._profile.fastest(count)
+
+
+class Elastic(_ByProfile):
     """Plans the levels of all batches exactly, each time anew.
 
     Args:
@@ -89,8 +105,8 @@ class Elastic:
         max_jobs: int = 40,
         points: int = 400,
     ):
-        self._profile, self._max_jobs, self._points = profile, max_jobs, points
-        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
+        super().__init__(profile, batching)
+        self._max_jobs, self._points = max_jobs, points
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         del rate
@@ -101,18 +117,15 @@ class Elastic:
         chosen = zip(planned, levels, strict=True)
         return next((Decision(batch, level) for batch, level in chosen if level is not None), None)
 
-    def least_seconds(self, count: int) -> float:
-        return self._profile.fastest(count)
 
-
-class FixedLevel:
+class FixedLevel(_ByProfile):
     """One level for all batches, the earliest deadline first: PetS at level 0, ToMe below it, VPT above."""
 
     def __init__(self, profile: ServingProfile, level: int, batching: BatchingConfig | None = None):
         if level not in profile.levels:
             raise ValueError(f"level {level} is not in the profile, which has {', '.join(map(str, profile.levels))}.")
-        self._profile, self._level = profile, level
-        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
+        super().__init__(profile, batching)
+        self._level = level
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         del rate
@@ -125,12 +138,8 @@ class FixedLevel:
         return self._profile.batch_seconds(self._level, count)
 
 
-class LargestThatFits:
+class LargestThatFits(_ByProfile):
     """The slack rule: the most urgent batch at the most accurate level with which it ends in time."""
-
-    def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None):
-        self._profile = profile
-        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         del rate
@@ -140,11 +149,8 @@ class LargestThatFits:
                 return Decision(batch, max(options, key=lambda option: (option.utility, -option.seconds)).level)
         return None
 
-    def least_seconds(self, count: int) -> float:
-        return self._profile.fastest(count)
 
-
-class SlackFit:
+class SlackFit(_ByProfile):
     """SuperServe's policy (arXiv:2312.16733): the slack of the most urgent query picks a latency, and that a tuple.
 
     Of all (level, batch size) the Pareto-optimal ones by seconds and accuracy are sorted into buckets of latency; the
@@ -152,8 +158,7 @@ class SlackFit:
     """
 
     def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None, *, buckets: int = 16):
-        self._profile = profile
-        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
+        super().__init__(profile, batching)
         tasks = profile.tasks
         accuracy = {n: sum(profile.right(task, n) for task in tasks) / len(tasks) for n in profile.levels}
         tuples = [(profile.seconds[n, size], size, accuracy[n], n) for n in profile.levels for size in profile.sizes]
@@ -181,9 +186,6 @@ class SlackFit:
             if start + self._profile.batch_seconds(quickest, len(batch)) < batch.deadline:
                 return Decision(batch, quickest)
         return None
-
-    def least_seconds(self, count: int) -> float:
-        return self._profile.fastest(count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +216,7 @@ PAPER_RATES = (
 """Table I: from which rate on, as a multiple of the paper's capacity at level 0 (580 a second), which level."""
 
 
-class Paper:
+class Paper(_ByProfile):
     """OTAS as it is printed: Algorithm 2, and Algorithm 3 where few batches wait.
 
     Table I's levels are those of `PAPER_RATES`, or the nearest that there are.
@@ -223,8 +225,8 @@ class Paper:
     def __init__(
         self, profile: ServingProfile, batching: BatchingConfig | None = None, config: PaperConfig | None = None
     ):
-        self._profile, self._config = profile, config or PaperConfig()
-        self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1], paper=True)
+        super().__init__(profile, batching or BatchingConfig(max_batch=profile.sizes[-1], paper=True))
+        self._config = config or PaperConfig()
         self._begun: float | None = None
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
@@ -254,9 +256,6 @@ class Paper:
             levels.append(level)
             clock += profile.batch_seconds(level, len(batch))
         return levels
-
-    def least_seconds(self, count: int) -> float:
-        return self._profile.fastest(count)
 
 
 class ModelSwitching:

@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,6 @@ class ServingProfile:
         """Seconds of so many queries at the fastest level."""
         return min(self.batch_seconds(level, count) for level in self.levels)
 
-    def best(self, tasks: Sequence[str]) -> Mapping[str, float]:
-        """The best accuracy of each task at any level."""
-        return {task: max(self.right(task, level) for level in self.levels) for task in tasks}
+    def best(self, task: str) -> float:
+        """The best accuracy of a task at any level."""
+        return max(self.right(task, level) for level in self.levels)

@@ -16,7 +16,7 @@ Sampler = Callable[[int, int], float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class ServedQuery:
     """How a query ended.
 
     Attributes:
@@ -37,7 +37,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class Served:
     """What a policy earned with a trace.
 
     Attributes:
@@ -45,7 +45,7 @@ class Report:
       best: what all would have earned at the most accurate level in time: more than anybody can know how to earn.
     """
 
-    answers: Sequence[Answer]
+    answers: Sequence[ServedQuery]
     best: float
 
     @property
@@ -75,7 +75,7 @@ class Report:
 
 def best_utility(queries: Sequence[Query], profile: ServingProfile) -> float:
     """What queries would earn on average if each ran at its task's most accurate level, in time."""
-    best = profile.best(profile.tasks)
+    best = {task: profile.best(task) for task in profile.tasks}
     return sum(query.utility * best[query.task] for query in queries)
 
 
@@ -87,7 +87,7 @@ def simulate(
     seconds: Sampler | None = None,
     right: Callable[[Query, int], bool] | None = None,
     seed: int = 0,
-) -> Report:
+) -> Served:
     """Serve a trace.
 
     Args:
@@ -104,7 +104,7 @@ def simulate(
     drawn = {query.id: draw for query, draw in zip(waiting, draws, strict=False)}
     is_right = right or (lambda query, level: bool(drawn[query.id] < profile.right(query.task, level)))
     take = seconds or profile.batch_seconds
-    controller, answers, free, at = Controller(policy), list[Answer](), 0.0, 0
+    controller, answers, free, at = Controller(policy), list[ServedQuery](), 0.0, 0
     while at < len(waiting) or controller.waiting:
         if not controller.waiting:
             free = max(free, waiting[at].arrival)
@@ -112,7 +112,7 @@ def simulate(
             controller.submit(waiting[at])
             at += 1
         decision, shed = controller.next(free)
-        answers += [Answer(query=q, outcome=Outcome.SHED, level=None, began=free, ended=free) for q in shed]
+        answers += [ServedQuery(query=q, outcome=Outcome.SHED, level=None, began=free, ended=free) for q in shed]
         if decision is None:
             continue
         ended = free + decision.setup + take(decision.level, len(decision.batch))
@@ -120,6 +120,6 @@ def simulate(
             outcome = Outcome.LATE
             if ended < query.deadline:
                 outcome = Outcome.CORRECT if is_right(query, decision.level) else Outcome.WRONG
-            answers.append(Answer(query=query, outcome=outcome, level=decision.level, began=free, ended=ended))
+            answers.append(ServedQuery(query=query, outcome=outcome, level=decision.level, began=free, ended=ended))
         free = ended
-    return Report(answers=answers, best=best_utility(queries, profile))
+    return Served(answers=answers, best=best_utility(queries, profile))
