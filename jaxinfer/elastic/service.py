@@ -1,6 +1,7 @@
 """`Service`: one vision transformer for many tasks, whose tokens are chosen for each batch (OTAS, section III)."""
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import threading
@@ -225,7 +226,7 @@ class Service:
         Raises ProfileError for what was not measured, or has changed since.
         """
         levels = tuple(n for n in self.levels if n <= 0 or all(n in task.prompts for task in self._tasks.values()))
-        if missing := self.latency.missing(self.levels, self.batch_sizes):
+        if missing := self.latency.missing(levels, self.batch_sizes):
             level, batch = missing[0]
             raise ProfileError(f"batches of {batch} at level {level} were not timed here: call `measure_latency`.")
         return ServingProfile(
@@ -281,7 +282,7 @@ class Service:
                 if self._driver is None:
                     policy = self._policy(self.serving_profile())
                     runner = LevelRunner(
-                        self._programs, self.latency, lambda name: self._tasks[name].labels, self._plan_anew
+                        self._programs, self.latency, lambda name: self._tasks[name].labels, self._follow_drift
                     )
                     self._driver = Driver(runner, policy, max_waiting=self._max_waiting)
         return self._driver
@@ -290,6 +291,11 @@ class Service:
         """Let the driver go by what is known now."""
         if self._driver is not None:
             self._driver.use(self._policy(self.serving_profile()))
+
+    def _follow_drift(self) -> None:
+        """The same from the driver's thread, which goes on by what it has while a task is being registered."""
+        with contextlib.suppress(ProfileError):
+            self._plan_anew()
 
     def accuracy(self, task: str, level: int) -> LevelAccuracy:
         """What profiling has found. Raises ProfileError if it has not, or if the level has changed since."""
@@ -452,7 +458,7 @@ class Service:
         found = {}
         for done, level in enumerate(levels):
             adaptation = self.adaptation(level)
-            correct, _ = self._evaluate(task, adaptation, validation)
+            correct = self._evaluate(task, adaptation, validation)[0] if level else plain
             found[level] = LevelAccuracy.of(correct, plain, self._what_runs(adaptation))
             progress("accuracy", done + 1, len(levels))
         return found

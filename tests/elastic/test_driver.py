@@ -8,9 +8,10 @@ from concurrent.futures import CancelledError, wait
 import numpy as np
 import pytest
 
-from jaxinfer.elastic import ElasticError, InvalidImageError, Service, UnknownTaskError
+from jaxinfer.elastic import ElasticError, InvalidImageError, ProfileError, Service, UnknownTaskError
 from jaxinfer.elastic.driver import Driver
 from jaxinfer.elastic.errors import OverloadedError, ShedError, ShutdownError
+from jaxinfer.elastic.latency import NEWEST
 from jaxinfer.elastic.scheduling.policies import Elastic, FixedLevel
 from tests.elastic.serving import profile
 from tests.elastic.vits import stripes
@@ -206,6 +207,23 @@ def test_a_service_answers_queries(serving):
         return await asyncio.gather(*(serving.query(image, "stripes", latency=30.0) for image in dataset.images[:5]))
 
     assert [answer.label for answer in asyncio.run(ask_all())] == [a.label for a in answers[:5]]
+
+
+def test_drift_while_the_profile_is_incomplete(serving, monkeypatch):
+    """As while a task is being registered: the driver goes on by what it has."""
+    image = stripes(1).images[0]
+    serving.make_query(image, "stripes", latency=30.0).result(30)
+    known = serving.latency.of(0, 1).p50
+
+    def incomplete():
+        raise ProfileError("not timed yet")
+
+    monkeypatch.setattr(serving, "serving_profile", incomplete)
+    refreshed = serving.latency.refreshed
+    for _ in range(NEWEST):
+        serving._driver._runner.observe(0, 1, 50 * known)
+    assert serving.latency.refreshed > refreshed
+    assert serving.make_query(image, "stripes", latency=30.0).result(30).label
 
 
 def test_bad_queries(serving):
