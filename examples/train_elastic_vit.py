@@ -1,16 +1,21 @@
 """Train the backbone of the elastic examples, a small vision transformer on real images of 16 x 16 pixels, and tasks.
 
-python examples/train_elastic_vit.py --export examples/elastic_vit
+    python examples/train_elastic_vit.py --export examples/elastic_vit
+    python examples/train_elastic_vit.py --size tiny --export examples/elastic_vit_tiny
 
-The backbone learns how images are turned (by 0, 90, 180 or 270 degrees), and of digits the digit divided by two, which
-no task asks for. Its images are scikit-learn's digits, of which a quarter is kept for tests, and crops of photos: other
-digits, textures and faces are new to it. Then four tasks are registered with 2, 4 and 8 prompts, and in `seeds` those
-of digits with 8 prompts from four more seeds, which say how much of a difference is chance. What is there already is
-not trained again. Needs the extra `elastic`.
+The backbone learns how images are turned (by 0, 90, 180 or 270 degrees), and of digits, alone or in squares of four,
+the digit divided by two, which no task asks for. Its images are scikit-learn's digits, of which a quarter is kept for
+tests, and crops of photos: other digits, textures and faces are new to it. What it has seen is the mean of its tokens:
+a class token would have read all of them in the first layer, before any is merged.
+
+Then four tasks are registered with 2, 4 and 8 prompts, and in `seeds` those of digits with 8 prompts from four more
+seeds, which say how much of a difference is chance. The other sizes, which stand in for the levels where models are
+switched instead, get heads alone. What is there already is not trained again. Needs the extra `elastic`.
 """
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,28 +27,42 @@ from flax import nnx
 
 from jaxinfer.elastic import Dataset, Service, TrainingConfig, load_dataset
 from jaxinfer.elastic.images import resize_images
-from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, ViTConfig
+from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, Pooling, ViTConfig
 from jaxinfer.models.loading import save_model
 from jaxinfer.models.vit import ViT
 from jaxinfer.models.weight_format import WeightFormat
 
-CONFIG = ViTConfig(
-    labels=("unused",),
-    image_size=16,
-    patch_size=2,
-    embed=64,
-    layers=4,
-    attention=AttentionConfig(q_heads=4, kv_heads=4, head_dim=16, qkv_bias=True, out_bias=True),
-    mlp=MlpConfig(hidden=128, activation=Activation.GELU_TANH, bias=True),
-    norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
-)
+HEAD_DIM = 16
+
+
+def config_of(layers: int, heads: int) -> ViTConfig:
+    """A small vision transformer of images of 16 x 16 pixels, in 64 tokens."""
+    embed = heads * HEAD_DIM
+    return ViTConfig(
+        labels=("unused",),
+        image_size=16,
+        patch_size=2,
+        embed=embed,
+        layers=layers,
+        pooling=Pooling.MEAN,
+        attention=AttentionConfig(q_heads=heads, kv_heads=heads, head_dim=HEAD_DIM, qkv_bias=True, out_bias=True),
+        mlp=MlpConfig(hidden=2 * embed, activation=Activation.GELU_TANH, bias=True),
+        norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
+    )
+
+
+SIZES = {"tiny": config_of(4, 2), "small": config_of(4, 3), "base": config_of(6, 4)}
+"""A larger one would not keep up with any load at which levels matter."""
 TEST, TEST_SEED = 0.25, 1
 """The share of each task's images that nothing is trained on, and the seed that draws them."""
 
 TASKS, PROMPTS = ("digits", "mnist", "textures", "faces"), (2, 4, 8)
 SEEDS, SEEDED_TASKS = range(1, 5), ("digits", "mnist")
 
-TURNS, HALVES = 4, 5
+TURNS, HALVES, PLACES = 4, 5, 5
+"""Ways to turn an image; halves of digits; places of a digit: all of the image, or one of four."""
+SQUARES = 0.25
+"""The share of images that are four digits."""
 
 
 class Batch(NamedTuple):
@@ -51,8 +70,8 @@ class Batch(NamedTuple):
 
     Attributes:
       pixels: uint8 [B, 16, 16, 3].
-      turns: int [B], by how many times 90 degrees an image is turned.
-      halves: int [B], the digit divided by two; -1: none, or it is turned.
+      turns: int [B], by how many times 90 degrees an image is turned; -1: not asked.
+      halves: int [B, 5], the digit divided by two at each place; -1: none, or it is turned.
     """
 
     pixels: np.ndarray
@@ -84,15 +103,32 @@ class Images:
         photos = photos[np.random.default_rng(0).permutation(len(photos))[: len(digits)]]
         self._pixels = np.concatenate((digits.images, photos))
         self._halves = np.concatenate((digits.labels // 2, np.full(len(photos), -1)))
+        self._small = without_test("digits", size // 2)
 
     def draw(self, batch: int, rng: np.random.Generator) -> Batch:
+        """A batch, with so many images."""
+        squares = round(SQUARES * batch)
+        single, four = self._draw_single(batch - squares, rng), self._draw_squares(squares, rng)
+        return Batch(*(np.concatenate(parts) for parts in zip(single, four, strict=True)))
+
+    def _draw_squares(self, count: int, rng: np.random.Generator) -> Batch:
+        """Four digits in each image."""
+        chosen = rng.integers(0, len(self._small), (count, 4))
+        digits = self._small.images[chosen]
+        rows = [np.concatenate((digits[:, left], digits[:, left + 1]), axis=2) for left in (0, 2)]
+        halves = np.pad(self._small.labels[chosen] // 2, ((0, 0), (1, 0)), constant_values=-1)
+        return Batch(np.concatenate(rows, axis=1), np.full(count, -1), halves)
+
+    def _draw_single(self, batch: int, rng: np.random.Generator) -> Batch:
         """Images turned, most digits not, and moved by a pixel at most."""
         chosen, turns = rng.integers(0, len(self._pixels), batch), rng.integers(0, TURNS, batch)
         turns[(self._halves[chosen] >= 0) & (rng.random(batch) < 0.6)] = 0
         shifts, rows = rng.integers(-1, 2, (batch, 2)), zip(chosen, turns, strict=True)
         turned = [np.rot90(self._pixels[index], turn) for index, turn in rows]
         pixels = np.stack([np.roll(image, shift, (0, 1)) for image, shift in zip(turned, shifts, strict=True)])
-        return Batch(pixels, turns, np.where(turns == 0, self._halves[chosen], -1))
+        halves = np.full((batch, PLACES), -1)
+        halves[:, 0] = np.where(turns == 0, self._halves[chosen], -1)
+        return Batch(pixels, turns, halves)
 
 
 class Model(nnx.Module):
@@ -100,12 +136,16 @@ class Model(nnx.Module):
 
     def __init__(self, cfg: ViTConfig, rngs: nnx.Rngs):
         self.backbone = ViT(cfg, WeightFormat(), rngs=rngs)
-        self.turns, self.halves = nnx.Linear(cfg.embed, TURNS, rngs=rngs), nnx.Linear(cfg.embed, HALVES, rngs=rngs)
+        self.turns = nnx.Linear(cfg.embed, TURNS, rngs=rngs)
+        self.halves = nnx.Linear(cfg.embed, PLACES * HALVES, rngs=rngs)
 
     def loss(self, pixels: jax.Array, turns: jax.Array, halves: jax.Array) -> jax.Array:
         """Of both heads, each over what it is asked."""
         features = self.backbone.features(pixels)
-        return _mean_loss(self.turns(features), turns) + _mean_loss(self.halves(features), halves)
+        places = self.halves(features).reshape(-1, PLACES, HALVES)
+        alone = _mean_loss(places[:, 0], halves[:, 0])
+        in_squares = _mean_loss(places[:, 1:].reshape(-1, HALVES), halves[:, 1:].reshape(-1))
+        return _mean_loss(self.turns(features), turns) + alone + 2 * in_squares
 
 
 def _mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -114,7 +154,7 @@ def _mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(asked, losses, 0)) / jnp.maximum(jnp.sum(asked), 1)
 
 
-def train(args: argparse.Namespace, cfg: ViTConfig = CONFIG) -> ViT:
+def train(args: argparse.Namespace, cfg: ViTConfig) -> ViT:
     """Train for a time; the learning rate falls with what is left of it."""
     images, rng = Images(cfg.image_size), np.random.default_rng(args.seed)
     model = Model(cfg, nnx.Rngs(args.seed))
@@ -140,13 +180,15 @@ def train(args: argparse.Namespace, cfg: ViTConfig = CONFIG) -> ViT:
     return nnx.merge(graph, params).backbone
 
 
-def register_tasks(folder: Path, steps: int) -> None:
-    """Register the tasks that are not registered yet."""
-    service = Service.from_checkpoint(folder)
+def register_tasks(folder: Path, steps: int, *, prompts: Sequence[int] = PROMPTS) -> None:
+    """Register the tasks that are not registered yet; seeds, too, where there are prompts."""
+    service = Service.from_checkpoint(folder, merge_levels=None if prompts else ())
     for name in TASKS:
         if name not in service.tasks:
             dataset = without_test(name, service.config.image_size)
-            service.register_task(name, dataset, prompts=PROMPTS, training=TrainingConfig(steps=steps), progress=say)
+            service.register_task(name, dataset, prompts=prompts, training=TrainingConfig(steps=steps), progress=say)
+    if not prompts:
+        return
     # A few programs are enough to see how much seeds differ.
     seeds = Service.from_checkpoint(folder, repository=folder / "seeds", merge_levels=(-8,), schedule="constant")
     for name in SEEDED_TASKS:
@@ -166,6 +208,7 @@ def say(what: str, done: int, total: int) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--export", type=Path, required=True, help="the model directory to write")
+    parser.add_argument("--size", choices=SIZES, default="base", help="of the model")
     parser.add_argument("--minutes", type=float, default=12, help="of training; sets the learning rate")
     parser.add_argument("--max-steps", type=int, default=10**9, help="stop earlier")
     parser.add_argument("--batch", type=int, default=64, help="images per step")
@@ -178,9 +221,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     if not args.export.exists():
-        save_model(args.export, train(args), family="vit")
+        save_model(args.export, train(args, SIZES[args.size]), family="vit")
         print(f"Wrote {args.export}")
-    register_tasks(args.export, args.prompt_steps)
+    register_tasks(args.export, args.prompt_steps, prompts=PROMPTS if args.size == "base" else ())
 
 
 if __name__ == "__main__":
