@@ -1,6 +1,6 @@
 """OTAS (arXiv:2401.05031): elastic tokens under load.
 
-    python -m benchmarks.otas [--quick] [--part planning|virtual|live] [--json FILE]
+    python -m benchmarks.otas [--quick] [--part planning|virtual|live] [--figures FOLDER] [--json FILE]
 
 The tasks of examples/elastic_vit in the paper's mix of queries (Table II), at loads that are multiples of what this
 machine serves at level 0. Deadlines are the paper's, as many times shorter as a batch here is faster than there.
@@ -14,21 +14,27 @@ import argparse
 import time
 from pathlib import Path
 
+from benchmarks.otas.figures import draw_all
 from benchmarks.otas.live import live
 from benchmarks.otas.planning import planning
-from benchmarks.otas.setting import Setting, measure, open_service
+from benchmarks.otas.setting import Setting, measure_setting
 from benchmarks.otas.virtual import virtual
 from benchmarks.report import Report
 
 
 def _setting(report: Report) -> Setting:
     """What is served, as measured now."""
-    setting = measure(open_service())
+    setting = measure_setting()
+    levels, models = setting.levels, setting.models
     report.row(
         figure="setting",
-        capacity=round(setting.capacity, 1),
-        latency_scale=round(setting.scale, 4),
-        seconds={f"{n} {b}": round(s, 5) for (n, b), s in setting.profile.seconds.items()},
+        capacity=round(levels.capacity, 1),
+        latency_scale=round(levels.scale, 4),
+        seconds={f"{n} {b}": round(s, 5) for (n, b), s in levels.profile.seconds.items()},
+        accuracy={f"{task} {n}": round(float(right.mean()), 4) for (task, n), right in levels.right.items()},
+        model_capacity=[round(models.profile.capacity(n), 1) for n in models.profile.levels],
+        model_accuracy={f"{task} {n}": round(float(right.mean()), 4) for (task, n), right in models.right.items()},
+        load_seconds=[round(s, 4) for s in setting.load_seconds.values()],
     )
     return setting
 
@@ -40,6 +46,7 @@ def main() -> None:
     parts = ("planning", "virtual", "live")
     parser.add_argument("--quick", action="store_true", help="fewer seeds, short traces")
     parser.add_argument("--part", choices=[*parts, "all"], default="all")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the figures of docs/elastic.md there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
     report, setting = Report(), None
@@ -51,7 +58,9 @@ def main() -> None:
         else:
             setting = setting or _setting(report)
             if part == "virtual":
-                virtual(report, setting, seeds=2 if args.quick else 5, queries=5_000 if args.quick else 20_000)
+                runs = virtual(report, setting, seeds=2 if args.quick else 5, queries=5_000 if args.quick else 20_000)
+                if args.figures:
+                    draw_all(setting, runs, args.figures)
             else:
                 live(report, setting, seeds=1 if args.quick else 3, seconds=5.0 if args.quick else 60.0)
         report.row(figure="part", part=part, seconds=round(time.monotonic() - start))

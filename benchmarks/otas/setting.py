@@ -1,151 +1,87 @@
 """What is served: the committed tasks, how long their batches take here, and which images each level gets right."""
 
-import dataclasses
-import functools
 import gzip
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.otas.infaas import as_levels, seconds_to_load
 from benchmarks.report import ROOT
-from examples.train_elastic_vit import TEST, TEST_SEED
+from examples.train_elastic_vit import SIZES, TEST, TEST_SEED
 from jaxinfer.elastic import Dataset, Service, load_dataset
-from jaxinfer.elastic.scheduling.batching import BatchingConfig
-from jaxinfer.elastic.scheduling.policies import (
-    Elastic,
-    FixedLevel,
-    LargestThatFits,
-    Paper,
-    PaperConfig,
-    Policy,
-    SlackFit,
-)
-from jaxinfer.elastic.scheduling.profile import ServingProfile
+from jaxinfer.elastic.measurements import Measurements, measure
+from jaxinfer.elastic.scheduling.policies import POLICIES, ModelSwitching, Policy, make_policy
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.elastic.scheduling.workloads import (
-    bursty_arrivals,
-    make_queries,
-    poisson_arrivals,
-    table_ii,
-    wandering_arrivals,
-)
+from jaxinfer.elastic.scheduling.simulator import Served
+from jaxinfer.elastic.scheduling.workloads import ARRIVALS, arrivals_at, table_ii
 
 BACKBONE, DATA = ROOT / "examples" / "elastic_vit", ROOT / "benchmarks" / "data"
-TASKS = ("mnist", "digits", "textures")
+TASKS = ("digits", "mnist", "textures")
 """In place of CIFAR-10, CIFAR-100 and EuroSAT."""
-SAMPLES = 40
-"""Batches of each level and size that are timed, for latencies to be replayed."""
-PAPER_BATCH_SECONDS = 64 / 580
-"""Of the paper's largest batch at level 0: deadlines are scaled by how much faster ours is."""
+INFAAS = "infaas"
+
+Cell = tuple[str, float]
+"""A trace, and a load as a multiple of the capacity at level 0."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """All that a simulation needs.
+class Setting(NamedTuple):
+    """What policies are compared on.
 
     Attributes:
-      profile: what controllers know.
-      samples: seconds of batches by level and size, to draw from.
-      right: by task and level, which test images are classified rightly, bool [images].
-      scale: of the paper's latencies.
+      levels: of the backbone.
+      models: three sizes in place of levels, the backbone in the middle.
+      load_seconds: of each of them.
     """
 
-    profile: ServingProfile
-    samples: Mapping[tuple[int, int], np.ndarray]
-    right: Mapping[tuple[str, int], np.ndarray]
-    scale: float
+    levels: Measurements
+    models: Measurements
+    load_seconds: Mapping[int, float]
 
     @property
-    def capacity(self) -> float:
-        """Queries a second at level 0, in full batches that take as long as they usually do."""
-        largest = self.profile.sizes[-1]
-        return largest / float(np.median(self.samples[0, largest]))
+    def policies(self) -> list[str]:
+        """Those that adapt, PetS, INFaaS, and the other fixed levels."""
+        fixed = (level for level in self.levels.profile.levels if level)
+        return [*POLICIES, INFAAS, *(f"level{level:+d}" for level in fixed)]
 
-    def queries(self, arrivals: np.ndarray, seed: int) -> list[Query]:
-        """The paper's mix; each query has an image of its task, by index."""
-        rng, made = (
-            np.random.default_rng((seed, 3)),
-            make_queries(arrivals, table_ii(TASKS), seed=seed, scale=self.scale),
-        )
-        count = {task: len(self.right[task, 0]) for task in TASKS}
-        return [dataclasses.replace(query, payload=int(rng.integers(count[query.task]))) for query in made]
+    def make(self, policy: str) -> Policy:
+        """A policy by name, with the paper's batching at this device's pace."""
+        if policy == INFAAS:
+            usual = make_policy("pets", self.levels.profile, scale=self.levels.scale)
+            return ModelSwitching(self.models.profile, self.load_seconds, usual.batching)
+        return make_policy(policy, self.levels.profile, scale=self.levels.scale)
 
-    def is_right(self, query: Query, level: int) -> bool:
-        return bool(self.right[query.task, level][query.payload])
+    def queries(self, cell: Cell, *, seed: int, count: int) -> list[Query]:
+        """About so many queries of a cell, of the paper's mix. The seed draws them, the same for all policies."""
+        trace, load = cell
+        rate, measured = load * self.levels.capacity, self.levels
+        arrivals = arrivals_at(TRACES[trace], rate, count / rate, seed=seed, scale=measured.scale)
+        return measured.queries(arrivals, seed=seed, kinds=table_ii(TASKS))
 
-    def sampler(self, seed: int) -> Callable[[int, int], float]:
-        """Draws what a batch takes."""
-        rng, profile = np.random.default_rng((seed, 4)), self.profile
-
-        def seconds(level: int, count: int) -> float:
-            size = next(size for size in profile.sizes if size >= count)
-            return float(rng.choice(self.samples[level, size]))
-
-        return seconds
-
-    def best(self, queries: Sequence[Query]) -> float:
-        """What all queries earn at the level that is best for their task, in time: a bound for everybody."""
-        best = {task: max(self.right[task, level].mean() for level in self.profile.levels) for task in TASKS}
-        return sum(query.utility * best[query.task] for query in queries)
+    def simulate(self, cell: Cell, policy: str, *, seed: int, count: int) -> Served:
+        """One run on a simulated clock."""
+        measured, queries = self.models if policy == INFAAS else self.levels, self.queries(cell, seed=seed, count=count)
+        served = measured.simulate(queries, self.make(policy), seed=seed)
+        return Served(answers=served.answers, best=self.levels.best(queries))
 
 
-def open_service(**options) -> Service:
-    """The committed tasks, with what batches take here."""
-    service = Service.from_checkpoint(BACKBONE, **options)
-    service.measure_latency()
-    return service
+def measure_setting() -> Setting:
+    """Time batches and loads, and classify all test images, at all levels and with all models."""
+    service = Service.from_checkpoint(BACKBONE)
+    tests = test_images(service)
+    levels = measure(service, tests)
+    found, load_seconds = [], {}
+    for index, size in enumerate(SIZES):
+        folder = BACKBONE if size == "base" else BACKBONE.with_name(f"{BACKBONE.name}_{size}")
+        found.append(measure(Service.from_checkpoint(folder, merge_levels=()), tests, levels=[0]))
+        load_seconds[index] = seconds_to_load(folder)
+    return Setting(levels, as_levels(found), load_seconds)
 
 
 def test_images(service: Service) -> dict[str, Dataset]:
     """The images of each task that nothing was trained on."""
     size = service.config.image_size
     return {name: load_dataset(name, size).split(TEST, seed=TEST_SEED)[1] for name in TASKS}
-
-
-def _right(service: Service, task: str, level: int, test: Dataset) -> np.ndarray:
-    answers = service.classify(test.images, task, level)
-    return np.array([answer.label == test.names[label] for answer, label in zip(answers, test.labels, strict=True)])
-
-
-def measure(service: Service) -> Setting:
-    """Time batches, and classify all test images at all levels."""
-    tests, profile = test_images(service), service.serving_profile()
-    samples = {}
-    for level in profile.levels:
-        for size in profile.sizes:
-            images = np.resize(tests[TASKS[0]].images, (size, *tests[TASKS[0]].images.shape[1:]))
-            found = []
-            for _ in range(SAMPLES):
-                begun = time.perf_counter()
-                service.classify(images, TASKS[0], level)
-                found.append(time.perf_counter() - begun)
-            samples[level, size] = np.array(found[1:])
-    seconds = {key: float(np.percentile(found, 95)) for key, found in samples.items()}
-    accuracy = {(task, level): profile.right(task, level) for task in TASKS for level in profile.levels}
-    right = {
-        (task, level): _right(service, task, level, test) for task, test in tests.items() for level in profile.levels
-    }
-    known = dataclasses.replace(profile, seconds=seconds, accuracy=accuracy)
-    scale = float(np.median(samples[0, profile.sizes[-1]])) / PAPER_BATCH_SECONDS
-    return Setting(profile=known, samples=samples, right=right, scale=scale)
-
-
-def policies(setting: Setting) -> dict[str, Callable[[], Policy]]:
-    """Those that adapt, PetS, and the other fixed levels, all with the paper's batching at this device's pace."""
-    profile, batching = setting.profile, BatchingConfig(max_batch=setting.profile.sizes[-1]).scaled(setting.scale)
-    printed = dataclasses.replace(batching, paper=True)
-    initial = PaperConfig(initial=setting.scale * PaperConfig().initial)
-    levels = {f"level {level:+d}": functools.partial(FixedLevel, profile, level, batching) for level in profile.levels}
-    del levels["level +0"]
-    return {
-        "elastic": lambda: Elastic(profile, batching),
-        "paper": lambda: Paper(profile, printed, initial),
-        "pets": lambda: FixedLevel(profile, 0, batching),
-        "slack": lambda: LargestThatFits(profile, batching),
-        "slackfit": lambda: SlackFit(profile, batching),
-        **levels,
-    }
 
 
 def azure_arrivals(name: str, rate: float, seconds: float, *, seed: int) -> np.ndarray:
@@ -161,9 +97,7 @@ def azure_arrivals(name: str, rate: float, seconds: float, *, seed: int) -> np.n
 
 
 TRACES: dict[str, Callable[..., np.ndarray]] = {
-    "wandering": wandering_arrivals,
-    "bursty": bursty_arrivals,
-    "poisson": poisson_arrivals,
+    **ARRIVALS,
     "azure code": lambda rate, seconds, *, seed: azure_arrivals("code", rate, seconds, seed=seed),
     "azure conv": lambda rate, seconds, *, seed: azure_arrivals("conv", rate, seconds, seed=seed),
 }

@@ -28,8 +28,10 @@ class Answer(Classification):
       queue_seconds: from its arrival to when its batch began.
       compute_seconds: of its batch.
       in_time: whether it was there before its deadline.
+      batch: counts the service's batches: that which it was in.
     """
 
     queue_seconds: float
     compute_seconds: float
     in_time: bool
+    batch: int

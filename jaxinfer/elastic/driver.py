@@ -60,9 +60,11 @@ class Statistics:
     Attributes:
       answered, shed, cancelled, failed: how many queries ended so.
       late: how many of the answers came after their deadlines.
+      utility: of the queries that were answered in time, whether rightly or not.
       levels: queries answered at each level.
       batches: how many ran.
       planning_seconds: of the controller's decisions, all together.
+      fallbacks: how many of them a simpler rule has taken, since planning took too long.
     """
 
     answered: int = 0
@@ -70,9 +72,11 @@ class Statistics:
     shed: int = 0
     cancelled: int = 0
     failed: int = 0
+    utility: float = 0.0
     levels: Counter[int] = dataclasses.field(default_factory=Counter)
     batches: int = 0
     planning_seconds: float = 0.0
+    fallbacks: int = 0
 
 
 class Driver:
@@ -122,6 +126,11 @@ class Driver:
             self._inbox.append(query)
             self._changed.notify()
         return future
+
+    @property
+    def waiting(self) -> int:
+        """How many queries have no answer yet."""
+        return len(self._futures)
 
     def use(self, policy: Policy) -> None:
         """Decide by another policy from the next batch on; how queries are put into batches stays."""
@@ -184,6 +193,7 @@ class Driver:
                 self._pop(query).set_exception(error)
         if decision is None:
             return None
+        self.statistics.fallbacks += decision.fell_back
         queries = [query for query in decision.batch.queries if self._is_wanted(query)]
         if not queries:
             return None
@@ -214,6 +224,7 @@ class Driver:
             in_time = ended < query.deadline
             self.statistics.answered += 1
             self.statistics.late += not in_time
+            self.statistics.utility += query.utility if in_time else 0.0
             answer = Answer(
                 label=label,
                 probabilities=probabilities,
@@ -221,6 +232,7 @@ class Driver:
                 queue_seconds=max(begun - query.arrival, 0.0),
                 compute_seconds=ended - begun,
                 in_time=in_time,
+                batch=self.statistics.batches,
             )
             self._pop(query).set_result(answer)
 

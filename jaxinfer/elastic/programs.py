@@ -1,12 +1,14 @@
 """`classify`: a batch of images at a level, each for its own task. One executable for each level and batch size."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.filesize import decimal
 
 from jaxinfer.compiled import ExecutableStore, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.elastic.errors import ElasticError, LevelError
@@ -18,6 +20,8 @@ from jaxinfer.models.token_adaptation import TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 from sharding import ShardingRules
 from sharding.collectives import use_rules
+
+log = logging.getLogger(__name__)
 
 PROGRAM = "classify"
 """The program's name, in caches and in the record of costs."""
@@ -131,6 +135,34 @@ class LevelPrograms:
         self.compiled += cache.compile_ahead(self.sizes)
         self._arrays.setdefault(adaptation.prompts, self._arrays_of(self._tasks.values(), adaptation.prompts))
         self._levels[level] = _Level(adaptation, cache)
+
+    def bytes_needed(self, batch: int) -> int:
+        """What the model, the tasks and a batch of this size take at the level that takes most."""
+        kept = sum(leaf.nbytes for leaf in jax.tree.leaves((self._leaves, self._arrays)))
+        images = batch * self._config.image_size**2 * 3
+        programs = (level.cache.get(PROGRAM, batch=batch) for level in self._levels.values())
+        return kept + images + max(program.memory.workspace_bytes for program in programs)
+
+    def fit(self, device_memory: int, *, may_shrink: bool = True) -> None:
+        """Keep the batch sizes that fit. Raises ElasticError if none does, or sizes would go and may not."""
+        fitting = tuple(size for size in self.sizes if self.bytes_needed(size) <= device_memory)
+        if not fitting or (not may_shrink and fitting != self.sizes):
+            size = self.sizes[-1] if fitting else self.sizes[0]
+            raise ElasticError(
+                f"device_memory={decimal(device_memory)} is too little for batches of {size}, which need "
+                f"{decimal(self.bytes_needed(size))} at the levels {', '.join(map(str, self.levels))}: raise it, or "
+                "open the service with fewer levels or a smaller max_batch."
+            )
+        if fitting != self.sizes:
+            log.info("Batches of more than %d do not fit into %s.", fitting[-1], decimal(device_memory))
+            self.sizes = fitting
+
+    def forget(self, levels: Iterable[int]) -> None:
+        """Be as if these levels had not been compiled."""
+        for level in levels:
+            del self._levels[level]
+        used = {level.adaptation.prompts for level in self._levels.values()}
+        self._arrays = {prompts: arrays for prompts, arrays in self._arrays.items() if prompts in used}
 
     def check_room(self, name: str, labels: Sequence[str]) -> None:
         """Raise ElasticError if a task cannot be put beside the others."""

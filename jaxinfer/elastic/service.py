@@ -33,9 +33,19 @@ from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.loading import LoadedModel, load_model
 from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
+from jaxinfer.streaming.config import parse_bytes
 
 VALIDATION = 0.2
 """The share of a task's images that accuracy is measured on, rather than trained on (OTAS, section V)."""
+
+PLAN_SECONDS = 0.01
+"""What planning may take between batches, until a simpler rule decides."""
+
+
+def plan_in_time(profile: ServingProfile) -> Policy:
+    """The policy that services have: plans exactly, if that takes no longer than `PLAN_SECONDS`."""
+    return Elastic(profile, time_limit=PLAN_SECONDS)
+
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is, and the total."""
@@ -63,6 +73,8 @@ class Service:
       max_tasks, max_classes: how many tasks there can be, and classes of one.
       policy: makes what decides, of the profile, which queries run next and at which level.
       max_waiting: queries that wait at a time; more are refused.
+      device_memory: that the model, its tasks and the largest batch may take: bytes, or such as "8GiB"; where
+        `max_batch` does not fit, batches are smaller. None: any.
 
     Attributes:
       config: of the model.
@@ -81,8 +93,9 @@ class Service:
         max_batch: int = 64,
         max_tasks: int = 8,
         max_classes: int = 100,
-        policy: Callable[[ServingProfile], Policy] = Elastic,
+        policy: Callable[[ServingProfile], Policy] = plan_in_time,
         max_waiting: int = 10_000,
+        device_memory: int | str | None = None,
     ):
         config = model.config
         if not isinstance(config, ViTConfig):
@@ -123,6 +136,7 @@ class Service:
         self._tasks = {name: self._checked(repository.read(name)) for name in repository.names()}
         self._registering = threading.RLock()
         self._policy, self._max_waiting = policy, max_waiting
+        self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._driver: Driver | None = None
         for task in self._tasks.values():
             self._programs.put(task)
@@ -275,6 +289,11 @@ class Service:
         """What became of queries so far."""
         return Statistics() if self._driver is None else self._driver.statistics
 
+    @property
+    def waiting(self) -> int:
+        """How many queries have no answer yet."""
+        return 0 if self._driver is None else self._driver.waiting
+
     def _started(self) -> Driver:
         """The driver, which starts with the first query."""
         if self._driver is None:
@@ -425,9 +444,17 @@ class Service:
         return task
 
     def _compile_ahead(self, *tasks: Task) -> None:
-        """Compile all levels that there are with these tasks."""
+        """Compile all levels that there are with these tasks, and keep the batch sizes that fit into memory."""
+        before = self._programs.levels
         for level in sorted({0, *self._merge_levels, *(count for task in tasks for count in task.prompts)}):
             self._programs.compile_ahead(level, self._adaptation_of(level))
+        if self._memory is not None:
+            try:
+                # Queries that wait are in batches of the sizes that there were.
+                self._programs.fit(self._memory, may_shrink=self._driver is None)
+            except ElasticError:
+                self._programs.forget(set(self._programs.levels) - set(before))
+                raise
 
     def _adaptation_of(self, level: int, schedule: MergeSchedule | None = None) -> TokenAdaptation:
         schedule = schedule or self._forced or self._schedules.get(level, MergeSchedule.CONSTANT)

@@ -54,6 +54,46 @@ def test_register_profile_classify(folders):
     assert all(0.5 <= float(line[2]) <= 1 for line in lines)
 
 
+def test_serve_simulate_report(folders, tmp_path):
+    pytest.importorskip("matplotlib")
+    data = ("--data", f"stripes={folders / 'images'}")
+    tasks, runs = tmp_path / "tasks", tmp_path / "runs"
+    options = ("--repository", tasks, "--max-batch", 1)
+    assert run("simulate", folders / "vit", *options).output.startswith("error: ")  # there are no tasks
+    given = (folders / "vit", "--data", folders / "images", "--steps", 20, "--task", "stripes", *options)
+    assert run("register", *given).exit_code == 0
+    common = (folders / "vit", *options, *data, "--seconds", 0.3, "--arrivals", "poisson", "--out", runs)
+    simulated = run("simulate", *common, "--policy", "elastic", "--policy", "level-2")
+    assert simulated.exit_code == 0, simulated.output
+    assert "poisson at 0.80x the capacity of level 0, simulated" in simulated.output
+    assert "dispersion_1s" in simulated.output
+    served = run("serve", *common, "--policy", "slack", "--device-memory", "1GiB")
+    assert served.exit_code == 0, served.output
+    names = [f"simulated-poisson-0.80x-{name}-0" for name in ("elastic", "level-2")] + ["wall-poisson-0.80x-slack-0"]
+    assert [file.stem for file in sorted(runs.glob("*.jsonl"))] == names
+    (trace,) = (runs / "traces").iterdir()
+    replayed = run("simulate", folders / "vit", *options, *data, "--trace", trace, "--policy", "pets", "--out", runs)
+    assert replayed.exit_code == 0, replayed.output
+    assert len(list(runs.glob("simulated-poisson-0.80x-0-*x-pets-0.jsonl"))) == 1
+
+    page = tmp_path / "report.html"
+    done = run("report", runs, "--out", page)
+    assert done.exit_code == 0, done.output
+    assert "poisson at 0.80x the capacity of level 0, live" in done.output
+    assert page.read_text().count("<h2>") == 4  # the levels, simulated, live, the trace
+    for arguments, message in (
+        (("simulate", *common, "--arrivals", "daily"), "--arrivals must be one of wandering, bursty, poisson"),
+        (("simulate", *common, "--load", -1), "--load must be > 0, got -1.0"),
+        (("serve", *common, "--policy", "best"), "no policy 'best'; known: elastic, paper"),
+        (("serve", *common, "--data", "stripes"), "--data must be TASK=DATA, got 'stripes'"),
+        (("serve", *common, "--task", "faces"), "no task 'faces'; registered: stripes"),
+        (("report", tmp_path), "no runs (*.jsonl)"),
+    ):
+        found = run(*arguments)
+        assert found.exit_code == 2, found.output
+        assert message in " ".join(found.output.split())
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.elastic.scheduling.planner import Job, Option, plan_approximate, plan_exact, plan_paper
+from jaxinfer.elastic.scheduling.planner import (
+    Job,
+    Option,
+    PlanTimeoutError,
+    plan_approximate,
+    plan_exact,
+    plan_paper,
+)
 
 
 def job(deadline, *options):
@@ -132,6 +139,13 @@ def test_what_always_holds(jobs, start, delay):
     near = plan_approximate(jobs, start, epsilon=0.05)
     assert near.utility >= 0.95 * plan.utility - 1e-9
     assert run(jobs, near.levels, start) == pytest.approx((near.utility, near.end))
+
+
+def test_planning_stops_at_its_time_limit():
+    jobs, seconds = [job(1.0, (0.1, 1.0))] * 5, itertools.count()
+    assert plan_exact(jobs, 0.0, time_limit=5.0, clock=lambda: next(seconds)).utility == 5
+    with pytest.raises(PlanTimeoutError, match="planning 5 batches took more than 3 s"):
+        plan_exact(jobs, 0.0, time_limit=3.0, clock=lambda: next(seconds))
 
 
 def test_rounding_loses_little():

@@ -33,9 +33,10 @@ from jaxinfer.elastic.scheduling.workloads import (
     wandering_arrivals,
     write_trace,
 )
-from tests.elastic.serving import LEVELS, TASKS, profile
+from tests.elastic.serving import LEVELS, TASKS, models, profile
 
 PROFILE = profile()
+MODELS = models()
 POLICIES = {
     "elastic": lambda: Elastic(PROFILE),
     "paper": lambda: Paper(PROFILE),
@@ -44,7 +45,7 @@ POLICIES = {
     "prompts": lambda: FixedLevel(PROFILE, 2),
     "slack": lambda: LargestThatFits(PROFILE),
     "slackfit": lambda: SlackFit(PROFILE),
-    "infaas": lambda: ModelSwitching([profile(0.5), PROFILE, profile(3.0)], [0.05, 0.1, 0.3]),
+    "infaas": lambda: ModelSwitching(MODELS, {0: 0.05, 1: 0.1, 2: 0.3}),
 }
 
 
@@ -114,7 +115,6 @@ def test_only_hopeless_queries_are_shed():
         (lambda: query(0, 0.0, utility=math.nan), "utility must be finite and >= 0, got nan"),
         (lambda: FixedLevel(PROFILE, 3), "level 3 is not in the profile, which has -20, -15"),
         (lambda: dataclasses.replace(PROFILE, levels=(0, 9)), r"needs the seconds of \(9, 1\)"),
-        (lambda: table_ii(["a"]), "Table II has three tasks, got 1"),
     ],
 )
 def test_bad_values(given, message):
@@ -155,6 +155,16 @@ def test_levels_follow_the_load():
     assert [each.id for each in done.shed] == [1]
 
 
+def test_where_planning_takes_too_long_a_simpler_rule_decides():
+    controllers = Controller(Elastic(PROFILE, time_limit=0.0)), Controller(LargestThatFits(PROFILE))
+    for controller in controllers:
+        for number in range(64 * 3):
+            controller.submit(query(number, 0.0))
+    quick, simple = (controller.next(0.0).decision for controller in controllers)
+    assert (quick.fell_back, simple.fell_back) == (True, False)
+    assert (quick.level, len(quick.batch)) == (simple.level, len(simple.batch))
+
+
 def test_a_batch_too_large_for_its_first_deadline_gives_that_query_up():
     """The others go on: one query that is nearly late does not take 63 with it."""
     controller = Controller(Elastic(PROFILE))
@@ -167,15 +177,15 @@ def test_a_batch_too_large_for_its_first_deadline_gives_that_query_up():
 
 
 def test_models_are_loaded_where_the_choice_changes():
-    fast, slow = profile(0.5), profile(2.0)
-    policy = ModelSwitching([fast, slow], [0.05, 0.3])
+    policy = ModelSwitching(MODELS, {0: 0.05, 1: 0.1, 2: 0.3})
     queue = BatchQueue(policy.batching)
     queue.add(query(0, 0.0))
     batches = list(queue)
-    assert policy.choose(batches, 0.0, slow.capacity() - 1).setup == 0
-    assert policy.choose(batches, 0.0, slow.capacity() + 1).setup == 0.05
-    assert policy.choose(batches, 0.0, slow.capacity() + 1).setup == 0  # it is there
-    assert policy.choose(batches, 0.0, slow.capacity() - 1).setup == 0.3
+    large, fastest = MODELS.capacity(2), MODELS.capacity(0)
+    assert policy.choose(batches, 0.0, large - 1)[1:3] == (2, 0)
+    assert policy.choose(batches, 0.0, fastest + 1)[1:3] == (0, 0.05)
+    assert policy.choose(batches, 0.0, fastest + 1)[1:3] == (0, 0)  # it is there
+    assert policy.choose(batches, 0.0, large - 1)[1:3] == (2, 0.3)
 
 
 queries_strategy = st.lists(
@@ -196,8 +206,9 @@ queries_strategy = st.lists(
 def test_every_query_ends_once(queries, name, slower):
     """Also on a device that takes longer than its profile says."""
     queries = [dataclasses.replace(each, id=index) for index, each in enumerate(queries)]
+    known = MODELS if name == "infaas" else PROFILE
     report = simulate(
-        queries, POLICIES[name](), PROFILE, seconds=lambda level, count: slower * PROFILE.batch_seconds(level, count)
+        queries, POLICIES[name](), known, seconds=lambda level, count: slower * known.batch_seconds(level, count)
     )
     assert sorted(answer.query.id for answer in report.answers) == list(range(len(queries)))
     assert sum(report.outcomes.values()) == len(queries)

@@ -146,6 +146,7 @@ def test_a_task_without_these_prompts(vit, registered, options, tmp_path):
         ({"merge_levels": (-4, 2)}, r"merge_levels must be < 0, got \[2\]"),
         ({"max_batch": 0}, "Service.max_batch must be >= 1, got 0"),
         ({"prompt_mode": "keep"}, "'keep' is not a valid PromptMode"),
+        ({"device_memory": "much"}, "device_memory must be bytes or a size"),
     ],
 )
 def test_wrong_options(vit, tmp_path, given, message):
@@ -309,6 +310,29 @@ def test_latency_follows_the_machine(service):
         latency.observe(0, 1, 50 * known)
     assert latency.refreshed == refreshed + 1
     assert latency.of(0, 1).p50 == pytest.approx(50 * known)
+
+
+def test_batches_fit_into_device_memory(vit, registered, options):
+    options = options | {"max_batch": 4}
+    needed = Service.from_checkpoint(vit, repository=registered, **options)._programs.bytes_needed
+    assert needed(4) > needed(2) > needed(1)
+    small = Service.from_checkpoint(vit, repository=registered, device_memory=needed(4) - 1, **options)
+    assert small.batch_sizes == (1, 2)
+    assert len(small.classify(stripes(5).images, "stripes")) == 5
+    with pytest.raises(ElasticError, match=r"is too little for batches of 1, which need .* at the levels -4, 0, 2"):
+        Service.from_checkpoint(vit, repository=registered, device_memory=str(needed(1) - 1), **options)
+
+
+def test_a_task_whose_prompts_do_not_fit_into_device_memory(empty, vit, options, tmp_path):
+    empty.register_task("a", stripes(40), training=QUICK)
+    exact = options | {"device_memory": empty._programs.bytes_needed(2) + 100}
+    with Service.from_checkpoint(vit, repository=tmp_path / "tasks", **exact) as service:
+        service.measure_latency()
+        service.make_query(stripes(1).images[0], "a", latency=60.0).result()
+        with pytest.raises(ElasticError, match="is too little for batches of 2"):
+            service.register_task("b", stripes(40), prompts=[8], training=QUICK)
+        assert service.levels == (-4, 0)
+        assert service.register_task("b", stripes(40), training=QUICK).version == 1
 
 
 def test_threads_classify_while_a_task_is_registered(empty):

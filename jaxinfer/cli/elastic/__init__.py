@@ -1,5 +1,6 @@
 """`jaxinfer elastic`: one vision transformer for many tasks, whose tokens are chosen for each batch (OTAS)."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,35 @@ PromptModeOption = Annotated[
     str, typer.Option(help="replace or accumulate: what becomes of a layer's prompts in the next one.")
 ]
 MaxBatchOption = Annotated[int, typer.Option(min=1, help="Images that are classified at once.")]
+ArrivalsOption = Annotated[str, typer.Option(help="How queries come: wandering, bursty or poisson.")]
+LoadOption = Annotated[float, typer.Option(help="The mean rate, as a multiple of what level 0 serves here.")]
+SecondsOption = Annotated[float, typer.Option(help="How long.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of what is drawn.")]
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="elastic, paper, pets, slack, slackfit, or a fixed level such as level-8; repeatable (default: elastic to "
+        "serve, all named ones to simulate).",
+        show_default=False,
+    ),
+]
+TraceOption = Annotated[
+    Path | None, typer.Option(help="Queries instead, a JSON object a line, as runs leave them.", show_default=False)
+]
+TasksOption = Annotated[
+    list[str] | None, typer.Option(help="Queried tasks (default: all); repeatable.", show_default=False)
+]
+TaskDataOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="TASK=DATA: a task's images (default: the data set of its name); repeatable.", show_default=False
+    ),
+]
+OutOption = Annotated[Path, typer.Option(help="The folder that runs are recorded in.")]
+DeviceMemoryOption = Annotated[
+    str | None,
+    typer.Option(help="That the model, tasks and a batch may take, such as 8GiB (default: any).", show_default=False),
+]
 
 app = typer.Typer(no_args_is_help=True, help="Serve many tasks with one vision transformer of elastic tokens.")
 
@@ -109,6 +139,91 @@ def classify(
     pixels = np.stack([load_image(file, service.config.image_size) for file in images])
     for file, answer in zip(images, service.classify(pixels, task, level), strict=True):
         typer.echo(f"{file}\t{answer.label}\t{answer.probabilities.max():.3f}")
+
+
+@app.command()
+def serve(
+    model: ModelArgument,
+    arrivals: ArrivalsOption = "bursty",
+    load: LoadOption = 0.8,
+    seconds: SecondsOption = 30.0,
+    seed: SeedOption = 0,
+    policy: PolicyOption = None,
+    trace: TraceOption = None,
+    task: TasksOption = None,
+    data: TaskDataOption = None,
+    out: OutOption = Path("runs"),
+    repository: RepositoryOption = None,
+    prompt_mode: PromptModeOption = "replace",
+    max_batch: MaxBatchOption = 64,
+    device_memory: DeviceMemoryOption = None,
+) -> None:
+    """Serve a trace of queries live, images by deadlines, and watch it: the level of each batch follows the load."""
+    from jaxinfer.cli.elastic import serving
+
+    service_options = {
+        "repository": repository,
+        "prompt_mode": prompt_mode,
+        "max_batch": max_batch,
+        "device_memory": device_memory,
+    }
+    workload = serving.Workload(arrivals, load, seconds, seed, trace)
+    setting = serving.prepare(model, task or [], data or [], service_options)
+    for name in policy or ["elastic"]:
+        serving.record(serving.serve(setting, workload, name), out)
+
+
+@app.command()
+def simulate(
+    model: ModelArgument,
+    arrivals: ArrivalsOption = "bursty",
+    load: LoadOption = 0.8,
+    seconds: SecondsOption = 30.0,
+    seed: SeedOption = 0,
+    policy: PolicyOption = None,
+    trace: TraceOption = None,
+    task: TasksOption = None,
+    data: TaskDataOption = None,
+    out: OutOption = Path("runs"),
+    repository: RepositoryOption = None,
+    prompt_mode: PromptModeOption = "replace",
+    max_batch: MaxBatchOption = 64,
+    device_memory: DeviceMemoryOption = None,
+) -> None:
+    """Serve the same on a simulated clock: the same controller, latencies and answers as measured at the start."""
+    from jaxinfer.cli.elastic import serving
+    from jaxinfer.elastic.scheduling.policies import POLICIES
+
+    service_options = {
+        "repository": repository,
+        "prompt_mode": prompt_mode,
+        "max_batch": max_batch,
+        "device_memory": device_memory,
+    }
+    workload = serving.Workload(arrivals, load, seconds, seed, trace)
+    setting = serving.prepare(model, task or [], data or [], service_options)
+    for name in policy or POLICIES:
+        serving.record(serving.simulate(setting, workload, name), out)
+
+
+@app.command()
+def report(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="A folder of recorded runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Compare recorded runs: tables here, and the figures of OTAS's evaluation in a page."""
+    from jaxinfer.cli.display import show
+    from jaxinfer.elastic.reporting.runs import read_runs
+    from jaxinfer.elastic.reporting.tables import by_cell, terminal_table
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("a report needs matplotlib: pip install 'jaxinfer[bench]'")
+    from jaxinfer.elastic.reporting.report import write_report
+
+    found = read_runs(runs)
+    show(*(terminal_table(cell, own) for cell, own in by_cell(found).items()))
+    write_report(out, found)
+    typer.echo(f"Wrote {out}")
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -5,7 +5,8 @@ order of their deadlines (an exchange argument), and a plan is a level, or none,
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,18 @@ class Plan(NamedTuple):
     end: float
 
 
-def plan_exact(jobs: Sequence[Job], start: float, *, resolution: float = 0.0) -> Plan:
+class PlanTimeoutError(Exception):
+    """A planner took longer than it may; another way to decide is needed."""
+
+
+def plan_exact(
+    jobs: Sequence[Job],
+    start: float,
+    *,
+    resolution: float = 0.0,
+    time_limit: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Plan:
     """The best plan, by a Pareto front of (end, utility) after each job.
 
     Of two partial plans, one that ends later and earns no more can be forgotten: whatever follows it can follow the
@@ -63,14 +75,19 @@ def plan_exact(jobs: Sequence[Job], start: float, *, resolution: float = 0.0) ->
       start: when the device is free.
       resolution: of partial plans that end in the same interval of so many seconds only the one that earns most is
         kept, which bounds the work; a plan still keeps its deadlines, and may miss a little utility. 0: exact.
-    Raises ValueError for times that are negative or not finite.
+      time_limit: seconds that planning may take, looked at after each job; None: any.
+      clock: that they are taken from.
+    Raises ValueError for times that are negative or not finite, PlanTimeoutError.
     """
     _check(jobs, start)
+    stop = None if time_limit is None else clock() + time_limit
     order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
     options = [_useful(job, start) for job in jobs]
     ends, utilities = np.array([float(start)]), np.array([0.0])
     steps: list[tuple[np.ndarray, np.ndarray]] = []  # of each job: the point that each one comes from, and its option
     for index in order:
+        if stop is not None and clock() > stop:
+            raise PlanTimeoutError(f"planning {len(jobs)} batches took more than {time_limit:g} s.")
         count = len(ends)
         seconds = np.array([0.0, *(option.seconds for option in options[index])])
         earned = np.array([0.0, *(option.utility for option in options[index])])

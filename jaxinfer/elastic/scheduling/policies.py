@@ -1,11 +1,12 @@
 """Which batch runs next and at which level: OTAS exact and as printed, and what it is compared with."""
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxinfer.elastic.scheduling.batching import Batch, BatchingConfig
-from jaxinfer.elastic.scheduling.planner import Job, Option, plan_exact, plan_paper
+from jaxinfer.elastic.scheduling.planner import Job, Option, PlanTimeoutError, plan_exact, plan_paper
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 
 
@@ -16,11 +17,13 @@ class Decision(NamedTuple):
       batch: which one.
       level: at which it runs.
       setup: seconds before it can, as for another model to be loaded.
+      fell_back: whether planning took too long, so that a simpler rule has decided.
     """
 
     batch: Batch
     level: int
     setup: float = 0.0
+    fell_back: bool = False
 
 
 class Policy(Protocol):
@@ -95,6 +98,7 @@ class Elastic(_ByProfile):
       batching: how queries are put into batches.
       max_jobs: batches that are planned, those with the earliest deadlines.
       points: on the Pareto front; fewer are faster.
+      time_limit: seconds that a plan may take; else `LargestThatFits` decides. None: any.
     """
 
     def __init__(
@@ -104,16 +108,21 @@ class Elastic(_ByProfile):
         *,
         max_jobs: int = 40,
         points: int = 400,
+        time_limit: float | None = None,
     ):
         super().__init__(profile, batching)
-        self._max_jobs, self._points = max_jobs, points
+        self._max_jobs, self._points, self._time_limit = max_jobs, points, time_limit
+        self._fallback = LargestThatFits(profile, self.batching)
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
-        del rate
         planned = by_deadline(batches)[: self._max_jobs]
         jobs = [job_of(batch, self._profile) for batch in planned]
         resolution = max(jobs[-1].deadline - start, 0.0) / self._points
-        levels = plan_exact(jobs, start, resolution=resolution).levels
+        try:
+            levels = plan_exact(jobs, start, resolution=resolution, time_limit=self._time_limit).levels
+        except PlanTimeoutError:
+            decision = self._fallback.choose(batches, start, rate)
+            return None if decision is None else decision._replace(fell_back=True)
         chosen = zip(planned, levels, strict=True)
         return next((Decision(batch, level) for batch, level in chosen if level is not None), None)
 
@@ -258,37 +267,65 @@ class Paper(_ByProfile):
         return levels
 
 
-class ModelSwitching:
+def make_policy(name: str, profile: ServingProfile, *, scale: float = 1.0, time_limit: float | None = None) -> Policy:
+    """A policy by name: one of `POLICIES`, or "level-8", "level+2" and so on for a fixed level.
+
+    Args:
+      name: of the policy.
+      profile: of the levels.
+      scale: of the paper's thresholds, in seconds, of which queries share a batch.
+      time_limit: of plans; see `Elastic`.
+    Raises ValueError for a name that is none, or a level that the profile has not.
+    """
+    batching = BatchingConfig(max_batch=profile.sizes[-1]).scaled(scale)
+    if name == "elastic":
+        return Elastic(profile, batching, time_limit=time_limit)
+    if name == "paper":
+        config = PaperConfig(initial=scale * PaperConfig().initial)
+        return Paper(profile, dataclasses.replace(batching, paper=True), config)
+    if name in _SIMPLE:
+        return _SIMPLE[name](profile, batching)
+    if found := re.fullmatch(r"level([+-]\d+)", name):
+        return FixedLevel(profile, int(found[1]), batching)
+    raise ValueError(f"no policy {name!r}; known: {', '.join(POLICIES)}, or a fixed level such as level-8 or level+2.")
+
+
+_SIMPLE: Mapping[str, Callable[[ServingProfile, BatchingConfig], Policy]] = {
+    "pets": lambda profile, batching: FixedLevel(profile, 0, batching),
+    "slack": LargestThatFits,
+    "slackfit": SlackFit,
+}
+POLICIES = ("elastic", "paper", *_SIMPLE)
+"""Names of those that choose levels, and of PetS, which always takes level 0."""
+
+
+class ModelSwitching(_ByProfile):
     """INFaaS's policy: the most accurate of several models whose throughput is enough, loaded when the choice changes.
 
     Args:
-      profiles: of the models, each at level 0, the most accurate last.
-      load_seconds: that it takes to make each of them the one that runs.
+      profile: whose levels are the models, the smallest first; the largest one is loaded at the start.
+      load_seconds: that it takes to make a model the one that runs.
       batching: how queries are put into batches.
     """
 
     def __init__(
-        self,
-        profiles: Sequence[ServingProfile],
-        load_seconds: Sequence[float],
-        batching: BatchingConfig | None = None,
+        self, profile: ServingProfile, load_seconds: Mapping[int, float], batching: BatchingConfig | None = None
     ):
-        self._profiles, self._loads = profiles, load_seconds
-        self.batching = batching or BatchingConfig(max_batch=profiles[0].sizes[-1])
-        self.model = len(profiles) - 1
+        super().__init__(profile, batching)
+        self._loads, self._model = load_seconds, profile.levels[-1]
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
-        enough = [index for index, profile in enumerate(self._profiles) if profile.capacity(0) >= rate]
-        wanted = max(enough, default=0)
-        setup = self._loads[wanted] if wanted != self.model else 0.0
+        profile = self._profile
+        wanted = max((n for n in profile.levels if profile.capacity(n) >= rate), default=profile.levels[0])
+        setup = self._setup(wanted)
         for batch in by_deadline(batches):
-            if start + setup + self._profiles[wanted].batch_seconds(0, len(batch)) < batch.deadline:
-                self.model = wanted
-                return Decision(batch, 0, setup)
+            if start + setup + profile.batch_seconds(wanted, len(batch)) < batch.deadline:
+                self._model = wanted
+                return Decision(batch, wanted, setup)
         return None
 
     def least_seconds(self, count: int) -> float:
-        return min(
-            profile.batch_seconds(0, count) + (load if index != self.model else 0.0)
-            for index, (profile, load) in enumerate(zip(self._profiles, self._loads, strict=True))
-        )
+        return min(self._setup(n) + self._profile.batch_seconds(n, count) for n in self._profile.levels)
+
+    def _setup(self, model: int) -> float:
+        return 0.0 if model == self._model else self._loads[model]

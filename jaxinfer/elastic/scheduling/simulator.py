@@ -21,12 +21,14 @@ class ServedQuery:
 
     Attributes:
       level: that it ran at; None if it was shed.
+      batch: counts batches; None if it was shed.
       began, ended: seconds; when it was shed they are the same.
     """
 
     query: Query
     outcome: Outcome
     level: int | None
+    batch: int | None
     began: float
     ended: float
 
@@ -34,6 +36,11 @@ class ServedQuery:
     def utility(self) -> float:
         """What it earned."""
         return self.query.utility if self.outcome is Outcome.CORRECT else 0.0
+
+
+def shed_query(query: Query, at: float) -> ServedQuery:
+    """One that was given up at this time."""
+    return ServedQuery(query=query, outcome=Outcome.SHED, level=None, batch=None, began=at, ended=at)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +111,7 @@ def simulate(
     drawn = {query.id: draw for query, draw in zip(waiting, draws, strict=False)}
     is_right = right or (lambda query, level: bool(drawn[query.id] < profile.right(query.task, level)))
     take = seconds or profile.batch_seconds
-    controller, answers, free, at = Controller(policy), list[ServedQuery](), 0.0, 0
+    controller, answers, free, at, batches = Controller(policy), list[ServedQuery](), 0.0, 0, 0
     while at < len(waiting) or controller.waiting:
         if not controller.waiting:
             free = max(free, waiting[at].arrival)
@@ -112,7 +119,7 @@ def simulate(
             controller.submit(waiting[at])
             at += 1
         decision, shed = controller.next(free)
-        answers += [ServedQuery(query=q, outcome=Outcome.SHED, level=None, began=free, ended=free) for q in shed]
+        answers += [shed_query(query, free) for query in shed]
         if decision is None:
             continue
         ended = free + decision.setup + take(decision.level, len(decision.batch))
@@ -120,6 +127,8 @@ def simulate(
             outcome = Outcome.LATE
             if ended < query.deadline:
                 outcome = Outcome.CORRECT if is_right(query, decision.level) else Outcome.WRONG
-            answers.append(ServedQuery(query=query, outcome=outcome, level=decision.level, began=free, ended=ended))
-        free = ended
+            answers.append(
+                ServedQuery(query=query, outcome=outcome, level=decision.level, batch=batches, began=free, ended=ended)
+            )
+        free, batches = ended, batches + 1
     return Served(answers=answers, best=best_utility(queries, profile))

@@ -1,0 +1,51 @@
+"""The figures of docs/elastic.md, of two cells: what `jaxinfer elastic report` draws, a file each."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+from benchmarks.otas.setting import INFAAS, Cell, Setting
+from jaxinfer.cli.bench.plots import write_plot
+from jaxinfer.elastic.reporting import plots
+from jaxinfer.elastic.reporting.runs import Run, RunHeader, record_profile
+from jaxinfer.elastic.scheduling.simulator import Served
+
+SHOWN: tuple[Cell, ...] = (("bursty", 0.8), ("wandering", 1.1))
+
+
+def draw_all(setting: Setting, runs: Mapping[tuple[Cell, str], Sequence[Served]], folder: Path) -> None:
+    """Write all figures; text stays text, so that files are small."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "otas"}):
+        write_plot(folder / "levels.svg", plots.draw_levels(setting.levels.profile))
+        write_plot(folder / "batches.svg", plots.draw_batches(setting.levels.profile))
+        for cell in SHOWN:
+            own, trace = _recorded(setting, cell, runs), cell[0]
+            write_plot(folder / f"{trace}-arrivals.svg", plots.draw_arrivals(own[0]))
+            write_plot(folder / f"{trace}-utility.svg", plots.draw_utility(own))
+            write_plot(folder / f"{trace}-outcomes.svg", plots.draw_outcomes(own))
+            write_plot(folder / f"{trace}-chosen.svg", plots.draw_chosen(own))
+            write_plot(folder / f"{trace}-accuracies.svg", plots.draw_accuracies(own))
+
+
+def _recorded(setting: Setting, cell: Cell, runs: Mapping[tuple[Cell, str], Sequence[Served]]) -> list[Run]:
+    """A cell's runs as reports take them."""
+    found = []
+    for (of, policy), served in runs.items():
+        if of != cell:
+            continue
+        profile = (setting.models if policy == INFAAS else setting.levels).profile
+        for seed, run in enumerate(served):
+            header = RunHeader(
+                policy=policy,
+                arrivals=cell[0],
+                load=cell[1],
+                capacity=setting.levels.capacity,
+                seed=seed,
+                clock="simulated",
+                best=run.best,
+                profile=record_profile(profile),
+            )
+            found.append(Run(header, run))
+    return found

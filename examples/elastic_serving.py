@@ -1,0 +1,100 @@
+"""Serve queries by deadlines under a bursty load, and see how the level follows it (OTAS).
+
+    python examples/elastic_serving.py
+    python examples/elastic_serving.py --load 1.3 --seconds 60 --policies elastic pets level-8
+
+Queries of three tasks (digits, MNIST, textures; images that nothing was trained on) come as the functions of a cloud
+are called, some worth more than others, with deadlines. Each policy serves the same ones live: `elastic` chooses how
+many tokens each batch is worth, `pets` always serves the plain model. Then a report with the figures of the paper's
+evaluation is written. Loads are multiples of what the plain model serves on this machine, deadlines as many times
+shorter than the paper's as its batches are faster here. Needs the extras `elastic` and `bench`.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from jaxinfer.elastic import Dataset, Service, load_dataset
+from jaxinfer.elastic.measurements import Measurements, measure
+from jaxinfer.elastic.replay import replay
+from jaxinfer.elastic.reporting.dashboard import Dashboard
+from jaxinfer.elastic.reporting.report import write_report
+from jaxinfer.elastic.reporting.runs import Run, RunHeader, record_profile, write_run
+from jaxinfer.elastic.reporting.tables import by_cell, terminal_table
+from jaxinfer.elastic.scheduling.policies import Policy, make_policy
+from jaxinfer.elastic.scheduling.profile import ServingProfile
+from jaxinfer.elastic.scheduling.query import Query
+from jaxinfer.elastic.scheduling.simulator import Served
+from jaxinfer.elastic.scheduling.workloads import ARRIVALS, arrivals_at
+from jaxinfer.elastic.service import PLAN_SECONDS
+
+BACKBONE = Path(__file__).parent / "elastic_vit"
+TEST, TEST_SEED = 0.25, 1
+"""The share of images that nothing was trained on, and the seed that draws them (train_elastic_vit.py)."""
+
+
+def serve(
+    args: argparse.Namespace, policy: str, measured: Measurements, queries: list[Query], tests: dict[str, Dataset]
+) -> Run:
+    """Send the queries to a service with this policy, and watch it."""
+
+    def make(profile: ServingProfile) -> Policy:
+        return make_policy(policy, profile, scale=measured.scale, time_limit=PLAN_SECONDS)
+
+    options = {"merge_levels": args.merge_levels, "max_batch": args.max_batch}
+    with Service.from_checkpoint(args.model, policy=make, **options) as service:
+        service.measure_latency()  # nothing, where what was measured before could be kept
+        dashboard = Dashboard(service, f"{policy}: {args.arrivals} at {args.load:.2f}x", len(queries))
+        with Live(dashboard, console=Console(), refresh_per_second=4):
+            answers = replay(service, queries, tests, watch=dashboard.watch)
+    header = RunHeader(
+        policy=policy,
+        arrivals=args.arrivals,
+        load=args.load,
+        capacity=measured.capacity,
+        seed=args.seed,
+        clock="wall",
+        best=measured.best(queries),
+        profile=record_profile(measured.profile),
+    )
+    return Run(header, Served(answers=answers, best=header.best))
+
+
+def main(args: argparse.Namespace) -> None:
+    service = Service.from_checkpoint(args.model, merge_levels=args.merge_levels, max_batch=args.max_batch)
+    size = service.config.image_size
+    tests = {name: load_dataset(name, size).split(TEST, seed=TEST_SEED)[1] for name in args.tasks}
+    measured = measure(service, tests, samples=args.samples)
+    print(f"{measured.capacity:,.0f} queries/s at level 0; a batch takes {measured.scale:.2f} of the paper's time.")
+    rate = args.load * measured.capacity
+    arrivals = arrivals_at(ARRIVALS[args.arrivals], rate, args.seconds, seed=args.seed, scale=measured.scale)
+    queries, runs = measured.queries(arrivals, seed=args.seed), []
+    for policy in args.policies:
+        runs.append(serve(args, policy, measured, queries, tests))
+        write_run(args.out, runs[-1])
+    for cell, own in by_cell(runs).items():
+        Console().print(terminal_table(cell, own))
+    write_report(args.out / "report.html", runs)
+    print(f"Wrote {args.out / 'report.html'}")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=BACKBONE, help="a model directory with registered tasks")
+    parser.add_argument("--tasks", nargs="+", default=["digits", "mnist", "textures"], help="that are queried")
+    parser.add_argument("--arrivals", choices=ARRIVALS, default="bursty", help="how queries come")
+    parser.add_argument("--load", type=float, default=0.8, help="their mean rate, of the capacity at level 0")
+    parser.add_argument("--seconds", type=float, default=20, help="how long each policy serves")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--policies", nargs="+", default=["elastic", "paper", "pets", "level-8"], help="that serve")
+    parser.add_argument("--samples", type=int, default=10, help="batches of each level and size that are timed first")
+    parser.add_argument("--merge-levels", nargs="*", type=int, help="levels below 0 (default: five)")
+    parser.add_argument("--max-batch", type=int, default=64, help="images that are classified at once")
+    parser.add_argument("--out", type=Path, default=Path("elastic_runs"), help="the folder of runs and the report")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(parse())

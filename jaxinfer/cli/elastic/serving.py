@@ -1,0 +1,163 @@
+"""What `jaxinfer elastic serve` and `simulate` do."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from jaxinfer.cli.display import show, show_progress
+from jaxinfer.elastic import Dataset, Service, load_dataset
+from jaxinfer.elastic.measurements import Measurements, measure
+from jaxinfer.elastic.replay import replay
+from jaxinfer.elastic.reporting.dashboard import Dashboard
+from jaxinfer.elastic.reporting.runs import Run, RunHeader, record_profile, write_run
+from jaxinfer.elastic.reporting.tables import by_cell, terminal_table
+from jaxinfer.elastic.scheduling.policies import make_policy
+from jaxinfer.elastic.scheduling.query import Query
+from jaxinfer.elastic.scheduling.simulator import Served
+from jaxinfer.elastic.scheduling.workloads import ARRIVALS, arrivals_at, burstiness, read_trace, write_trace
+from jaxinfer.elastic.service import PLAN_SECONDS, VALIDATION
+
+SAMPLES = 10
+"""Batches of each level and size that are timed."""
+
+
+class Workload(NamedTuple):
+    """Which queries come, as the commands' options say."""
+
+    arrivals: str
+    load: float
+    seconds: float
+    seed: int
+    trace: Path | None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.arrivals if self.trace is None else self.trace.name
+
+
+class Setting(NamedTuple):
+    """What is served, and what was measured of it."""
+
+    model: Path
+    options: Mapping[str, Any]
+    tests: Mapping[str, Dataset]
+    measured: Measurements
+
+    def queries(self, workload: Workload) -> tuple[list[Query], float]:
+        """The queries of a workload, and its load."""
+        measured, capacity = self.measured, self.measured.capacity
+        if workload.trace is not None:
+            given = read_trace(workload.trace)
+            if unknown := {query.task for query in given} - set(self.tests):
+                raise ValueError(f"{workload.trace}: has queries of {', '.join(sorted(unknown))}, which is not served.")
+            found = measured.with_images(given, seed=workload.seed)
+            return found, len(found) / max(found[-1].arrival, 1e-9) / capacity if found else 0.0
+        if workload.arrivals not in ARRIVALS:
+            raise ValueError(f"--arrivals must be one of {', '.join(ARRIVALS)}, got {workload.arrivals!r}.")
+        for name in ("load", "seconds"):
+            if not getattr(workload, name) > 0:
+                raise ValueError(f"--{name} must be > 0, got {getattr(workload, name)}.")
+        arrivals = arrivals_at(
+            ARRIVALS[workload.arrivals],
+            workload.load * capacity,
+            workload.seconds,
+            seed=workload.seed,
+            scale=measured.scale,
+        )
+        return measured.queries(arrivals, seed=workload.seed), workload.load
+
+
+def prepare(model: Path, tasks: Sequence[str], data: Sequence[str], options: Mapping[str, Any]) -> Setting:
+    """Open a service, load its tasks' images, and measure what batches take and which images are right.
+
+    Args:
+      model: the model directory.
+      tasks: that are queried; none: all.
+      data: TASK=DATA of each task whose images are not of the data set of its name.
+      options: of the service.
+    """
+    service = Service.from_checkpoint(model, **options)
+    if not service.tasks:
+        raise ValueError(f"{model} has no tasks: register some with `jaxinfer elastic register`.")
+    sources = dict(_source(given) for given in data)
+    for name in (*tasks, *sources):
+        service.task(name)
+    tests = {
+        # The fifth that `register` does not train on.
+        name: load_dataset(sources.get(name, name), service.config.image_size).split(VALIDATION)[1]
+        for name in (tasks or service.tasks)
+    }
+    with show_progress() as progress:
+        measured = measure(service, tests, samples=SAMPLES, progress=progress)
+    typer.echo(f"{measured.capacity:,.0f} queries/s at level 0; deadlines are {measured.scale:.3f} of the paper's.")
+    return Setting(model, options, tests, measured)
+
+
+def _source(given: str) -> tuple[str, str]:
+    task, equals, source = given.partition("=")
+    if not (task and equals and source):
+        raise ValueError(f"--data must be TASK=DATA, got {given!r}.")
+    return task, source
+
+
+def serve(setting: Setting, workload: Workload, policy: str) -> Run:
+    """Serve a workload live, with a dashboard where output goes to a terminal."""
+    queries, load = setting.queries(workload)
+    scale, profile = setting.measured.scale, setting.measured.profile
+    make_policy(policy, profile, scale=scale)  # whose errors should come before anything else
+    with Service.from_checkpoint(
+        setting.model,
+        policy=lambda profile: make_policy(policy, profile, scale=scale, time_limit=PLAN_SECONDS),
+        **setting.options,
+    ) as service:
+        service.measure_latency()  # nothing, where what was measured before could be kept
+        title = f"{policy}: {workload.name} at {load:.2f}x"
+        dashboard = Dashboard(service, title, len(queries))
+        with Live(dashboard, console=Console(), refresh_per_second=4):
+            answers = replay(service, queries, setting.tests, watch=dashboard.watch)
+    return _run(setting, workload, policy, Served(answers=answers, best=setting.measured.best(queries)), load, "wall")
+
+
+def simulate(setting: Setting, workload: Workload, policy: str) -> Run:
+    """Serve a workload on a simulated clock."""
+    queries, load = setting.queries(workload)
+    measured = setting.measured
+    made = make_policy(policy, measured.profile, scale=measured.scale)
+    return _run(setting, workload, policy, measured.simulate(queries, made, seed=workload.seed), load, "simulated")
+
+
+def _run(
+    setting: Setting, workload: Workload, policy: str, served: Served, load: float, clock: Literal["wall", "simulated"]
+) -> Run:
+    header = RunHeader(
+        policy=policy,
+        arrivals=workload.name,
+        load=load,
+        capacity=setting.measured.capacity,
+        seed=workload.seed,
+        clock=clock,
+        best=served.best,
+        profile=record_profile(setting.measured.profile),
+    )
+    return Run(header, served)
+
+
+def record(run: Run, folder: Path) -> None:
+    """Keep a run and its trace, and say what it earned."""
+    file = write_run(folder, run)
+    queries = [answer.query for answer in sorted(run.served.answers, key=lambda answer: answer.query.arrival)]
+    traces = folder / "traces"
+    traces.mkdir(exist_ok=True)
+    trace = traces / f"{Path(run.header.arrivals).stem}-{run.header.load:.2f}x-{run.header.seed}.jsonl"
+    write_trace(trace, queries)
+    found = burstiness(np.array([query.arrival for query in queries]))
+    ((cell, runs),) = by_cell([run]).items()
+    show(terminal_table(cell, runs))
+    typer.echo("arrivals: " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))
+    typer.echo(f"Wrote {file} and {trace}")

@@ -1,0 +1,74 @@
+"""Serves a trace live: real images to a service, each when it is due."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+
+from jaxinfer.elastic.answers import Answer
+from jaxinfer.elastic.datasets import Dataset
+from jaxinfer.elastic.errors import OverloadedError, ShedError
+from jaxinfer.elastic.scheduling.query import Outcome, Query
+from jaxinfer.elastic.scheduling.simulator import ServedQuery, shed_query
+from jaxinfer.elastic.service import Service
+
+TICK = 1e-3
+"""Seconds between looks at which queries are due: they come as a network brings them, a few at a time."""
+
+
+def replay(
+    service: Service,
+    queries: Sequence[Query],
+    tests: Mapping[str, Dataset],
+    *,
+    watch: Callable[[int], None] = lambda sent: None,
+) -> list[ServedQuery]:
+    """Send queries when they are due, and say how each ended; queries that are refused count as shed.
+
+    Args:
+      service: answers them.
+      queries: by arrival, in seconds from now; payloads are indices of images.
+      tests: images with labels of each task.
+      watch: called again and again with how many queries were sent, in this thread; it should be quick.
+    """
+    given = sorted(queries, key=lambda query: (query.arrival, query.id))
+    if not given:
+        return []
+    # What the first query starts should not make it late.
+    service.make_query(tests[given[0].task].images[0], given[0].task, latency=60.0).result()
+    futures: list[Future[Answer] | None] = []
+    begun = time.perf_counter()
+    while len(futures) < len(given):
+        now = time.perf_counter() - begun
+        while len(futures) < len(given) and given[len(futures)].arrival <= now:
+            futures.append(_send(service, given[len(futures)], tests))
+        watch(len(futures))
+        time.sleep(TICK)
+    waiting = [future for future in futures if future is not None]
+    while wait(waiting, timeout=0.1).not_done:
+        watch(len(futures))
+    return [_end_of(query, future, tests[query.task]) for query, future in zip(given, futures, strict=True)]
+
+
+def _send(service: Service, query: Query, tests: Mapping[str, Dataset]) -> "Future[Answer] | None":
+    image = tests[query.task].images[query.payload]
+    try:
+        return service.make_query(image, query.task, latency=query.latency, utility=query.utility)
+    except OverloadedError:
+        return None
+
+
+def _end_of(query: Query, future: "Future[Answer] | None", test: Dataset) -> ServedQuery:
+    if future is None or isinstance(future.exception(), ShedError):
+        return shed_query(query, query.arrival)
+    found = future.result()
+    is_right = found.label == test.names[test.labels[query.payload]]
+    outcome = (Outcome.CORRECT if is_right else Outcome.WRONG) if found.in_time else Outcome.LATE
+    began = query.arrival + found.queue_seconds
+    return ServedQuery(
+        query=query,
+        outcome=outcome,
+        level=found.level,
+        batch=found.batch,
+        began=began,
+        ended=began + found.compute_seconds,
+    )

@@ -1,0 +1,169 @@
+"""Runs that were recorded: what a policy did with a trace, live or simulated, for reports."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from jaxinfer.disk_cache.files import write_atomically
+from jaxinfer.elastic.scheduling.profile import ServingProfile
+from jaxinfer.elastic.scheduling.query import Outcome, Query
+from jaxinfer.elastic.scheduling.simulator import Served, ServedQuery
+
+FORMAT = 1
+
+
+class RecordedQuery(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A line of a run's file: a query, and how it ended (see `ServedQuery`)."""
+
+    id: int
+    task: str
+    arrival: float
+    latency: float
+    utility: float
+    outcome: int
+    level: int | None
+    batch: int | None
+    began: float
+    ended: float
+
+
+class RecordedProfile(msgspec.Struct, forbid_unknown_fields=True):
+    """A `ServingProfile`, as lists."""
+
+    levels: list[int]
+    sizes: list[int]
+    seconds: list[tuple[int, int, float]]
+    accuracy: list[tuple[str, int, float]]
+
+
+class RunHeader(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The first line of a run's file.
+
+    Attributes:
+      policy: its name.
+      arrivals: what they are like, or the trace's file.
+      load: as a multiple of the capacity at level 0.
+      capacity: queries a second at level 0.
+      seed: of what was drawn.
+      clock: of the wall, or simulated.
+      best: see `Served`.
+      profile: of the levels.
+      format: of the file.
+    """
+
+    policy: str
+    arrivals: str
+    load: float
+    capacity: float
+    seed: int
+    clock: Literal["wall", "simulated"]
+    best: float
+    profile: RecordedProfile
+    format: int = FORMAT
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A header, and how each query ended."""
+
+    header: RunHeader
+    served: Served
+
+    @property
+    def name(self) -> str:
+        """Of its file, without a suffix."""
+        header = self.header
+        return f"{header.clock}-{Path(header.arrivals).stem}-{header.load:.2f}x-{header.policy}-{header.seed}"
+
+    @property
+    def profile(self) -> ServingProfile:
+        """Of the levels."""
+        found = self.header.profile
+        return ServingProfile(
+            levels=tuple(found.levels),
+            sizes=tuple(found.sizes),
+            seconds={(level, size): seconds for level, size, seconds in found.seconds},
+            accuracy={(task, level): accuracy for task, level, accuracy in found.accuracy},
+        )
+
+
+def record_profile(profile: ServingProfile) -> RecordedProfile:
+    """A profile as a run's file has it."""
+    return RecordedProfile(
+        levels=list(profile.levels),
+        sizes=list(profile.sizes),
+        seconds=[(*key, seconds) for key, seconds in profile.seconds.items()],
+        accuracy=[(*key, accuracy) for key, accuracy in profile.accuracy.items()],
+    )
+
+
+def write_run(folder: Path, run: Run) -> Path:
+    """Write a run into a folder, a JSON value a line, in place of one of the same name; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{run.name}.jsonl"
+    lines = [msgspec.json.encode(run.header), *map(msgspec.json.encode, map(_recorded, run.served.answers))]
+    write_atomically(file, b"\n".join(lines), b"\n")
+    return file
+
+
+def read_run(file: Path) -> Run:
+    """Read what `write_run` has written. Raises ValueError that names the line."""
+    header, *lines = file.read_bytes().splitlines() or [b""]
+    try:
+        found = msgspec.json.decode(header, type=RunHeader)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{file}:1: not a recorded run ({error}); record it again.") from error
+    if found.format != FORMAT:
+        raise ValueError(f"{file}: has format {found.format}, and this version reads {FORMAT}; record it again.")
+    answers = []
+    for number, line in enumerate(lines, 2):
+        try:
+            answers.append(_served(msgspec.json.decode(line, type=RecordedQuery)))
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ValueError(f"{file}:{number}: not a served query ({error}); record the run again.") from error
+    return Run(found, Served(answers=answers, best=found.best))
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """All runs in a folder, by name. Raises ValueError if there is none."""
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise ValueError(f"{folder}: no runs (*.jsonl); record some with `jaxinfer elastic serve` or `simulate`.")
+    return [read_run(file) for file in files]
+
+
+def _recorded(answer: ServedQuery) -> RecordedQuery:
+    query = answer.query
+    return RecordedQuery(
+        id=query.id,
+        task=query.task,
+        arrival=query.arrival,
+        latency=query.latency,
+        utility=query.utility,
+        outcome=int(answer.outcome),
+        level=answer.level,
+        batch=answer.batch,
+        began=answer.began,
+        ended=answer.ended,
+    )
+
+
+def _served(line: RecordedQuery) -> ServedQuery:
+    return ServedQuery(
+        query=Query(id=line.id, task=line.task, arrival=line.arrival, latency=line.latency, utility=line.utility),
+        outcome=Outcome(line.outcome),
+        level=line.level,
+        batch=line.batch,
+        began=line.began,
+        ended=line.ended,
+    )
+
+
+def batches_of(answers: Sequence[ServedQuery]) -> dict[int, list[ServedQuery]]:
+    """The queries that ran, by their batches."""
+    found: dict[int, list[ServedQuery]] = {}
+    for answer in answers:
+        if answer.batch is not None:
+            found.setdefault(answer.batch, []).append(answer)
+    return found

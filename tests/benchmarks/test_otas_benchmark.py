@@ -1,0 +1,104 @@
+"""The comparison of serving policies: what it is made of, and all of it once, small, on a profile that is made up."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks.otas.infaas import LINKS, as_levels, paper_profile, simulated_gain, vits_profile
+from benchmarks.otas.planning import brute_force, draw, earned
+from benchmarks.otas.setting import TASKS, Setting, azure_arrivals
+from benchmarks.otas.virtual import mean_interval, virtual
+from benchmarks.report import Report
+from jaxinfer.elastic.measurements import PAPER_BATCH_SECONDS, Measurements
+from jaxinfer.elastic.scheduling.planner import plan_exact, plan_paper
+from tests.elastic.serving import TASKS as PAPERS
+from tests.elastic.serving import models, profile
+
+
+def measured(of, capacity):
+    """As if a profile had been measured on 200 images of each task."""
+    rename = dict(zip(PAPERS, TASKS, strict=True))
+    accuracy = {(rename[task], level): value for (task, level), value in of.accuracy.items()}
+    return Measurements(
+        profile=dataclasses.replace(of, accuracy=accuracy),
+        samples={key: np.array([0.95, 1.0]) * seconds for key, seconds in of.seconds.items()},
+        right={key: np.arange(200) < 200 * value for key, value in accuracy.items()},
+        capacity=capacity,
+        scale=64 / capacity / PAPER_BATCH_SECONDS,
+    )
+
+
+@pytest.fixture(scope="module")
+def setting():
+    capacity = profile().capacity()
+    return Setting(measured(profile(), capacity), measured(models(), capacity), {0: 0.01, 1: 0.02, 2: 0.05})
+
+
+def test_all_policies_serve_the_same_queries(setting):
+    assert setting.policies[:6] == ["elastic", "paper", "pets", "slack", "slackfit", "infaas"]
+    assert setting.policies[6:] == ["level-20", "level-15", "level-10", "level-5", "level+2", "level+4", "level+8"]
+    runs = {name: setting.simulate(("wandering", 1.1), name, seed=1, count=2000) for name in setting.policies}
+    ids = sorted(answer.query.id for answer in runs["elastic"].answers)
+    assert 1900 < len(ids) < 2100
+    for name, run in runs.items():
+        assert sorted(answer.query.id for answer in run.answers) == ids
+        assert run.best == runs["elastic"].best, name
+    assert runs["elastic"].utility > 1.1 * runs["pets"].utility
+    assert set(runs["infaas"].levels) <= {0, 1, 2}
+
+
+def test_what_is_checked(setting, tmp_path):
+    report = Report()
+    runs = virtual(report, setting, seeds=2, queries=400)
+    names = {check.name for check in report.checks}
+    assert names == {
+        *("utility_1_1x", "utility_1_3x", "utility_bursty", "gain_vs_pets", "gain_vs_paper_mode", "late_share_virtual"),
+        *("gain_vs_infaas_real", "gain_vs_infaas_simulated"),
+        *(f"gain_vs_{rival}{where}" for rival in ("best_fixed", "slack", "slackfit") for where in ("", "_bursty")),
+    }
+    values = {check.name: check.value for check in report.checks}
+    assert values["late_share_virtual"] == 0  # batches here take no longer than the profile says
+    assert 0.5 < values["utility_1_1x"] <= 1.05
+    pytest.importorskip("benchmarks.otas.figures").draw_all(setting, runs, tmp_path)
+    assert len(list(tmp_path.glob("*.svg"))) == 12
+
+
+def test_models_as_levels():
+    small, large = (measured(profile(scale), 580) for scale in (0.5, 2.0))
+    found = as_levels([small, large])
+    assert found.profile.levels == (0, 1)
+    assert found.profile.seconds[1, 64] == 4 * found.profile.seconds[0, 64]
+    assert found.right["digits", 1] is large.right["digits", 0]
+
+
+def test_vits_are_as_the_literature_says():
+    levels, vits = paper_profile(), vits_profile()
+    assert levels.capacity(0) == pytest.approx(580)
+    assert vits.capacity(0) / vits.capacity(1) == pytest.approx(953 / 309)
+    assert vits.right("cifar10", 2) - vits.right("cifar10", 0) == pytest.approx(0.8582 - 0.8141)
+    slow, fast = (simulated_gain(0.8, LINKS[link], seed=0, count=3000) for link in list(LINKS)[::-2])
+    assert slow > fast > 0.8
+
+
+def test_an_interval():
+    mean, half = mean_interval([1.0, 2.0, 3.0])
+    assert (mean, half) == (2.0, pytest.approx(4.303 / 3**0.5, abs=1e-3))
+
+
+@pytest.mark.parametrize("name", ["code", "conv"])
+def test_azure_arrivals(name):
+    first, again, other = (azure_arrivals(name, 50.0, 20.0, seed=seed) for seed in (1, 1, 2))
+    assert len(first) == 1000
+    assert (first[0], first[-1]) == (0.0, pytest.approx(20.0))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_plans_are_carried_out():
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        jobs = draw(rng, 4, 3, span=0.4)
+        best = brute_force(jobs)
+        assert earned(jobs, plan_exact(jobs, 0.0)) == pytest.approx(best)
+        assert earned(jobs, plan_paper(jobs, 0.0)) <= best + 1e-9
