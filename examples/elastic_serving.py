@@ -7,7 +7,8 @@ Queries of three tasks (digits, MNIST, textures; images that nothing was trained
 are called, some worth more than others, with deadlines. Each policy serves the same ones live: `elastic` chooses how
 many tokens each batch is worth, `pets` always serves the plain model. Then a report with the figures of the paper's
 evaluation is written. Loads are multiples of what the plain model serves on this machine, deadlines as many times
-shorter than the paper's as its batches are faster here. Needs the extras `elastic` and `bench`.
+shorter than the paper's as its batches are faster here. Needs the extras `elastic` and `bench`. On a CPU give clients
+and controller a core of their own: NPROC=1 gives XLA one.
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """Policies served live: real images, real futures, the wall clock. The same cells are simulated, to compare."""
 
+import itertools
 import statistics
+from collections.abc import Callable
 
 import numpy as np
 import rich
@@ -21,7 +23,7 @@ CALM_RATE = 300.0
 """Queries a second at which the controller's share of a core is taken."""
 
 
-def live(report: Report, setting: Setting, *, seeds: int, seconds: float) -> None:
+def live(report: Report, setting: Setting, *, seeds: int, seconds: float, save: Callable[[], None]) -> None:
     """All policies that adapt, and PetS, in two cells.
 
     Args:
@@ -29,28 +31,29 @@ def live(report: Report, setting: Setting, *, seeds: int, seconds: float) -> Non
       setting: what is served.
       seeds: of each cell.
       seconds: of each run.
+      save: called when a seed is done.
     """
     errors, late = [], []
-    for cell in CELLS:
+    for seed, cell in itertools.product(range(seeds), CELLS):
         count = round(seconds * cell[1] * setting.levels.capacity)
-        for seed in range(seeds):
-            for name in COMPARED:
-                served = serve_live(setting, cell, name, seed=seed, count=count)
-                simulated = setting.simulate(cell, name, seed=seed, count=count)
-                errors.append(abs(served.normalised - simulated.normalised))
-                if name == "elastic":
-                    late.append(served.share(Outcome.LATE))
-                report.row(
-                    figure="live",
-                    trace=cell[0],
-                    load=cell[1],
-                    policy=name,
-                    seed=seed,
-                    utility=round(served.normalised, 4),
-                    simulated=round(simulated.normalised, 4),
-                    outcomes=[round(served.share(outcome), 4) for outcome in Outcome],
-                )
-                rich.print(f"{cell} {name}, seed {seed}: {served.normalised:.3f}, simulated {simulated.normalised:.3f}")
+        for name in COMPARED:
+            served = serve_live(setting, cell, name, seed=seed, count=count)
+            simulated = setting.simulate(cell, name, seed=seed, count=count)
+            errors.append(abs(served.normalised - simulated.normalised))
+            if name == "elastic":
+                late.append(served.share(Outcome.LATE))
+            report.row(
+                figure="live",
+                trace=cell[0],
+                load=cell[1],
+                policy=name,
+                seed=seed,
+                utility=round(served.normalised, 4),
+                simulated=round(simulated.normalised, 4),
+                outcomes=[round(served.share(outcome), 4) for outcome in Outcome],
+            )
+            rich.print(f"{cell} {name}, seed {seed}: {served.normalised:.3f}, simulated {simulated.normalised:.3f}")
+        save()
     report.check("late_share_real", statistics.mean(late), "of queries", target=0.01, better="lower")
     report.check("sim_vs_real", 100 * statistics.median(errors), "points, median", target=2.0, better="lower")
     share = controller_share(setting, seconds=seconds)

@@ -21,7 +21,7 @@ from jaxinfer.elastic.scheduling.query import Query
 
 log = logging.getLogger(__name__)
 
-LEAD = 2e-3
+LEAD = 4e-3
 """Seconds before a batch is expected to end at which the next one is planned, so that the device does not wait."""
 
 
@@ -49,7 +49,8 @@ class _InFlight(NamedTuple):
     launched: Any
     queries: list[Query]
     level: int
-    start: float
+    sent: float
+    expected_seconds: float
     expected_end: float
 
 
@@ -151,7 +152,7 @@ class Driver:
             while self._wait(in_flight):
                 launched = self._launch_next(in_flight)
                 self._finish(in_flight)
-                in_flight = launched
+                in_flight = self._begun(launched)
             self._finish(in_flight)
         except BaseException as error:  # a mistake in here: no query may wait for ever
             log.exception("The thread that serves queries has died.")
@@ -197,13 +198,14 @@ class Driver:
         queries = [query for query in decision.batch.queries if self._is_wanted(query)]
         if not queries:
             return None
+        sent = self._clock()
         try:
             launched = self._runner.launch(decision.level, queries)
         except Exception as error:  # this batch's alone
             self._fail(queries, error)
             return None
         expected = self._runner.expected_seconds(decision.level, len(queries))
-        return _InFlight(launched, queries, decision.level, start, start + expected)
+        return _InFlight(launched, queries, decision.level, sent, expected, start + expected)
 
     def _finish(self, batch: _InFlight | None) -> None:
         """Wait for a batch, and answer its queries."""
@@ -215,7 +217,7 @@ class Driver:
             self._fail(batch.queries, error)
             return
         ended = self._clock()
-        begun = max(min(batch.start, ended), self._free)
+        begun = max(batch.sent, self._free)
         self._free = ended
         self._runner.observe(batch.level, len(batch.queries), ended - begun)
         self.statistics.batches += 1
@@ -235,6 +237,12 @@ class Driver:
                 batch=self.statistics.batches,
             )
             self._pop(query).set_result(answer)
+
+    def _begun(self, batch: _InFlight | None) -> _InFlight | None:
+        """A batch that was sent ahead, with what is known now that the one before it has ended."""
+        if batch is None:
+            return None
+        return batch._replace(expected_end=max(batch.sent, self._free) + batch.expected_seconds)
 
     def _fail(self, queries: Sequence[Query], error: Exception) -> None:
         """End the queries of a batch that could not run."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
-from jaxinfer.compiled import ExecutableStore, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.compiled import ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks import Head, Task
 from jaxinfer.generation.engine.buckets import powers, round_up
@@ -114,6 +114,7 @@ class LevelPrograms:
         self._tasks: dict[str, Task] = {}
         self._arrays: dict[int, TaskArrays] = {}
         self.compiled = 0
+        self._warm: set[Program] = set()
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -192,6 +193,18 @@ class LevelPrograms:
         cache = self._levels[level].cache
         with cache.forbid_compile():
             return self._call(cache, self._arrays[adaptation.prompts], [known.index(task) for task in tasks], images)
+
+    def warm_up(self, levels: Iterable[int]) -> None:
+        """Run each program of these levels once, if it has not been: the first call links what was compiled."""
+        if not self._tasks:
+            return
+        size = self._config.image_size
+        for level in levels:
+            cache = self._levels[level].cache
+            for batch in self.sizes:
+                if (program := cache.get(PROGRAM, batch=batch)) not in self._warm:
+                    self.run(level, [next(iter(self._tasks))] * batch, np.zeros((batch, size, size, 3), np.uint8))
+                    self._warm.add(program)
 
     def try_task(self, task: Task, adaptation: TokenAdaptation) -> Callable[[np.ndarray], np.ndarray]:
         """The logits of a task that need not be put yet, of up to as many images as the largest batch has."""

@@ -272,6 +272,13 @@ class Service:
         """`make_query` in a coroutine, which gives the query up when it is cancelled."""
         return await asyncio.wrap_future(self.make_query(image, task, latency=latency, utility=utility))
 
+    def start(self) -> None:
+        """Get ready to answer queries, which else the first one waits for: every program runs once.
+
+        Raises ProfileError for what was not measured, or has changed since.
+        """
+        self._started()
+
     def close(self, *, drain: bool = True) -> None:
         """Take no more queries, and wait for those there are (`drain`), or end them with ShutdownError."""
         with self._registering:
@@ -299,17 +306,20 @@ class Service:
         if self._driver is None:
             with self._registering:
                 if self._driver is None:
-                    policy = self._policy(self.serving_profile())
+                    profile = self.serving_profile()
+                    self._programs.warm_up(profile.levels)
                     runner = LevelRunner(
                         self._programs, self.latency, lambda name: self._tasks[name].labels, self._follow_drift
                     )
-                    self._driver = Driver(runner, policy, max_waiting=self._max_waiting)
+                    self._driver = Driver(runner, self._policy(profile), max_waiting=self._max_waiting)
         return self._driver
 
     def _plan_anew(self) -> None:
         """Let the driver go by what is known now."""
         if self._driver is not None:
-            self._driver.use(self._policy(self.serving_profile()))
+            profile = self.serving_profile()
+            self._programs.warm_up(profile.levels)
+            self._driver.use(self._policy(profile))
 
     def _follow_drift(self) -> None:
         """The same from the driver's thread, which goes on by what it has while a task is being registered."""

@@ -50,10 +50,11 @@ def host_device() -> Any:
 
 
 def device_name(device: Any) -> str:
-    """A device's kind; of a CPU, which JAX calls just "cpu", its model and the cores that this process may use."""
+    """A device's kind; of a CPU, which JAX calls just "cpu", its model and the cores that XLA uses."""
     if device.platform != "cpu":
         return device.device_kind
-    return f"{cpu_model()}, {usable_cores()} cores"
+    cores = min(usable_cores(), int(os.environ.get("NPROC") or usable_cores()))  # XLA has at most NPROC threads
+    return f"{cpu_model()}, {cores} cores"
 
 
 def sharding_on(mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | None], shape: Sequence[int]) -> Sharding:

@@ -126,9 +126,9 @@ def plan_approximate(jobs: Sequence[Job], start: float, *, epsilon: float = 0.05
     order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
     options = [_useful(job, start) for job in jobs]
     largest = max((option.utility for of_job in options for option in of_job), default=0.0)
-    if not largest:
+    unit = epsilon * largest / max(len(jobs), 1)
+    if not unit:  # or next to nothing
         return Plan([None] * len(jobs), 0.0, start)
-    unit = epsilon * largest / len(jobs)
     width = 1 + sum(max((int(option.utility / unit) for option in options[i]), default=0) for i in order)
     ends = np.full(width, np.inf)
     ends[0] = start
