@@ -22,7 +22,7 @@ from jaxinfer.elastic.measurements import Measurements, measure
 from jaxinfer.elastic.replay import replay
 from jaxinfer.elastic.reporting.dashboard import Dashboard
 from jaxinfer.elastic.reporting.report import write_report
-from jaxinfer.elastic.reporting.runs import Run, RunHeader, record_profile, write_run
+from jaxinfer.elastic.reporting.runs import Run, write_run
 from jaxinfer.elastic.reporting.tables import by_cell, terminal_table
 from jaxinfer.elastic.scheduling.policies import Policy, make_policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
@@ -50,17 +50,8 @@ def serve(
         dashboard = Dashboard(service, f"{policy}: {args.arrivals} at {args.load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
             answers = replay(service, queries, tests, watch=dashboard.watch)
-    header = RunHeader(
-        policy=policy,
-        arrivals=args.arrivals,
-        load=args.load,
-        capacity=measured.capacity,
-        seed=args.seed,
-        clock="wall",
-        best=measured.best(queries),
-        profile=record_profile(measured.profile),
-    )
-    return Run(header, Served(answers=answers, best=header.best))
+    served = Served(answers=answers, best=measured.best(queries))
+    return Run.of(served, measured, policy=policy, arrivals=args.arrivals, load=args.load, seed=args.seed, clock="wall")
 
 
 def main(args: argparse.Namespace) -> None:

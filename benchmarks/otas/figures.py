@@ -8,7 +8,7 @@ import matplotlib as mpl
 from benchmarks.otas.setting import INFAAS, Cell, Setting
 from jaxinfer.cli.bench.plots import write_plot
 from jaxinfer.elastic.reporting import plots
-from jaxinfer.elastic.reporting.runs import Run, RunHeader, record_profile
+from jaxinfer.elastic.reporting.runs import Run
 from jaxinfer.elastic.scheduling.simulator import Served
 
 SHOWN: tuple[Cell, ...] = (("bursty", 0.8), ("wandering", 1.1))
@@ -35,17 +35,9 @@ def _recorded(setting: Setting, cell: Cell, runs: Mapping[tuple[Cell, str], Sequ
     for (of, policy), served in runs.items():
         if of != cell:
             continue
-        profile = (setting.models if policy == INFAAS else setting.levels).profile
-        for seed, run in enumerate(served):
-            header = RunHeader(
-                policy=policy,
-                arrivals=cell[0],
-                load=cell[1],
-                capacity=setting.levels.capacity,
-                seed=seed,
-                clock="simulated",
-                best=run.best,
-                profile=record_profile(profile),
-            )
-            found.append(Run(header, run))
+        measured, (arrivals, load) = setting.models if policy == INFAAS else setting.levels, cell
+        found += [
+            Run.of(run, measured, policy=policy, arrivals=arrivals, load=load, seed=seed, clock="simulated")
+            for seed, run in enumerate(served)
+        ]
     return found

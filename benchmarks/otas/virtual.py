@@ -12,6 +12,7 @@ from scipy.stats import t as students_t
 from benchmarks.otas.infaas import LINKS, simulated_gain
 from benchmarks.otas.setting import INFAAS, Cell, Setting
 from benchmarks.report import Report
+from jaxinfer.cli.display import show
 from jaxinfer.elastic.scheduling.policies import POLICIES
 from jaxinfer.elastic.scheduling.query import Outcome
 from jaxinfer.elastic.scheduling.simulator import Served
@@ -109,7 +110,7 @@ def _print(cells: Sequence[Cell], names: Sequence[str], runs: Runs) -> None:
             most = max(means.values())
             marked = [f"[bold]{mean:.3f}[/]" if mean == most else f"{mean:.3f}" for mean in means.values()]
             table.add_row(f"{cell[0]} {cell[1]}x", *marked)
-        rich.print(table)
+        show(table)
 
 
 def _is_fixed(name: str) -> bool:

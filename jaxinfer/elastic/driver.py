@@ -157,6 +157,7 @@ class Driver:
         except BaseException as error:  # a mistake in here: no query may wait for ever
             log.exception("The thread that serves queries has died.")
             cause = ElasticError(f"the thread that serves queries has died: {error!r}")
+        del self._runner  # which holds whoever holds this
         with self._changed:
             self._closed = True
             left = list(self._futures.values())

@@ -237,11 +237,11 @@ class LevelPrograms:
     def _cache_of(self, adaptation: TokenAdaptation) -> ProgramCache[Sequence[int]]:
         """Where the programs are that do this, none compiled yet."""
         config, size = self._config, self._config.image_size
-        arrays = self._arrays_of([], adaptation.prompts)
+        leaves, arrays = self._leaves, self._arrays_of([], adaptation.prompts)
 
         def arguments(sizes: Sizes) -> tuple[Any, ...]:
             images = jax.ShapeDtypeStruct((sizes["batch"], size, size, 3), jnp.uint8)
-            return self._leaves, *arrays, jax.ShapeDtypeStruct((sizes["batch"],), jnp.int32), images
+            return leaves, *arrays, jax.ShapeDtypeStruct((sizes["batch"],), jnp.int32), images
 
         spec: ProgramSpec[Sequence[int]] = ProgramSpec(
             name=PROGRAM,

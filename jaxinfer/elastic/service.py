@@ -132,7 +132,8 @@ class Service:
                 "options": f"{prompt_mode=!s}, {protect_isolated=}, {max_tasks=}, {max_classes=}",
             },
         )
-        self.latency = LatencyProfile(costs, lambda level: sum(self.adaptation(level).merges))
+        programs = self._programs  # a service is no part of what it has, so that its programs leave with it
+        self.latency = LatencyProfile(costs, lambda level: sum(programs.adaptation(level).merges))
         self._tasks = {name: self._checked(repository.read(name)) for name in repository.names()}
         self._registering = threading.RLock()
         self._policy, self._max_waiting = policy, max_waiting

@@ -1,8 +1,10 @@
 """Queries served live: answers, deadlines, overload, faults, cancelling, closing; nobody waits for ever."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError, wait
 
 import numpy as np
@@ -72,6 +74,21 @@ def test_answers(start):
     assert (statistics.answered, statistics.late, statistics.shed, statistics.failed) == (200, 0, 0, 0)
     assert statistics.levels.total() == 200
     assert statistics.batches < 200  # they share batches
+
+
+def test_batches_follow_one_another(start):
+    """A batch that is sent while another runs begins when that one ends, so that no second is counted twice."""
+    driver, begun = start(Device(scale=0.2)), time.perf_counter()
+    futures = []
+    for number in range(200):
+        futures.append(ask(driver, number))
+        time.sleep(0.0005)
+    answers = [future.result(10) for future in futures]
+    elapsed = time.perf_counter() - begun
+    seconds = {answer.batch: answer.compute_seconds for answer in answers}
+    assert len(seconds) == driver.statistics.batches
+    assert 0 < sum(seconds.values()) <= elapsed
+    assert all(0 <= answer.queue_seconds < elapsed for answer in answers)
 
 
 def test_what_cannot_be_in_time_is_shed_at_once(start):
@@ -190,6 +207,37 @@ def serving(vit, registered, options):
     with Service.from_checkpoint(vit, repository=registered, **options) as found:
         found.measure_latency()
         yield found
+
+
+def test_every_program_runs_once_before_queries_are_served(serving, monkeypatch):
+    ran, run = [], serving._programs.run
+
+    def spy(level, tasks, images):
+        ran.append((level, len(images)))
+        return run(level, tasks, images)
+
+    monkeypatch.setattr(serving._programs, "run", spy)
+    serving.start()
+    assert sorted(ran) == [(level, size) for level in serving.levels for size in serving.batch_sizes]
+    serving.start()
+    assert serving.make_query(stripes(1).images[0], "stripes", latency=30.0).result(30).in_time
+    assert len(ran) == len(serving.levels) * len(serving.batch_sizes)
+
+
+def test_programs_leave_with_a_service(vit, registered, options):
+    """Without waiting for the garbage collector: some hundred programs are all that a process has room for."""
+    service = Service.from_checkpoint(vit, repository=registered, **options)
+    programs = weakref.ref(service._programs)
+    service.measure_latency()
+    with service:
+        service.make_query(stripes(1).images[0], "stripes", latency=30.0).result(30)
+    assert len(service.classify(stripes(3).images, "stripes")) == 3  # it can still be used
+    gc.disable()
+    try:
+        del service
+        assert programs() is None
+    finally:
+        gc.enable()
 
 
 def test_a_service_answers_queries(serving):

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from jaxinfer.elastic import Service
-from jaxinfer.elastic.measurements import measure
+from jaxinfer.elastic.measurements import Measurements, measure
 from jaxinfer.elastic.replay import replay
 from jaxinfer.elastic.reporting.dashboard import Dashboard
-from jaxinfer.elastic.reporting.runs import Run, RunHeader, batches_of, read_run, read_runs, record_profile, write_run
+from jaxinfer.elastic.reporting.runs import Run, batches_of, read_run, read_runs, write_run
 from jaxinfer.elastic.reporting.tables import HEADINGS, by_cell, rows_of, terminal_table
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Outcome, Query
@@ -27,17 +27,8 @@ PROFILE = profile()
 def run_of(policy, *, load=1.2, seed=0, seconds=4):
     queries = make_queries(poisson_arrivals(load * PROFILE.capacity(), seconds, seed=seed), table_ii(TASKS), seed=seed)
     served = simulate(queries, make_policy(policy, PROFILE), PROFILE, seed=seed)
-    header = RunHeader(
-        policy=policy,
-        arrivals="poisson",
-        load=load,
-        capacity=PROFILE.capacity(),
-        seed=seed,
-        clock="simulated",
-        best=served.best,
-        profile=record_profile(PROFILE),
-    )
-    return Run(header, served)
+    measured = Measurements(profile=PROFILE, samples={}, right={}, capacity=PROFILE.capacity(), scale=1.0)
+    return Run.of(served, measured, policy=policy, arrivals="poisson", load=load, seed=seed, clock="simulated")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import typer
@@ -14,7 +14,7 @@ from jaxinfer.elastic import Dataset, Service, load_dataset
 from jaxinfer.elastic.measurements import Measurements, measure
 from jaxinfer.elastic.replay import replay
 from jaxinfer.elastic.reporting.dashboard import Dashboard
-from jaxinfer.elastic.reporting.runs import Run, RunHeader, record_profile, write_run
+from jaxinfer.elastic.reporting.runs import Run, write_run
 from jaxinfer.elastic.reporting.tables import by_cell, terminal_table
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Query
@@ -109,43 +109,28 @@ def _source(given: str) -> tuple[str, str]:
 def serve(setting: Setting, workload: Workload, policy: str) -> Run:
     """Serve a workload live, with a dashboard where output goes to a terminal."""
     queries, load = setting.queries(workload)
-    scale, profile = setting.measured.scale, setting.measured.profile
-    make_policy(policy, profile, scale=scale)  # whose errors should come before anything else
+    measured = setting.measured
+    make_policy(policy, measured.profile, scale=measured.scale)  # whose errors should come before anything else
     with Service.from_checkpoint(
         setting.model,
-        policy=lambda profile: make_policy(policy, profile, scale=scale, time_limit=PLAN_SECONDS),
+        policy=lambda profile: make_policy(policy, profile, scale=measured.scale, time_limit=PLAN_SECONDS),
         **setting.options,
     ) as service:
         service.measure_latency()  # nothing, where what was measured before could be kept
-        title = f"{policy}: {workload.name} at {load:.2f}x"
-        dashboard = Dashboard(service, title, len(queries))
+        dashboard = Dashboard(service, f"{policy}: {workload.name} at {load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
             answers = replay(service, queries, setting.tests, watch=dashboard.watch)
-    return _run(setting, workload, policy, Served(answers=answers, best=setting.measured.best(queries)), load, "wall")
+    served = Served(answers=answers, best=measured.best(queries))
+    name, seed = workload.name, workload.seed
+    return Run.of(served, measured, policy=policy, arrivals=name, load=load, seed=seed, clock="wall")
 
 
 def simulate(setting: Setting, workload: Workload, policy: str) -> Run:
     """Serve a workload on a simulated clock."""
     queries, load = setting.queries(workload)
-    measured = setting.measured
-    made = make_policy(policy, measured.profile, scale=measured.scale)
-    return _run(setting, workload, policy, measured.simulate(queries, made, seed=workload.seed), load, "simulated")
-
-
-def _run(
-    setting: Setting, workload: Workload, policy: str, served: Served, load: float, clock: Literal["wall", "simulated"]
-) -> Run:
-    header = RunHeader(
-        policy=policy,
-        arrivals=workload.name,
-        load=load,
-        capacity=setting.measured.capacity,
-        seed=workload.seed,
-        clock=clock,
-        best=served.best,
-        profile=record_profile(setting.measured.profile),
-    )
-    return Run(header, served)
+    measured, name, seed = setting.measured, workload.name, workload.seed
+    served = measured.simulate(queries, make_policy(policy, measured.profile, scale=measured.scale), seed=seed)
+    return Run.of(served, measured, policy=policy, arrivals=name, load=load, seed=seed, clock="simulated")
 
 
 def record(run: Run, folder: Path) -> None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
 from jaxinfer.disk_cache.files import write_atomically
+from jaxinfer.elastic.measurements import Measurements
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Outcome, Query
 from jaxinfer.elastic.scheduling.simulator import Served, ServedQuery
@@ -70,6 +71,31 @@ class Run(msgspec.Struct, frozen=True):
     header: RunHeader
     served: Served
 
+    @classmethod
+    def of(
+        cls,
+        served: Served,
+        measured: Measurements,
+        *,
+        policy: str,
+        arrivals: str,
+        load: float,
+        seed: int,
+        clock: Literal["wall", "simulated"],
+    ) -> Self:
+        """What a policy earned with what was measured; arguments as of `RunHeader`."""
+        header = RunHeader(
+            policy=policy,
+            arrivals=arrivals,
+            load=load,
+            capacity=measured.capacity,
+            seed=seed,
+            clock=clock,
+            best=served.best,
+            profile=_record_profile(measured.profile),
+        )
+        return cls(header, served)
+
     @property
     def name(self) -> str:
         """Of its file, without a suffix."""
@@ -88,7 +114,7 @@ class Run(msgspec.Struct, frozen=True):
         )
 
 
-def record_profile(profile: ServingProfile) -> RecordedProfile:
+def _record_profile(profile: ServingProfile) -> RecordedProfile:
     """A profile as a run's file has it."""
     return RecordedProfile(
         levels=list(profile.levels),
