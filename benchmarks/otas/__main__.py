@@ -51,6 +51,7 @@ def main() -> None:
     parts = ("planning", "virtual", "live")
     parser.add_argument("--quick", action="store_true", help="fewer seeds, short traces")
     parser.add_argument("--part", choices=[*parts, "all"], default="all")
+    parser.add_argument("--live-seconds", type=float, default=60.0, help="of each live run")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the figures of docs/elastic.md there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
@@ -69,7 +70,7 @@ def main() -> None:
                 if args.figures:
                     draw_all(setting, runs, args.figures)
             else:
-                seeds, seconds = (1, 5.0) if args.quick else (3, 60.0)
+                seeds, seconds = (1, 5.0) if args.quick else (3, args.live_seconds)
                 live(report, setting, seeds=seeds, seconds=seconds, save=lambda: report.save(args.json))
         report.row(figure="part", part=part, seconds=round(time.monotonic() - start))
         report.save(args.json)
