@@ -1,6 +1,6 @@
 """OTAS (arXiv:2401.05031): elastic tokens under load.
 
-    python -m benchmarks.otas [--quick] [--part planning|virtual|live] [--figures FOLDER] [--json FILE]
+    python -m benchmarks.otas [--quick] [--part planning,virtual,live] [--figures FOLDER] [--json FILE]
 
 The tasks of examples/elastic_vit in the paper's mix of queries (Table II), at loads that are multiples of what this
 machine serves at level 0. Deadlines are the paper's, as many times shorter as a batch here is faster than there.
@@ -50,16 +50,18 @@ def main() -> None:
     )
     parts = ("planning", "virtual", "live")
     parser.add_argument("--quick", action="store_true", help="fewer seeds, short traces")
-    parser.add_argument("--part", choices=[*parts, "all"], default="all")
+    parser.add_argument("--part", metavar="PARTS", default=",".join(parts), help="some of the parts")
     parser.add_argument("--live-seconds", type=float, default=60.0, help="of each live run")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the figures of docs/elastic.md there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
+    if unknown := set(args.part.split(",")) - set(parts):
+        parser.error(f"--part: unknown {', '.join(sorted(unknown))}; known: {', '.join(parts)}.")
     if os.environ.get("NPROC") != "1":
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.otas", *sys.argv[1:]], os.environ | {"NPROC": "1"})
     report, setting = Report(), None
     report.print_header()
-    for part in parts if args.part == "all" else [args.part]:
+    for part in args.part.split(","):
         start = time.monotonic()
         if part == "planning":
             planning(report)
