@@ -50,6 +50,7 @@ def serve(
         dashboard = Dashboard(service, f"{policy}: {args.arrivals} at {args.load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
             answers = replay(service, queries, tests, watch=dashboard.watch)
+    print()
     served = Served(answers=answers, best=measured.best(queries))
     return Run.of(served, measured, policy=policy, arrivals=args.arrivals, load=args.load, seed=args.seed, clock="wall")
 

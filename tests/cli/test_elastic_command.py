@@ -66,7 +66,7 @@ def test_serve_simulate_report(folders, tmp_path):
     simulated = run("simulate", *common, "--policy", "elastic", "--policy", "level-2")
     assert simulated.exit_code == 0, simulated.output
     assert "poisson at 0.80x the capacity of level 0, simulated" in simulated.output
-    assert "dispersion_1s" in simulated.output
+    assert "arrivals: rate " in simulated.output
     served = run("serve", *common, "--policy", "slack", "--device-memory", "1GiB")
     assert served.exit_code == 0, served.output
     names = [f"simulated-poisson-0.80x-{name}-0" for name in ("elastic", "level-2")] + ["wall-poisson-0.80x-slack-0"]

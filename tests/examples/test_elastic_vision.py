@@ -2,7 +2,7 @@
 
 import pytest
 
-from examples import elastic_serving, elastic_vision, train_elastic_vit
+from examples import elastic_vision, train_elastic_vit
 from tests.elastic.vits import CONFIG, save_vit
 
 pytest.importorskip("skimage")
@@ -22,7 +22,7 @@ def test_tasks_are_registered_once_compared_and_served(tmp_path, capsys):
         assert any(line.split()[:1] == [level] for line in printed.splitlines()), printed
     assert "faces at level -4: " in printed
 
-    pytest.importorskip("matplotlib")
+    elastic_serving = pytest.importorskip("examples.elastic_serving")  # matplotlib
     options = ["--model", model, "--tasks", "faces", "--max-batch", 2, "--merge-levels", -4, "--out", tmp_path / "runs"]
     short = ["--seconds", 0.5, "--samples", 2, "--policies", "elastic", "level-4"]
     elastic_serving.main(elastic_serving.parse(list(map(str, [*options, *short]))))

@@ -120,6 +120,7 @@ def serve(setting: Setting, workload: Workload, policy: str) -> Run:
         dashboard = Dashboard(service, f"{policy}: {workload.name} at {load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
             answers = replay(service, queries, setting.tests, watch=dashboard.watch)
+    typer.echo()
     served = Served(answers=answers, best=measured.best(queries))
     name, seed = workload.name, workload.seed
     return Run.of(served, measured, policy=policy, arrivals=name, load=load, seed=seed, clock="wall")

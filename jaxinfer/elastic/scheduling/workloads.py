@@ -146,6 +146,8 @@ def burstiness(arrivals: np.ndarray) -> Mapping[str, float]:
     span, gaps = float(arrivals[-1]), np.diff(arrivals)
     found = {"rate": len(arrivals) / span, "cv": float(gaps.std() / gaps.mean())}
     for window in (1, 10, 60):
+        if span < 2 * window:
+            break
         counts = np.bincount((arrivals / window).astype(int))[: max(int(span // window), 1)]
         found[f"dispersion_{window}s"] = float(counts.var() / counts.mean())
         if window == 1:
