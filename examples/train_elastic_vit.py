@@ -36,7 +36,7 @@ HEAD_DIM = 16
 
 
 def config_of(layers: int, heads: int) -> ViTConfig:
-    """A small vision transformer of images of 16 x 16 pixels, in 64 tokens."""
+    """A small vision transformer of images of 16 x 16 pixels, in 64 patches."""
     embed = heads * HEAD_DIM
     return ViTConfig(
         labels=("unused",),
