@@ -17,6 +17,7 @@ from benchmarks.report import ROOT, Report
 from examples.embed import fetch
 from examples.train_elastic_vit import SEEDED_TASKS, SEEDS, TEST, TEST_SEED
 from jaxinfer.elastic import Dataset, LevelAccuracy, Service, load_dataset
+from jaxinfer.elastic.measurements import which_are_right
 
 BACKBONE = ROOT / "examples" / "elastic_vit"
 SWITCHES = 400
@@ -32,7 +33,7 @@ def tasks(report: Report, args: argparse.Namespace) -> None:
     tests = {name: _test_images(name, service) for name in service.tasks}
     seconds = _level_seconds(service, next(iter(tests.values())).images[:largest], args.rounds)
     right = {
-        (name, level): _right(service, name, test, level)
+        (name, level): which_are_right(service, name, level, test)
         for name, test in tests.items()
         for level in service.levels
         if level <= 0 or level in service.task(name).prompts
@@ -76,8 +77,8 @@ def _compare_seeds(report: Report, service: Service, name: str, test: Dataset, p
         BACKBONE, repository=BACKBONE / "seeds", merge_levels=(-8,), schedule="constant", max_batch=64
     )
     prompts = max(service.task(name).prompts)
-    found = [_right(service, name, test, prompts)]
-    found += [_right(seeds, f"{name}-{seed}", test, prompts) for seed in SEEDS]
+    found = [which_are_right(service, name, prompts, test)]
+    found += [which_are_right(seeds, f"{name}-{seed}", prompts, test) for seed in SEEDS]
     differences = [100 * (right.mean() - plain.mean()) for right in found]
     _, p = map(float, ttest_1samp(differences, 0.0))  # statistic and p-value
     report.row(
@@ -98,11 +99,6 @@ def _compare_seeds(report: Report, service: Service, name: str, test: Dataset, p
 
 def _test_images(name: str, service: Service) -> Dataset:
     return load_dataset(name, service.config.image_size).split(TEST, seed=TEST_SEED)[1]
-
-
-def _right(service: Service, name: str, test: Dataset, level: int) -> np.ndarray:
-    answers = service.classify(test.images, name, level)
-    return np.array([answer.label == test.names[label] for answer, label in zip(answers, test.labels, strict=True)])
 
 
 def _level_seconds(service: Service, images: np.ndarray, rounds: int) -> dict[int, list[float]]:

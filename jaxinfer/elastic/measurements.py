@@ -13,6 +13,7 @@ from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.elastic.scheduling.simulator import Served, simulate
 from jaxinfer.elastic.scheduling.workloads import QueryKind, make_queries, table_ii
 from jaxinfer.elastic.service import Service
+from jaxinfer.generation.engine.buckets import round_up
 
 SAMPLES = 40
 """Batches of each level and size that are timed."""
@@ -65,8 +66,7 @@ class Measurements:
         rng, profile = np.random.default_rng((seed, 4)), self.profile
 
         def seconds(level: int, count: int) -> float:
-            size = next(size for size in profile.sizes if size >= count)
-            return float(rng.choice(self.samples[level, size]))
+            return float(rng.choice(self.samples[level, round_up(count, profile.sizes)]))
 
         return seconds
 

@@ -196,8 +196,6 @@ class LevelPrograms:
 
     def warm_up(self, levels: Iterable[int]) -> None:
         """Run each program of these levels once, if it has not been: the first call links what was compiled."""
-        if not self._tasks:
-            return
         size = self._config.image_size
         for level in levels:
             cache = self._levels[level].cache
