@@ -143,6 +143,7 @@ def classify(
 
 @app.command()
 def serve(
+    ctx: typer.Context,
     model: ModelArgument,
     arrivals: ArrivalsOption = "bursty",
     load: LoadOption = 0.8,
@@ -161,20 +162,14 @@ def serve(
     """Serve a trace of queries live, images by deadlines, and watch it: the level of each batch follows the load."""
     from jaxinfer.cli.elastic import serving
 
-    service_options = {
-        "repository": repository,
-        "prompt_mode": prompt_mode,
-        "max_batch": max_batch,
-        "device_memory": device_memory,
-    }
-    workload = serving.Workload(arrivals, load, seconds, seed, trace)
-    setting = serving.prepare(model, task or [], data or [], service_options)
+    setting, workload = serving.read_options(ctx.params)
     for name in policy or ["elastic"]:
         serving.record(serving.serve(setting, workload, name), out)
 
 
 @app.command()
 def simulate(
+    ctx: typer.Context,
     model: ModelArgument,
     arrivals: ArrivalsOption = "bursty",
     load: LoadOption = 0.8,
@@ -194,14 +189,7 @@ def simulate(
     from jaxinfer.cli.elastic import serving
     from jaxinfer.elastic.scheduling.policies import POLICIES
 
-    service_options = {
-        "repository": repository,
-        "prompt_mode": prompt_mode,
-        "max_batch": max_batch,
-        "device_memory": device_memory,
-    }
-    workload = serving.Workload(arrivals, load, seconds, seed, trace)
-    setting = serving.prepare(model, task or [], data or [], service_options)
+    setting, workload = serving.read_options(ctx.params)
     for name in policy or POLICIES:
         serving.record(serving.simulate(setting, workload, name), out)
 

@@ -73,6 +73,14 @@ class Setting(NamedTuple):
         return measured.queries(arrivals, seed=workload.seed), workload.load
 
 
+def read_options(params: Mapping[str, Any]) -> tuple[Setting, Workload]:
+    """What the options of both commands say, by their names."""
+    workload = Workload(*(params[name] for name in Workload._fields))
+    names = ("repository", "prompt_mode", "max_batch", "device_memory")
+    options = {name: params[name] for name in names}
+    return prepare(params["model"], params["task"] or [], params["data"] or [], options), workload
+
+
 def prepare(model: Path, tasks: Sequence[str], data: Sequence[str], options: Mapping[str, Any]) -> Setting:
     """Open a service, load its tasks' images, and measure what batches take and which images are right.
 
