@@ -82,7 +82,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20, help="how long each policy serves")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--policies", nargs="+", default=["elastic", "paper", "pets", "level-8"], help="that serve")
-    parser.add_argument("--samples", type=int, default=10, help="batches of each level and size that are timed first")
+    parser.add_argument("--samples", type=int, default=10, help="batches of each kind that are timed first, >= 5")
     parser.add_argument("--merge-levels", nargs="*", type=int, help="levels below 0 (default: five)")
     parser.add_argument("--max-batch", type=int, default=64, help="images that are classified at once")
     parser.add_argument("--out", type=Path, default=Path("elastic_runs"), help="the folder of runs and the report")

@@ -32,11 +32,13 @@ class Setting(NamedTuple):
       levels: of the backbone.
       models: three sizes in place of levels, the backbone in the middle.
       load_seconds: of each of them.
+      tests: images of each task that nothing was trained on.
     """
 
     levels: Measurements
     models: Measurements
     load_seconds: Mapping[int, float]
+    tests: Mapping[str, Dataset]
 
     @property
     def policies(self) -> list[str]:
@@ -68,20 +70,15 @@ class Setting(NamedTuple):
 def measure_setting() -> Setting:
     """Time batches and loads, and classify all test images, at all levels and with all models."""
     service = Service.from_checkpoint(BACKBONE)
-    tests = test_images(service)
+    size = service.config.image_size
+    tests = {name: load_dataset(name, size).split(TEST, seed=TEST_SEED)[1] for name in TASKS}
     levels = measure(service, tests)
     found, load_seconds = [], {}
-    for index, size in enumerate(SIZES):
-        folder = BACKBONE if size == "base" else BACKBONE.with_name(f"{BACKBONE.name}_{size}")
+    for index, name in enumerate(SIZES):
+        folder = BACKBONE if name == "base" else BACKBONE.with_name(f"{BACKBONE.name}_{name}")
         found.append(measure(Service.from_checkpoint(folder, merge_levels=()), tests, levels=[0]))
         load_seconds[index] = seconds_to_load(folder)
-    return Setting(levels, as_levels(found), load_seconds)
-
-
-def test_images(service: Service) -> dict[str, Dataset]:
-    """The images of each task that nothing was trained on."""
-    size = service.config.image_size
-    return {name: load_dataset(name, size).split(TEST, seed=TEST_SEED)[1] for name in TASKS}
+    return Setting(levels, as_levels(found), load_seconds, tests)
 
 
 def azure_arrivals(name: str, rate: float, seconds: float, *, seed: int) -> np.ndarray:

@@ -7,18 +7,22 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from jaxinfer.compiled import Cost, Costs
+from jaxinfer.compiled import Bucket, Cost, Costs
 from jaxinfer.elastic.errors import ProfileError
 from jaxinfer.elastic.programs import PROGRAM
 
 log = logging.getLogger(__name__)
 
 REPEATS = 5
-"""How often a batch is timed for the profile."""
+"""How often a batch is timed for the profile at least."""
 DRIFT = 1.3
 """Where the median of the newest batches is this many times longer or shorter than the profile's, the profile is made
 from them."""
 NEWEST = 16
+
+
+LevelAndSize = tuple[int, int]
+"""A level, and how many images a batch is padded to."""
 
 
 class Latency(NamedTuple):
@@ -45,10 +49,10 @@ class LatencyProfile:
 
     def __init__(self, costs: Costs, merged: Callable[[int], int]):
         self.costs, self.refreshed, self._merged = costs, 0, merged
-        self._known: dict[tuple[int, int], Latency] = {}
-        self._newest: dict[tuple[int, int], deque[float]] = {}
+        self._known: dict[LevelAndSize, Latency] = {}
+        self._newest: dict[LevelAndSize, deque[float]] = {}
 
-    def missing(self, levels: Iterable[int], sizes: Iterable[int]) -> list[tuple[int, int]]:
+    def missing(self, levels: Iterable[int], sizes: Iterable[int]) -> list[LevelAndSize]:
         """Levels with batch sizes of which too few batches were timed."""
         sizes = tuple(sizes)
         return [
@@ -60,19 +64,30 @@ class LatencyProfile:
 
     def of(self, level: int, batch: int) -> Latency:
         """Of a batch that a program is compiled for. Raises ProfileError if it was not measured."""
-        key = level, batch
-        if key not in self._known:
+        if (known := self._known.get((level, batch))) is None:
             if (cost := self._cost(level, batch)) is None:
                 raise ProfileError(f"batches of {batch} at level {level} were never timed here: call `profile`.")
-            self._known[key] = Latency(cost.p50, cost.p95)
-        return self._known[key]
+            known = self._known[level, batch] = Latency(cost.p50, cost.p95)
+        return known
+
+    def renew(self, level: int, batch: int, seconds: Iterable[float]) -> None:
+        """Go by these batches alone from now on, in later processes too."""
+        self.costs.forget(PROGRAM, self._bucket(level, batch))
+        for one in seconds:
+            self.costs.record(PROGRAM, self._bucket(level, batch), one)
+        cost = self._cost(level, batch)
+        assert cost is not None
+        self._known[level, batch] = Latency(cost.p50, cost.p95)
+
+    def _bucket(self, level: int, batch: int) -> Bucket:
+        return ("level", level), ("merged", self._merged(level)), ("batch", batch)
 
     def _cost(self, level: int, batch: int) -> Cost | None:
         return self.costs.of(PROGRAM, level=level, merged=self._merged(level), batch=batch)
 
     def observe(self, level: int, batch: int, seconds: float) -> bool:
         """Count a batch; where its level and size have drifted, take their profile anew and say so."""
-        self.costs.record(PROGRAM, (("level", level), ("merged", self._merged(level)), ("batch", batch)), seconds)
+        self.costs.record(PROGRAM, self._bucket(level, batch), seconds)
         newest = self._newest.setdefault((level, batch), deque(maxlen=NEWEST))
         newest.append(seconds)
         if len(newest) < NEWEST or (level, batch) not in self._known:

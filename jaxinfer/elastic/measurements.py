@@ -1,12 +1,12 @@
 """What simulations replay: how long a service's batches take here, and which images each level classifies rightly."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from jaxinfer.elastic.datasets import Dataset
+from jaxinfer.elastic.latency import LevelAndSize
 from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
@@ -34,7 +34,7 @@ class Measurements:
     """
 
     profile: ServingProfile
-    samples: Mapping[tuple[int, int], np.ndarray]
+    samples: Mapping[LevelAndSize, np.ndarray]
     right: Mapping[tuple[str, int], np.ndarray]
     capacity: float
     scale: float
@@ -94,44 +94,27 @@ def measure(
 
     Args:
       service: whose tasks are served.
-      tests: images of each of its tasks.
-      levels: of these alone; None: all that all tasks have. 0 is one of them.
-      samples: batches of each level and size that are timed.
+      tests: images of its tasks, or of some of them.
+      levels: of these alone, ascending; None: all that all tasks have. 0 is one of them.
+      samples: batches of each level and size that are timed, which are all that the service's profile goes by then.
       progress: called with what is being done, how much of it is, and the total.
     """
-    service.measure_latency(progress=progress)
-    profile = service.serving_profile()
-    levels = profile.levels if levels is None else tuple(levels)
-    found = {}
-    for done, level in enumerate(levels):
-        for size in profile.sizes:
-            found[level, size] = _batch_seconds(service, tests, level, size, samples)
-        progress("latency", done + 1, len(levels))
+    found = service.measure_latency(levels, anew=True, repeats=samples, progress=progress)
+    profile = service.serving_profile(levels)
     right = {}
     for done, (task, test) in enumerate(tests.items()):
-        right |= {(task, level): which_are_right(service, task, level, test) for level in levels}
+        right |= {(task, level): which_are_right(service, task, level, test) for level in profile.levels}
         progress("accuracy", done + 1, len(tests))
-    known = ServingProfile(
-        levels=levels,
-        sizes=profile.sizes,
-        seconds={key: float(np.percentile(seconds, 95)) for key, seconds in found.items()},
-        accuracy={(task, level): profile.right(task, level) for task in tests for level in levels},
-    )
+    accuracy = {key: value for key, value in profile.accuracy.items() if key[0] in tests}
     largest = profile.sizes[-1]
     usual = float(np.median(found[0, largest]))
     return Measurements(
-        profile=known, samples=found, right=right, capacity=largest / usual, scale=usual / PAPER_BATCH_SECONDS
+        profile=dataclasses.replace(profile, accuracy=accuracy),
+        samples=found,
+        right=right,
+        capacity=largest / usual,
+        scale=usual / PAPER_BATCH_SECONDS,
     )
-
-
-def _batch_seconds(service: Service, tests: Mapping[str, Dataset], level: int, size: int, samples: int) -> np.ndarray:
-    task, test = next(iter(tests.items()))
-    images, found = np.resize(test.images, (size, *test.images.shape[1:])), []
-    for _ in range(1 + samples):  # the first one is not counted
-        begun = time.perf_counter()
-        service.classify(images, task, level)
-        found.append(time.perf_counter() - begun)
-    return np.array(found[1:])
 
 
 def which_are_right(service: Service, task: str, level: int, test: Dataset) -> np.ndarray:

@@ -20,7 +20,7 @@ from jaxinfer.elastic.datasets import Dataset
 from jaxinfer.elastic.driver import Driver, Statistics
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.images import check_images
-from jaxinfer.elastic.latency import REPEATS, LatencyProfile
+from jaxinfer.elastic.latency import REPEATS, LatencyProfile, LevelAndSize
 from jaxinfer.elastic.levels import adaptation_of, check_level, default_merge_levels
 from jaxinfer.elastic.programs import LevelPrograms
 from jaxinfer.elastic.runner import LevelRunner, best_label
@@ -235,17 +235,20 @@ class Service:
             known = ", ".join(map(str, task.prompts)) or "none"
             raise LevelError(f"task {task.name!r} has no {level} prompts; it has: {known}.")
 
-    def serving_profile(self) -> ServingProfile:
-        """What a controller goes by: accuracy and latency of all tasks, at the levels that all of them have.
+    def serving_profile(self, levels: Sequence[int] | None = None) -> ServingProfile:
+        """What a controller goes by: accuracy and latency of all tasks.
 
+        Args:
+          levels: ascending; None: those that all tasks have.
         Raises ProfileError for what was not measured, or has changed since.
         """
-        levels = tuple(n for n in self.levels if n <= 0 or all(n in task.prompts for task in self._tasks.values()))
+        if levels is None:
+            levels = [n for n in self.levels if n <= 0 or all(n in task.prompts for task in self._tasks.values())]
         if missing := self.latency.missing(levels, self.batch_sizes):
             level, batch = missing[0]
             raise ProfileError(f"batches of {batch} at level {level} were not timed here: call `measure_latency`.")
         return ServingProfile(
-            levels=levels,
+            levels=tuple(levels),
             sizes=self.batch_sizes,
             seconds={(n, b): self.latency.of(n, b).p95 for n in levels for b in self.batch_sizes},
             accuracy={(name, n): self.accuracy(name, n).accuracy for name in self._tasks for n in levels},
@@ -421,19 +424,43 @@ class Service:
         self._plan_anew()
         return task
 
-    def measure_latency(self, *, anew: bool = False, progress: Progress = _no_progress) -> None:
-        """Time batches of all levels and sizes, those on record excepted unless `anew`. Needs a task."""
-        sizes, size = self.batch_sizes, self.config.image_size
-        wanted = [(n, b) for n in self.levels for b in sizes] if anew else self.latency.missing(self.levels, sizes)
-        for done, (level, batch) in enumerate(wanted):
-            images = np.random.default_rng(0).integers(0, 256, (batch, size, size, 3), np.uint8)
-            tasks = [next(iter(self._tasks))] * batch
-            for _ in range(1 + REPEATS):  # the first one is not counted
+    def measure_latency(
+        self,
+        levels: Sequence[int] | None = None,
+        *,
+        anew: bool = False,
+        repeats: int = REPEATS,
+        progress: Progress = _no_progress,
+    ) -> dict[LevelAndSize, np.ndarray]:
+        """Time batches of all sizes, those on record excepted unless `anew`. Needs a task.
+
+        Each runs once in a round, and rounds are in different orders, as when serving: a program that has just run
+        takes up to a tenth less, since its code and buffers are in caches.
+
+        Args:
+          levels: that are timed; None: all.
+          anew: whether those on record are timed again, and what was there counts no more.
+          repeats: how often each batch is timed, at least `REPEATS`.
+          progress: see `Progress`.
+        Returns the seconds of each batch that was timed, [repeats].
+        """
+        if repeats < REPEATS:
+            raise ElasticError(f"repeats must be >= {REPEATS}, got {repeats}: fewer batches are no profile.")
+        levels, sizes = self.levels if levels is None else levels, self.batch_sizes
+        wanted = [(n, b) for n in levels for b in sizes] if anew else self.latency.missing(levels, sizes)
+        rng, size = np.random.default_rng(0), self.config.image_size
+        images = rng.integers(0, 256, (sizes[-1], size, size, 3), np.uint8)
+        found = {batch: list[float]() for batch in wanted}
+        for done in range(1 + repeats if wanted else 0):  # the first round links programs, and is not counted
+            for level, count in rng.permutation(wanted).tolist():
                 begun = time.perf_counter()
-                self._programs.run(level, tasks, images)
-                self.latency.observe(level, batch, time.perf_counter() - begun)
-            progress("latency", done + 1, len(wanted))
+                self._programs.run(level, [next(iter(self._tasks))] * count, images[:count])
+                found[level, count].append(time.perf_counter() - begun)
+            progress("latency", done, repeats)
+        for (level, count), seconds in found.items():
+            self.latency.renew(level, count, seconds[1:])
         self.latency.costs.save()
+        return {batch: np.array(seconds[1:]) for batch, seconds in found.items()}
 
     def _install(self, task: Task, validation: Dataset, progress: Progress, *, choose: bool = False) -> Task:
         """Profile a task, keep it, and let it serve; what serves stays as it is if that fails.

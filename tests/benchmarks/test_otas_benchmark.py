@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.otas.infaas import LINKS, as_levels, paper_profile, simulated_gain, vits_profile
+from benchmarks.otas.live import with_times_of
 from benchmarks.otas.planning import brute_force, draw, earned
 from benchmarks.otas.setting import TASKS, Setting, azure_arrivals
 from benchmarks.otas.virtual import mean_interval, virtual
@@ -32,7 +33,8 @@ def measured(of, capacity):
 @pytest.fixture(scope="module")
 def setting():
     capacity = profile().capacity()
-    return Setting(measured(profile(), capacity), measured(models(), capacity), {0: 0.01, 1: 0.02, 2: 0.05})
+    levels, switched = measured(profile(), capacity), measured(models(), capacity)
+    return Setting(levels, switched, load_seconds={0: 0.01, 1: 0.02, 2: 0.05}, tests={})
 
 
 def test_all_policies_serve_the_same_queries(setting):
@@ -46,6 +48,20 @@ def test_all_policies_serve_the_same_queries(setting):
         assert run.best == runs["elastic"].best, name
     assert runs["elastic"].utility > 1.1 * runs["pets"].utility
     assert set(runs["infaas"].levels) <= {0, 1, 2}
+
+
+def test_a_run_is_simulated_with_its_own_times(setting):
+    cell = ("wandering", 0.5)
+    slow = dataclasses.replace(
+        setting.levels, samples={key: 1.2 * of_batch for key, of_batch in setting.levels.samples.items()}
+    )
+    served = setting._replace(levels=slow).simulate(cell, "pets", seed=0, count=1000)
+    own = with_times_of(setting.levels, served.answers)
+    assert len(own.samples[0, 64]) > 0
+    for (level, size), seconds in own.samples.items():
+        expected = slow.samples[level, size] if level == 0 else setting.levels.samples[level, size]
+        assert {round(float(one), 9) for one in seconds} <= {round(float(one), 9) for one in expected}
+    assert own.capacity == setting.levels.capacity
 
 
 def test_what_is_checked(setting, tmp_path):

@@ -199,6 +199,23 @@ def test_a_process_that_ends_saves(folder):
     assert opened().of("decode").calls == 2
 
 
+def test_what_is_forgotten_is_forgotten_on_disk_once_there_is_more(folder):
+    first = opened()
+    record(first, *[0.001] * 10)
+    first.save()
+    second = opened()
+    second.forget("decode", ROWS)
+    assert second.of("decode") is None
+    second.save()
+    assert opened().of("decode").calls == 10
+    record(second, 0.004)
+    second.save()
+    record(second, 0.008)
+    second.save()
+    cost = opened().of("decode")
+    assert (cost.calls, cost.mean) == (2, pytest.approx(0.006))
+
+
 def test_files_keep_no_more_than_their_share(folder):
     for seconds in (0.001, 0.004):
         costs = opened()
@@ -305,10 +322,13 @@ def test_a_damaged_file_is_replaced(folder, damage, caplog):
 def test_a_full_disk_keeps_what_was_learnt_for_the_next_time(folder, caplog):
     costs = opened()
     record(costs, 0.001)
+    record(costs, 0.001, name="prefill")
     costs.save()
     (path,) = folder.glob("*.json")
     path.with_suffix(".tmp").symlink_to("/dev/full")
     record(costs, 0.001)
+    costs.forget("prefill", ROWS)
+    costs.record("prefill", ROWS, 0.002)
     with caplog.at_level(logging.INFO):
         costs.save()
     assert "No space left" in caplog.text
@@ -318,6 +338,7 @@ def test_a_full_disk_keeps_what_was_learnt_for_the_next_time(folder, caplog):
     record(costs, 0.001)
     costs.save()
     assert opened().of("decode").calls == 3
+    assert opened().of("prefill").mean == pytest.approx(0.002)  # what came before was forgotten
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path, monkeypatch):

@@ -117,20 +117,20 @@ def service(vit, registered, options):
 
 @pytest.fixture(scope="module")
 def measured(service):
-    return measure(service, {"stripes": stripes(20, seed=5)}, samples=3)
+    return measure(service, {"stripes": stripes(20, seed=5)}, samples=5)
 
 
 def test_measured(service, measured):
     assert measured.profile.levels == (-4, 0, 2)
     assert set(measured.samples) == {(level, size) for level in (-4, 0, 2) for size in (1, 2)}
-    assert all(len(found) == 3 and found.min() > 0 for found in measured.samples.values())
+    assert all(len(found) == 5 and found.min() > 0 for found in measured.samples.values())
     assert measured.capacity == pytest.approx(2 / np.median(measured.samples[0, 2]))
     test = stripes(20, seed=5)
     right = [
         a.label == test.names[y] for a, y in zip(service.classify(test.images, "stripes"), test.labels, strict=True)
     ]
     assert measured.right["stripes", 0].tolist() == right
-    only = measure(service, {"stripes": test}, levels=[0], samples=1)
+    only = measure(service, {"stripes": test}, levels=[0], samples=5)
     assert (only.profile.levels, set(only.samples)) == ((0,), {(0, 1), (0, 2)})
 
 

@@ -312,6 +312,19 @@ def test_latency_follows_the_machine(service):
     assert latency.of(0, 1).p50 == pytest.approx(50 * known)
 
 
+def test_latency_measured_anew_takes_the_place_of_what_was(service):
+    service.measure_latency()
+    service.latency.renew(0, 1, [100.0] * 5)
+    assert service.latency.of(0, 1).p95 == pytest.approx(100.0, rel=0.03)
+    assert service.measure_latency() == {}
+    found = service.measure_latency([0], anew=True, repeats=7)
+    assert {key: len(seconds) for key, seconds in found.items()} == {(0, 1): 7, (0, 2): 7}
+    least, most = found[0, 1].min() / 1.05, found[0, 1].max() * 1.05
+    assert least < service.latency.of(0, 1).p50 <= service.latency.of(0, 1).p95 < most
+    with pytest.raises(ElasticError, match="repeats must be >= 5, got 4"):
+        service.measure_latency(repeats=4)
+
+
 def test_batches_fit_into_device_memory(vit, registered, options):
     options = options | {"max_batch": 4}
     needed = Service.from_checkpoint(vit, repository=registered, **options)._programs.bytes_needed
