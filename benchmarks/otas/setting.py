@@ -76,7 +76,8 @@ def measure_setting() -> Setting:
     found, load_seconds = [], {}
     for index, name in enumerate(SIZES):
         folder = BACKBONE if name == "base" else BACKBONE.with_name(f"{BACKBONE.name}_{name}")
-        found.append(measure(Service.from_checkpoint(folder, merge_levels=()), tests, levels=[0]))
+        small = None if folder == BACKBONE else Service.from_checkpoint(folder, merge_levels=())
+        found.append(levels if small is None else measure(small, tests, levels=[0]))
         load_seconds[index] = seconds_to_load(folder)
     return Setting(levels, as_levels(found), load_seconds, tests)
 
