@@ -19,6 +19,7 @@ from jaxinfer.elastic import Service
 from jaxinfer.elastic.latency import LevelAndSize
 from jaxinfer.elastic.measurements import Measurements
 from jaxinfer.elastic.replay import replay
+from jaxinfer.elastic.reporting.runs import batches_of
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Outcome
 from jaxinfer.elastic.scheduling.simulator import Served, ServedQuery
@@ -91,12 +92,8 @@ def serve_live(setting: Setting, cell: Cell, policy: str, *, seed: int, count: i
 
 def with_times_of(measured: Measurements, answers: Sequence[ServedQuery]) -> Measurements:
     """The same with batches as long as they were in a run; of levels and sizes that it had none of, as before."""
-    batches: dict[int, list[ServedQuery]] = defaultdict(list)
-    for answer in answers:
-        if answer.batch is not None:
-            batches[answer.batch].append(answer)
     found: dict[LevelAndSize, list[float]] = defaultdict(list)
-    for batch in batches.values():
+    for batch in batches_of(answers).values():
         level, size = batch[0].level, round_up(len(batch), measured.profile.sizes)
         assert level is not None
         found[level, size].append(batch[0].ended - batch[0].began)

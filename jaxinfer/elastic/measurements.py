@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxinfer.elastic.datasets import Dataset
 from jaxinfer.elastic.latency import LevelAndSize
+from jaxinfer.elastic.progress import Progress, no_progress
 from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
@@ -88,7 +89,7 @@ def measure(
     *,
     levels: Sequence[int] | None = None,
     samples: int = SAMPLES,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = no_progress,
 ) -> Measurements:
     """Time batches, and classify all images, at all levels.
 
@@ -97,7 +98,7 @@ def measure(
       tests: images of its tasks, or of some of them.
       levels: of these alone, ascending; None: all that all tasks have. 0 is one of them.
       samples: batches of each level and size that are timed, which are all that the service's profile goes by then.
-      progress: called with what is being done, how much of it is, and the total.
+      progress: see `Progress`.
     """
     found = service.measure_latency(levels, anew=True, repeats=samples, progress=progress)
     profile = service.serving_profile(levels)

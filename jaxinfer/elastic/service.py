@@ -21,8 +21,10 @@ from jaxinfer.elastic.driver import Driver, Statistics
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.images import check_images
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile, LevelAndSize
-from jaxinfer.elastic.levels import adaptation_of, check_level, default_merge_levels
+from jaxinfer.elastic.levels import Levels, default_merge_levels
+from jaxinfer.elastic.profiling import choose_schedule, profile_accuracy, what_runs
 from jaxinfer.elastic.programs import LevelPrograms
+from jaxinfer.elastic.progress import Progress, no_progress
 from jaxinfer.elastic.runner import LevelRunner, best_label
 from jaxinfer.elastic.scheduling.policies import Elastic, Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
@@ -45,14 +47,6 @@ PLAN_SECONDS = 0.01
 def plan_in_time(profile: ServingProfile) -> Policy:
     """The policy that services have: plans exactly, if that takes no longer than `PLAN_SECONDS`."""
     return Elastic(profile, time_limit=PLAN_SECONDS)
-
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is, and the total."""
-
-
-def _no_progress(what: str, done: int, total: int) -> None:
-    pass
 
 
 class Service:
@@ -108,17 +102,15 @@ class Service:
         ):
             if value < 1:
                 raise ElasticError(f"Service.{name} must be >= 1, got {value}.")
-        merge_levels = default_merge_levels(config) if merge_levels is None else tuple(merge_levels)
-        if wrong := [level for level in merge_levels if level >= 0]:
-            raise LevelError(f"merge_levels must be < 0, got {wrong}: prompts come with tasks.")
-        for level in merge_levels:
-            check_level(level, config)
         self.config, self._repository = config, repository
-        self._mode = PromptMode(prompt_mode)
-        self._forced = None if schedule is None else MergeSchedule(schedule)
-        self._protect_isolated = protect_isolated
-        self._merge_levels = tuple(sorted(set(merge_levels)))
-        self._schedules = repository.read_schedules()
+        self._levels = Levels(
+            config=config,
+            merge_levels=tuple(sorted(set(default_merge_levels(config) if merge_levels is None else merge_levels))),
+            prompt_mode=PromptMode(prompt_mode),
+            protect_isolated=protect_isolated,
+            forced=None if schedule is None else MergeSchedule(schedule),
+            schedules=repository.read_schedules(),
+        )
         self._backbone, self._format = _digest(model), str(model.weights.quantized or model.weights.dtype)
         self._trainer = Trainer(config, model.weights, list(model.leaves.values()))
         self._programs = LevelPrograms(
@@ -336,7 +328,7 @@ class Service:
         self._check_has_level(self.task(task), level)
         if found is None:
             raise ProfileError(f"task {task!r} was not profiled at level {level}: call `profile` with its images.")
-        if found.adaptation != (now := self._what_runs(self.adaptation(level))):
+        if found.adaptation != (now := what_runs(self.adaptation(level), self._format)):
             raise ProfileError(
                 f"task {task!r} was profiled at level {level} with {found.adaptation}, and now it is {now}: call "
                 "`profile`."
@@ -352,7 +344,7 @@ class Service:
         validation: Dataset | None = None,
         training: TrainingConfig | None = None,
         new_version: bool = False,
-        progress: Progress = _no_progress,
+        progress: Progress = no_progress,
     ) -> Task:
         """Train a head and prompts for a task, profile it, keep it in the repository, and begin to serve it.
 
@@ -388,7 +380,7 @@ class Service:
                     dataset.labels,
                     head,
                     count,
-                    self._mode,
+                    self._levels.prompt_mode,
                     training,
                     lambda done, total, count=count: progress(f"{count} prompts", done, total),
                 )
@@ -396,7 +388,7 @@ class Service:
                 name=name,
                 labels=dataset.names,
                 backbone=self._backbone,
-                prompt_mode=self._mode,
+                prompt_mode=self._levels.prompt_mode,
                 heads=heads,
                 prompts=learnt,
                 accuracy={},
@@ -407,7 +399,7 @@ class Service:
         self._plan_anew()
         return task
 
-    def profile(self, name: str, validation: Dataset, *, progress: Progress = _no_progress) -> Task:
+    def profile(self, name: str, validation: Dataset, *, progress: Progress = no_progress) -> Task:
         """Measure a task's accuracy at all levels anew, and what batches take; kept as a new version.
 
         Args:
@@ -430,7 +422,7 @@ class Service:
         *,
         anew: bool = False,
         repeats: int = REPEATS,
-        progress: Progress = _no_progress,
+        progress: Progress = no_progress,
     ) -> dict[LevelAndSize, np.ndarray]:
         """Time batches of all sizes, those on record excepted unless `anew`. Needs a task.
 
@@ -467,15 +459,17 @@ class Service:
 
         choose: how merging levels divide their merges, even where that has been decided.
         """
-        schedules = {} if choose else dict(self._schedules)
-        if self._forced is None:
-            for done, level in enumerate(undecided := [n for n in self._merge_levels if n not in schedules]):
-                schedules[level] = self._choose_schedule(task, level, validation)
+        levels = self._levels
+        schedules = {} if choose else dict(levels.schedules)
+        if levels.forced is None:
+            for done, level in enumerate(undecided := [n for n in levels.merge_levels if n not in schedules]):
+                schedules[level] = choose_schedule(self._programs, levels, level, task, validation)
                 progress("schedules", done + 1, len(undecided))
         self._repository.write_schedules(schedules)
-        self._schedules = schedules
+        self._levels = dataclasses.replace(levels, schedules=schedules)
         self._compile_ahead(*self._tasks.values(), task)
-        task = dataclasses.replace(task, accuracy=self._profile_accuracy(task, validation, progress))
+        accuracy = profile_accuracy(self._programs, task, validation, self._format, progress)
+        task = dataclasses.replace(task, accuracy=accuracy)
         self._repository.write(task)
         self._programs.put(task)
         self._tasks = self._tasks | {task.name: task}
@@ -484,8 +478,8 @@ class Service:
     def _compile_ahead(self, *tasks: Task) -> None:
         """Compile all levels that there are with these tasks, and keep the batch sizes that fit into memory."""
         before = self._programs.levels
-        for level in sorted({0, *self._merge_levels, *(count for task in tasks for count in task.prompts)}):
-            self._programs.compile_ahead(level, self._adaptation_of(level))
+        for level in sorted({0, *self._levels.merge_levels, *(count for task in tasks for count in task.prompts)}):
+            self._programs.compile_ahead(level, self._levels.adaptation(level))
         if self._memory is not None:
             try:
                 # Queries that wait are in batches of the sizes that there were.
@@ -494,55 +488,6 @@ class Service:
                 self._programs.forget(set(self._programs.levels) - set(before))
                 raise
 
-    def _adaptation_of(self, level: int, schedule: MergeSchedule | None = None) -> TokenAdaptation:
-        schedule = schedule or self._forced or self._schedules.get(level, MergeSchedule.CONSTANT)
-        return adaptation_of(
-            level,
-            self.config,
-            schedule=schedule,
-            prompt_mode=self._mode,
-            protect_isolated=self._protect_isolated,
-        )
-
-    def _choose_schedule(self, task: Task, level: int, validation: Dataset) -> MergeSchedule:
-        """The faster way to divide merges over the layers, unless it is less accurate by more than a standard error."""
-        found = {}
-        for schedule in MergeSchedule:
-            adaptation = self._adaptation_of(level, schedule)
-            found[schedule] = self._evaluate(task, adaptation, validation)
-        (constant, slow), (decreasing, fast) = found[MergeSchedule.CONSTANT], found[MergeSchedule.DECREASING]
-        if fast > slow:
-            return MergeSchedule.CONSTANT
-        compared = LevelAccuracy.of(decreasing, constant, "")
-        is_worse = compared.difference < -compared.difference_error
-        return MergeSchedule.CONSTANT if is_worse else MergeSchedule.DECREASING
-
-    def _profile_accuracy(self, task: Task, validation: Dataset, progress: Progress) -> dict[int, LevelAccuracy]:
-        levels = [level for level in self.levels if level <= 0 or level in task.prompts]
-        plain, _ = self._evaluate(task, self.adaptation(0), validation)
-        found = {}
-        for done, level in enumerate(levels):
-            adaptation = self.adaptation(level)
-            correct = self._evaluate(task, adaptation, validation)[0] if level else plain
-            found[level] = LevelAccuracy.of(correct, plain, self._what_runs(adaptation))
-            progress("accuracy", done + 1, len(levels))
-        return found
-
-    def _evaluate(self, task: Task, adaptation: TokenAdaptation, validation: Dataset) -> tuple[np.ndarray, float]:
-        """Which images are classified rightly, bool [N], and the least seconds that a batch took."""
-        logits_of, largest = self._programs.try_task(task, adaptation), self.batch_sizes[-1]
-        logits_of(validation.images[:1])  # compiles
-        found, seconds = [], []
-        for first in range(0, len(validation), largest):
-            begun = time.perf_counter()
-            found.append(logits_of(validation.images[first : first + largest]))
-            seconds.append(time.perf_counter() - begun)
-        return np.concatenate(found).argmax(-1) == validation.labels, min(seconds)
-
-    def _what_runs(self, adaptation: TokenAdaptation) -> str:
-        """All that accuracy depends on beside the task."""
-        return f"{adaptation} in {self._format}"
-
     def _checked(self, task: Task) -> Task:
         """A task from the repository, if it fits this service."""
         if task.backbone != self._backbone:
@@ -550,7 +495,7 @@ class Service:
                 f"task {task.name!r} was trained with another model than this one; name its repository, or register it "
                 "again elsewhere."
             )
-        if task.prompts and task.prompt_mode != self._mode:
+        if task.prompts and task.prompt_mode != self._levels.prompt_mode:
             raise ElasticError(
                 f"the prompts of task {task.name!r} were trained with prompt_mode={task.prompt_mode.value!r}; open the "
                 "service with it."
