@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
@@ -198,8 +198,8 @@ class CostFile:
         """The costs that the file has. Raises OSError or msgspec.MsgspecError if it cannot be read."""
         return _read(self._path).costs
 
-    def add(self, new: Mapping[Key, Cost], forgotten: Collection[Key] = ()) -> None:
-        """Add calls to what the file has, in place of those that are forgotten. Raises OSError if that fails."""
+    def add(self, new: Mapping[Key, Cost], replaced: Collection[Key] = ()) -> None:
+        """Add calls to what the file has, or put them in its place. Raises OSError if that fails."""
         path = self._path
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS):
@@ -210,7 +210,7 @@ class CostFile:
             except msgspec.MsgspecError as error:
                 log.warning("%s is damaged and replaced: %s", path, error)
                 costs = {}
-            for key in forgotten:
+            for key in replaced:
                 costs.pop(key, None)
             for key, cost in new.items():
                 _displace(costs.setdefault(key, Cost()), cost)
@@ -252,11 +252,11 @@ def _displace(old: Cost, new: Cost) -> None:
 class _Times:
     """The times of one program: all that count, and those since the last time that they were saved.
 
-    forgets: whether those that were saved before count no more.
+    replaces: whether those that were saved before count no more.
     """
 
-    def __init__(self, cost: Cost, *, called: bool = False, forgets: bool = False):
-        self.cost, self.unsaved, self.called, self.forgets = cost, Cost(), called, forgets
+    def __init__(self, cost: Cost, *, called: bool = False, replaces: bool = False):
+        self.cost, self.unsaved, self.called, self.replaces = cost, Cost(), called, replaces
 
     def record(self, seconds: float, passes: int) -> None:
         counted = min(seconds, STALL * self.cost.mean) if self.cost.weight else seconds
@@ -336,10 +336,15 @@ class Costs:
                 program.record(max(seconds / passes, SHORTEST), passes)
             program.called = True
 
-    def forget(self, name: str, bucket: Bucket) -> None:
-        """Let no call count that was before, in the file neither once there are new ones, of which all count."""
+    def replace(self, name: str, bucket: Bucket, seconds: Iterable[float]) -> None:
+        """Let these calls, the first one included, take the place of all that were before, in the file too."""
+        if not self._learns:
+            return
+        times = _Times(Cost(), called=True, replaces=True)
+        for one in seconds:
+            times.record(max(one, SHORTEST), 1)
         with self._lock:
-            self._programs[name, bucket] = _Times(Cost(), called=True, forgets=True)
+            self._programs[name, bucket] = times
             self._matching.clear()
 
     def of(self, name: str, /, **sizes: int) -> Cost | None:
@@ -395,17 +400,17 @@ class Costs:
         with self._lock:
             self._saved = time.monotonic()
             new = {key: program.unsaved for key, program in self._programs.items() if program.unsaved.calls}
-            forgotten = {key for key in new if self._programs[key].forgets}
+            replaced = {key for key in new if self._programs[key].replaces}
             for key in new:
-                self._programs[key].unsaved, self._programs[key].forgets = Cost(), False
+                self._programs[key].unsaved, self._programs[key].replaces = Cost(), False
         if not new:
             return
         try:
-            self._file.add(new, forgotten)
+            self._file.add(new, replaced)
         except OSError as error:
             log.info("Measured costs are not kept: %s", error)
             with self._lock:
                 for key, cost in new.items():
                     _displace(cost, self._programs[key].unsaved)
                     self._programs[key].unsaved = cost
-                    self._programs[key].forgets |= key in forgotten
+                    self._programs[key].replaces |= key in replaced

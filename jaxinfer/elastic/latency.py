@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 REPEATS = 5
 """How often a batch is timed for the profile at least."""
 DRIFT = 1.3
-"""Where the median of the newest batches is this many times longer or shorter than the profile's, the profile is made
-from them."""
+"""Where the median of the newest batches is this many times longer or shorter than the profile's, they take the place
+of all before."""
 NEWEST = 16
 
 
@@ -65,19 +65,18 @@ class LatencyProfile:
     def of(self, level: int, batch: int) -> Latency:
         """Of a batch that a program is compiled for. Raises ProfileError if it was not measured."""
         if (known := self._known.get((level, batch))) is None:
-            if (cost := self._cost(level, batch)) is None:
-                raise ProfileError(f"batches of {batch} at level {level} were never timed here: call `profile`.")
-            known = self._known[level, batch] = Latency(cost.p50, cost.p95)
+            known = self._known[level, batch] = self._on_record(level, batch)
         return known
 
     def renew(self, level: int, batch: int, seconds: Iterable[float]) -> None:
         """Go by these batches alone from now on, in later processes too."""
-        self.costs.forget(PROGRAM, self._bucket(level, batch))
-        for one in seconds:
-            self.costs.record(PROGRAM, self._bucket(level, batch), one)
-        cost = self._cost(level, batch)
-        assert cost is not None
-        self._known[level, batch] = Latency(cost.p50, cost.p95)
+        self.costs.replace(PROGRAM, self._bucket(level, batch), seconds)
+        self._known[level, batch] = self._on_record(level, batch)
+
+    def _on_record(self, level: int, batch: int) -> Latency:
+        if (cost := self._cost(level, batch)) is None:
+            raise ProfileError(f"batches of {batch} at level {level} were never timed here: call `profile`.")
+        return Latency(cost.p50, cost.p95)
 
     def _bucket(self, level: int, batch: int) -> Bucket:
         return ("level", level), ("merged", self._merged(level)), ("batch", batch)
@@ -90,14 +89,13 @@ class LatencyProfile:
         self.costs.record(PROGRAM, self._bucket(level, batch), seconds)
         newest = self._newest.setdefault((level, batch), deque(maxlen=NEWEST))
         newest.append(seconds)
-        if len(newest) < NEWEST or (level, batch) not in self._known:
+        if len(newest) < NEWEST or (known := self._known.get((level, batch))) is None:
             return False
-        median, known = statistics.median(newest), self._known[level, batch]
+        median = statistics.median(newest)
         if abs(math.log(median / known.p50)) <= math.log(DRIFT):
             return False
-        p95 = statistics.quantiles(newest, n=20, method="inclusive")[-1]
         log.info("Batches of %d at level %d take %.3g s, not %.3g.", batch, level, median, known.p50)
-        self._known[level, batch] = Latency(median, p95)
+        self.renew(level, batch, newest)
         self.refreshed += 1
         newest.clear()
         return True

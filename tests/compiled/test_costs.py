@@ -199,21 +199,19 @@ def test_a_process_that_ends_saves(folder):
     assert opened().of("decode").calls == 2
 
 
-def test_what_is_forgotten_is_forgotten_on_disk_once_there_is_more(folder):
+def test_what_is_replaced_is_so_on_disk_once_it_is_saved(folder):
     first = opened()
     record(first, *[0.001] * 10)
     first.save()
     second = opened()
-    second.forget("decode", ROWS)
-    assert second.of("decode") is None
-    second.save()
+    second.replace("decode", ROWS, [0.004, 0.004])
+    assert second.of("decode").calls == 2
     assert opened().of("decode").calls == 10
-    record(second, 0.004)
     second.save()
-    record(second, 0.008)
+    record(second, 0.010)
     second.save()
     cost = opened().of("decode")
-    assert (cost.calls, cost.mean) == (2, pytest.approx(0.006))
+    assert (cost.calls, cost.mean) == (3, pytest.approx(0.006))
 
 
 def test_files_keep_no_more_than_their_share(folder):
@@ -327,8 +325,7 @@ def test_a_full_disk_keeps_what_was_learnt_for_the_next_time(folder, caplog):
     (path,) = folder.glob("*.json")
     path.with_suffix(".tmp").symlink_to("/dev/full")
     record(costs, 0.001)
-    costs.forget("prefill", ROWS)
-    costs.record("prefill", ROWS, 0.002)
+    costs.replace("prefill", ROWS, [0.002])
     with caplog.at_level(logging.INFO):
         costs.save()
     assert "No space left" in caplog.text
@@ -338,7 +335,7 @@ def test_a_full_disk_keeps_what_was_learnt_for_the_next_time(folder, caplog):
     record(costs, 0.001)
     costs.save()
     assert opened().of("decode").calls == 3
-    assert opened().of("prefill").mean == pytest.approx(0.002)  # what came before was forgotten
+    assert opened().of("prefill").mean == pytest.approx(0.002)  # in place of what was before
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path, monkeypatch):
