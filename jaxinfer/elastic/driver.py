@@ -17,6 +17,7 @@ from jaxinfer.elastic.answers import Answer
 from jaxinfer.elastic.errors import ElasticError, OverloadedError, ShedError, ShutdownError
 from jaxinfer.elastic.scheduling.controller import Controller
 from jaxinfer.elastic.scheduling.policies import Policy
+from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
 
 log = logging.getLogger(__name__)
@@ -133,9 +134,9 @@ class Driver:
         """How many queries have no answer yet."""
         return len(self._futures)
 
-    def use(self, policy: Policy) -> None:
-        """Decide by another policy from the next batch on; how queries are put into batches stays."""
-        self._controller.policy = policy
+    def use(self, profile: ServingProfile) -> None:
+        """Decide by another profile from now on. Raises ValueError for one that the policy cannot go by."""
+        self._controller.policy.use(profile)
 
     def close(self, *, drain: bool = True) -> None:
         """Take no more queries, and wait for those there are (`drain`), or end them with ShutdownError."""

@@ -65,7 +65,7 @@ class Service:
       protect_isolated: the margin of PiToMe's energy, to keep tokens that are unlike all others; None: ToMe's merging.
       max_batch: images that are classified at once.
       max_tasks, max_classes: how many tasks there can be, and classes of one.
-      policy: makes what decides, of the profile, which queries run next and at which level.
+      policy: makes what decides, of the profile, which queries run next and at which level; follows changes of it.
       max_waiting: queries that wait at a time; more are refused.
       device_memory: that the model, its tasks and the largest batch may take: bytes, or such as "8GiB"; where
         `max_batch` does not fit, batches are smaller. None: any.
@@ -315,7 +315,7 @@ class Service:
         if self._driver is not None:
             profile = self.serving_profile()
             self._programs.warm_up(profile.levels)
-            self._driver.use(self._policy(profile))
+            self._driver.use(profile)
 
     def _follow_drift(self) -> None:
         """The same from the driver's thread, which goes on by what it has while a task is being registered."""

@@ -19,6 +19,7 @@ from jaxinfer.elastic.scheduling.policies import (
     Paper,
     SlackFit,
     job_of,
+    make_policy,
 )
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Outcome, Query
@@ -186,6 +187,29 @@ def test_models_are_loaded_where_the_choice_changes():
     assert policy.choose(batches, 0.0, fastest + 1)[1:3] == (0, 0.05)
     assert policy.choose(batches, 0.0, fastest + 1)[1:3] == (0, 0)  # it is there
     assert policy.choose(batches, 0.0, large - 1)[1:3] == (2, 0.3)
+    policy.use(dataclasses.replace(MODELS, seconds={key: seconds / 2 for key, seconds in MODELS.seconds.items()}))
+    assert policy.choose(batches, 0.0, large + 1)[1:3] == (2, 0)  # it still is there
+
+
+@pytest.mark.parametrize("name", ["elastic", "paper", "slack", "slackfit", "level-5"])
+def test_policies_follow_a_profile_that_changes(name):
+    slower, decided = profile(scale=2.0), set()
+    changed, made = make_policy(name, PROFILE), make_policy(name, slower)
+    changed.use(slower)
+    for latency in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+        queue = BatchQueue(made.batching)
+        for number in range(40):
+            queue.add(query(number, 0.0, latency=latency))
+        found, wanted = (policy.choose(list(queue), 0.0, 300.0) for policy in (changed, made))
+        assert found == wanted
+        decided.add(None if found is None else found.level)
+    assert len(decided) > 1
+    assert changed.least_seconds(8) == made.least_seconds(8) == 2 * make_policy(name, PROFILE).least_seconds(8)
+
+
+def test_a_fixed_level_must_be_in_every_profile():
+    with pytest.raises(ValueError, match="level -5 is not in the profile, which has 0, 1, 2"):
+        FixedLevel(PROFILE, -5).use(MODELS)
 
 
 queries_strategy = st.lists(

@@ -25,9 +25,6 @@ class Controller:
 
     Args:
       policy: chooses batches and levels.
-
-    Attributes:
-      policy: may be replaced between two calls; queries are put into batches as the first one says.
     """
 
     def __init__(self, policy: Policy):

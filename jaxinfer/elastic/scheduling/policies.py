@@ -49,6 +49,10 @@ class Policy(Protocol):
         """The soonest that it can answer so many queries."""
         ...
 
+    def use(self, profile: ServingProfile) -> None:
+        """Go by another profile from now on, in any thread. Raises ValueError for one that it cannot go by."""
+        ...
+
 
 def job_of(batch: Batch, profile: ServingProfile) -> Job:
     """A batch as planners see it."""
@@ -83,11 +87,14 @@ class _ByProfile:
     """
 
     def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None):
-        self._profile = profile
         self.batching = batching or BatchingConfig(max_batch=profile.sizes[-1])
+        self.use(profile)
 
     def least_seconds(self, count: int) -> float:
         return self._profile.fastest(count)
+
+    def use(self, profile: ServingProfile) -> None:
+        self._profile = profile
 
 
 class Elastic(_ByProfile):
@@ -110,9 +117,13 @@ class Elastic(_ByProfile):
         points: int = 400,
         time_limit: float | None = None,
     ):
-        super().__init__(profile, batching)
         self._max_jobs, self._points, self._time_limit = max_jobs, points, time_limit
-        self._fallback = LargestThatFits(profile, self.batching)
+        self._fallback = LargestThatFits(profile, batching)
+        super().__init__(profile, batching)
+
+    def use(self, profile: ServingProfile) -> None:
+        super().use(profile)
+        self._fallback.use(profile)
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         planned = by_deadline(batches)[: self._max_jobs]
@@ -131,10 +142,14 @@ class FixedLevel(_ByProfile):
     """One level for all batches, the earliest deadline first: PetS at level 0, ToMe below it, VPT above."""
 
     def __init__(self, profile: ServingProfile, level: int, batching: BatchingConfig | None = None):
-        if level not in profile.levels:
-            raise ValueError(f"level {level} is not in the profile, which has {', '.join(map(str, profile.levels))}.")
-        super().__init__(profile, batching)
         self._level = level
+        super().__init__(profile, batching)
+
+    def use(self, profile: ServingProfile) -> None:
+        if self._level not in profile.levels:
+            levels = ", ".join(map(str, profile.levels))
+            raise ValueError(f"level {self._level} is not in the profile, which has {levels}.")
+        super().use(profile)
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         del rate
@@ -167,7 +182,10 @@ class SlackFit(_ByProfile):
     """
 
     def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None, *, buckets: int = 16):
+        self._buckets = buckets
         super().__init__(profile, batching)
+
+    def use(self, profile: ServingProfile) -> None:
         tasks = profile.tasks
         accuracy = {n: sum(profile.right(task, n) for task in tasks) / len(tasks) for n in profile.levels}
         tuples = [(profile.seconds[n, size], size, accuracy[n], n) for n in profile.levels for size in profile.sizes]
@@ -177,8 +195,8 @@ class SlackFit(_ByProfile):
             if not any(o != one and o[0] <= one[0] and o[1] >= one[1] and o[2] >= one[2] for o in tuples)
         ]
         least, most = min(one[0] for one in tuples), max(one[0] for one in tuples)
-        self._width = (most - least) / buckets or 1.0
-        self._tuples = sorted(tuples)
+        self._tuples, self._width = sorted(tuples), (most - least) / self._buckets or 1.0
+        super().use(profile)
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         del rate
