@@ -131,6 +131,7 @@ class Service:
         self._policy, self._max_waiting = policy, max_waiting
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._driver: Driver | None = None
+        self._served: frozenset[str] = frozenset()  # the tasks that the driver can plan for
         for task in self._tasks.values():
             self._programs.put(task)
         if self._tasks:
@@ -262,7 +263,10 @@ class Service:
         if len(pixels) != 1:
             raise ElasticError(f"a query is a single image, got {len(pixels)}.")
         self.task(task)
-        return self._started().submit(task, pixels[0], latency=latency, utility=utility)
+        driver = self._started()
+        if task not in self._served:
+            raise ProfileError(f"task {task!r} is being registered, or the policy cannot serve it at its levels.")
+        return driver.submit(task, pixels[0], latency=latency, utility=utility)
 
     async def query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> Answer:
         """`make_query` in a coroutine, which gives the query up when it is cancelled."""
@@ -307,6 +311,7 @@ class Service:
                     runner = LevelRunner(
                         self._programs, self.latency, lambda name: self._tasks[name].labels, self._follow_drift
                     )
+                    self._served = frozenset(profile.tasks)
                     self._driver = Driver(runner, self._policy(profile), max_waiting=self._max_waiting)
         return self._driver
 
@@ -316,6 +321,7 @@ class Service:
             profile = self.serving_profile()
             self._programs.warm_up(profile.levels)
             self._driver.use(profile)
+            self._served = frozenset(profile.tasks)
 
     def _follow_drift(self) -> None:
         """The same from the driver's thread, which goes on by what it has while a task is being registered."""

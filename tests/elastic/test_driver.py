@@ -10,7 +10,14 @@ from concurrent.futures import CancelledError, wait
 import numpy as np
 import pytest
 
-from jaxinfer.elastic import ElasticError, InvalidImageError, ProfileError, Service, UnknownTaskError
+from jaxinfer.elastic import (
+    ElasticError,
+    InvalidImageError,
+    ProfileError,
+    Service,
+    TrainingConfig,
+    UnknownTaskError,
+)
 from jaxinfer.elastic.driver import Driver
 from jaxinfer.elastic.errors import OverloadedError, ShedError, ShutdownError
 from jaxinfer.elastic.latency import NEWEST
@@ -272,6 +279,26 @@ def test_drift_while_the_profile_is_incomplete(serving, monkeypatch):
         serving._driver._runner.observe(0, 1, 50 * known)
     assert serving.latency.refreshed > refreshed
     assert serving.make_query(image, "stripes", latency=30.0).result(30).label
+
+
+def test_a_task_is_served_once_it_is_registered(vit, options, tmp_path, monkeypatch):
+    with Service.from_checkpoint(vit, repository=tmp_path, **options) as service:
+        service.register_task("first", stripes(40), training=TrainingConfig(steps=1))
+        image, measure_latency = stripes(1).images[0], service.measure_latency
+        service.make_query(image, "first", latency=30.0).result(30)
+        refused = []
+
+        def meanwhile(**given):
+            with pytest.raises(ProfileError, match="task 'second' is being registered") as error:
+                service.make_query(image, "second", latency=30.0)
+            refused.append(error)
+            return measure_latency(**given)
+
+        monkeypatch.setattr(service, "measure_latency", meanwhile)
+        service.register_task("second", stripes(40, seed=1), training=TrainingConfig(steps=1))
+        assert len(refused) == 1
+        for task in ("first", "second"):
+            assert service.make_query(image, task, latency=30.0).result(30).label
 
 
 def test_bad_queries(serving):
