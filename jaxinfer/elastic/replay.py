@@ -4,7 +4,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 
 from jaxinfer.elastic.answers import Answer
 from jaxinfer.elastic.datasets import Dataset
@@ -45,9 +45,9 @@ def replay(
                 futures.append(_send(service, given[len(futures)], tests))
             watch(len(futures))
             time.sleep(TICK)
-        waiting = [future for future in futures if future is not None]
-        while wait(waiting, timeout=0.1).not_done:
+        while service.waiting:  # looking through all futures would hold up those that are still to come
             watch(len(futures))
+            time.sleep(TICK)
     return [_end_of(query, future, tests[query.task]) for query, future in zip(given, futures, strict=True)]
 
 
