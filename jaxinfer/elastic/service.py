@@ -446,10 +446,12 @@ class Service:
             raise ElasticError(f"repeats must be >= {REPEATS}, got {repeats}: fewer batches are no profile.")
         levels, sizes = self.levels if levels is None else levels, self.batch_sizes
         wanted = [(n, b) for n in levels for b in sizes] if anew else self.latency.missing(levels, sizes)
+        if not wanted:
+            return {}
         rng, size = np.random.default_rng(0), self.config.image_size
         images = rng.integers(0, 256, (sizes[-1], size, size, 3), np.uint8)
         found = {batch: list[float]() for batch in wanted}
-        for done in range(1 + repeats if wanted else 0):  # the first round links programs, and is not counted
+        for done in range(1 + repeats):  # the first round links programs, and is not counted
             for level, count in rng.permutation(wanted).tolist():
                 begun = time.perf_counter()
                 self._programs.run(level, [next(iter(self._tasks))] * count, images[:count])
