@@ -3,6 +3,9 @@
 import dataclasses
 import enum
 
+NO_TOKEN = -1
+"""What is chosen where no token can be: all scores are -inf, or one is not a number. It ends the completion."""
+
 
 class FinishReason(enum.StrEnum):
     """Why a completion ended."""

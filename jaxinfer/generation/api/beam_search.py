@@ -22,7 +22,7 @@ from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxinfer.generation.renamed import renamed
-from jaxinfer.generation.text import Prompt, Tokenizer
+from jaxinfer.generation.text import Prompt
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_LENGTH_PENALTY = 10.0
@@ -237,19 +237,18 @@ class _Task:
     def _beam(self, hypothesis: Hypothesis) -> Beam:
         stopped = self._search.stopped(hypothesis)
         return Beam(
-            text=_text(self._engine.inputs.tokenizer, hypothesis.ids[:-1] if stopped else hypothesis.ids),
+            text=self._text(hypothesis.ids[:-1] if stopped else hypothesis.ids),
             token_ids=list(hypothesis.ids),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             cumulative_logprob=hypothesis.logprob,
             score=self._search.score(hypothesis),
         )
 
-
-def _text(tokenizer: Tokenizer | None, ids: Iterable[int]) -> str:
-    if tokenizer is None:
-        return ""
-    stream = tokenizer.stream()
-    return "".join(stream.push(token) for token in ids)
+    def _text(self, ids: Iterable[int]) -> str:
+        if (tokenizer := self._engine.inputs.tokenizer) is None:
+            return ""
+        stream = tokenizer.stream(self._prompt_ids)
+        return "".join(stream.push(token) for token in ids) + stream.flush()
 
 
 def beam_search(engine: Engine, prompts: Iterable[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:

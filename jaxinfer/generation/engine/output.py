@@ -1,12 +1,21 @@
 """The one place where sequences change: a step's results become tokens, text and the reason to end."""
 
+import logging
+
 import numpy as np
 
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.protocols import Clock
 from jaxinfer.generation.engine.request import Sequence
-from jaxinfer.generation.outputs import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob
+from jaxinfer.generation.outputs import NO_TOKEN, CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob
 from jaxinfer.generation.text import held_back
+
+log = logging.getLogger(__name__)
+
+NO_TOKEN_MESSAGE = (
+    "No token can be chosen: every score is -inf, or one is not a number. Look at logit_bias, stop_token_ids with "
+    "min_tokens, structured_outputs and logits processors; or the model's own scores overflow."
+)
 
 
 class OutputProcessor:
@@ -14,23 +23,41 @@ class OutputProcessor:
 
     def __init__(self, clock: Clock):
         self._clock = clock
+        self._unfinished: Sequence | None = None  # whose results are being written, or were when it was interrupted
 
     def arrive(self, sequence: Sequence) -> None:
         """Start the clock of `Timings`."""
         sequence.arrival_time = sequence.last_token_time = self._clock()
 
     def process(self, batch: Batch, output: StepOutput) -> None:
-        """Give a step's results to its sequences; those that have ended meanwhile take nothing."""
+        """Give a step's results to its sequences; those that have ended meanwhile take nothing.
+
+        What goes wrong with the results of one ends that one alone.
+        """
         now = self._clock()
         for admission in batch.admissions:
             sequence = admission.sequence
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = min(admission.num_cached_tokens, sequence.num_prompt_tokens)
         for part, found in zip(batch.parts, output.outputs, strict=True):
-            if part.error is not None and not part.sequence.finished:
-                self.fail(part.sequence, part.error)
-            elif not part.sequence.finished:
+            if part.sequence.finished:
+                continue
+            self._unfinished = part.sequence
+            try:
+                if part.error is not None:
+                    raise ValueError(part.error)
                 _extend(part, found, now)
+            except ValueError as error:
+                self.fail(part.sequence, str(error))
+            except Exception as error:
+                log.error("The results of a sequence could not be applied; it ends with an error.", exc_info=error)
+                self.fail(part.sequence, f"{type(error).__name__}: {error}")
+            self._unfinished = None
+
+    def take_unfinished(self) -> Sequence | None:
+        """The sequence that an interrupt has left with a part of its results, once."""
+        sequence, self._unfinished = self._unfinished, None
+        return None if sequence is None or sequence.finished else sequence
 
     def fail(self, sequence: Sequence, message: str) -> None:
         """End with an error."""
@@ -54,6 +81,8 @@ def _extend(part: Chunk | DecodeRow, found: SequenceOutput, now: float) -> None:
     for index, token in enumerate(found.token_ids):
         if sequence.finished:  # a stop string may end it before the device knew
             break
+        if token == NO_TOKEN:
+            raise ValueError(NO_TOKEN_MESSAGE)
         _append(sequence, token, None if found.logprobs is None else found.logprobs[index], now)
 
 
@@ -65,38 +94,35 @@ def _append(sequence: Sequence, token: int, logprob: TokenLogprob | None, now: f
     sequence.token_ids.append(token)
     if logprob is not None:
         sequence.logprobs.append(logprob)
+    reason = _reason_to_end(sequence, token)
+    if sequence.detokenizer is not None:
+        text = "" if token in sequence.request.stop_token_ids else sequence.detokenizer.push(token)
+        if _add_text(sequence, text if reason is None else text + sequence.detokenizer.flush()):
+            reason = FinishReason.STOP
+    sequence.finish_reason = reason
+
+
+def _reason_to_end(sequence: Sequence, token: int) -> FinishReason | None:
+    """Why the sequence ends with this token, stop strings aside. Raises ValueError if the grammar forbids the token."""
     if token in sequence.request.stop_token_ids:
-        sequence.finish_reason = FinishReason.STOP
-        return
+        return FinishReason.STOP
     if sequence.matcher is not None:
-        _match(sequence, token)
-    _detokenize(sequence, token)
-    if sequence.finish_reason is None and len(sequence.token_ids) >= sequence.max_length:
-        sequence.finish_reason = FinishReason.LENGTH
-
-
-def _match(sequence: Sequence, token: int) -> None:
-    assert sequence.matcher is not None
-    try:
         sequence.matcher.accept_token(token)
-    except ValueError as error:
-        sequence.finish_reason, sequence.error = FinishReason.ERROR, str(error)
-    else:
         if sequence.matcher.finished:
-            sequence.finish_reason = FinishReason.STOP
+            return FinishReason.STOP
+    return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_length else None
 
 
-def _detokenize(sequence: Sequence, token: int) -> None:
-    if sequence.detokenizer is None:
-        return
+def _add_text(sequence: Sequence, text: str) -> bool:
+    """Let the text grow, up to a stop string; returns whether there is one."""
     stops, before = sequence.request.sampling.stop, len(sequence.text)
-    sequence.text += sequence.detokenizer.push(token)
-    # A stop string may have begun before this token.
+    sequence.text += text
+    # A stop string may have begun before.
     start = max(0, before - max(map(len, stops), default=0))
     found = [at for stop in stops if (at := sequence.text.find(stop, start)) >= 0]
     if found:
         sequence.text = sequence.text[: min(found)]
-        sequence.finish_reason = FinishReason.STOP
+    return bool(found)
 
 
 def _pool(sequence: Sequence, total: np.ndarray, chunk: Chunk, now: float) -> None:

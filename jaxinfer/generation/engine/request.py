@@ -17,6 +17,7 @@ class Request:
 
     Attributes:
       request_id: the engine's name for it.
+      prepared_by: the identity of that engine, which alone can run it.
       prompt: the prompt as text, if it was given so.
       prompt_token_ids: the prompt as tokens.
       params: how to continue it, or that its vector is wanted.
@@ -36,6 +37,7 @@ class Request:
     seed: int = 0
     matcher: GrammarMatcher | None = None
     tokenizer: Tokenizer | None = None
+    prepared_by: object = None
 
     @property
     def pooling(self) -> bool:
@@ -97,7 +99,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.matcher = request.matcher and request.matcher.copy()
-        self.detokenizer: TextStream | None = request.tokenizer and request.tokenizer.stream()
+        self.detokenizer: TextStream | None = request.tokenizer and request.tokenizer.stream(request.prompt_token_ids)
         self.arrival_time = 0.0
         self.first_token_time: float | None = None
         self.last_token_time = 0.0

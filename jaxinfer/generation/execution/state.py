@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.generation.outputs import NO_TOKEN
 from jaxinfer.generation.params import MAX_STOP_TOKEN_IDS
 from jaxinfer.generation.sampling.arrays import SamplingArrays
 from jaxinfer.models import KVPages, TokenRows
@@ -100,11 +101,13 @@ def append(
 ) -> tuple[jax.Array, Progress]:
     """Add the first `count` [B] of tokens [B, W], up to a stop token or the limit, either of which ends the request.
 
+    NO_TOKEN ends it like a stop token.
+
     Returns the history [S, C], and how far the requests are then.
     """
     # Comparisons one by one, unlike a reduction, belong to the kernel that uses them.
     ids = (options.stop_token_ids[:, i, None] for i in range(MAX_STOP_TOKEN_IDS))
-    stops = functools.reduce(jnp.logical_or, (tokens == id for id in ids))
+    stops = functools.reduce(jnp.logical_or, (tokens == id for id in ids), tokens == NO_TOKEN)
     width = tokens.shape[1]
     until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, width + 1)
     count = jnp.minimum(jnp.minimum(count, until_stop), options.limit - before.length)

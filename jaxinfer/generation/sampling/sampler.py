@@ -129,7 +129,8 @@ def _cut(
 def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
     """Ban all but the top-k, then the top-p, then the min-p tokens; ties at a cut-off stay in.
 
-    logits: float32 [B, V], already divided by the temperature. Banned tokens get -inf.
+    logits: float32 [B, V], already divided by the temperature. Banned tokens get -inf; what is not a number stays, for
+    `greedy` to find.
     """
     keys, vocab = _ordered_bits(logits), logits.shape[-1] * axis_size("vocab")
     candidates = _Candidates.of(keys) if axis_size("vocab") > 1 else None
@@ -159,7 +160,7 @@ def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
     cut = _cut("top_p", keys, candidates, probability, mass, draws & ~all_of_it)
     nucleus = (keys >= cut[:, None]) | all_of_it[:, None]
     likely = probability(keys) >= options.min_p[:, None] * (1.0 / total)
-    return jnp.where(in_top_k(keys) & nucleus & likely, logits, -jnp.inf)
+    return jnp.where((in_top_k(keys) & nucleus & likely) | jnp.isnan(logits), logits, -jnp.inf)
 
 
 def _perturb(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.loading import load_model
@@ -25,26 +26,27 @@ def model(model_dir):
     return dataclasses.replace(loaded, leaves=loaded.leaves | {"embed.table": table})
 
 
-def tokens_of(engine, prompts):
-    """The tokens of each prompt and of what follows it, when all run together."""
-    requests = [engine.prepare(prompt, PARAMS).sequences() for prompt in prompts]
-    for sequences in requests:
-        engine.add(sequences)
-    while not all(sequence.finished for sequences in requests for sequence in sequences):
+def run(engine, prompts):
+    """The sequences of all prompts, run together."""
+    sequences = [sequence for prompt in prompts for sequence in engine.prepare(prompt, PARAMS).sequences()]
+    engine.add(sequences)
+    while not all(sequence.finished for sequence in sequences):
         engine.step()
     engine.drain()
-    return [sequence.token_ids for sequences in requests for sequence in sequences]
+    return sequences
 
 
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype):
     config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype)
     engine = build_engine(model, Tokenizer.of(model_dir), config, num_pages=SMALL_PAGES)
-    expected = tokens_of(engine, PROMPTS)
+    expected = [sequence.token_ids for sequence in run(engine, PROMPTS)]
     overflowing = [OVERFLOWS] * 33
-    beside, _ = tokens_of(engine, [PROMPTS[0], overflowing])
-    assert beside == expected[0]
-    tokens_of(engine, [[*prompt[:4], *overflowing] for prompt in PROMPTS])  # begin like pages to be copied
+    beside, overflown = run(engine, [PROMPTS[0], overflowing])
+    assert beside.token_ids == expected[0]
+    assert (overflown.finish_reason, overflown.num_output_tokens) == (FinishReason.ERROR, 0)
+    assert "No token can be chosen" in overflown.error
+    run(engine, [[*prompt[:4], *overflowing] for prompt in PROMPTS])  # begin like pages to be copied
     left = [x for x in jax.tree.leaves(engine.executor._state.caches) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert all(np.isfinite(x).all() == (kv_dtype == "int8") for x in left)  # in int8 these are the scales
-    assert tokens_of(engine, PROMPTS) == expected
+    assert [sequence.token_ids for sequence in run(engine, PROMPTS)] == expected

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.generation.outputs import NO_TOKEN
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.sampling.arrays import RowOptions, SamplingArrays, sampling_arrays
 from jaxinfer.generation.sampling.logprobs import logprobs_of, no_logprobs, record_logprobs
@@ -209,3 +210,15 @@ def test_invalid_parameters_are_named(field, value):
 def test_min_tokens_beyond_max_tokens():
     with pytest.raises(ValueError, match="max_tokens=3"):
         SamplingParams(max_tokens=3, min_tokens=4)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}])
+@pytest.mark.parametrize("wrong", ["all -inf", "all NaN", "one NaN", "one negative NaN"])
+def test_a_row_that_leaves_nothing_has_no_token_and_its_neighbours_have_theirs(wrong, params):
+    logits = np.random.default_rng(0).normal(0, 3, (3, VOCAB)).astype(np.float32)
+    history, length = np.zeros((3, CONTEXT), np.int32), np.full(3, 4, np.int32)
+    expected, _ = _sample(logits, history, length, options(*[SamplingParams(**params)] * 3))
+    values = {"all -inf": -np.inf, "all NaN": np.nan, "one NaN": np.nan, "one negative NaN": -np.nan}
+    logits[1, :: VOCAB if wrong.startswith("one") else 1] = values[wrong]
+    tokens, _ = _sample(logits, history, length, options(*[SamplingParams(**params)] * 3))
+    assert tokens.tolist() == [expected[0], NO_TOKEN, expected[2]]

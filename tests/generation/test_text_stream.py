@@ -1,0 +1,115 @@
+"""Text that grows token by token: together it is the text of all tokens, whatever the tokenizer's decoder does."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import decoders, models
+
+from jaxinfer.generation.text import Tokenizer
+from tests.tiny import byte_tokenizer
+
+WORDS = ["▁", "▁hello", "▁world", "hello", "a", "'", "s", ".", "你", "日", "\N{REPLACEMENT CHARACTER}"]
+
+
+def byte_fallback() -> Tokenizers:
+    """As Llama 2 has it: words, and bytes for what is in none; a text's first space is left out."""
+    names = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    tokenizer = Tokenizers(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+BYTE, WORD, VOCAB = 2, 258, 258 + len(WORDS)  # where the bytes, and the words, begin
+
+
+@pytest.fixture(scope="module")
+def open_tokenizer(tmp_path_factory):
+    def opened(tokenizer):
+        folder = tmp_path_factory.mktemp("tokenizer")
+        tokenizer.save(str(folder / "tokenizer.json"))
+        return Tokenizer(folder)
+
+    return opened
+
+
+@pytest.fixture(scope="module")
+def words(open_tokenizer):
+    return open_tokenizer(byte_fallback())
+
+
+@pytest.fixture(scope="module")
+def bytes_only(open_tokenizer):
+    return open_tokenizer(byte_tokenizer())
+
+
+def pieces(tokenizer, prompt, ids):
+    stream = tokenizer.stream(prompt)
+    return [stream.push(i) for i in ids] + [stream.flush()]
+
+
+def word(text: str) -> int:
+    return WORD + WORDS.index(text)
+
+
+def in_bytes(text: str) -> list[int]:
+    return [BYTE + byte for byte in text.encode()]
+
+
+TOKENS = st.one_of(
+    st.integers(0, VOCAB - 1),
+    st.sampled_from([word(w) for w in WORDS]),
+    st.sampled_from(in_bytes("日é🎉")),
+)
+
+
+@given(st.lists(TOKENS, max_size=10), st.lists(TOKENS, max_size=12))
+@example([word("a")], [*in_bytes("你"), in_bytes("你")[0], word("a")])  # one wrong byte undoes the run before it
+@example([word("a")], [word("▁hello"), *in_bytes("日")[:2]])
+@example([word("a")], [1, 1, word("▁hello")])
+def test_prompt_and_text_are_the_text_of_all_tokens(words, prompt, ids):
+    prompt = [*prompt, word("a")]  # an end that nothing after it can change
+    assert words.decode(prompt) + "".join(pieces(words, prompt, ids)) == words.decode(prompt + ids)
+
+
+@given(st.lists(TOKENS, max_size=12))
+def test_without_a_prompt_it_is_the_text_of_the_tokens(words, ids):
+    assert "".join(pieces(words, [], ids)) == words.decode(ids)
+
+
+@given(st.binary(max_size=8), st.lists(st.one_of(st.binary(max_size=6), st.text(max_size=3).map(str.encode))))
+def test_bytes_of_any_kind(bytes_only, prompt, parts):
+    ids = [bytes_only.encode(chr(0))[0], *_byte_ids(bytes_only, b"".join(parts))]
+    assert "".join(pieces(bytes_only, _byte_ids(bytes_only, prompt), ids)) == bytes_only.decode(ids)
+
+
+def _byte_ids(tokenizer, data: bytes) -> list[int]:
+    """Each byte's token: bytes and characters of Latin 1 have the same order but for those that are not printable."""
+    names = {tokenizer.decode([i]): i for i in range(256)}
+    ascii_ids = {ord(text): i for text, i in names.items() if len(text) == 1 and ord(text) < 128}
+    others = sorted(set(range(256)) - set(ascii_ids.values()))
+    return [ascii_ids[byte] if byte in ascii_ids else others[byte - 128] for byte in data]
+
+
+def test_the_prompt_keeps_the_space_that_a_decoder_strips(words):
+    assert pieces(words, [0, word("▁hello")], [word("▁world"), word(".")]) == [" world", ".", ""]
+    assert pieces(words, [], [word("▁hello"), word("▁world")]) == ["hello", " world", ""]
+
+
+def test_a_prompt_may_end_inside_a_character(words, bytes_only):
+    first, second, third = in_bytes("日")
+    assert "".join(pieces(words, [word("a"), first], [second, third, word("a")])) == "日a"
+    first, second, third = bytes_only.encode("日")
+    assert "".join(pieces(bytes_only, [first], [second, third])) == "日"
+
+
+def test_what_is_unfinished_comes_at_the_end(bytes_only):
+    ids = bytes_only.encode("x日")
+    assert pieces(bytes_only, [], ids[:-1]) == ["x", "", "", "\N{REPLACEMENT CHARACTER}"]
+    assert pieces(bytes_only, [], ids) == ["x", "", "", "日", ""]
+
+
+def test_special_tokens_have_no_text(words):
+    assert pieces(words, [word("a")], [1, word("▁hello"), 1, word("▁world")]) == ["", " hello", "", " world", ""]
