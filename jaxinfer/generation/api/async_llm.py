@@ -62,11 +62,7 @@ class AsyncLLM:
 
         Raises the ValueError that they would raise for this prompt.
         """
-        if not isinstance(prompt, Request):
-            return self._engine.prepare(prompt, params or SamplingParams())
-        if params is not None:
-            raise ValueError("A prepared request has its params: give none beside it.")
-        return prompt
+        return self._engine.prepare(prompt, params)
 
     # Tasks
 

@@ -200,7 +200,7 @@ class LLM:
         requests = []
         for index, (prompt, options) in enumerate(zip(batch, given, strict=True)):
             try:
-                requests.append(prompt if isinstance(prompt, Request) else self.engine.prepare(prompt, options))
+                requests.append(self.engine.prepare(prompt, None if isinstance(prompt, Request) else options))
             except ValueError as error:
                 raise ValueError(f"Prompt {index}: {error}") from error
         if len({request.request_id for request in requests}) < len(requests):

@@ -44,6 +44,13 @@ class Allocation:
     min_in_flight: int = 0
     max_in_flight: int = 0
 
+    def reset(self) -> None:
+        """Forget what it has been given: it waits, and is computed from its first token."""
+        self.slot, self.adapter_index, self.pages = -1, 0, []
+        self.prefilling, self.num_prefilled_tokens = True, 0
+        self.num_inserted_pages, self.node = 0, None
+        self.min_in_flight = self.max_in_flight = 0
+
     @property
     def running(self) -> bool:
         return self.slot >= 0
@@ -82,8 +89,9 @@ class Allocator:
 
     def __init__(self, config: EngineConfig, pages: PagePool, adapters: AdapterCache | None):
         self.config, self.pages, self.adapters = config, pages, adapters
-        self._free_slots = list(reversed(range(config.max_batch)))
+        self._free_slots: list[int] = []
         self._written: set[int] = set()  # pages that the step being made writes
+        self.reset()
 
     @property
     def free_slots(self) -> int:
@@ -211,11 +219,13 @@ class Allocator:
         if sequence.params.adapter is not None and self.adapters is not None:
             self.adapters.release(sequence.params.adapter)
 
-    def clear(self) -> None:
-        """Forget what the device holds, after it has lost it; nothing is allocated any more."""
-        self.pages.clear()
+    def reset(self) -> None:
+        """Take everything back, in whatever state records are, and forget what the device holds."""
+        self._free_slots = list(reversed(range(self.config.max_batch)))
+        self._written.clear()
+        self.pages.reset()
         if self.adapters is not None:
-            self.adapters.clear()
+            self.adapters.reset()
 
     def check_integrity(self, running: list[Allocation]) -> None:
         """Raise AssertionError unless slots, pages and adapters fit together."""

@@ -61,6 +61,11 @@ class EncoderScheduler:
             del self._orders[sequence]
         return leaving
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that have not left."""
+        return list(self._orders)
+
     def restart(self) -> None:
         """After a step that failed: what runs and has not ended waits again."""
         self._orders = {s: order for s, order in self._orders.items() if not s.finished}

@@ -1,10 +1,12 @@
 """The engine: requests in, tokens out, one step at a time."""
 
+import inspect
 import logging
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
@@ -24,6 +26,10 @@ class Engine:
     """Runs requests together on one model; a request may come or go between any two steps.
 
     `build_engine` (api/build.py) makes one from a loaded model.
+
+    Whatever ends a call before its time (Ctrl-C, a mistake of ours) leaves records or device state half-changed. The
+    next call notices (`_Change`) and begins anew: nothing is cached or in flight, and requests that have not ended are
+    computed again from the tokens that the host has.
 
     Args:
       config: the engine's sizes.
@@ -46,7 +52,12 @@ class Engine:
         self.inputs, self.scheduler, self.executor = inputs, scheduler, executor
         self._outputs = OutputProcessor(clock)
         self._in_flight: deque[InFlightStep] = deque()
-        self._running = threading.Lock()  # held by `run`
+        self._advanced: list[Sequence] = []  # by this step, or by one that was interrupted
+        self._interrupted = False  # a call has not come to its end, or is running now
+        self._failed_steps = 0  # since the last one that was committed
+        self._run_lock = threading.Lock()
+        self._current_run: Callable[[], Generator | None] = lambda: None
+        self._run_ids: list[str] = []  # the requests of the current run
 
     @property
     def config(self) -> EngineConfig:
@@ -60,26 +71,36 @@ class Engine:
 
     # Requests
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
-        """A checked request, not yet queued; in any thread.
+    def prepare(self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None) -> Request:
+        """A checked request, not yet queued; in any thread. One that this engine has prepared already stays as it is.
 
-        Raises ValueError for one that this engine could never run.
+        Args:
+          params: of a prompt; a prepared request has its own.
+        Raises ValueError for one that this engine could never run, or that another engine has prepared.
         """
-        request = self.inputs.process(prompt, params)
+        if isinstance(prompt, Request):
+            if params is not None:
+                raise ValueError("A prepared request has its params: give none beside it.")
+            self.inputs.check_own(prompt)
+            return prompt
+        request = self.inputs.process(prompt, SamplingParams() if params is None else params)
         self.scheduler.check(request)
         return self.inputs.with_grammar(request)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue the sequences of a request (`Request.sequences`)."""
-        for sequence in sequences:
-            self._outputs.arrive(sequence)
-            self.scheduler.add(sequence)
+        with _Change(self):
+            for sequence in sequences:
+                self._outputs.arrive(sequence)
+                self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Give up a request; its pages are free at once."""
-        for sequence in self.scheduler.remove(request_id):
-            if not sequence.finished:
-                self._outputs.abort(sequence)
+        with _Change(self):
+            for sequence in self.scheduler.remove(request_id):
+                if not sequence.finished:
+                    self._outputs.abort(sequence)
+                    self._advanced.append(sequence)
 
     # Steps
 
@@ -89,60 +110,84 @@ class Engine:
         `max_passes` bounds the passes through the model in the step, and so the tokens of each sequence, speculative
         ones aside.
         """
-        depth = 0 if self.scheduler.needs_host_sync else self.executor.depth
-        advanced = self._collect(depth)
-        batch = self.scheduler.schedule(max_passes)
-        advanced += self._fail(batch.failures)
-        if batch:
-            advanced += self._launch(batch)
-        return advanced + self._collect(depth if batch else 0)
+        with _Change(self):
+            try:
+                self._step(max_passes)
+            except Exception as error:  # in the scheduler: about no sequence in particular
+                self._survive(error)
+        return self._take_advanced()
 
-    def _fail(self, failures: tuple[Failure, ...]) -> list[Sequence]:
+    def _step(self, max_passes: int | None) -> None:
+        depth = 0 if self.scheduler.needs_host_sync else self.executor.depth
+        self._collect(depth)
+        batch = self.scheduler.schedule(max_passes)
+        self._fail(batch.failures)
+        if batch:
+            self._launch(batch)
+        self._collect(depth if batch else 0)
+
+    def _fail(self, failures: Iterable[Failure]) -> None:
         for failure in failures:
             self._outputs.fail(failure.sequence, failure.message)
-        return [failure.sequence for failure in failures]
+            self._advanced.append(failure.sequence)
 
-    def _launch(self, batch: Batch) -> list[Sequence]:
+    def _launch(self, batch: Batch) -> None:
         try:
             self._in_flight.append(self.executor.launch(batch))
         except Exception as error:
-            return self._recover(batch, error)
-        return []
+            self._recover(batch.sequences, error)
 
-    def _collect(self, depth: int) -> list[Sequence]:
+    def _collect(self, depth: int) -> None:
         """Collect steps and commit what they found, until at most `depth` are in flight."""
-        advanced = []
         while len(self._in_flight) > depth:
             step = self._in_flight.popleft()
             try:
                 output = self.executor.collect(step)
             except Exception as error:
-                return advanced + self._recover(step.batch, error)
-            advanced += self._commit(step.batch, output)
-        return advanced
+                self._recover(step.batch.sequences, error)
+            else:
+                self._commit(step.batch, output)
 
-    def _commit(self, batch: Batch, output: StepOutput) -> list[Sequence]:
+    def _commit(self, batch: Batch, output: StepOutput) -> None:
         """Give a step's results to its sequences, and release those that have finished."""
+        self._advanced += batch.sequences
         self._outputs.process(batch, output)
         self.scheduler.commit(batch, output)
-        return batch.sequences
+        self._failed_steps = 0
 
-    def _recover(self, batch: Batch, error: Exception) -> list[Sequence]:
-        """End the requests of a step that failed; all others begin again from the tokens that the host has."""
-        log.error("A step failed; its %d sequences end with an error.", len(batch.sequences), exc_info=error)
-        for sequence in batch.sequences:
-            if not sequence.finished:
-                self._outputs.fail(sequence, f"{type(error).__name__}: {error}")
+    def _recover(self, sequences: list[Sequence], error: Exception) -> None:
+        """End the sequences of a step that failed; all others begin again from the tokens that the host has."""
+        log.error("A step failed; its %d sequences end with an error.", len(sequences), exc_info=error)
+        self._fail(Failure(s, f"{type(error).__name__}: {error}") for s in sequences if not s.finished)
+        self._begin_anew()
+
+    def _survive(self, error: Exception) -> None:
+        """After a failure of the scheduler: all begin again; if that fails too, all end with the error."""
+        self._failed_steps += 1
+        if self._failed_steps > 1:
+            self._recover(self.scheduler.sequences, error)
+            return
+        log.error("Scheduling failed; all requests begin again.", exc_info=error)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Make records and device state as new, in whatever state they are; sequences keep what they have."""
+        if (sequence := self._outputs.take_unfinished()) is not None:
+            self._fail([Failure(sequence, "It was interrupted while results were given to it.")])
         self._in_flight.clear()
         self.scheduler.restart()
         self.executor.restart()
-        return batch.sequences
+
+    def _take_advanced(self) -> list[Sequence]:
+        advanced, self._advanced = self._advanced, []
+        return advanced
 
     def drain(self) -> list[Sequence]:
         """Wait for the steps in flight, and keep what they cost; returns sequences that have advanced."""
-        advanced = self._collect(0)
+        with _Change(self):
+            self._collect(0)
         self.executor.costs.save(every=SAVE_SECONDS)
-        return advanced
+        return self._take_advanced()
 
     def compile_ahead(self) -> int:
         """Compile every program that any request can need; returns how many were missing."""
@@ -163,24 +208,53 @@ class Engine:
 
         Raises RuntimeError while another run has not ended: each would take the other's sequences for its own.
         """
-        if not self._running.acquire(blocking=False):
-            raise RuntimeError(
-                "This model runs other requests, in another thread or for a stream that was not read to its end: close "
-                "that stream, or use AsyncLLM, which runs the requests of many threads together."
-            )
-        try:
-            yield from self._run([s for group in groups for s in group], max_passes, compiled)
-        finally:
-            self._running.release()
+        run = self._run([s for group in groups for s in group], max_passes, compiled)
+        with self._run_lock:
+            # What a run holds ends with its generator: an interrupt cannot prevent that, as it could a release.
+            if (current := self._current_run()) is not None and inspect.getgeneratorstate(
+                current
+            ) != inspect.GEN_CLOSED:
+                raise RuntimeError(
+                    "This model runs other requests, in another thread or for a stream that was not read to its end: "
+                    "close that stream, or use AsyncLLM, which runs the requests of many threads together."
+                )
+            self._current_run = weakref.ref(run)
+        return run
 
-    def _run(self, sequences: list[Sequence], max_passes: int | None, compiled: bool) -> Iterator[list[Sequence]]:
+    def _run(
+        self, sequences: list[Sequence], max_passes: int | None, compiled: bool
+    ) -> Generator[list[Sequence], None, None]:
         if sequences and not compiled:
             self.executor.compile_ahead(sequences)
         try:
+            self._abort_run()  # the one before, if its end was interrupted
+            self._run_ids = list(dict.fromkeys(s.request_id for s in sequences))
             self.add(sequences)
-            while not all(s.finished for s in sequences):
-                yield self.step(max_passes)
+            unfinished = set(sequences)
+            while unfinished:
+                advanced = [s for s in self.step(max_passes) if s in unfinished]
+                unfinished.difference_update(s for s in advanced if s.finished)
+                yield advanced
         finally:
-            for request_id in dict.fromkeys(s.request_id for s in sequences):
-                self.abort(request_id)
+            self._abort_run()
             self.drain()
+
+    def _abort_run(self) -> None:
+        for request_id in self._run_ids:
+            self.abort(request_id)
+        self._run_ids = []
+
+
+class _Change:
+    """Marks an engine as changing, which it stays if the change does not come to its end; then the next begins anew."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        if self._engine._interrupted:
+            self._engine._begin_anew()
+        self._engine._interrupted = True
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._engine._interrupted = error is not None

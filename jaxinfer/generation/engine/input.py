@@ -43,6 +43,7 @@ class InputProcessor:
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
         self._ids = itertools.count()
+        self._identity = object()
 
     def process(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
         """A request for one prompt, still without its grammar.
@@ -56,6 +57,7 @@ class InputProcessor:
         self._check_adapter(params)
         common = {
             "request_id": str(next(self._ids)),
+            "prepared_by": self._identity,
             "prompt": prompt if isinstance(prompt, str) else None,
             "prompt_token_ids": token_ids,
         }
@@ -73,6 +75,13 @@ class InputProcessor:
             seed=secrets.randbits(32) if params.seed is None else params.seed,
             tokenizer=self.tokenizer,
         )
+
+    def check_own(self, request: Request) -> None:
+        """Raise ValueError for a request that another engine has prepared."""
+        if request.prepared_by is not self._identity:
+            raise ValueError(
+                "Another model has prepared this request: prepare the prompt with the one that is to run it."
+            )
 
     def with_grammar(self, request: Request) -> Request:
         """The request with the grammar it asks for, compiled: that may take seconds, so check all else before.

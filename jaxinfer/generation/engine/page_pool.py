@@ -49,7 +49,11 @@ class PagePool:
 
     def __init__(self, count: int, page_size: int):
         self.count, self.page_size = count, page_size
-        self._empty = list(reversed(range(count)))
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: every page is empty, whoever had it."""
+        self._empty = list(reversed(range(self.count)))
         self._ref_counts: dict[int, int] = {}
         self._unreferenced: OrderedDict[int, None] = OrderedDict()  # in the tree; the oldest first
         self._node_of: dict[int, Node] = {}

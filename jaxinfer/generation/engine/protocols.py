@@ -37,6 +37,11 @@ class Scheduler(Protocol):
         """Whether a sequence's tokens must be on the host before its next step can be scheduled."""
         ...
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that have not left."""
+        ...
+
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never run."""
         ...
@@ -58,7 +63,7 @@ class Scheduler(Protocol):
         ...
 
     def restart(self) -> None:
-        """After the device has lost its state: all that has not finished waits again."""
+        """Begin anew, in whatever state records are: all that has not finished waits again, and nothing is cached."""
         ...
 
     def check_integrity(self) -> None:
@@ -105,5 +110,5 @@ class Executor(Protocol):
         ...
 
     def restart(self) -> None:
-        """Begin anew, after a step that failed may have destroyed what is on the device."""
+        """Begin anew, after a step that failed or was interrupted anywhere may have destroyed what is on the device."""
         ...

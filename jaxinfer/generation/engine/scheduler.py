@@ -204,7 +204,7 @@ class DecoderScheduler:
             # A page for each that runs, so that none is preempted at once.
             running = len(self.running)
             admission = self._allocator.admit(allocation, spare=running, wait=not running)
-        except (ValueError, OSError) as error:  # its adapter cannot be read: only this request fails
+        except Exception as error:  # its adapter cannot be read: only this request fails
             del self.waiting[0], self._allocations[allocation.sequence]
             return Failure(allocation.sequence, str(error))
         if admission is not None:
@@ -294,16 +294,22 @@ class DecoderScheduler:
             self._remove(allocation)
         return [allocation.sequence for allocation in leaving]
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that have not left, in no particular order."""
+        return list(self._allocations)
+
     def restart(self) -> None:
-        """After the device has lost its state: all that has not finished waits again, and no page is cached."""
-        for allocation in list(self._allocations.values()):
-            if allocation.sequence.finished:
-                self._remove(allocation)
-            elif allocation.running:
-                self._stop(allocation)
-                self._wait(allocation)
-            allocation.min_in_flight = allocation.max_in_flight = 0
-        self._allocator.clear()
+        """Begin anew with all that has not finished, in whatever state records are: it waits, and no page is cached.
+
+        Nothing is read but who is there and in which order: an interrupt may have come anywhere.
+        """
+        allocations = sorted((a for a in self._allocations.values() if not a.sequence.finished), key=_order)
+        for allocation in allocations:
+            allocation.reset()
+        self._allocations = {allocation.sequence: allocation for allocation in allocations}
+        self.waiting, self.running = allocations, []
+        self._allocator.reset()
 
     def _preempt(self, allocation: Allocation) -> None:
         self.preemptions += 1
@@ -358,5 +364,5 @@ def _token_bitmask(sequence: Sequence) -> tuple[np.ndarray | None, str | None]:
         return None, None
     try:
         return sequence.matcher.token_bitmask(), None
-    except ValueError as error:  # no token of this model can go on: only this request fails
+    except Exception as error:  # no token of this model can go on: only this request fails
         return None, str(error)

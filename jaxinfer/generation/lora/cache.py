@@ -102,9 +102,11 @@ class AdapterCache:
         uploads, self._uploads = tuple(self._uploads), []
         return uploads
 
-    def clear(self) -> None:
-        """Forget what is on the device, where no request uses it: it is placed anew when it is needed."""
+    def reset(self) -> None:
+        """Begin anew, in whatever state records are: nobody uses an adapter, each is read and placed when needed."""
         self._device.clear()
+        self._host.clear()
+        self._reading.clear()
         self._empty = list(range(self.size, 0, -1))
         self._uploads.clear()
 

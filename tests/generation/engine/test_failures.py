@@ -1,6 +1,7 @@
 """What goes wrong ends the requests it is about, and no others."""
 
 import dataclasses
+import itertools
 import shutil
 
 import jax
@@ -162,6 +163,30 @@ def test_a_failure_while_others_wait_after_a_preemption(engine, alone, monkeypat
         assert sequence.token_ids == alone[requests.index([sequence])]
 
 
+def wrong_results(sequence, monkeypatch):
+    """Make the third token of a sequence one that its text cannot take."""
+    push, count = sequence.detokenizer.push, itertools.count(1)
+
+    def failing(token):
+        if next(count) == 3:
+            raise LookupError("injected")
+        return push(token)
+
+    monkeypatch.setattr(sequence.detokenizer, "push", failing)
+
+
+def test_results_that_cannot_be_applied_end_their_own_sequence(engine, alone, monkeypatch, caplog):
+    engine.scheduler.pages.clear()
+    requests = [add(engine, prompt) for prompt in PROMPTS]
+    victim = requests[2][0]
+    wrong_results(victim, monkeypatch)
+    run(engine, requests)
+    assert (victim.finish_reason, victim.error) == (FinishReason.ERROR, "LookupError: injected")
+    assert victim.num_output_tokens == 3
+    assert [s.token_ids for (s,) in requests if s is not victim] == [ids for ids in alone if ids is not alone[2]]
+    assert "could not be applied" in caplog.text
+
+
 def test_a_grammar_that_cannot_go_on_ends_its_own_request(engine, alone):
     engine.scheduler.pages.clear()
     params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="a{20}"), max_tokens=25)
@@ -175,6 +200,31 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request(engine, alone):
     assert structured[0].finish_reason is FinishReason.ERROR
     assert "No token of the model may follow" in structured[0].error
     assert other[0].token_ids == alone[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_scores_that_leave_nothing_are_an_error(engine, tokenizer, alone, temperature):
+    engine.scheduler.pages.clear()
+    banned = {tokenizer.encode("x")[0]: -np.inf}
+    choice = StructuredOutputsParams(choice=("yx",))
+    nothing = add(
+        engine, PROMPTS[0], SamplingParams(temperature=temperature, structured_outputs=choice, logit_bias=banned)
+    )
+    other = add(engine, PROMPTS[1])
+    run(engine, [nothing, other])
+    assert (nothing[0].text, nothing[0].finish_reason) == ("y", FinishReason.ERROR)
+    assert "No token can be chosen" in nothing[0].error
+    assert other[0].token_ids == alone[1]
+
+
+def test_a_request_belongs_to_the_engine_that_has_prepared_it(engine, model, tokenizer):
+    other = build_engine(model, tokenizer, SMALL_CONFIG, num_pages=2)
+    request = other.prepare([1, 2], SamplingParams(max_tokens=2))
+    assert other.prepare(request) is request
+    with pytest.raises(ValueError, match="Another model has prepared this request"):
+        engine.prepare(request)
+    with pytest.raises(ValueError, match="A prepared request has its params"):
+        other.prepare(request, SamplingParams())
 
 
 @pytest.mark.parametrize("damage", ["corrupt", "gone"])

@@ -1,0 +1,215 @@
+"""Whatever ends a call before its time, wherever, the next call finds the engine as if it had never been."""
+
+import contextlib
+import itertools
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import jaxinfer.generation.engine as engine_room
+from jaxinfer.generation import LLM
+from jaxinfer.generation.outputs import FinishReason
+from jaxinfer.generation.params import SamplingParams
+
+PROMPTS = ["a cab had a bad cafe bead", "a cab had a bad cafe face", "deaf", [97, 98, 99] * 9]
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True, n=2)
+SIZES = {"max_batch": 3, "page_size": 4, "chunk_size": 8, "token_budget": 16, "num_speculative_tokens": 2}
+ROOM = str(Path(engine_room.__file__).parent)
+
+
+class Interrupt(BaseException):
+    """Ctrl-C, or whatever else is no `Exception`."""
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir):
+    return LLM(model_dir, **SIZES)
+
+
+def texts(llm):
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert not [c.error for output in outputs for c in output.outputs if c.finish_reason is FinishReason.ERROR]
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """What a fresh engine says: nothing of it has been interrupted yet."""
+    return texts(llm)
+
+
+def assert_as_new(llm, expected):
+    assert texts(llm) == expected
+    llm.engine.scheduler.check_integrity()
+    assert not llm.engine.scheduler.sequences
+    assert texts(llm) == expected  # from the cache of prefixes
+
+
+PHASES = {
+    "schedule": lambda engine: (engine.scheduler, "schedule"),
+    "launch": lambda engine: (engine.executor, "launch"),
+    "run": lambda engine: (engine.executor, "_run"),
+    "collect": lambda engine: (engine.executor, "collect"),
+    "process": lambda engine: (engine._outputs, "process"),
+    "commit": lambda engine: (engine.scheduler, "commit"),
+    "add": lambda engine: (engine.scheduler, "add"),
+    "abort": lambda engine: (engine.scheduler, "remove"),
+    "insert": lambda engine: (engine.scheduler.pages, "insert"),
+    "allocate": lambda engine: (engine.scheduler.pages, "allocate"),
+    "restart": lambda engine: (engine.executor, "restart"),
+}
+
+
+def interrupting(function, error, *, call, before):
+    """The function, of which one call raises, before or after it has done its work."""
+    calls = itertools.count(1)
+
+    def interrupted(*args, **kwargs):
+        now = next(calls) == call
+        if now and before:
+            raise error
+        result = function(*args, **kwargs)
+        if now:
+            raise error
+        return result
+
+    return interrupted
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_interrupt_in_any_phase(llm, expected, monkeypatch, phase, before):
+    for call in (1, 4):
+        with monkeypatch.context() as patch:
+            if phase == "restart":  # a second Ctrl-C, while the first one is cleaned up after
+                patch.setattr(
+                    llm.engine.scheduler, "commit", interrupting(lambda *_: None, Interrupt, call=2, before=True)
+                )
+                call = 1
+            owner, name = PHASES[phase](llm.engine)
+            patch.setattr(owner, name, interrupting(getattr(owner, name), Interrupt, call=call, before=before))
+            with pytest.raises(Interrupt):
+                llm.generate(PROMPTS, PARAMS)
+        assert_as_new(llm, expected)
+
+
+@pytest.mark.parametrize("phase", ["schedule", "commit"])
+def test_an_exception_of_the_scheduler_harms_nobody(llm, expected, monkeypatch, caplog, phase):
+    with monkeypatch.context() as patch:
+        owner, name = PHASES[phase](llm.engine)
+        patch.setattr(owner, name, interrupting(getattr(owner, name), RuntimeError("injected"), call=3, before=False))
+        assert texts(llm) == expected
+    assert "Scheduling failed" in caplog.text
+    assert_as_new(llm, expected)
+
+
+def test_a_scheduler_that_always_fails_ends_requests_with_its_error(llm, expected, monkeypatch):
+    def fail(max_passes=None):
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "schedule", fail)
+        outputs = llm.generate(PROMPTS, PARAMS)
+    assert {c.error for output in outputs for c in output.outputs} == {"RuntimeError: injected"}
+    assert_as_new(llm, expected)
+
+
+def interrupt_at(line, function):
+    """Call the function and interrupt it before the n-th line that it runs in the engine's room; how many it ran."""
+    count = 0
+
+    def trace_line(frame, event, arg):
+        nonlocal count
+        if event == "line":
+            count += 1
+            if count == line:
+                sys.settrace(None)
+                raise Interrupt
+        return trace_line
+
+    def trace(frame, event, arg):
+        return trace_line if frame.f_code.co_filename.startswith(ROOM) else None
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_an_interrupt_before_any_line(llm, expected):
+    count = interrupt_at(0, lambda: texts(llm))
+    assert count > 5000
+    for line in random.Random(0).sample(range(1, count), 25):
+        with contextlib.suppress(Interrupt):  # measured times decide how many lines there are
+            interrupt_at(line, lambda: texts(llm))
+        assert texts(llm) == expected
+        llm.engine.scheduler.check_integrity()
+        assert not llm.engine.scheduler.sequences
+
+
+def step_until(llm, done):
+    while not done():
+        llm.engine.step(1)
+
+
+def test_an_interrupted_step_fails_only_the_sequence_whose_results_were_being_written(llm, expected, monkeypatch):
+    requests = [llm.prepare(prompt, PARAMS).sequences() for prompt in PROMPTS]
+    sequences = [sequence for group in requests for sequence in group]
+    llm.engine.add(sequences)
+    step_until(llm, lambda: any(s.num_output_tokens and not s.finished for s in sequences))
+    victim = next(s for s in sequences if s.num_output_tokens and not s.finished)
+
+    def interrupt(token):
+        raise Interrupt
+
+    monkeypatch.setattr(victim.detokenizer, "push", interrupt)
+    with pytest.raises(Interrupt):
+        step_until(llm, lambda: False)
+    step_until(llm, lambda: all(s.finished for s in sequences))
+    llm.engine.drain()
+    assert victim.finish_reason is FinishReason.ERROR
+    for sequence, tokens in zip(sequences, expected, strict=True):
+        if sequence is not victim:
+            assert sequence.token_ids[sequence.num_prompt_tokens :] == tokens
+    assert_as_new(llm, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["device", "disk"])
+def test_signals_at_random_times(model_dir, weights):
+    options = {**SIZES, "num_speculative_tokens": 0} if weights == "disk" else SIZES
+    llm, rng = LLM(model_dir, weights=weights, **options), random.Random(1)
+    expected = texts(llm)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before, interrupted = signal.signal(signal.SIGALRM, interrupt), 0
+    try:
+        seconds = min(_seconds(lambda: texts(llm)) for _ in range(3))
+        while interrupted < 200:
+            llm.engine.scheduler.pages.clear()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, seconds))
+                texts(llm)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+                assert texts(llm) == expected
+                llm.engine.scheduler.check_integrity()
+                assert not llm.engine.scheduler.sequences
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _seconds(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
