@@ -178,8 +178,12 @@ class Engine:
             self.executor.compile_ahead(sequences)
         try:
             self.add(sequences)
-            while not all(s.finished for s in sequences):
-                yield self.step(max_passes)
+            left = sequences[::-1]
+            while left:
+                if left[-1].finished:
+                    left.pop()
+                else:
+                    yield self.step(max_passes)
         finally:
             for request_id in dict.fromkeys(s.request_id for s in sequences):
                 self.abort(request_id)

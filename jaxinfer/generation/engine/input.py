@@ -57,7 +57,7 @@ class InputProcessor:
         common = {
             "request_id": str(next(self._ids)),
             "prompt": prompt if isinstance(prompt, str) else None,
-            "prompt_token_ids": token_ids,
+            "prompt_token_ids": tuple(token_ids),
         }
         if isinstance(params, PoolingParams):
             return Request(**common, params=params, max_length=len(token_ids))

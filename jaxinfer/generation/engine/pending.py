@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -9,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.generation.engine.output import request_output
 from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.engine.view import RequestSnapshot, RequestView
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
 
 
@@ -29,19 +30,19 @@ class EngineGenerateError(RuntimeError):
 class OutputReader:
     """Where one task reads what becomes of its request; the engine's thread writes.
 
-    It holds the newest output alone. Each says all that came before it, so that a task slower than the engine skips
-    some and loses nothing, holds nobody up, and lets nothing grow.
+    It holds the newest snapshot alone, and the task makes an output of it. Each says all that came before it, so that a
+    task slower than the engine skips some and loses nothing, holds nobody up, and lets nothing grow.
 
     Attributes:
       loop: the task's event loop, which is told of changes; known from `attach` on.
-      newest: the newest output; None before the first.
+      newest: how far the request has come; None before the first token.
       final_only: whether the task wants none but the last output.
     """
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
-        self.newest: RequestOutput | None = None
+        self.newest: RequestSnapshot | None = None
         self.final_only = False
         self._changed = asyncio.Event()
         self._told = False  # the loop knows of a change that the task has not looked at yet
@@ -76,11 +77,14 @@ class PendingRequest:
       reader: for the task that waits for it; None for callers that wait in threads.
       future: ends once: with a RequestOutput or a vector, with an error, or cancelled by its caller.
       owner: what must live until the request has ended.
+      left_line: set as soon as it is accepted, or never will be, for the thread that is held up until then.
     """
 
     def __init__(self, sequences: list[Sequence], *, owner: object, reader: OutputReader | None = None):
         self.sequences, self.owner, self.reader = sequences, owner, reader
         self.future: Future[Any] = Future()
+        self.left_line = threading.Event()
+        self._view = RequestView(sequences)
         self._num_output_tokens = 0
 
     @property
@@ -93,20 +97,20 @@ class PendingRequest:
         return all(sequence.finished for sequence in self.sequences)
 
     def advance(self) -> bool:
-        """Give the reader an output, if it wants one and there are new tokens; returns whether it got one."""
+        """Give the reader a snapshot, if it wants one and there are new tokens; returns whether it got one."""
         if self.reader is None or self.reader.final_only:
             return False
         count = sum(sequence.num_output_tokens for sequence in self.sequences)
         if count == self._num_output_tokens:  # a part of the prompt was computed
             return False
         self._num_output_tokens = count
-        self.reader.newest = request_output(self.sequences)
+        self.reader.newest = self._view.snapshot()
         return True
 
     def result(self) -> RequestOutput | np.ndarray | EngineGenerateError:
         """What has come of a request whose completions have ended."""
         pooling = self.sequences[0].request.pooling
-        output = None if pooling else request_output(self.sequences)
+        output = None if pooling else self._view.output()
         for sequence in self.sequences:
             if sequence.finish_reason is FinishReason.ERROR:
                 return EngineGenerateError(str(sequence.error), output)

@@ -1,6 +1,5 @@
 """What runs next: admits waiting sequences, gives them pages, and chooses each step's batch."""
 
-import bisect
 import itertools
 from collections.abc import Iterator, Sized
 
@@ -14,6 +13,7 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.speculation import PassCosts, SpeculationControl
+from jaxinfer.generation.engine.waiting import WaitingQueue
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.lora.peft import Adapter
 
@@ -23,9 +23,10 @@ STEP_SECONDS = 0.01
 """How long a decode step of several passes may take, so that a new request need not wait long."""
 
 
-def queue_order(arrivals: Iterator[int], sequence: Sequence) -> int:
-    """The place in the queue of a sequence that has just arrived."""
-    return next(arrivals) + PRIORITY_WEIGHT * sequence.params.priority
+def queue_order(arrivals: Iterator[int], sequence: Sequence) -> tuple[int, int]:
+    """The place in the queue of a sequence that has just arrived; of two in one place the earlier comes first."""
+    arrival = next(arrivals)
+    return arrival + PRIORITY_WEIGHT * sequence.params.priority, arrival
 
 
 def check_context(request: Request, context: int) -> None:
@@ -60,12 +61,12 @@ class DecoderScheduler:
         costs: Costs,
     ):
         self.config, self.pages = config, pages
-        self.waiting: list[Allocation] = []
+        self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
         self.running: list[Allocation] = []
         self.preemptions = 0
         self._buckets, self._adapters = buckets, adapters
         self._allocator = Allocator(config, pages, adapters)
-        self._allocations: dict[Sequence, Allocation] = {}  # of all that have not finished
+        self._allocations: dict[str, dict[Sequence, Allocation]] = {}  # of all that have not finished, by request
         self._arrivals = itertools.count()
         self._costs = PassCosts(costs, config.num_speculative_tokens)
 
@@ -87,13 +88,13 @@ class DecoderScheduler:
             order=queue_order(self._arrivals, sequence),
             speculation=SpeculationControl(speculative) if speculative else None,
         )
-        self._allocations[sequence] = allocation
+        self._allocations.setdefault(sequence.request_id, {})[sequence] = allocation
         self._allocator.prefetch(sequence)
-        self._wait(allocation)
+        self.waiting.add(allocation)
 
     def allocation(self, sequence: Sequence) -> Allocation | None:
         """What a sequence has; None once it has left."""
-        return self._allocations.get(sequence)
+        return self._allocations.get(sequence.request_id, {}).get(sequence)
 
     @property
     def needs_host_sync(self) -> bool:
@@ -128,7 +129,7 @@ class DecoderScheduler:
                     failures.append(failure)
                 case Admission() as admission:
                     admissions.append(admission)
-                    allocation = self._allocations[admission.sequence]
+                    allocation = self._allocations[admission.sequence.request_id][admission.sequence]
                     if admission.decodes:
                         decoding.append(allocation)
                     chunks += self._chunks(allocation, room - len(chunks))
@@ -155,7 +156,7 @@ class DecoderScheduler:
             if not allocation.running or allocation.prefilling or allocation.max_remaining <= 0:
                 continue  # preempted for another's sake; not there yet; or ended by the steps in flight
             while not self._allocator.extend(allocation, _length(allocation)):
-                victim = max(reversed(self.running), key=_order)  # of equals the later one, as in the order above
+                victim = max(self.running, key=_order)
                 self._preempt(victim)
                 if victim is allocation:
                     break
@@ -168,9 +169,11 @@ class DecoderScheduler:
 
     def _chunk_room(self) -> int:
         """How many chunks the step takes, so that the program for them is well filled."""
-        rests = [len(a.sequence.token_ids) - a.num_prefilled_tokens for a in self._prefilling()]
-        rests += [len(a.sequence.token_ids) for a in self.waiting[: self._allocator.free_slots]]
-        return self._buckets.full_chunks(sum(-(-rest // self.config.chunk_size) for rest in rests))
+        count = 0
+        for allocation in (*self._prefilling(), *itertools.islice(self.waiting, self._allocator.free_slots)):
+            rest = len(allocation.sequence.token_ids) - allocation.num_prefilled_tokens
+            count += -(-rest // self.config.chunk_size)
+        return self._buckets.full_chunks(count)
 
     def _chunks(self, allocation: Allocation, room: int) -> list[Chunk]:
         """The next chunks of a prompt, at most `room`."""
@@ -188,7 +191,7 @@ class DecoderScheduler:
                     start=start,
                     count=count,
                     last=last,
-                    pages=tuple(allocation.pages),
+                    pages=allocation.pages,
                     bitmask=bitmask,
                     error=error,
                 )
@@ -197,18 +200,18 @@ class DecoderScheduler:
 
     def _admit_next(self) -> Admission | Failure | None:
         """Let the first waiting sequence run; None if it has to wait, or none waits."""
-        if not self.waiting or not self._allocator.free_slots or self.waiting[0].max_in_flight:
+        allocation = self.waiting.first
+        if allocation is None or not self._allocator.free_slots or allocation.max_in_flight:
             return None
-        allocation = self.waiting[0]
         try:
             # A page for each that runs, so that none is preempted at once.
             running = len(self.running)
             admission = self._allocator.admit(allocation, spare=running, wait=not running)
         except (ValueError, OSError) as error:  # its adapter cannot be read: only this request fails
-            del self.waiting[0], self._allocations[allocation.sequence]
+            self._remove(allocation)
             return Failure(allocation.sequence, str(error))
         if admission is not None:
-            del self.waiting[0]
+            self.waiting.remove(allocation)
             self.running.append(allocation)
         return admission
 
@@ -241,7 +244,7 @@ class DecoderScheduler:
         return DecodeRow(
             sequence=allocation.sequence,
             slot=allocation.slot,
-            pages=tuple(allocation.pages),
+            pages=allocation.pages,
             bitmask=bitmask,
             error=error,
             num_speculative_tokens=min(speculative, _speculative_tokens(allocation)),
@@ -254,7 +257,7 @@ class DecoderScheduler:
     def _count_in_flight(self, batch: Batch, sign: int) -> None:
         """Count the tokens of a step that is sent (1) or has come back (-1)."""
         for sequence, least, most in batch.growth():
-            if allocation := self._allocations.get(sequence):
+            if allocation := self.allocation(sequence):
                 allocation.min_in_flight += sign * least
                 allocation.max_in_flight += sign * most
 
@@ -266,7 +269,7 @@ class DecoderScheduler:
         if batch.num_speculative_tokens:
             self._learn(batch, output)
         for sequence in batch.sequences:
-            allocation = self._allocations.get(sequence)
+            allocation = self.allocation(sequence)
             if allocation is None:  # given up since
                 continue
             if sequence.finished:
@@ -278,7 +281,7 @@ class DecoderScheduler:
         """From what speculation gained in a decode step."""
         cost = self._costs.ratio(self._bucket(batch.rows))
         for row, found in zip(batch.rows, output.outputs, strict=True):
-            allocation = self._allocations.get(row.sequence)
+            allocation = self.allocation(row.sequence)
             if allocation is not None and allocation.speculation is not None and found.num_draft_tokens:
                 allocation.speculation.record(
                     passes=-(-found.num_draft_tokens // batch.num_speculative_tokens),
@@ -289,29 +292,26 @@ class DecoderScheduler:
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Forget a request; its slots and pages are free at once. Returns its sequences that had not left yet."""
-        leaving = [a for a in (*self.waiting, *self.running) if a.sequence.request_id == request_id]
-        for allocation in leaving:
+        leaving = self._allocations.get(request_id, {}).copy()
+        for allocation in leaving.values():
             self._remove(allocation)
-        return [allocation.sequence for allocation in leaving]
+        return list(leaving)
 
     def restart(self) -> None:
         """After the device has lost its state: all that has not finished waits again, and no page is cached."""
-        for allocation in list(self._allocations.values()):
+        for allocation in [a for allocations in self._allocations.values() for a in allocations.values()]:
             if allocation.sequence.finished:
                 self._remove(allocation)
             elif allocation.running:
                 self._stop(allocation)
-                self._wait(allocation)
+                self.waiting.add(allocation)
             allocation.min_in_flight = allocation.max_in_flight = 0
         self._allocator.clear()
 
     def _preempt(self, allocation: Allocation) -> None:
         self.preemptions += 1
         self._stop(allocation)
-        self._wait(allocation)
-
-    def _wait(self, allocation: Allocation) -> None:
-        bisect.insort(self.waiting, allocation, key=_order)
+        self.waiting.add(allocation)
 
     def _stop(self, allocation: Allocation) -> None:
         self.running.remove(allocation)
@@ -322,21 +322,27 @@ class DecoderScheduler:
             self._stop(allocation)
         else:
             self.waiting.remove(allocation)
-        del self._allocations[allocation.sequence]
+        sequence = allocation.sequence
+        del self._allocations[sequence.request_id][sequence]
+        if not self._allocations[sequence.request_id]:
+            del self._allocations[sequence.request_id]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, pages and queues fit together."""
         self._allocator.check_integrity(self.running)
         queued = [*self.waiting, *self.running]
-        assert self.waiting == sorted(self.waiting, key=_order)
+        assert len(queued) == len(self.waiting) + len(self.running)
+        assert list(self.waiting) == sorted(self.waiting, key=_order)
         assert not any(a.pages or a.running for a in self.waiting)
         assert all(a.running for a in self.running)
         assert not any(a.sequence.finished for a in queued)
-        assert {a.sequence: a for a in queued} == self._allocations
-        assert len(queued) == len(self._allocations)
+        known = [(s, a) for allocations in self._allocations.values() for s, a in allocations.items()]
+        assert {a.sequence: a for a in queued} == dict(known)
+        assert len(queued) == len(known)
+        assert all(self._allocations.values())
 
 
-def _order(allocation: Allocation) -> int:
+def _order(allocation: Allocation) -> tuple[int, int]:
     return allocation.order
 
 
