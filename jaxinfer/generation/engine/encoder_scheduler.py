@@ -38,9 +38,10 @@ class EncoderScheduler:
 
     def schedule(self, max_passes: int | None = None) -> Batch:
         """The next batch: of one pass, since a prompt is through after it."""
-        first = min(filter(None, (queue.first for queue in self._waiting.values())), key=self._orders.get, default=None)
-        if first is None:
+        firsts = [queue.first for queue in self._waiting.values() if queue.first is not None]
+        if not firsts:
             return Batch()
+        first = min(firsts, key=self._orders.__getitem__)
         queue, rows = self._queue(first), self._buckets.max_rows(self._buckets.length(first))
         chosen = list(itertools.islice(queue, rows))
         for sequence in chosen:

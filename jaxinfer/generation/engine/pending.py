@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -77,15 +76,13 @@ class PendingRequest:
       reader: for the task that waits for it; None for callers that wait in threads.
       future: ends once: with a RequestOutput or a vector, with an error, or cancelled by its caller.
       owner: what must live until the request has ended.
-      left_line: set as soon as it is accepted, or never will be, for the thread that is held up until then.
     """
 
     def __init__(self, sequences: list[Sequence], *, owner: object, reader: OutputReader | None = None):
         self.sequences, self.owner, self.reader = sequences, owner, reader
         self.future: Future[Any] = Future()
-        self.left_line = threading.Event()
-        self._view = RequestView(sequences)
-        self._num_output_tokens = 0
+        self._view = None if sequences[0].request.pooling else RequestView(sequences)
+        self._num_tokens = sum([len(sequence.token_ids) for sequence in sequences])
 
     @property
     def request_id(self) -> str:
@@ -98,19 +95,18 @@ class PendingRequest:
 
     def advance(self) -> bool:
         """Give the reader a snapshot, if it wants one and there are new tokens; returns whether it got one."""
-        if self.reader is None or self.reader.final_only:
+        if self.reader is None or self.reader.final_only or self._view is None:
             return False
-        count = sum(sequence.num_output_tokens for sequence in self.sequences)
-        if count == self._num_output_tokens:  # a part of the prompt was computed
+        count = sum([len(sequence.token_ids) for sequence in self.sequences])
+        if count == self._num_tokens:  # a part of the prompt was computed
             return False
-        self._num_output_tokens = count
+        self._num_tokens = count
         self.reader.newest = self._view.snapshot()
         return True
 
     def result(self) -> RequestOutput | np.ndarray | EngineGenerateError:
         """What has come of a request whose completions have ended."""
-        pooling = self.sequences[0].request.pooling
-        output = None if pooling else self._view.output()
+        output = None if self._view is None else self._view.output()
         for sequence in self.sequences:
             if sequence.finish_reason is FinishReason.ERROR:
                 return EngineGenerateError(str(sequence.error), output)

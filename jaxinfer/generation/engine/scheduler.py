@@ -1,6 +1,7 @@
 """What runs next: admits waiting sequences, gives them pages, and chooses each step's batch."""
 
 import itertools
+import operator
 from collections.abc import Iterator, Sized
 
 import numpy as np
@@ -21,6 +22,8 @@ PRIORITY_WEIGHT = 64
 """A request of priority p is served as though p times this many others had come before it."""
 STEP_SECONDS = 0.01
 """How long a decode step of several passes may take, so that a new request need not wait long."""
+
+_order = operator.attrgetter("order")
 
 
 def queue_order(arrivals: Iterator[int], sequence: Sequence) -> tuple[int, int]:
@@ -66,7 +69,8 @@ class DecoderScheduler:
         self.preemptions = 0
         self._buckets, self._adapters = buckets, adapters
         self._allocator = Allocator(config, pages, adapters)
-        self._allocations: dict[str, dict[Sequence, Allocation]] = {}  # of all that have not finished, by request
+        self._allocations: dict[Sequence, Allocation] = {}  # of all that have not finished
+        self._requests: dict[str, dict[Sequence, Allocation]] = {}  # the same by request
         self._arrivals = itertools.count()
         self._costs = PassCosts(costs, config.num_speculative_tokens)
 
@@ -88,13 +92,14 @@ class DecoderScheduler:
             order=queue_order(self._arrivals, sequence),
             speculation=SpeculationControl(speculative) if speculative else None,
         )
-        self._allocations.setdefault(sequence.request_id, {})[sequence] = allocation
+        self._allocations[sequence] = allocation
+        self._requests.setdefault(sequence.request_id, {})[sequence] = allocation
         self._allocator.prefetch(sequence)
         self.waiting.add(allocation)
 
     def allocation(self, sequence: Sequence) -> Allocation | None:
         """What a sequence has; None once it has left."""
-        return self._allocations.get(sequence.request_id, {}).get(sequence)
+        return self._allocations.get(sequence)
 
     @property
     def needs_host_sync(self) -> bool:
@@ -129,7 +134,7 @@ class DecoderScheduler:
                     failures.append(failure)
                 case Admission() as admission:
                     admissions.append(admission)
-                    allocation = self._allocations[admission.sequence.request_id][admission.sequence]
+                    allocation = self._allocations[admission.sequence]
                     if admission.decodes:
                         decoding.append(allocation)
                     chunks += self._chunks(allocation, room - len(chunks))
@@ -257,7 +262,7 @@ class DecoderScheduler:
     def _count_in_flight(self, batch: Batch, sign: int) -> None:
         """Count the tokens of a step that is sent (1) or has come back (-1)."""
         for sequence, least, most in batch.growth():
-            if allocation := self.allocation(sequence):
+            if allocation := self._allocations.get(sequence):
                 allocation.min_in_flight += sign * least
                 allocation.max_in_flight += sign * most
 
@@ -269,7 +274,7 @@ class DecoderScheduler:
         if batch.num_speculative_tokens:
             self._learn(batch, output)
         for sequence in batch.sequences:
-            allocation = self.allocation(sequence)
+            allocation = self._allocations.get(sequence)
             if allocation is None:  # given up since
                 continue
             if sequence.finished:
@@ -281,7 +286,7 @@ class DecoderScheduler:
         """From what speculation gained in a decode step."""
         cost = self._costs.ratio(self._bucket(batch.rows))
         for row, found in zip(batch.rows, output.outputs, strict=True):
-            allocation = self.allocation(row.sequence)
+            allocation = self._allocations.get(row.sequence)
             if allocation is not None and allocation.speculation is not None and found.num_draft_tokens:
                 allocation.speculation.record(
                     passes=-(-found.num_draft_tokens // batch.num_speculative_tokens),
@@ -292,14 +297,14 @@ class DecoderScheduler:
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Forget a request; its slots and pages are free at once. Returns its sequences that had not left yet."""
-        leaving = self._allocations.get(request_id, {}).copy()
+        leaving = self._requests.get(request_id, {}).copy()
         for allocation in leaving.values():
             self._remove(allocation)
         return list(leaving)
 
     def restart(self) -> None:
         """After the device has lost its state: all that has not finished waits again, and no page is cached."""
-        for allocation in [a for allocations in self._allocations.values() for a in allocations.values()]:
+        for allocation in list(self._allocations.values()):
             if allocation.sequence.finished:
                 self._remove(allocation)
             elif allocation.running:
@@ -323,9 +328,10 @@ class DecoderScheduler:
         else:
             self.waiting.remove(allocation)
         sequence = allocation.sequence
-        del self._allocations[sequence.request_id][sequence]
-        if not self._allocations[sequence.request_id]:
-            del self._allocations[sequence.request_id]
+        siblings = self._requests[sequence.request_id]
+        del self._allocations[sequence], siblings[sequence]
+        if not siblings:
+            del self._requests[sequence.request_id]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, pages and queues fit together."""
@@ -336,14 +342,10 @@ class DecoderScheduler:
         assert not any(a.pages or a.running for a in self.waiting)
         assert all(a.running for a in self.running)
         assert not any(a.sequence.finished for a in queued)
-        known = [(s, a) for allocations in self._allocations.values() for s, a in allocations.items()]
-        assert {a.sequence: a for a in queued} == dict(known)
-        assert len(queued) == len(known)
-        assert all(self._allocations.values())
-
-
-def _order(allocation: Allocation) -> tuple[int, int]:
-    return allocation.order
+        assert {a.sequence: a for a in queued} == self._allocations
+        assert len(queued) == len(self._allocations) == sum(map(len, self._requests.values()))
+        assert all(self._requests[s.request_id][s] is a for s, a in self._allocations.items())
+        assert all(self._requests.values())
 
 
 def _length(allocation: Allocation) -> int:

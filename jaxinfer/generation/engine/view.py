@@ -14,12 +14,15 @@ class CompletionSnapshot(NamedTuple):
       sequence: which one.
       num_tokens: of the prompt and the output.
       num_logprobs: how many of its log probabilities.
+      num_prompt_logprobs: and of its prompt's.
       others: as in `Sequence`.
     """
 
     sequence: Sequence
     num_tokens: int
     num_logprobs: int
+    num_prompt_logprobs: int
+    num_cached_tokens: int | None
     text: str
     finish_reason: FinishReason | None
     error: str | None
@@ -35,6 +38,8 @@ class CompletionSnapshot(NamedTuple):
             sequence,
             len(sequence.token_ids),
             len(sequence.logprobs),
+            len(sequence.prompt_logprobs),
+            sequence.num_cached_tokens,
             sequence.text,
             sequence.finish_reason,
             sequence.error,
@@ -77,28 +82,24 @@ class RequestSnapshot(NamedTuple):
     Attributes:
       request: which one.
       prompt_token_ids: its prompt's tokens, for the caller.
-      num_prompt_logprobs: how many of them have a log probability, if asked for.
-      num_cached_tokens: as in `RequestOutput`.
       completions: of its sequences.
     """
 
     request: Request
     prompt_token_ids: list[int]
-    num_prompt_logprobs: int
-    num_cached_tokens: int
     completions: list[CompletionSnapshot]
 
     def output(self) -> RequestOutput:
         """The request's completions, as far as they had come. In any thread, at any later time."""
-        request, first = self.request, self.completions[0].sequence
-        wanted = request.sampling.prompt_logprobs is not None
+        request, first = self.request, self.completions[0]
+        logprobs = first.sequence.prompt_logprobs[: first.num_prompt_logprobs]
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=first.prompt_logprobs[: self.num_prompt_logprobs] if wanted else None,
+            prompt_logprobs=None if request.sampling.prompt_logprobs is None else logprobs,
             outputs=[completion.output() for completion in self.completions],
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=min(completion.num_cached_tokens or 0 for completion in self.completions),
         )
 
 
@@ -115,14 +116,8 @@ class RequestView:
 
     def snapshot(self) -> RequestSnapshot:
         """How far the request has come. In the thread that steps the engine."""
-        first = self._sequences[0]
-        return RequestSnapshot(
-            first.request,
-            self._prompt_token_ids,
-            len(first.prompt_logprobs),
-            min(sequence.num_cached_tokens or 0 for sequence in self._sequences),
-            [CompletionSnapshot.of(sequence) for sequence in self._sequences],
-        )
+        completions = [CompletionSnapshot.of(sequence) for sequence in self._sequences]
+        return RequestSnapshot(self._sequences[0].request, self._prompt_token_ids, completions)
 
     def output(self) -> RequestOutput:
         """The request's completions, as far as they have come. In the thread that steps the engine."""
