@@ -100,7 +100,7 @@ def encoder_scheduler():
 
 
 def decoder_scheduler():
-    config = EngineConfig(max_batch=4, context=64)
+    config = EngineConfig(max_batch=4, context=64, page_size=4)
     return DecoderScheduler(config, Buckets.of(config), PagePool(64, config.page_size), costs=Costs())
 
 
