@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.engine.compile_misses import compile_misses
 from benchmarks.engine.prefix import prefix
+from benchmarks.engine.queues import queues
 from benchmarks.engine.settings import Settings
 from benchmarks.engine.speculation import speculation
 from benchmarks.engine.step_gap import step_gap
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "speculation": speculation,
     "step_gap": step_gap,
     "compile_misses": compile_misses,
+    "queues": queues,
 }
 
 

@@ -68,7 +68,7 @@ class RequestOutput:
     Attributes:
       request_id: the engine's name for the request.
       prompt: the prompt as text, if it was given so.
-      prompt_token_ids: the prompt as tokens.
+      prompt_token_ids: the prompt as tokens; one list for all outputs of a run.
       prompt_logprobs: one entry per prompt token, if asked for; None for the first, which has no probability.
       outputs: the completions, `SamplingParams.n` of them.
       num_cached_tokens: how many of the prompt's tokens were found in the cache, by the completion that found fewest.

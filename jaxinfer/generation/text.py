@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class Tokenizer:
             raise ValueError(f"The chat template refuses these messages: {error}") from error
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def stream(self, prompt_ids: list[int]) -> "TextStream":
+    def stream(self, prompt_ids: Sequence[int]) -> "TextStream":
         """A text that follows a prompt and grows with the tokens pushed to it."""
         return TextStream(self, prompt_ids)
 
@@ -114,7 +115,7 @@ class TextStream:
       prompt_ids: the tokens before the first one.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", prompt_ids: list[int]):
+    def __init__(self, tokenizer: "Tokenizer", prompt_ids: Sequence[int]):
         self._tokenizer = tokenizer
         start = max(0, len(prompt_ids) - PROMPT_TOKENS)
         while start and prompt_ids[start] in tokenizer.byte_ids:

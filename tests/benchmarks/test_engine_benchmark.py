@@ -1,12 +1,16 @@
 """The engine benchmark without peers: its options, its workload and its checks."""
 
 import argparse
+import itertools
+import math
 
 import pytest
 
+from benchmarks.engine import queues
 from benchmarks.engine.__main__ import PARTS, read_parts
 from benchmarks.engine.step_gap import StepGaps
 from benchmarks.engine.throughput import OUTPUT, PROMPT, check_agreement, make_workload
+from jaxinfer.generation.engine.request import Sequence
 
 
 def test_parts_are_chosen_by_name():
@@ -36,3 +40,21 @@ def test_gaps_are_from_results_to_the_next_dispatch():
     gaps = StepGaps()
     gaps.dispatched, gaps.ready = [0.0, 1.5, 1.75], [1.0, 2.0, 3.0]
     assert gaps.seconds() == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("case", queues.CASES)
+def test_queues_end(model_dir, case):
+    assert queues.cpu_seconds(case(model_dir, 100), collector=False) > 0
+
+
+def test_a_run_does_not_look_through_what_has_ended(model_dir, monkeypatch):
+    looks, read = itertools.count(), Sequence.finished.fget
+    monkeypatch.setattr(Sequence, "finished", property(lambda self: (next(looks), read(self))[1]))
+    queues.embed_texts(model_dir, 2000)()
+    assert next(looks) < 20 * 2000
+
+
+def test_host_work_is_measured_while_all_streams_decode(model_dir):
+    times = queues.host_ms(model_dir, streams=8, prompt=100, steps=20)
+    assert 10 <= len(times) <= 20
+    assert all(0 < value < math.inf for value in times)

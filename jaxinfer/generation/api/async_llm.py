@@ -108,10 +108,8 @@ class AsyncLLM:
                 if not pending.future.done() and reader.newest is not seen:
                     seen = reader.newest
                     assert seen is not None
-                    yield seen
-            final: RequestOutput = pending.future.result()
-            reader.newest = final
-            yield final
+                    yield seen.output()
+            yield pending.future.result()
 
     @contextlib.asynccontextmanager
     async def _running(self, *pending: PendingRequest) -> AsyncIterator[None]:
@@ -190,9 +188,11 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     def __init__(self, outputs: AsyncGenerator[RequestOutput], reader: OutputReader):
         self._outputs, self._reader = outputs, reader
+        self._newest: RequestOutput | None = None
 
     async def __anext__(self) -> RequestOutput:
-        return await anext(self._outputs)
+        self._newest = await anext(self._outputs)
+        return self._newest
 
     async def text(self) -> AsyncGenerator[str]:
         """Pieces of the text as they come. Raises ValueError for a request of several completions."""
@@ -209,11 +209,11 @@ class OutputStream(AsyncIterator[RequestOutput]):
     async def final(self) -> RequestOutput:
         """The whole output, without those before it."""
         self._reader.final_only = True
-        async for _ in self._outputs:
+        async for _ in self:
             pass
-        if self._reader.newest is None:
+        if self._newest is None:
             raise RuntimeError("The stream was closed before it had an output.")
-        return self._reader.newest
+        return self._newest
 
     async def aclose(self) -> None:
         """Give the request up, unless it has ended."""

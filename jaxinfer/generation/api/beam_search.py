@@ -227,7 +227,7 @@ class _Task:
         best = [] if self._error is not None else self._search.finished[: self._params.n]
         return BeamSearchOutput(
             prompt=self.greedy.prompt,
-            prompt_token_ids=self._prompt_ids,
+            prompt_token_ids=list(self._prompt_ids),
             beams=[self._beam(hypothesis) for hypothesis in best],
             num_cached_tokens=self._cached or 0,
             num_computed_tokens=self._computed,

@@ -10,8 +10,8 @@ from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchPara
 from jaxinfer.generation.api.build import ModelOptions, build_engine, open_costs, place_model, split_options
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.engine.output import request_output
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.chain import ChainExecutor
 from jaxinfer.generation.execution.memory import plan_memory
 from jaxinfer.generation.execution.platforms import check_mesh
@@ -150,7 +150,7 @@ class LLM:
         groups = [request.sequences() for request in self._prepare(prompts, params)]
         for _ in self.engine.run(groups):
             pass
-        return [request_output(sequences) for sequences in groups]
+        return [RequestView(sequences).output() for sequences in groups]
 
     @renamed(max_steps="max_passes")
     def stream(
@@ -166,9 +166,10 @@ class LLM:
         gives the requests up.
         """
         groups = {r.request_id: r.sequences() for r in self._prepare(prompts, params)}
+        views = {request_id: RequestView(sequences) for request_id, sequences in groups.items()}
         for advanced in self.engine.run(list(groups.values()), max_passes):
             for request_id in dict.fromkeys(s.request_id for s in advanced):
-                yield request_output(groups[request_id])
+                yield views[request_id].output()
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None

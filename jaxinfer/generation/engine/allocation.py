@@ -1,6 +1,7 @@
 """What the scheduler gives a sequence while it runs: a slot, pages of the KV cache, an adapter on the device."""
 
 import dataclasses
+from array import array
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -18,11 +19,11 @@ class Allocation:
 
     Attributes:
       sequence: whose it is.
-      order: its place in the queue; the smallest is served first and gives way last.
+      order: its place in the queue, by `queue_order`; the smallest is served first and gives way last.
       speculation: whether speculation pays for it; None where the engine has none.
       slot: its place on the device while it runs; -1 while it waits.
       adapter_index: its adapter's place on the device, from 1; 0 is none.
-      pages: its pages, in the order of its tokens.
+      pages: its pages, in the order of its tokens; int32, and never changed in place, since batches hold it too.
       prefilling: whether more than its last token has to go through the model before it can decode.
       num_prefilled_tokens: leading tokens whose keys and values the cache had or that went into chunks.
       num_inserted_pages: leading pages that are in the tree of cached prefixes.
@@ -32,11 +33,11 @@ class Allocation:
     """
 
     sequence: Sequence
-    order: int
+    order: tuple[int, int]
     speculation: SpeculationControl | None = None
     slot: int = -1
     adapter_index: int = 0
-    pages: list[int] = dataclasses.field(default_factory=list)
+    pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     prefilling: bool = True
     num_prefilled_tokens: int = 0
     num_inserted_pages: int = 0
@@ -46,7 +47,7 @@ class Allocation:
 
     def reset(self) -> None:
         """Forget what it has been given: it waits, and is computed from its first token."""
-        self.slot, self.adapter_index, self.pages = -1, 0, []
+        self.slot, self.adapter_index, self.pages = -1, 0, array("i")
         self.prefilling, self.num_prefilled_tokens = True, 0
         self.num_inserted_pages, self.node = 0, None
         self.min_in_flight = self.max_in_flight = 0
@@ -118,7 +119,7 @@ class Allocator:
             self._release_adapter(sequence)
             return None
         allocation.slot, allocation.adapter_index = self._free_slots.pop(), adapter_index
-        allocation.pages = taken.pages
+        allocation.pages = array("i", taken.pages)
         allocation.node, allocation.num_inserted_pages = taken.node, taken.num_shared
         allocation.num_prefilled_tokens = taken.num_cached_tokens
         whole = _needs_every_token(sequence)
@@ -170,7 +171,8 @@ class Allocator:
         missing = self.missing_pages(allocation, length)
         if missing > self.pages.free:
             return False
-        allocation.pages += self.pages.allocate(missing)
+        if missing:
+            allocation.pages = allocation.pages + array("i", self.pages.allocate(missing))
         return True
 
     def prefill(self, allocation: Allocation, count: int) -> None:
@@ -202,7 +204,7 @@ class Allocator:
         self._free_slots.append(allocation.slot)
         if allocation.adapter_index:
             self._release_adapter(allocation.sequence)
-        allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, []
+        allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, array("i")
         allocation.prefilling, allocation.num_prefilled_tokens = True, 0
 
     def prefetch(self, sequence: Sequence) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ class Chunk:
       start: the position of the first token.
       count: how many tokens.
       last: whether no known token comes after them.
-      pages: the sequence's pages, in order.
+      pages: the sequence's pages, in order; of a decoder an int32 array.
       bitmask: uint32 [ceil(V / 32)], the tokens that may be chosen after the last chunk; None: all.
       error: why the sequence cannot go on; its other results do not count then.
     """
@@ -54,7 +55,7 @@ class Chunk:
     start: int
     count: int
     last: bool
-    pages: tuple[int, ...]
+    pages: Ordered[int]
     bitmask: np.ndarray | None = None
     error: str | None = None
 
@@ -74,7 +75,7 @@ class DecodeRow(NamedTuple):
 
     sequence: Sequence
     slot: int
-    pages: tuple[int, ...]
+    pages: Ordered[int]
     bitmask: np.ndarray | None = None
     error: str | None = None
     num_speculative_tokens: int = 0

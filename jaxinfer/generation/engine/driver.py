@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future
 
@@ -32,9 +33,9 @@ class Driver:
     def __init__(self, engine: Engine, *, max_requests: int):
         self._engine, self._max_requests = engine, max_requests
         self._lock = threading.RLock()
-        self._room = threading.Condition(self._lock)  # somebody has left the line
         self._accepted: dict[str, PendingRequest] = {}
-        self._line: dict[str, PendingRequest] = {}
+        self._line: OrderedDict[str, PendingRequest] = OrderedDict()  # a dict is slow to find its first after many left
+        self._turns: dict[str, threading.Event] = {}  # of threads that stand in line
         self._inbox: queue.SimpleQueue[PendingRequest | None] = queue.SimpleQueue()  # accepted, not in the engine yet
         self._aborts: list[PendingRequest] = []
         self._closed = self._finish = False  # no more requests; but those there are go on to their end
@@ -82,8 +83,14 @@ class Driver:
                     f"{len(self._accepted)} requests are in flight already, and max_requests allows no more."
                 )
             self._line[request_id] = pending
-            if pending.reader is None:
-                self._wait_for_turn(pending)
+            if pending.reader is not None:
+                return
+            turn = self._turns[request_id] = threading.Event()
+        try:
+            turn.wait()
+        except BaseException:  # Ctrl-C
+            self.abort(request_id, pending.future)
+            raise
 
     def abort(self, request_id: str, future: Future | None = None) -> None:
         """Give a request up; does nothing if it has ended, or if it is another one than this future's."""
@@ -111,16 +118,10 @@ class Driver:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _wait_for_turn(self, pending: PendingRequest) -> None:
-        try:
-            self._room.wait_for(lambda: self._line.get(pending.request_id) is not pending)
-        except BaseException:  # Ctrl-C
-            self.abort(pending.request_id, pending.future)
-            raise
-
     def _leave_line(self, request_id: str) -> None:
         self._accept(self._line.pop(request_id))
-        self._room.notify_all()
+        if (turn := self._turns.pop(request_id, None)) is not None:
+            turn.set()
 
     def _accept(self, pending: PendingRequest) -> None:
         self._accepted[pending.request_id] = pending
@@ -208,8 +209,10 @@ class Driver:
         with self._lock:
             self._closed = True
             ending = [*self._accepted.values(), *self._line.values()]
-            self._accepted, self._line, self._aborts = {}, {}, []
-            self._room.notify_all()
+            turns = list(self._turns.values())
+            self._accepted, self._line, self._turns, self._aborts = {}, OrderedDict(), {}, []
+        for turn in turns:
+            turn.set()
         for pending in ending:
             pending.end(self._dead_error())
         tell_readers(ending)

@@ -1,6 +1,5 @@
 """Which prompts an encoder embeds next: no pages, no slots, every prompt goes through in one pass."""
 
-import bisect
 import itertools
 
 from jaxinfer.generation.engine.batch import Batch, Chunk, StepOutput
@@ -8,19 +7,25 @@ from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import check_context, queue_order
+from jaxinfer.generation.engine.waiting import WaitingQueue
 
 
 class EncoderScheduler:
-    """A queue by priority and arrival; a batch is the first prompt and the next ones that pad to the same length."""
+    """Queues by priority and arrival; a batch is the first prompt and the next ones that pad to the same length."""
 
     needs_host_sync = False  # no step needs what the one before has found
 
     def __init__(self, config: EngineConfig, buckets: EncoderBuckets):
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
         self._context, self._buckets = config.context, buckets
-        self._orders: dict[Sequence, int] = {}  # of those that wait or run
+        self._orders: dict[Sequence, tuple[int, int]] = {}  # of those that wait or run
+        self._waiting = self._queues()
+        self._running: set[Sequence] = set()
+        self._sequences: dict[str, Sequence] = {}  # by request, which has one
         self._arrivals = itertools.count()
+
+    def _queues(self) -> dict[int, WaitingQueue[Sequence]]:
+        """An empty queue for each padded length."""
+        return {length: WaitingQueue(self._orders.__getitem__) for length in self._buckets.lengths}
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the prompt is longer than the context."""
@@ -28,18 +33,24 @@ class EncoderScheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        self._sequences[sequence.request_id] = sequence
         self._orders[sequence] = queue_order(self._arrivals, sequence)
-        bisect.insort(self.waiting, sequence, key=self._orders.__getitem__)
+        self._queue(sequence).add(sequence)
+
+    def _queue(self, sequence: Sequence) -> WaitingQueue[Sequence]:
+        return self._waiting[self._buckets.length(sequence)]
 
     def schedule(self, max_passes: int | None = None) -> Batch:
         """The next batch: of one pass, since a prompt is through after it."""
-        if not self.waiting:
+        firsts = [queue.first for queue in self._waiting.values() if queue.first is not None]
+        if not firsts:
             return Batch()
-        length = self._buckets.length(self.waiting[0])
-        same = (s for s in self.waiting if self._buckets.length(s) == length)
-        chosen = list(itertools.islice(same, self._buckets.max_rows(length)))
-        self.waiting = [s for s in self.waiting if s not in chosen]
-        self.running += chosen
+        first = min(firsts, key=self._orders.__getitem__)
+        queue, rows = self._queue(first), self._buckets.max_rows(self._buckets.length(first))
+        chosen = list(itertools.islice(queue, rows))
+        for sequence in chosen:
+            queue.remove(sequence)
+        self._running.update(chosen)
         return Batch(
             chunks=tuple(
                 Chunk(sequence=s, slot=row, start=0, count=s.num_prompt_tokens, last=True, pages=())
@@ -49,16 +60,25 @@ class EncoderScheduler:
 
     def commit(self, batch: Batch, output: StepOutput) -> None:
         """After a batch has come back: forget what has finished."""
-        for sequence in [s for s in self.running if s.finished]:
-            self.running.remove(sequence)
-            del self._orders[sequence]
+        for sequence in batch.sequences:
+            if sequence.finished:
+                self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Let a sequence leave, unless it has."""
+        if self._sequences.get(sequence.request_id) is not sequence:
+            return
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._queue(sequence).remove(sequence)
+        del self._sequences[sequence.request_id], self._orders[sequence]
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Forget a request, whether it waits or runs; returns its sequences that had not left yet."""
-        leaving = [s for s in self._orders if s.request_id == request_id]
+        leaving = [self._sequences[request_id]] if request_id in self._sequences else []
         for sequence in leaving:
-            (self.waiting if sequence in self.waiting else self.running).remove(sequence)
-            del self._orders[sequence]
+            self._forget(sequence)
         return leaving
 
     @property
@@ -67,14 +87,19 @@ class EncoderScheduler:
         return list(self._orders)
 
     def restart(self) -> None:
-        """After a step that failed: what runs and has not ended waits again."""
+        """Begin anew, in whatever state records are: all that has not finished waits."""
         self._orders = {s: order for s, order in self._orders.items() if not s.finished}
-        self.waiting, self.running = sorted(self._orders, key=self._orders.__getitem__), []
+        self._sequences = {s.request_id: s for s in self._orders}
+        self._waiting, self._running = self._queues(), set()
+        for sequence in self._orders:
+            self._queue(sequence).add(sequence)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every sequence is in one queue, in order, and not at its end."""
-        sequences = [*self.waiting, *self.running]
-        assert self.waiting == sorted(self.waiting, key=self._orders.__getitem__)
+        for queue in self._waiting.values():
+            assert list(queue) == sorted(queue, key=self._orders.__getitem__)
+            assert all(self._queue(sequence) is queue for sequence in queue)
+        sequences = [*itertools.chain.from_iterable(self._waiting.values()), *self._running]
         assert len(set(sequences)) == len(sequences), "a sequence is queued twice"
-        assert set(sequences) == set(self._orders)
+        assert set(sequences) == set(self._orders) == set(self._sequences.values())
         assert not any(s.finished for s in sequences)

@@ -59,7 +59,7 @@ class InputProcessor:
             "request_id": str(next(self._ids)),
             "prepared_by": self._identity,
             "prompt": prompt if isinstance(prompt, str) else None,
-            "prompt_token_ids": token_ids,
+            "prompt_token_ids": tuple(token_ids),
         }
         if isinstance(params, PoolingParams):
             return Request(**common, params=params, max_length=len(token_ids))

@@ -7,8 +7,7 @@ import numpy as np
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.protocols import Clock
 from jaxinfer.generation.engine.request import Sequence
-from jaxinfer.generation.outputs import NO_TOKEN, CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob
-from jaxinfer.generation.text import held_back
+from jaxinfer.generation.outputs import NO_TOKEN, FinishReason, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -134,45 +133,3 @@ def _pool(sequence: Sequence, total: np.ndarray, chunk: Chunk, now: float) -> No
         mean = total / sequence.num_prompt_tokens
         sequence.embedding = mean / max(float(np.linalg.norm(mean)), 1e-12)
         sequence.last_token_time, sequence.finish_reason = now, FinishReason.STOP
-
-
-# What the caller sees
-
-
-def request_output(sequences: list[Sequence]) -> RequestOutput:
-    """One request's completions, as far as they have come."""
-    request, first = sequences[0].request, sequences[0]
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=list(request.prompt_token_ids),
-        prompt_logprobs=None if request.sampling.prompt_logprobs is None else list(first.prompt_logprobs),
-        outputs=[_completion(s) for s in sequences],
-        num_cached_tokens=min(s.num_cached_tokens or 0 for s in sequences),
-    )
-
-
-def _completion(sequence: Sequence) -> CompletionOutput:
-    first, last, count = sequence.first_token_time, sequence.last_token_time, sequence.num_output_tokens
-    return CompletionOutput(
-        index=sequence.index,
-        text=_safe_text(sequence),
-        token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
-        finish_reason=sequence.finish_reason,
-        logprobs=None if sequence.request.sampling.logprobs is None else list(sequence.logprobs),
-        timings=Timings(
-            first_token_s=None if first is None else first - sequence.arrival_time,
-            total_s=last - sequence.arrival_time,
-            tokens_per_s=(count - 1) / (last - first) if first is not None and count > 1 and last > first else None,
-        ),
-        num_draft_tokens=sequence.num_draft_tokens,
-        num_accepted_tokens=sequence.num_accepted_tokens,
-        error=sequence.error,
-    )
-
-
-def _safe_text(sequence: Sequence) -> str:
-    """The text without an end that may turn out to be a stop string's beginning."""
-    if sequence.finished:
-        return sequence.text
-    return sequence.text[: len(sequence.text) - held_back(sequence.text, sequence.request.sampling.stop)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.generation.engine.output import request_output
 from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.engine.view import RequestSnapshot, RequestView
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
 
 
@@ -29,19 +29,19 @@ class EngineGenerateError(RuntimeError):
 class OutputReader:
     """Where one task reads what becomes of its request; the engine's thread writes.
 
-    It holds the newest output alone. Each says all that came before it, so that a task slower than the engine skips
-    some and loses nothing, holds nobody up, and lets nothing grow.
+    It holds the newest snapshot alone, and the task makes an output of it. Each says all that came before it, so that a
+    task slower than the engine skips some and loses nothing, holds nobody up, and lets nothing grow.
 
     Attributes:
       loop: the task's event loop, which is told of changes; known from `attach` on.
-      newest: the newest output; None before the first.
+      newest: how far the request has come; None before the first token.
       final_only: whether the task wants none but the last output.
     """
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
-        self.newest: RequestOutput | None = None
+        self.newest: RequestSnapshot | None = None
         self.final_only = False
         self._changed = asyncio.Event()
         self._told = False  # the loop knows of a change that the task has not looked at yet
@@ -81,7 +81,8 @@ class PendingRequest:
     def __init__(self, sequences: list[Sequence], *, owner: object, reader: OutputReader | None = None):
         self.sequences, self.owner, self.reader = sequences, owner, reader
         self.future: Future[Any] = Future()
-        self._num_output_tokens = 0
+        self._view = None if sequences[0].request.pooling else RequestView(sequences)
+        self._num_tokens = sum([len(sequence.token_ids) for sequence in sequences])
 
     @property
     def request_id(self) -> str:
@@ -93,20 +94,19 @@ class PendingRequest:
         return all(sequence.finished for sequence in self.sequences)
 
     def advance(self) -> bool:
-        """Give the reader an output, if it wants one and there are new tokens; returns whether it got one."""
-        if self.reader is None or self.reader.final_only:
+        """Give the reader a snapshot, if it wants one and there are new tokens; returns whether it got one."""
+        if self.reader is None or self.reader.final_only or self._view is None:
             return False
-        count = sum(sequence.num_output_tokens for sequence in self.sequences)
-        if count == self._num_output_tokens:  # a part of the prompt was computed
+        count = sum([len(sequence.token_ids) for sequence in self.sequences])
+        if count == self._num_tokens:  # a part of the prompt was computed
             return False
-        self._num_output_tokens = count
-        self.reader.newest = request_output(self.sequences)
+        self._num_tokens = count
+        self.reader.newest = self._view.snapshot()
         return True
 
     def result(self) -> RequestOutput | np.ndarray | EngineGenerateError:
         """What has come of a request whose completions have ended."""
-        pooling = self.sequences[0].request.pooling
-        output = None if pooling else request_output(self.sequences)
+        output = None if self._view is None else self._view.output()
         for sequence in self.sequences:
             if sequence.finish_reason is FinishReason.ERROR:
                 return EngineGenerateError(str(sequence.error), output)

@@ -30,7 +30,7 @@ class Request:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_token_ids: tuple[int, ...]
     params: SamplingParams | PoolingParams
     max_length: int
     stop_token_ids: tuple[int, ...] = ()

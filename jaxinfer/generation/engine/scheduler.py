@@ -1,7 +1,7 @@
 """What runs next: admits waiting sequences, gives them pages, and chooses each step's batch."""
 
-import bisect
 import itertools
+import operator
 from collections.abc import Iterator, Sized
 
 import numpy as np
@@ -14,6 +14,7 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.speculation import PassCosts, SpeculationControl
+from jaxinfer.generation.engine.waiting import WaitingQueue
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.lora.peft import Adapter
 
@@ -22,10 +23,13 @@ PRIORITY_WEIGHT = 64
 STEP_SECONDS = 0.01
 """How long a decode step of several passes may take, so that a new request need not wait long."""
 
+_order = operator.attrgetter("order")
 
-def queue_order(arrivals: Iterator[int], sequence: Sequence) -> int:
-    """The place in the queue of a sequence that has just arrived."""
-    return next(arrivals) + PRIORITY_WEIGHT * sequence.params.priority
+
+def queue_order(arrivals: Iterator[int], sequence: Sequence) -> tuple[int, int]:
+    """The place in the queue of a sequence that has just arrived; of two in one place the earlier comes first."""
+    arrival = next(arrivals)
+    return arrival + PRIORITY_WEIGHT * sequence.params.priority, arrival
 
 
 def check_context(request: Request, context: int) -> None:
@@ -60,12 +64,13 @@ class DecoderScheduler:
         costs: Costs,
     ):
         self.config, self.pages = config, pages
-        self.waiting: list[Allocation] = []
+        self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
         self.running: list[Allocation] = []
         self.preemptions = 0
         self._buckets, self._adapters = buckets, adapters
         self._allocator = Allocator(config, pages, adapters)
         self._allocations: dict[Sequence, Allocation] = {}  # of all that have not finished
+        self._requests: dict[str, dict[Sequence, Allocation]] = {}  # the same by request
         self._arrivals = itertools.count()
         self._costs = PassCosts(costs, config.num_speculative_tokens)
 
@@ -88,8 +93,9 @@ class DecoderScheduler:
             speculation=SpeculationControl(speculative) if speculative else None,
         )
         self._allocations[sequence] = allocation
+        self._requests.setdefault(sequence.request_id, {})[sequence] = allocation
         self._allocator.prefetch(sequence)
-        self._wait(allocation)
+        self.waiting.add(allocation)
 
     def allocation(self, sequence: Sequence) -> Allocation | None:
         """What a sequence has; None once it has left."""
@@ -155,7 +161,7 @@ class DecoderScheduler:
             if not allocation.running or allocation.prefilling or allocation.max_remaining <= 0:
                 continue  # preempted for another's sake; not there yet; or ended by the steps in flight
             while not self._allocator.extend(allocation, _length(allocation)):
-                victim = max(reversed(self.running), key=_order)  # of equals the later one, as in the order above
+                victim = max(self.running, key=_order)
                 self._preempt(victim)
                 if victim is allocation:
                     break
@@ -168,9 +174,11 @@ class DecoderScheduler:
 
     def _chunk_room(self) -> int:
         """How many chunks the step takes, so that the program for them is well filled."""
-        rests = [len(a.sequence.token_ids) - a.num_prefilled_tokens for a in self._prefilling()]
-        rests += [len(a.sequence.token_ids) for a in self.waiting[: self._allocator.free_slots]]
-        return self._buckets.full_chunks(sum(-(-rest // self.config.chunk_size) for rest in rests))
+        count = 0
+        for allocation in (*self._prefilling(), *itertools.islice(self.waiting, self._allocator.free_slots)):
+            rest = len(allocation.sequence.token_ids) - allocation.num_prefilled_tokens
+            count += -(-rest // self.config.chunk_size)
+        return self._buckets.full_chunks(count)
 
     def _chunks(self, allocation: Allocation, room: int) -> list[Chunk]:
         """The next chunks of a prompt, at most `room`."""
@@ -188,7 +196,7 @@ class DecoderScheduler:
                     start=start,
                     count=count,
                     last=last,
-                    pages=tuple(allocation.pages),
+                    pages=allocation.pages,
                     bitmask=bitmask,
                     error=error,
                 )
@@ -197,18 +205,18 @@ class DecoderScheduler:
 
     def _admit_next(self) -> Admission | Failure | None:
         """Let the first waiting sequence run; None if it has to wait, or none waits."""
-        if not self.waiting or not self._allocator.free_slots or self.waiting[0].max_in_flight:
+        allocation = self.waiting.first
+        if allocation is None or not self._allocator.free_slots or allocation.max_in_flight:
             return None
-        allocation = self.waiting[0]
         try:
             # A page for each that runs, so that none is preempted at once.
             running = len(self.running)
             admission = self._allocator.admit(allocation, spare=running, wait=not running)
         except Exception as error:  # its adapter cannot be read: only this request fails
-            del self.waiting[0], self._allocations[allocation.sequence]
+            self._remove(allocation)
             return Failure(allocation.sequence, str(error))
         if admission is not None:
-            del self.waiting[0]
+            self.waiting.remove(allocation)
             self.running.append(allocation)
         return admission
 
@@ -241,7 +249,7 @@ class DecoderScheduler:
         return DecodeRow(
             sequence=allocation.sequence,
             slot=allocation.slot,
-            pages=tuple(allocation.pages),
+            pages=allocation.pages,
             bitmask=bitmask,
             error=error,
             num_speculative_tokens=min(speculative, _speculative_tokens(allocation)),
@@ -289,10 +297,10 @@ class DecoderScheduler:
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Forget a request; its slots and pages are free at once. Returns its sequences that had not left yet."""
-        leaving = [a for a in (*self.waiting, *self.running) if a.sequence.request_id == request_id]
-        for allocation in leaving:
+        leaving = self._requests.get(request_id, {}).copy()
+        for allocation in leaving.values():
             self._remove(allocation)
-        return [allocation.sequence for allocation in leaving]
+        return list(leaving)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -304,20 +312,20 @@ class DecoderScheduler:
 
         Nothing is read but who is there and in which order: an interrupt may have come anywhere.
         """
-        allocations = sorted((a for a in self._allocations.values() if not a.sequence.finished), key=_order)
-        for allocation in allocations:
+        allocations = {s: allocation for s, allocation in self._allocations.items() if not s.finished}
+        waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
+        requests: dict[str, dict[Sequence, Allocation]] = {}
+        for sequence, allocation in allocations.items():
             allocation.reset()
-        self._allocations = {allocation.sequence: allocation for allocation in allocations}
-        self.waiting, self.running = allocations, []
+            waiting.add(allocation)
+            requests.setdefault(sequence.request_id, {})[sequence] = allocation
+        self.waiting, self.running, self._requests, self._allocations = waiting, [], requests, allocations
         self._allocator.reset()
 
     def _preempt(self, allocation: Allocation) -> None:
         self.preemptions += 1
         self._stop(allocation)
-        self._wait(allocation)
-
-    def _wait(self, allocation: Allocation) -> None:
-        bisect.insort(self.waiting, allocation, key=_order)
+        self.waiting.add(allocation)
 
     def _stop(self, allocation: Allocation) -> None:
         self.running.remove(allocation)
@@ -328,22 +336,25 @@ class DecoderScheduler:
             self._stop(allocation)
         else:
             self.waiting.remove(allocation)
-        del self._allocations[allocation.sequence]
+        sequence = allocation.sequence
+        siblings = self._requests[sequence.request_id]
+        del self._allocations[sequence], siblings[sequence]
+        if not siblings:
+            del self._requests[sequence.request_id]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, pages and queues fit together."""
         self._allocator.check_integrity(self.running)
         queued = [*self.waiting, *self.running]
-        assert self.waiting == sorted(self.waiting, key=_order)
+        assert len(queued) == len(self.waiting) + len(self.running)
+        assert list(self.waiting) == sorted(self.waiting, key=_order)
         assert not any(a.pages or a.running for a in self.waiting)
         assert all(a.running for a in self.running)
         assert not any(a.sequence.finished for a in queued)
         assert {a.sequence: a for a in queued} == self._allocations
-        assert len(queued) == len(self._allocations)
-
-
-def _order(allocation: Allocation) -> int:
-    return allocation.order
+        assert len(queued) == len(self._allocations) == sum(map(len, self._requests.values()))
+        assert all(self._requests[s.request_id][s] is a for s, a in self._allocations.items())
+        assert all(self._requests.values())
 
 
 def _length(allocation: Allocation) -> int:

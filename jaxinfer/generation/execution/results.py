@@ -28,21 +28,24 @@ def only_asked[T: PrefillOutput | DecodeOutput](batch: Batch, output: T) -> T:
 
 def read_prefill(batch: Batch, output: PrefillOutput, *, padded_chunks: int) -> list[SequenceOutput]:
     """What `prefill` found for each of `Batch.parts`; rows come after `padded_chunks` chunks."""
-    found = [_read_chunk(chunk, output, index) for index, chunk in enumerate(batch.chunks)]
+    tokens, produced = output.tokens.tolist(), output.produced.tolist()
+    found = [_read_chunk(chunk, output, index, tokens[index]) for index, chunk in enumerate(batch.chunks)]
     for index, row in enumerate(batch.rows, padded_chunks):
-        places = [(index,)] if output.produced[index] else []
-        found.append(SequenceOutput(**_new_tokens(row.sequence, output, places)))
+        new, places = ([tokens[index]], [(index,)]) if produced[index] else ([], [])
+        found.append(SequenceOutput(new, _logprobs(row.sequence, output.logprobs, places, new)))
     return found
 
 
-def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int) -> SequenceOutput:
+def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int, token: int) -> SequenceOutput:
     request = chunk.sequence.request
     if request.pooling:
         return SequenceOutput(embedding=np.asarray(output.pooled[index]))
+    new, places = ([token], [(index,)]) if chunk.chooses else ([], [])
     top = request.sampling.prompt_logprobs
     return SequenceOutput(
-        **_new_tokens(chunk.sequence, output, [(index,)] if chunk.chooses else []),
-        prompt_logprobs=None if top is None else _prompt_logprobs(chunk, output.prompt_logprobs, index, top),
+        new,
+        _logprobs(chunk.sequence, output.logprobs, places, new),
+        None if top is None else _prompt_logprobs(chunk, output.prompt_logprobs, index, top),
     )
 
 
@@ -55,25 +58,23 @@ def _prompt_logprobs(chunk: Chunk, found: Logprobs, index: int, top: int) -> lis
 
 def read_decode(batch: Batch, output: DecodeOutput) -> list[SequenceOutput]:
     """What `decode` found for each row."""
-    return [
-        SequenceOutput(
-            **_new_tokens(row.sequence, output, [(index, at) for at in range(output.produced[index])]),
-            num_draft_tokens=int(output.proposed[index]),
-            num_accepted_tokens=int(output.accepted[index]),
-        )
-        for index, row in enumerate(batch.rows)
-    ]
+    found = []
+    columns = (x.tolist() for x in (output.tokens, output.produced, output.proposed, output.accepted))
+    for index, (row, tokens, produced, proposed, accepted) in enumerate(zip(batch.rows, *columns, strict=False)):
+        tokens = tokens[:produced]
+        logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], tokens)
+        found.append(SequenceOutput(tokens, logprobs, num_draft_tokens=proposed, num_accepted_tokens=accepted))
+    return found
 
 
-def _new_tokens(
-    sequence: Sequence, output: PrefillOutput | DecodeOutput, places: list[tuple[int, ...]]
-) -> dict[str, Any]:
-    """The fields of `SequenceOutput` about new tokens, which are at these places of the results."""
-    tokens, top = [int(output.tokens[at]) for at in places], sequence.request.sampling.logprobs
+def _logprobs(
+    sequence: Sequence, logprobs: Logprobs, places: list[tuple[int, ...]], tokens: list[int]
+) -> list[TokenLogprob] | None:
+    """Those of new tokens, which are at these places of the results; None if they were not asked for."""
+    top = sequence.request.sampling.logprobs
     if top is None:
-        return {"token_ids": tokens}
-    logprobs = (_token_logprob(output.logprobs, at, token, top) for at, token in zip(places, tokens, strict=True))
-    return {"token_ids": tokens, "logprobs": list(logprobs)}
+        return None
+    return [_token_logprob(logprobs, at, token, top) for at, token in zip(places, tokens, strict=True)]
 
 
 def _token_logprob(logprobs: Logprobs, at: tuple[int, ...], token: int, count: int) -> TokenLogprob:

@@ -27,7 +27,7 @@ from jaxinfer import (
     StructuredOutputsParams,
 )
 from jaxinfer.generation.api import async_llm
-from jaxinfer.generation.engine import pending
+from jaxinfer.generation.engine import pending, view
 from jaxinfer.models.conversion import convert
 from tests.generation.api.test_embedding import GOLDEN
 from tests.generation.conftest import PAGE_BYTES, SMALL_PAGES
@@ -183,8 +183,8 @@ def test_pieces_of_text_and_the_whole(llm, start):
 
 def test_final_builds_no_other_output(served, monkeypatch):
     built = []
-    original = pending.request_output
-    monkeypatch.setattr(pending, "request_output", lambda s: built.append(s) or original(s))
+    original = view.RequestView.snapshot
+    monkeypatch.setattr(view.RequestView, "snapshot", lambda self: built.append(self) or original(self))
     asyncio.run(served.generate("a", LONG).final())
     assert len(built) == 1
     served.submit("a", LONG).result()
@@ -612,7 +612,9 @@ def test_a_full_inbox_holds_callers_up_in_their_order(llm, short_outputs, start,
     aborted, abort = [], llm.engine.abort
     monkeypatch.setattr(llm.engine, "abort", lambda request_id: aborted.append(request_id) or abort(request_id))
     added, arrive = [], llm.engine._outputs.arrive
-    monkeypatch.setattr(llm.engine._outputs, "arrive", lambda s: added.append(s.request.prompt_token_ids) or arrive(s))
+    monkeypatch.setattr(
+        llm.engine._outputs, "arrive", lambda s: added.append(list(s.request.prompt_token_ids)) or arrive(s)
+    )
     served = start(max_requests=2)
     accepted = [served.submit(prompt, SHORT) for prompt in prompts[:2]]
     assert gate.entered.wait(PATIENCE)

@@ -1,5 +1,6 @@
 """Vectors through the engine: of encoders as `transformers` finds them, of decoders as a pass without a cache does."""
 
+import itertools
 import pathlib
 
 import jax
@@ -138,12 +139,12 @@ def test_a_step_of_an_encoder_that_fails_ends_its_requests_alone(encoder, golden
 def test_batches_of_an_encoder():
     """In order, by priority, of one padded length, within the token budget."""
     config = EngineConfig(max_batch=4, context=64, token_budget=128)
-    scheduler = EncoderScheduler(config, EncoderBuckets.of(config))
+    scheduler, ids = EncoderScheduler(config, EncoderBuckets.of(config)), map(str, itertools.count())
 
     def add(length, priority=0):
         params = PoolingParams(priority=priority)
-        ids = [1] * length
-        request = Request(request_id="r", prompt=None, prompt_token_ids=ids, params=params, max_length=length)
+        prompt = (1,) * length
+        request = Request(request_id=next(ids), prompt=None, prompt_token_ids=prompt, params=params, max_length=length)
         (sequence,) = request.sequences()
         scheduler.add(sequence)
         return sequence

@@ -10,7 +10,7 @@ from scipy.special import log_softmax
 
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.api.build import build_engine
-from jaxinfer.generation.engine.output import request_output
+from jaxinfer.generation.engine.view import RequestView
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -86,7 +86,7 @@ def test_times_are_the_clocks(llm):
     (sequence,) = engine.prepare([1, 2, 3], GREEDY).sequences()
     for _ in engine.run([[sequence]]):
         pass
-    timings = request_output([sequence]).outputs[0].timings
+    timings = RequestView([sequence]).output().outputs[0].timings
     assert timings.first_token_s == int(timings.first_token_s) >= 1
     assert timings.first_token_s < timings.total_s == int(timings.total_s) < next(ticks)
 

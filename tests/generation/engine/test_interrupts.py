@@ -17,7 +17,7 @@ from jaxinfer.generation.params import SamplingParams
 
 PROMPTS = ["a cab had a bad cafe bead", "a cab had a bad cafe face", "deaf", [97, 98, 99] * 9]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True, n=2)
-SIZES = {"max_batch": 3, "page_size": 4, "chunk_size": 8, "token_budget": 16, "num_speculative_tokens": 2}
+SIZES = {"max_batch": 3, "page_size": 4, "chunk_size": 8, "token_budget": 16, "max_decode_passes": 1}
 ROOM = str(Path(engine_room.__file__).parent)
 
 
@@ -86,9 +86,8 @@ def test_an_interrupt_in_any_phase(llm, expected, monkeypatch, phase, before):
     for call in (1, 4):
         with monkeypatch.context() as patch:
             if phase == "restart":  # a second Ctrl-C, while the first one is cleaned up after
-                patch.setattr(
-                    llm.engine.scheduler, "commit", interrupting(lambda *_: None, Interrupt, call=2, before=True)
-                )
+                commit = interrupting(llm.engine.scheduler.commit, Interrupt, call=2, before=True)
+                patch.setattr(llm.engine.scheduler, "commit", commit)
                 call = 1
             owner, name = PHASES[phase](llm.engine)
             patch.setattr(owner, name, interrupting(getattr(owner, name), Interrupt, call=call, before=before))
@@ -183,8 +182,7 @@ def test_an_interrupted_step_fails_only_the_sequence_whose_results_were_being_wr
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["device", "disk"])
 def test_signals_at_random_times(model_dir, weights):
-    options = {**SIZES, "num_speculative_tokens": 0} if weights == "disk" else SIZES
-    llm, rng = LLM(model_dir, weights=weights, **options), random.Random(1)
+    llm, rng = LLM(model_dir, weights=weights, **SIZES), random.Random(1)
     expected = texts(llm)
 
     def interrupt(*_):

@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.engine.output import request_output
+from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
@@ -140,7 +140,7 @@ class Load:
             if siblings is None or sequence not in siblings:
                 continue  # it was in flight when it ended
             if sequence in self.texts:
-                text = request_output([sequence]).outputs[0].text
+                text = RequestView([sequence]).output().outputs[0].text
                 assert text.startswith(self.texts[sequence])
                 self.texts[sequence] = text
             if sequence.finished:

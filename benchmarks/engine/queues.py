@@ -1,0 +1,356 @@
+"""What the host does for many requests at once: CPU time of the engine itself, with a device that answers at once."""
+
+import asyncio
+import functools
+import gc
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import numpy as np
+
+from benchmarks.engine.settings import Settings
+from benchmarks.report import Report
+from jaxinfer import PoolingParams, SamplingParams
+from jaxinfer.compiled import Costs, Program, ProgramCache
+from jaxinfer.generation.api.embedding import embed
+from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
+from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.driver import Driver, EngineDeadError
+from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
+from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.engine.input import InputProcessor
+from jaxinfer.generation.engine.page_pool import PagePool
+from jaxinfer.generation.engine.pending import OutputReader, PendingRequest
+from jaxinfer.generation.engine.protocols import Executor, InFlightStep
+from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.engine.scheduler import DecoderScheduler
+from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.packing import Packer
+from jaxinfer.generation.execution.programs.decode import DecodeOutput
+from jaxinfer.generation.execution.programs.prefill import PrefillOutput
+from jaxinfer.generation.execution.results import read_decode, read_prefill
+from jaxinfer.generation.text import Tokenizer
+from jaxinfer.models import DecoderConfig, WeightFormat
+from jaxinfer.models.description import Description
+
+STREAMS, PROMPT, STEPS = 256, 32_000, 64
+FEW, MANY = 2_000, 20_000
+ROUNDS = 5
+VOCAB = 256  # of prompts: every model has as many
+TOKEN = 200  # what the device always answers
+VECTOR = np.ones(8, np.float32)
+
+
+class InstantExecutor:
+    """The device side of an engine without a device: an answer is there as soon as it is asked for.
+
+    Attributes:
+      open: while it is not set, a launch waits.
+      launches: how many sequences each step decodes, and the CPU time that the engine's thread had taken before it.
+    """
+
+    depth = 1
+    workspace_bytes = 0
+
+    def __init__(self, costs: Costs):
+        self.programs: ProgramCache[Any] = ProgramCache([])
+        self.costs = costs
+        self.open = threading.Event()
+        self.open.set()
+        self.launches: list[tuple[int, float]] = []
+
+    def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
+        """There is nothing to compile."""
+        return 0
+
+    def launch(self, batch: Batch) -> InFlightStep:
+        """Do what the host does to send a batch."""
+        self.open.wait()
+        self.launches.append((len(batch.rows), time.thread_time()))
+        return InFlightStep(batch, cast(Program, None), self._answer(batch), 0.0)
+
+    def _answer(self, batch: Batch) -> Any:
+        raise NotImplementedError
+
+    def collect(self, step: InFlightStep) -> StepOutput:
+        """The answer."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """There is nothing on the device."""
+
+
+class InstantDecoder(InstantExecutor):
+    """Packs batches and reads results as the executor of a decoder does."""
+
+    def __init__(self, layout: DeviceLayout, buckets: Buckets, costs: Costs):
+        super().__init__(costs)
+        self._packer = Packer(layout, buckets, ())
+
+    def _answer(self, batch: Batch) -> Any:
+        packer, buckets = self._packer, self._packer.buckets
+        if batch.copies:
+            packer.copies(batch.copies)
+        if batch.admissions:
+            packer.admissions(batch.admissions)
+        width = packer.page_table_width(batch)
+        nothing: Any = None
+        if not batch.chunks:
+            size = round_up(len(batch.rows), buckets.decode_rows)
+            packer.rows(batch.rows, size, width)
+            packer.bitmask(batch.rows, size)
+            packer.speculation_limits(batch.rows, size)
+            tokens: Any = np.full((size, 1), TOKEN)
+            counts: Any = np.zeros(size, np.int32)
+            return DecodeOutput(tokens, counts + 1, nothing, counts, counts, nothing)
+        count, size = round_up(len(batch.chunks), buckets.chunks), round_up(len(batch.rows), buckets.prefill_rows)
+        packer.chunks(batch.chunks, count, width)
+        packer.rows(batch.rows, size, width)
+        packer.bitmask(batch.parts, count + size)
+        tokens = np.full(count + size, TOKEN)
+        return PrefillOutput(tokens, tokens > 0, nothing, nothing, nothing), count
+
+    def collect(self, step: InFlightStep) -> StepOutput:
+        """The same token for every row."""
+        if isinstance(step.output, DecodeOutput):
+            return StepOutput(outputs=read_decode(step.batch, step.output))
+        output, count = step.output
+        return StepOutput(outputs=read_prefill(step.batch, output, padded_chunks=count))
+
+
+class InstantEncoder(InstantExecutor):
+    """The same vector for every text."""
+
+    def _answer(self, batch: Batch) -> Any:
+        return [SequenceOutput(embedding=VECTOR)] * len(batch.chunks)
+
+    def collect(self, step: InFlightStep) -> StepOutput:
+        return StepOutput(outputs=step.output)
+
+
+def decoder_engine(folder: Path, *, num_pages: int, **config: Any) -> Engine:
+    """An engine with the tokenizer of a model directory, and a device of its shapes that answers at once."""
+    description = Description.read(folder)
+    assert isinstance(description.config, DecoderConfig)
+    engine = EngineConfig(max_decode_passes=1, **config)
+    buckets, costs = Buckets.of(engine), Costs.fixed({})
+    layout = DeviceLayout(description.config, WeightFormat(), engine, num_pages=num_pages, platform="cpu")
+    scheduler = DecoderScheduler(engine, buckets, PagePool(num_pages, engine.page_size), costs=costs)
+    executor = InstantDecoder(layout, buckets, costs)
+    return make_engine(engine, folder, description.config.vocab, scheduler, executor, generates=True)
+
+
+def encoder_engine(folder: Path) -> Engine:
+    """The same of an encoder."""
+    engine = EngineConfig(max_batch=32, context=512, token_budget=4096)
+    scheduler = EncoderScheduler(engine, EncoderBuckets.of(engine))
+    return make_engine(engine, folder, VOCAB, scheduler, InstantEncoder(Costs.fixed({})), generates=False)
+
+
+def make_engine(
+    config: EngineConfig, folder: Path, vocab: int, scheduler: Any, executor: Executor, *, generates: bool
+) -> Engine:
+    """An engine of these parts."""
+    inputs = InputProcessor(
+        vocab=vocab, eos_ids=(), context=config.context, tokenizer=Tokenizer.of(folder), generates=generates
+    )
+    return Engine(config, inputs, scheduler, executor)
+
+
+# Many streams
+
+
+async def read(pending: PendingRequest) -> None:
+    """Make all outputs of a request that its task finds."""
+    assert pending.reader is not None
+    while not pending.future.done():
+        await pending.reader.wait()
+        if pending.reader.newest is not None:
+            pending.reader.newest.output()
+
+
+def host_ms(folder: Path, *, streams: int, prompt: int, steps: int) -> list[float]:
+    """Milliseconds of CPU time that the engine's thread takes for each step in which all streams grow by a token."""
+    config = {"max_batch": streams, "context": prompt + steps, "chunk_size": prompt, "token_budget": streams * prompt}
+    engine = decoder_engine(folder, num_pages=streams * (-(-(prompt + steps) // 16)), **config)
+    random, params = Random(0), SamplingParams(max_tokens=steps)
+    requests = [engine.prepare(random.choices(range(1, VOCAB), k=prompt), params) for _ in range(streams)]
+    driver = Driver(engine, max_requests=streams)
+
+    async def main() -> None:
+        pending = [PendingRequest(r.sequences(), owner=driver, reader=OutputReader()) for r in requests]
+        for request in pending:
+            assert request.reader is not None
+            request.reader.attach()
+            driver.submit(request)
+        await asyncio.gather(*map(read, pending))
+
+    asyncio.run(main())
+    driver.close()
+    launches = cast(InstantExecutor, engine.executor).launches
+    together = [seconds for rows, seconds in launches if rows == streams]
+    return [1e3 * (after - before) for before, after in itertools.pairwise(together)]
+
+
+# Many requests
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    random = Random(0)
+    return [random.choices(range(1, VOCAB), k=random.randint(4, 40)) for _ in range(count)]
+
+
+def small_engine(folder: Path) -> Engine:
+    return decoder_engine(folder, num_pages=4096, max_batch=64, context=512)
+
+
+def pending_of(engine: Engine, count: int, **options: Any) -> list[PendingRequest]:
+    params = SamplingParams(max_tokens=400)
+    return [PendingRequest(engine.prepare(p, params).sequences(), owner=engine, **options) for p in prompts_of(count)]
+
+
+def submit_all(driver: Driver, engine: Engine, pending: list[PendingRequest]) -> None:
+    """Have all requests come during one step."""
+    is_open = cast(InstantExecutor, engine.executor).open
+    is_open.clear()
+    for request in pending:
+        driver.submit(request)
+    is_open.set()
+
+
+def embed_texts(folder: Path, count: int) -> Callable[[], object]:
+    """`Embedder.embed` of many texts."""
+    engine, texts = encoder_engine(folder), prompts_of(count)
+    return lambda: embed(engine, texts, size=len(VECTOR))
+
+
+def embed_in_line(folder: Path, count: int) -> Callable[[], object]:
+    """`AsyncLLM.embed` of many texts, most of which stand in line at first."""
+    engine = encoder_engine(folder)
+    requests = [engine.prepare(prompt, PoolingParams()) for prompt in prompts_of(count)]
+
+    async def main() -> None:
+        driver = Driver(engine, max_requests=1024)
+        pending = [PendingRequest(r.sequences(), owner=driver, reader=OutputReader()) for r in requests]
+        for request in pending:
+            assert request.reader is not None
+            request.reader.attach()
+            driver.submit(request)
+        for request in pending:
+            await request.wait()
+        driver.close()
+
+    return lambda: asyncio.run(main())
+
+
+def generate_texts(folder: Path, count: int) -> Callable[[], object]:
+    """`LLM.generate` for many prompts."""
+    engine = small_engine(folder)
+    requests = [engine.prepare(prompt, SamplingParams(max_tokens=2)) for prompt in prompts_of(count)]
+
+    def run() -> None:
+        for _ in engine.run([request.sequences() for request in requests]):
+            pass
+
+    return run
+
+
+def abort_queued(folder: Path, count: int) -> Callable[[], object]:
+    """Many requests are queued, and then given up in another order."""
+    engine = small_engine(folder)
+    requests = [engine.prepare(prompt, SamplingParams(max_tokens=400)) for prompt in prompts_of(count)]
+
+    def run() -> None:
+        for request in requests:
+            engine.add(request.sequences())
+        engine.step()
+        for request in Random(1).sample(requests, len(requests)):
+            engine.abort(request.request_id)
+        engine.drain()
+
+    return run
+
+
+def cancel_pending(folder: Path, count: int) -> Callable[[], object]:
+    """Many callers give their requests up."""
+    engine = small_engine(folder)
+    pending, driver = pending_of(engine, count), Driver(engine, max_requests=count)
+
+    def run() -> None:
+        submit_all(driver, engine, pending)
+        for request in Random(1).sample(pending, len(pending)):
+            request.future.cancel()
+        driver.close(finish=True)
+
+    return run
+
+
+def close_with_pending(folder: Path, count: int) -> Callable[[], object]:
+    """A model is closed while many requests are queued."""
+    engine = small_engine(folder)
+    pending, driver = pending_of(engine, count), Driver(engine, max_requests=count)
+
+    def run() -> None:
+        submit_all(driver, engine, pending)
+        driver.close()
+        assert all(isinstance(request.future.exception(), EngineDeadError) for request in pending)
+
+    return run
+
+
+CASES = (embed_texts, embed_in_line, generate_texts, abort_queued, cancel_pending, close_with_pending)
+
+
+def cpu_seconds(run: Callable[[], object], *, collector: bool) -> float:
+    """CPU time of all threads.
+
+    Python's garbage collector goes through all objects of the process now and then: through more for each item where
+    more items live at once. So queues are compared without it (`collector`).
+    """
+    gc.collect()
+    if not collector:
+        gc.disable()
+    try:
+        start = time.process_time()
+        run()
+        return time.process_time() - start
+    finally:
+        gc.enable()
+
+
+def microseconds_an_item(
+    make: Callable[[int], Callable[[], object]], rounds: int, *, collector: bool
+) -> dict[int, float]:
+    """CPU time of an item, for each count of them: the median of some rounds, in turns."""
+    times: dict[int, list[float]] = {FEW: [], MANY: []}
+    for _ in range(rounds):
+        for count, found in times.items():
+            found.append(1e6 * cpu_seconds(make(count), collector=collector) / count)
+    return {count: statistics.median(found) for count, found in times.items()}
+
+
+def queues(report: Report, settings: Settings) -> None:
+    ratios = []
+    for case in CASES:
+        make = functools.partial(case, settings.demo)
+        for collector, rounds in ((True, 1), (False, 3 if settings.quick else ROUNDS)):
+            times = microseconds_an_item(make, rounds, collector=collector)
+            ratio, shown = times[MANY] / times[FEW], {f"us_at_{n}": round(value, 1) for n, value in times.items()}
+            report.row(figure="queue", case=case.__name__, collector=collector, **shown, ratio=round(ratio, 3))
+        ratios.append(ratio)
+    report.check("queues_linear", max(ratios), "x", target=1.2, better="lower")
+    times = host_ms(settings.demo, streams=STREAMS, prompt=PROMPT, steps=STEPS)
+    report.row(figure="host work", streams=STREAMS, prompt=PROMPT, steps=len(times), p90_ms=round(quantile(times), 2))
+    report.check("host_ms_256_streams", statistics.median(times), "ms", target=5.0, better="lower")
+
+
+def quantile(values: list[float]) -> float:
+    """The ninth tenth."""
+    return statistics.quantiles(values, n=10)[-1]
