@@ -67,6 +67,7 @@ class Writer:
 
     def add_file(self, name: str, content: bytes | pathlib.Path) -> None:
         """Store a file at the top of the directory: its bytes, or a path to copy from."""
+        inside(self._state, name)
         self._files[name] = content
 
     def _flush(self) -> None:
@@ -93,9 +94,9 @@ class Writer:
         (self._state / "commit_success.txt").unlink(missing_ok=True)  # contains a path of this machine
         for name, content in self._files.items():
             if isinstance(content, bytes):
-                inside(self._state, name).write_bytes(content)
+                (self._state / name).write_bytes(content)
             else:
-                shutil.copyfile(content, inside(self._state, name))
+                shutil.copyfile(content, self._state / name)
         write_manifest(self._state, self._leaves)
         self._state.rename(self.path)
 

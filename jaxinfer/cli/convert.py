@@ -50,7 +50,7 @@ def convert(
         )
         if layout == "streaming":
             from jaxinfer.models.loading import open_model
-            from jaxinfer.streaming.model import write_layer_files
+            from jaxinfer.streaming.files import write_layer_files
 
             task = bar.add_task("writing layers", total=None)
             write_layer_files(

@@ -297,12 +297,8 @@ def test_names_of_files_do_not_lead_out_of_the_directory(damaged, name):
     (damaged / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(CheckpointError, match=rf"names a file '{name}', which is not in it"):
         checkpoints.load(damaged)
-    with (
-        pytest.raises(CheckpointError, match=rf"names a file '{name}', which is not in it"),
-        Writer(damaged.parent / "other") as writer,
-    ):
-        writer.add("a.scale", np.ones(3, np.float32), ("norm",))
-        writer.add_file(name, b"")
+    with pytest.raises(CheckpointError, match=rf"names a file '{name}', which is not in it"):
+        Writer(damaged.parent / "other").add_file(name, b"")
     assert (damaged.parent / "outside").read_text() == ""
 
 

@@ -141,7 +141,7 @@ def place_model(
                 f"{name}={value} needs all weights on the devices, and weights={memory.weights!r} streams them: "
                 f"leave it {only}."
             )
-    model = stream_model(opened, placement)
+    model = stream_model(opened, placement, memory.layer_files)
     if isinstance(opened.config, DecoderConfig):  # the host drives each pass through the layers: a step is one pass
         config = dataclasses.replace(config, max_decode_passes=1)
     return model, config
