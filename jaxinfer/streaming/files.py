@@ -6,7 +6,8 @@ import logging
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,7 +72,7 @@ def write_layer_files(
         len(parts),
         lambda index: read_leaves(opened, parts[index]),
         total_bytes=sum(opened.shapes[name].bytes for part in parts for name in part),
-        about=_about(opened),
+        about=f"{opened.folder.resolve()}: {describe_format(opened)}",
         progress=progress,
     )
     return folder
@@ -116,10 +117,10 @@ def _parts(opened: OpenedModel, whole: bool) -> list[dict[str, jax.ShapeDtypeStr
     ]
 
 
-def _about(opened: OpenedModel) -> str:
-    """What the files are of, for people."""
-    mesh = "" if opened.mesh is None else "".join(f", {axis}={n}" for axis, n in opened.mesh.shape.items() if n > 1)
-    return f"{opened.folder.resolve()}: {opened.weights.quantized or opened.weights.dtype.name}{mesh}"
+def describe_format(opened: OpenedModel) -> str:
+    """What the files are made for, such as "bfloat16, int8, tensor=2": the options of a run that reads them."""
+    mesh = [] if opened.mesh is None else [f"{axis}={n}" for axis, n in opened.mesh.shape.items() if n > 1]
+    return ", ".join([opened.weights.dtype.name, *filter(None, [opened.weights.quantized]), *mesh])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,11 +178,9 @@ def _matching(base: pathlib.Path, pattern: re.Pattern[str]) -> list[pathlib.Path
 
 def _bytes(folder: pathlib.Path) -> int:
     """Bytes of the files in a folder; those that are deleted meanwhile are left out."""
-    return sum(_sizes(folder))
-
-
-def _sizes(folder: pathlib.Path) -> Iterator[int]:
+    total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
-            yield status.st_size
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
