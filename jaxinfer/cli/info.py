@@ -120,7 +120,8 @@ def _layer_files(directory: Path) -> str:
 
     found = find_layer_folders(directory)
     size = decimal(sum(folder.bytes for folder in found))
-    return f"{len(found)} folders of {size}; see jaxinfer cache {directory}" if found else ""
+    plural = "s" if len(found) > 1 else ""
+    return f"{len(found)} folder{plural} of {size}; see jaxinfer cache {directory}" if found else ""
 
 
 def _print_costs(config: "ModelConfig") -> None:

@@ -37,7 +37,7 @@ def test_contents_of_a_model(model):
     assert rows["tokenizer"] == "no: token ids only"
     assert "layer files" not in rows
     write_layer_files(open_model(model))
-    assert _rows(model)["layer files"].startswith("1 folders of ")
+    assert _rows(model)["layer files"].startswith("1 folder of ")
     remove_layer_folders(model)
 
 
