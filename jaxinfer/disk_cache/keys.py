@@ -190,11 +190,12 @@ def check_not_replaced() -> None:
 
 def _functions() -> Iterator[tuple[str, FunctionType]]:
     """Every function in a module of our packages, or in a class of it, by name."""
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]:
+    modules = list(sys.modules.items())  # other threads may import
+    for module in [module for name, module in modules if name.partition(".")[0] in PACKAGES]:
         for name, value in list(vars(module).items()):
             found = [(name, value)]
             if isinstance(value, type) and value.__module__ == module.__name__:
-                found = [(f"{name}.{attribute}", method) for attribute, method in vars(value).items()]
+                found = [(f"{name}.{attribute}", method) for attribute, method in list(vars(value).items())]
             for where, function in found:
                 if not callable(function := getattr(function, "__func__", function)):
                     continue
