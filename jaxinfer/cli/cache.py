@@ -52,7 +52,7 @@ def _layer_files(directory: Path, clear: bool) -> None:
     from rich.filesize import decimal
     from rich.table import Table
 
-    from jaxinfer.streaming.files import find_layer_folders, remove_layer_folders
+    from jaxinfer.streaming.layer_folders import find_layer_folders, remove_layer_folders
 
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such directory; name a model directory, or one with files of layers.")

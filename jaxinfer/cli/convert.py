@@ -105,7 +105,7 @@ class _Run:
         from jaxinfer.models.description import Description
         from jaxinfer.models.devices import default_dtype
         from jaxinfer.models.loading import open_model
-        from jaxinfer.streaming.files import describe_format, write_layer_files
+        from jaxinfer.streaming.layer_folders import describe_format, write_layer_files
 
         dtype = dtype or default_dtype(None) or Description.read(model).dtype
         opened = open_model(model, mesh=self.mesh, rules=self.rules, dtype=dtype)

@@ -116,7 +116,7 @@ def _tokenizer(directory: Path) -> str:
 def _layer_files(directory: Path) -> str:
     from rich.filesize import decimal
 
-    from jaxinfer.streaming.files import find_layer_folders
+    from jaxinfer.streaming.layer_folders import find_layer_folders
 
     found = find_layer_folders(directory)
     size = decimal(sum(folder.bytes for folder in found))

@@ -10,7 +10,7 @@ from checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, Ti
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.streaming.config import Placement, Tier
-from jaxinfer.streaming.files import layer_leaves, open_layer_files, read_leaves
+from jaxinfer.streaming.layer_folders import layer_leaves, open_layer_files, read_leaves
 
 M_MMAP_THRESHOLD = -3
 """From glibc's malloc.h."""

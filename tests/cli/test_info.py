@@ -8,7 +8,7 @@ from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import load_model, open_model
-from jaxinfer.streaming.files import remove_layer_folders, write_layer_files
+from jaxinfer.streaming.layer_folders import remove_layer_folders, write_layer_files
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 

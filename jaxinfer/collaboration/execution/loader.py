@@ -26,7 +26,7 @@ from jaxinfer.collaboration.execution.kinds import ExpertKind
 from jaxinfer.collaboration.scheduling.request import Eviction, Load
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.loading import OpenedModel
-from jaxinfer.streaming.files import open_layer_files, write_layer_files
+from jaxinfer.streaming.layer_folders import open_layer_files, write_layer_files
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import pytest
 from checkpoints import CheckpointError
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import open_model
-from jaxinfer.streaming import files
-from jaxinfer.streaming.files import (
+from jaxinfer.streaming import layer_folders
+from jaxinfer.streaming.layer_folders import (
     find_layer_folders,
     layer_folder,
     layer_leaves,
@@ -56,13 +56,13 @@ def test_another_content_is_another_revision():
             for shard in array.addressable_shards:
                 total = crc32c.crc32c(np.asarray(shard.data).tobytes(), total)
         found[name] = total
-    assert found == REVISED[files.REVISION]
+    assert found == REVISED[layer_folders.REVISION]
 
 
 def test_each_format_has_a_folder_of_its_own(model, monkeypatch):
     found = {layer_folder(open_model(model, **options)) for options in FORMATS.values()}
     found.add(layer_folder(open_model(model), whole=True))
-    monkeypatch.setattr(files, "REVISION", files.REVISION + 1)
+    monkeypatch.setattr(layer_folders, "REVISION", layer_folders.REVISION + 1)
     found.add(layer_folder(open_model(model)))
     assert len(found) == len(FORMATS) + 2
     assert {path.parent for path in found} == {model}
