@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.errors import CheckpointError
+from checkpoints.paths import inside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONVERT_PICKLE = (
@@ -98,7 +99,7 @@ def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
         except msgspec.ValidationError as error:
             raise CheckpointError(f"{path / INDEX}: weight_map: {error}; fetch it again.") from error
         for name, file in weight_map.items():
-            shards.setdefault(path / file, set()).add(name)
+            shards.setdefault(inside(path, file), set()).add(name)
         if missing := sorted(file.name for file in shards if not file.is_file()):
             raise CheckpointError(f"{path}: {INDEX} names files that are missing: {', '.join(missing)}; fetch them.")
         return shards

@@ -2,19 +2,22 @@
 
 FOLDER/layer-00000.bin   the layer's leaves, fitted and quantised; each device's slice of a leaf is contiguous, and
                          begins at a multiple of 4 KiB, which `O_DIRECT` needs and JAX takes without a copy on a CPU
-FOLDER/layers.json       what is where, and a crc32c of every 8 MiB; written last
+FOLDER/layers.json       what is where, a crc32c of every 8 MiB, and one of all this; written last
 
 Orbax's files are unaligned and compressed in parts: reading a layer of them takes a core and half the disk's speed.
 """
 
 import dataclasses
 import errno
+import itertools
+import math
 import mmap
 import os
 import pathlib
 import shutil
+import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import crc32c
@@ -24,9 +27,10 @@ import msgspec
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.paths import inside
 from checkpoints.writing import sole_owner
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "layers.json"
 ALIGNMENT = 4096
 BLOCK_BYTES = 8 << 20
@@ -68,11 +72,23 @@ class StoredLayer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayersManifest:
-    """The content of `layers.json`."""
+    """The content of `layers.json`.
+
+    Attributes:
+      about: what the files are of, for people.
+      block_bytes: what is read at once.
+      checksum: the crc32c of all other fields, as `encoded` has them.
+    """
 
     format: int
+    about: str
     block_bytes: int
     layers: tuple[StoredLayer, ...]
+    checksum: int = 0
+
+    def encoded(self) -> bytes:
+        """All but the checksum, as JSON."""
+        return msgspec.json.encode(dataclasses.replace(self, checksum=0))
 
 
 class LayerFiles:
@@ -95,10 +111,26 @@ class LayerFiles:
         manifest = _read_manifest(folder)
         self.layers, self._block_bytes = manifest.layers, manifest.block_bytes
         for index, layer in enumerate(self.layers):
-            file = folder / layer.file
-            if not file.is_file() or file.stat().st_size != layer.bytes:
-                found = f"has {file.stat().st_size} bytes instead of {layer.bytes}" if file.is_file() else "is missing"
-                raise CheckpointError(f"layer {index}: {file} {found}; remove {folder}, and it is written again.")
+            if problem := _problem(inside(folder, layer.file), layer.bytes):
+                raise CheckpointError(f"layer {index}: {problem}; {self._remedy}.")
+
+    @property
+    def _remedy(self) -> str:
+        return f"remove {self.folder}, and it is written again"
+
+    def check(self, layers: Sequence[Mapping[str, jax.ShapeDtypeStruct]]) -> None:
+        """Raise CheckpointError unless these are the leaves of the layers, in this order and divided so."""
+        if len(layers) != len(self.layers):
+            raise CheckpointError(
+                f"{self.folder}: has {len(self.layers)} layers, and the model has {len(layers)}; {self._remedy}."
+            )
+        for index, (wanted, layer) in enumerate(zip(layers, self.layers, strict=True)):
+            stored = [(leaf.name, leaf.dtype, leaf.shape, _ends(leaf, layer)) for leaf in layer.leaves]
+            expected = [(name, x.dtype.name, x.shape, _divided(x)) for name, x in wanted.items()]
+            if stored != expected:
+                found = next((a for a, b in itertools.zip_longest(stored, expected) if a != b), None)
+                what = "lacks a leaf" if found is None else f"{found[0]} {found[1]}{list(found[2])} is not the model's"
+                raise CheckpointError(f"layer {index}: {self.folder / layer.file}: {what}; {self._remedy}.")
 
     @property
     def largest(self) -> int:
@@ -128,7 +160,7 @@ class LayerFiles:
                 continue
             if crc32c.crc32c(part) == wanted:
                 return
-            problem = f"is damaged: its crc32c differs; remove {self.folder}, and it is written again"
+            problem = f"is damaged: its crc32c differs; {self._remedy}"
         where = f"layer {layer}: {self.folder / stored.file}, bytes {offset} to {offset + len(part)}"
         raise CheckpointError(f"{where}: {problem}.")
 
@@ -141,6 +173,31 @@ class LayerFiles:
             return buffer[part.offset : part.offset + size].view(dtype).reshape(part.shape)
 
         return [{part.start: view(leaf, part) for part in leaf.slices} for leaf in self.layers[layer].leaves]
+
+
+def _problem(file: pathlib.Path, size: int) -> str | None:
+    """Why this cannot be a file of so many bytes that `write_layers` wrote."""
+    try:
+        status = file.lstat()
+    except FileNotFoundError:
+        return f"{file} is missing"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{file} is not a file"
+    return None if status.st_size == size else f"{file} has {status.st_size} bytes instead of {size}"
+
+
+def _ends(leaf: StoredLeaf, layer: StoredLayer) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Where the slices of a leaf that are in the file begin in the leaf, and their shapes."""
+    item = np.dtype(leaf.dtype).itemsize
+    fit = [0 <= s.offset <= layer.bytes - math.prod(s.shape) * item and not s.offset % ALIGNMENT for s in leaf.slices]
+    return {(part.start, part.shape) for part, fits in zip(leaf.slices, fit, strict=True) if fits}
+
+
+def _divided(array: jax.ShapeDtypeStruct) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Where the parts of an array on its devices begin, and their shapes."""
+    assert array.sharding is not None, "leaves are placed"
+    shape = array.sharding.shard_shape(array.shape)
+    return {(slice_start(part), shape) for part in array.sharding.addressable_devices_indices_map(array.shape).values()}
 
 
 def read_direct(
@@ -215,6 +272,7 @@ def write_layers(
     read: Callable[[int], Mapping[str, jax.Array]],
     *,
     total_bytes: int,
+    about: str = "",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Make a folder of layer files, unless it is there; one process writes, others that want the same wait.
@@ -225,6 +283,7 @@ def write_layers(
       layers: how many.
       read: the leaves of a layer, placed as they will be used, in the order in which they will be wanted.
       total_bytes: about how many bytes there will be.
+      about: what they are of, for people.
       progress: called with the layers written and their number.
     Raises CheckpointError if the disk is full.
     """
@@ -243,12 +302,15 @@ def write_layers(
             for index in range(layers):
                 stored.append(_write_layer(made, f"layer-{index:05}.bin", read(index)))
                 progress(index + 1, layers)
-            manifest = LayersManifest(format=FORMAT, block_bytes=BLOCK_BYTES, layers=tuple(stored))
+            manifest = LayersManifest(format=FORMAT, about=about, block_bytes=BLOCK_BYTES, layers=tuple(stored))
+            manifest = dataclasses.replace(manifest, checksum=crc32c.crc32c(manifest.encoded()))
             _write(made / MANIFEST, msgspec.json.encode(manifest))
             made.rename(folder)
     except OSError as error:
-        remedy = "make room, or have the model directory where there is" if error.errno == errno.ENOSPC else "see to it"
-        raise CheckpointError(f"{folder}: cannot be written ({error.strerror or error}); {remedy}.") from error
+        remedy = "make room, or " if error.errno == errno.ENOSPC else ""
+        raise CheckpointError(
+            f"{folder}: cannot be written ({error.strerror or error}); {remedy}name another folder by layer_files."
+        ) from error
 
 
 def _write_layer(folder: pathlib.Path, name: str, leaves: Mapping[str, jax.Array]) -> StoredLayer:
@@ -289,7 +351,7 @@ def _slices(leaf: str, array: jax.Array) -> Iterator[tuple[str, tuple[int, ...],
 
 def _write(file: pathlib.Path, content: bytes | memoryview) -> None:
     """Write a file to the disk itself, and keep nothing of it in the page cache."""
-    with file.open("wb", buffering=0) as opened:
+    with file.open("xb", buffering=0) as opened:
         done = 0
         while done < len(content):
             done += opened.write(content[done:])
@@ -297,14 +359,30 @@ def _write(file: pathlib.Path, content: bytes | memoryview) -> None:
         _drop_pages(opened.fileno(), 0, 0)
 
 
+def describe_layers(folder: pathlib.Path) -> str:
+    """What the files in a folder are of. Raises CheckpointError for a folder that `LayerFiles` would not take."""
+    return _read_manifest(folder).about
+
+
+class _Format(msgspec.Struct):
+    """What every version of `layers.json` has."""
+
+    format: int
+
+
 def _read_manifest(folder: pathlib.Path) -> LayersManifest:
     file = folder / MANIFEST
     try:
-        manifest = msgspec.json.decode(file.read_bytes(), type=LayersManifest)
-    except (OSError, msgspec.DecodeError) as error:
+        content = file.read_bytes()
+        if (found := msgspec.json.decode(content, type=_Format).format) != FORMAT:
+            raise CheckpointError(
+                f"{file}: format={found} is not known to this version (it reads {FORMAT}); remove {folder}."
+            )
+        manifest = msgspec.json.decode(content, type=LayersManifest)
+    except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{file}: damaged ({error}); remove {folder}, and it is written again.") from error
-    if manifest.format != FORMAT:
-        raise CheckpointError(
-            f"{file}: format={manifest.format} is not known to this version (it reads {FORMAT}); remove {folder}."
-        )
+    blocks = manifest.block_bytes
+    sound = blocks > 0 and not blocks % ALIGNMENT and manifest.checksum == crc32c.crc32c(manifest.encoded())
+    if not sound or any(len(layer.crc32c) != -(-layer.bytes // blocks) for layer in manifest.layers):
+        raise CheckpointError(f"{file}: damaged (its checksum differs); remove {folder}, and it is written again.")
     return manifest

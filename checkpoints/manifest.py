@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.paths import inside
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -99,7 +100,7 @@ def verify_files(path: str | os.PathLike[str], progress: Callable[[int], None] =
     """Check the sha256 of every file; the error names all that differ. `progress` receives the bytes just read."""
     path = pathlib.Path(path)
     manifest = read_manifest(path)
-    wrong = [name for name, file in manifest.files.items() if _sha256(path / name, progress) != file.sha256]
+    wrong = [name for name, file in manifest.files.items() if _sha256(inside(path, name), progress) != file.sha256]
     if wrong:
         raise CheckpointError(f"{path}: sha256 differs from {MANIFEST}: {', '.join(wrong)}; copy or convert again.")
     return manifest
@@ -108,9 +109,9 @@ def verify_files(path: str | os.PathLike[str], progress: Callable[[int], None] =
 def _check_sizes(path: pathlib.Path, manifest: Manifest) -> None:
     problems = []
     for name, file in manifest.files.items():
-        if not (path / name).is_file():
+        if not (found := inside(path, name)).is_file():
             problems.append(f"{name} is missing")
-        elif (size := (path / name).stat().st_size) != file.size:
+        elif (size := found.stat().st_size) != file.size:
             problems.append(f"{name} has {size} bytes instead of {file.size}")
     if problems:
         raise CheckpointError(f"{path}: differs from {MANIFEST}: {'; '.join(problems)}; copy or convert again.")

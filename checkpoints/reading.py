@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from checkpoints.errors import CheckpointError
-from checkpoints.manifest import Leaf, read_manifest
+from checkpoints.manifest import MANIFEST, Leaf, read_manifest
 from sharding import ShardingRules
 
 GROUP_BYTES = 128 << 20  # read at once: bounds host memory, and is enough to keep the disk busy
@@ -56,17 +56,18 @@ def stream(
         sharding = _place(name, leaf.axes, shape, mesh, rules or ShardingRules())
         targets[name] = jax.ShapeDtypeStruct(shape, _target_dtype(name, leaf, dtype), sharding=sharding)
     for group in _groups(targets, leaves):
-        arrays = _read(path, group, taken)
+        arrays = _read(path, group, leaves, taken)
         while arrays:
             yield arrays.popitem()  # only the caller references it
 
 
 def _read(
-    path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct], taken: dict[str, Takes]
+    path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct], leaves: dict[str, Leaf], taken: dict[str, Takes]
 ) -> dict[str, jax.Array]:
     """Leaves by name, each shard read once.
 
-    TensorStore reads what Orbax wrote with it. Importing Orbax takes longer than reading a small model.
+    TensorStore reads what Orbax wrote with it. Importing Orbax takes longer than reading a small model. It goes by
+    metadata of its own, which must be what the manifest says.
     """
     import tensorstore as ts
 
@@ -77,7 +78,13 @@ def _read(
         name: ts.open({"driver": driver, "kvstore": {**files, "path": f"{name}/"}}, open=True, context=context)
         for name in targets
     }
-    reading = {name: _read_shards(opening[name].result(), x, taken[name]) for name, x in targets.items()}
+    stores = {name: future.result() for name, future in opening.items()}
+    for name, store in stores.items():
+        if (stored := f"{store.dtype.name}{list(store.shape)}") != str(leaves[name]):
+            raise CheckpointError(
+                f"{path}: {name} is stored as {stored}, and {MANIFEST} says {leaves[name]}; copy or convert again."
+            )
+    reading = {name: _read_shards(stores[name], x, taken[name]) for name, x in targets.items()}
     arrays = {}
     for name, target in targets.items():
         shards = {key: finish() for key, finish in reading.pop(name).items()}

@@ -1,10 +1,12 @@
 """Writing a model directory weight by weight: bounded memory, and nothing visible until it is complete."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import pathlib
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from typing import Self
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.manifest import Leaf, write_manifest
+from checkpoints.paths import inside
 
 GROUP_BYTES = 256 << 20  # leaves are collected up to this size, then written
 CHUNK_BYTES = 64 << 20  # largest chunk of a leaf on disk; a device reads whole chunks to get its shard
@@ -64,6 +67,7 @@ class Writer:
 
     def add_file(self, name: str, content: bytes | pathlib.Path) -> None:
         """Store a file at the top of the directory: its bytes, or a path to copy from."""
+        inside(self._state, name)
         self._files[name] = content
 
     def _flush(self) -> None:
@@ -113,33 +117,67 @@ def save(
 
 @contextlib.contextmanager
 def sole_owner(directory: pathlib.Path, *, wait: bool = False) -> Iterator[pathlib.Path]:
-    """An empty directory that no other process writes to, removed at the end.
+    """An empty directory that no other process and no other user writes to, removed at the end.
 
-    wait: for another process that has it, rather than raise CheckpointError.
+    What a killed process has left in it is deleted; nothing is that links lead to.
+
+    Args:
+      wait: for another process that has it, rather than raise CheckpointError.
+    Raises CheckpointError if a link, a file or another user's directory is in its place.
     """
-    with _locked(directory, wait=wait):
-        for left_behind in directory.iterdir():
-            shutil.rmtree(left_behind) if left_behind.is_dir() else left_behind.unlink()
+    with _locked(directory, wait=wait) as handle:
+        _empty(handle)
         try:
             yield directory
         finally:
-            shutil.rmtree(directory)
+            _empty(handle)
+            directory.rmdir()
+
+
+def _empty(handle: int) -> None:
+    """Delete all that is in an open directory, wherever it is by now."""
+    with os.scandir(handle) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.name, dir_fd=handle)
+            else:
+                os.unlink(entry.name, dir_fd=handle)
 
 
 @contextlib.contextmanager
-def _locked(directory: pathlib.Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a directory, which is made."""
+def _locked(directory: pathlib.Path, *, wait: bool) -> Iterator[int]:
+    """Hold the lock of a directory, which is made; yields it, open."""
     while True:
-        directory.mkdir(exist_ok=True)
-        handle = os.open(directory, os.O_RDONLY)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        try:
+            handle = _open_own(directory)
+        except FileNotFoundError:
+            continue  # removed meanwhile
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))  # a killed process has no lock
             except BlockingIOError:
                 raise CheckpointError(f"{directory}: another process is writing here; wait for it to end.") from None
-            if directory.exists() and os.path.samestat(directory.stat(), os.fstat(handle)):
-                yield
+            if directory.exists() and os.path.samestat(directory.lstat(), os.fstat(handle)):
+                yield handle
                 return
             # Whoever was waited for has removed the directory.
         finally:
             os.close(handle)
+
+
+def _open_own(directory: pathlib.Path) -> int:
+    """A directory of this user's, closed to others. Raises CheckpointError if it is not one."""
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise CheckpointError(f"{directory}: is not a directory but a file or a link; remove it.") from None
+    status = os.fstat(handle)
+    if status.st_uid != os.geteuid():
+        os.close(handle)
+        raise CheckpointError(f"{directory}: belongs to another user; have it removed.")
+    os.fchmod(handle, stat.S_IMODE(status.st_mode) & ~0o077)
+    return handle

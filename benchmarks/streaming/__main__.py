@@ -32,7 +32,7 @@ from jaxinfer.cli.bench.plots import write_plot
 from jaxinfer.compiled import cache_folder
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import open_model
-from jaxinfer.streaming.model import layer_folder, write_layer_files
+from jaxinfer.streaming.layer_folders import layer_folder, write_layer_files
 
 CAP = 1 << 30
 PEER_CAPS = [CAP, CAP * 3 // 2, 2 * CAP, 3 * CAP, 4 * CAP, 6 * CAP]

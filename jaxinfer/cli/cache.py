@@ -15,9 +15,22 @@ KINDS = {
 
 
 def cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Delete all of it.")] = False,
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[DIR]",
+            help="A model directory, or one that was given as layer_files: show the files of layers there instead.",
+            show_default=False,
+        ),
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Delete all that is shown.")] = False,
 ) -> None:
-    """Show what is kept on disk between starts, where, and how large it is. It may be deleted at any time."""
+    """Show what is kept on disk between starts, where, and how large it is.
+
+    It may be deleted at any time, files of layers while no process reads them.
+    """
+    if directory is not None:
+        return _layer_files(directory, clear)
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
@@ -31,6 +44,23 @@ def cache(
             shutil.rmtree(folder / name, ignore_errors=True)
         sizes = _sizes(folder / name)
         table.add_row(name, str(len(sizes)), decimal(sum(sizes)), meaning)
+    Console().print(table)
+
+
+def _layer_files(directory: Path, clear: bool) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    from jaxinfer.streaming.layer_folders import find_layer_folders, remove_layer_folders
+
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: no such directory; name a model directory, or one with files of layers.")
+    if clear:
+        remove_layer_folders(directory)
+    table = Table("", "size", "layers of", title=str(directory), title_justify="left")
+    for folder in find_layer_folders(directory):
+        table.add_row(folder.path.name, decimal(folder.bytes), folder.about)
     Console().print(table)
 
 

@@ -35,6 +35,10 @@ DeviceMemoryOption = Annotated[
 HostMemoryOption = Annotated[
     str | None, typer.Option(help="How much layers in the host's memory may take (default: what is free).")
 ]
+LayerFilesOption = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Where files of layers are written and read (default: in the model directory)."),
+]
 PrefetchOption = Annotated[int | None, typer.Option(help="How many layers are brought ahead (default: by experience).")]
 KernelsOption = Annotated[bool, typer.Option(help="GPU kernels where the GPU supports them, or plain XLA.")]
 KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values as bytes (default: the model's dtype).")]

@@ -1,9 +1,19 @@
 """`jaxinfer convert`: from a Hugging Face directory to a model directory."""
 
+import contextlib
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
+
+from jaxinfer.cli.common import LayerFilesOption, MeshOption, parse_mesh
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from sharding import MeshConfig, ShardingRules
 
 
 def convert(
@@ -20,41 +30,96 @@ def convert(
         typer.Option(help="Of the matrices: int8 or fp8 (a scale per output), int4 (a scale per 128 inputs)."),
     ] = None,
     layout: Annotated[
-        str, typer.Option(help="orbax; or streaming, which writes layers as weights='disk' reads them, too.")
+        str,
+        typer.Option(help="orbax; or streaming, which also writes layers as weights='disk' reads them."),
     ] = "orbax",
+    mesh: MeshOption = None,
+    layer_files: LayerFilesOption = None,
 ) -> None:
     """Convert a Hugging Face checkpoint, or the state dict of an image model, tensor by tensor.
 
-    OUT_DIR appears only when everything is written; if the command was interrupted, run it again.
+    OUT_DIR appears only when everything is written; if the command was interrupted, run it again. With --layout
+    streaming, a run with the same --mesh, --dtype and --quantize finds its layers written; without --dtype those are
+    written that a run without it reads on this machine: float32 on a CPU, else as stored.
     """
     if layout not in ("orbax", "streaming"):
         raise ValueError(f"--layout must be orbax or streaming, got {layout!r}.")
+    for option, value in (("--mesh", mesh), ("--layer-files", layer_files)):
+        if value is not None and layout != "streaming":
+            raise ValueError(f"{option} says how layers are written: add --layout streaming, or leave it out.")
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from jaxinfer.models.conversion import HuggingFaceModel
     from jaxinfer.models.conversion import convert as convert_model
-    from jaxinfer.models.description import require_transformer
 
-    if layout == "streaming":
-        require_transformer(hf_dir, HuggingFaceModel(hf_dir).config)
+    run = _Run.of(hf_dir, mesh, layer_files, quantize) if layout == "streaming" else None
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("converting", total=None)
-        description = convert_model(
-            hf_dir,
-            out_dir,
-            dtype=dtype,
-            quantize=quantize,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-        if layout == "streaming":
-            from jaxinfer.models.loading import open_model
-            from jaxinfer.streaming.model import write_layer_files
 
-            task = bar.add_task("writing layers", total=None)
-            write_layer_files(
-                open_model(out_dir), progress=lambda done, total: bar.update(task, completed=done, total=total)
-            )
+        def show(what: str) -> Callable[[int, int], None]:
+            task = bar.add_task(what, total=None)
+            return lambda done, total: bar.update(task, completed=done, total=total)
+
+        description = convert_model(hf_dir, out_dir, dtype=dtype, quantize=quantize, progress=show("converting"))
+        written = run.write_layers(out_dir, dtype, show("writing layers")) if run else ""
     stored = description.quantization or description.dtype
     typer.echo(f"{out_dir}: {description.family} {description.kind}, {stored}")
+    if written:
+        typer.echo(written)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """How the model will run whose layers are written.
+
+    Attributes:
+      mesh: None: one device. rules: what is split over which axis of it.
+      layer_files: the folder that layers are in; None: the model directory.
+    """
+
+    mesh: "Mesh | None"
+    rules: "ShardingRules"
+    layer_files: Path | None
+
+    @classmethod
+    def of(cls, hf_dir: Path, mesh: str | None, layer_files: str | None, quantize: str | None) -> Self:
+        """From the options of the command. Raises ValueError for a model that cannot run so, before it is converted."""
+        from jaxinfer.generation.api.build import split_options
+        from jaxinfer.generation.execution.platforms import check_mesh
+        from jaxinfer.models import WeightFormat
+        from jaxinfer.models.conversion import HuggingFaceModel
+        from jaxinfer.models.description import parse_quantization, require_transformer
+        from jaxinfer.models.fitting import fit
+        from sharding import ShardingRules
+
+        file, stored = parse_mesh(mesh), parse_quantization(quantize)
+        _, memory = split_options({"layer_files": layer_files} if layer_files else {}, file, owner="convert")
+        config = require_transformer(hf_dir, HuggingFaceModel(hf_dir).config)
+        rules, built = file.rules or ShardingRules(), _mesh(file.mesh)
+        check_mesh(built)
+        fit(config, WeightFormat(quantized=stored), built, rules, stored=stored)
+        return cls(built, rules, memory.layer_files)
+
+    def write_layers(self, model: Path, dtype: str | None, progress: Callable[[int, int], None]) -> str:
+        """Write the layers of a model directory; returns a line about them."""
+        from jaxinfer.models.description import Description
+        from jaxinfer.models.devices import default_dtype
+        from jaxinfer.models.loading import open_model
+        from jaxinfer.streaming.layer_folders import describe_format, write_layer_files
+
+        dtype = dtype or default_dtype(None) or Description.read(model).dtype
+        opened = open_model(model, mesh=self.mesh, rules=self.rules, dtype=dtype)
+        folder = write_layer_files(opened, self.layer_files, progress=progress)
+        return f"{folder}: its layers, for runs in {describe_format(opened)}"
+
+
+def _mesh(config: "MeshConfig | None") -> "Mesh | None":
+    """The mesh that layers are divided over: of the CPU's devices where the machine has too few of those of the run."""
+    import jax
+
+    if config is None:
+        return None
+    with contextlib.suppress(RuntimeError):  # JAX has started, with as many as it has
+        jax.config.update("jax_num_cpu_devices", max(config.size, jax.config.jax_num_cpu_devices))
+    devices = jax.devices() if jax.device_count() >= config.size else jax.devices("cpu")
+    return config.build(devices[: config.size])

@@ -14,6 +14,7 @@ from jaxinfer.cli.common import (
     HostMemoryOption,
     KernelsOption,
     KVDtypeOption,
+    LayerFilesOption,
     MeshOption,
     PrefetchOption,
     QuantizeOption,
@@ -65,6 +66,7 @@ def generate(
     device_memory: DeviceMemoryOption = None,
     host_memory: HostMemoryOption = None,
     prefetch: PrefetchOption = None,
+    layer_files: LayerFilesOption = None,
     adapter: Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="The text must satisfy this file's JSON schema.")] = None,
     whitespace_pattern: Annotated[

@@ -66,6 +66,7 @@ def info(
         ("parameters", f"{parameters:,}"),
         ("stored as", description.quantization or description.dtype),
         ("stored bytes", decimal(manifest.bytes)),
+        ("layer files", _layer_files(directory)),
         ("tokenizer", _tokenizer(directory) if not reads_images else ""),
         ("mesh", f"data={layout.data}, tensor={layout.tensor}"),
         ("weights per device", decimal(weight_bytes)),
@@ -110,6 +111,17 @@ def _vision_rows(config: "VisionConfig") -> list[tuple[str, object]]:
 
 def _tokenizer(directory: Path) -> str:
     return "yes" if (directory / "tokenizer.json").is_file() else "no: token ids only"
+
+
+def _layer_files(directory: Path) -> str:
+    from rich.filesize import decimal
+
+    from jaxinfer.streaming.layer_folders import find_layer_folders
+
+    found = find_layer_folders(directory)
+    size = decimal(sum(folder.bytes for folder in found))
+    plural = "s" if len(found) > 1 else ""
+    return f"{len(found)} folder{plural} of {size}; see jaxinfer cache {directory}" if found else ""
 
 
 def _print_costs(config: "ModelConfig") -> None:

@@ -10,16 +10,14 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
-import filelock
 import jax
 import msgspec
 import numpy as np
 
 from jaxinfer.compiled.program import Bucket
-from jaxinfer.disk_cache import cache_folder
+from jaxinfer.disk_cache import KeptFiles, cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +35,11 @@ PRIOR_CALLS = 16
 SAVE_SECONDS = 60.0
 """How often a process that goes on writes down what it has learnt; one that ends always does."""
 LOCK_SECONDS = 5.0
-FORMAT = 1
+MAX_BYTES = 64 << 20
+"""Of all records on disk together; what was used longest ago is deleted first."""
+FORMAT = 2
+LONGEST = 1e9
+"""Seconds of a call that a record on disk can have; more is damage."""
 
 
 Key = tuple[str, Bucket]
@@ -103,7 +105,7 @@ class Cost:
         """
         if self._weight >= MAX_CALLS:
             self.forget(MAX_CALLS / 2)
-        at = round(math.log(seconds) / _LOG_RESOLUTION)
+        at = _bin(seconds)
         self.counts[at] = self.counts.get(at, 0.0) + 1
         self._weight += 1
         self.seconds += counted
@@ -126,6 +128,11 @@ class Cost:
         self.seconds += other.seconds
         self.calls += other.calls
         self.passes += other.passes
+
+
+def _bin(seconds: float) -> int:
+    """The step of a histogram that counts calls of so many seconds."""
+    return round(math.log(seconds) / _LOG_RESOLUTION)
 
 
 class LinearFit(NamedTuple):
@@ -161,7 +168,10 @@ class _Entry(msgspec.Struct):
     cost: Cost
 
     def __post_init__(self) -> None:
-        if not (self.cost.calls > 0 and self.cost.seconds > 0 and self.cost.weight > 0):
+        cost = self.cost
+        positive = cost.calls, cost.passes, cost.seconds, *cost.counts.values()
+        bins = range(_bin(SHORTEST), _bin(LONGEST) + 1)
+        if not cost.counts or not all(0 < x < LONGEST**2 for x in positive) or cost.counts.keys() - set(bins):
             raise ValueError(f"no times for {self.name} {self.sizes}")
 
 
@@ -191,52 +201,49 @@ class CostFile:
 
     def __init__(self, device: str, model: Mapping[str, str]):
         self._key = KeptCosts(device=device, jax=_jax_version(), model=dict(model))
-        name = hashlib.sha256(msgspec.json.encode([FORMAT, self._key], order="sorted")).hexdigest()[:16]
-        self._path = _folder() / f"{name}.json"
+        self._name = hashlib.sha256(msgspec.json.encode([FORMAT, self._key], order="sorted")).hexdigest()[:16]
+        self._files = _files()
 
     def read(self) -> dict[Key, Cost]:
-        """The costs that the file has. Raises OSError or msgspec.MsgspecError if it cannot be read."""
-        return _read(self._path).costs
+        """The costs that the file has; none if there is no file, or a damaged one."""
+        kept = _read(self._files, self._name)
+        return kept.costs if kept else {}
 
     def add(self, new: Mapping[Key, Cost], replaced: Collection[Key] = ()) -> None:
         """Add calls to what the file has, or put them in its place. Raises OSError if that fails."""
-        path = self._path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS):
-            try:
-                costs = self.read()
-            except FileNotFoundError:
-                costs = {}
-            except msgspec.MsgspecError as error:
-                log.warning("%s is damaged and replaced: %s", path, error)
-                costs = {}
+        with self._files.locked(seconds=LOCK_SECONDS):
+            costs = self.read()
             for key in replaced:
                 costs.pop(key, None)
             for key, cost in new.items():
                 _displace(costs.setdefault(key, Cost()), cost)
             entries = [_Entry(name, dict(bucket), cost) for (name, bucket), cost in costs.items()]
-            temporary = path.with_suffix(".tmp")  # its next writer replaces what a killed one left
-            temporary.write_bytes(msgspec.json.encode(msgspec.structs.replace(self._key, programs=entries)))
-            temporary.replace(path)
+            self._files.write(self._name, msgspec.json.encode(msgspec.structs.replace(self._key, programs=entries)))
 
 
 def kept_costs(device: str) -> Iterator[KeptCosts]:
     """What is kept for a kind of device, under this version of JAX."""
-    for path in sorted(_folder().glob("*.json")):
-        try:
-            kept = _read(path)
-        except (OSError, msgspec.MsgspecError):
-            continue  # a damaged file, which its next writer replaces
-        if (kept.device, kept.jax) == (device, _jax_version()):
+    files = _files()
+    for name in sorted(files.sizes()):
+        kept = _read(files, name)
+        if kept and (kept.device, kept.jax) == (device, _jax_version()):
             yield kept
 
 
-def _folder() -> Path:
-    return cache_folder() / "costs"
+def _files() -> KeptFiles:
+    return KeptFiles(cache_folder() / "costs", max_bytes=MAX_BYTES)
 
 
-def _read(path: Path) -> KeptCosts:
-    return msgspec.json.decode(path.read_bytes(), type=KeptCosts)
+def _read(files: KeptFiles, name: str) -> KeptCosts | None:
+    """A record, or None; what is damaged is deleted."""
+    if (content := files.get(name)) is None:
+        return None
+    try:
+        return msgspec.json.decode(content, type=KeptCosts)
+    except msgspec.MsgspecError as error:
+        log.warning("%s is damaged and not used: %s", files.folder / name, error)
+        files.remove(name)
+        return None
 
 
 def _jax_version() -> str:
@@ -298,10 +305,7 @@ class Costs:
           model: all else that decides how long programs take, by name: config, weight format, mesh, ...
         """
         file = CostFile(device, model)
-        try:
-            known = file.read()
-        except (OSError, msgspec.MsgspecError):
-            known = {}  # nothing yet; or damaged, which the next save mends
+        known = file.read()
         for cost in known.values():
             cost.forget(PRIOR_CALLS)
         costs = cls(known, file=file)

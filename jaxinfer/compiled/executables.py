@@ -70,8 +70,9 @@ class ExecutableStore:
     def save(self, key: dict[str, Any], executable: jax.stages.Compiled) -> None:
         """Keep an executable."""
         try:
+            keys.check_not_replaced()
             header, payload = _describe(executable)
-        except NotKeptError as error:
+        except (NotKeptError, keys.NoKeyError) as error:
             return self.refuse(key["program"], str(error))
         except Exception as error:  # JAX's and jaxlib's
             return self.refuse(key["program"], f"JAX cannot serialise it, as with oneDNN's products ({error})")

@@ -69,13 +69,13 @@ class ProgramSpec[Buckets]:
         """All that the executable depends on, in the context of the caller. Raises `keys.NoKeyError`."""
         return {
             "program": self.name,
-            "sizes": dict(sizes),
+            "sizes": keys.describe(dict(sizes)),
             "function": keys.describe_function(self.build),
             "static": keys.describe(self.static),
             "arguments": keys.describe_tree(self.arguments(sizes)),
-            "donate": list(self.donate),
+            "donate": keys.describe(self.donate),
             "out_shardings": keys.describe_tree(self.out_shardings),
-            "compiler_options": dict(self.compiler_options(sizes)),
+            "compiler_options": keys.describe(dict(self.compiler_options(sizes))),
             **keys.environment_key(),
         }
 
@@ -110,7 +110,7 @@ class ProgramSpec[Buckets]:
         if store is not None:
             try:
                 key = self.key(sizes)
-            except keys.NoKeyError as error:
+            except Exception as error:  # ours, or of a value that somebody else's class describes
                 store.refuse(self.name, str(error))
         if key and store and (found := store.load(key, self.arguments(sizes), self.donate, mesh)):
             return found, True

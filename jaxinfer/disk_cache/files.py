@@ -4,8 +4,8 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ _log = logging.getLogger("jaxinfer.disk_cache")
 _DIGEST = hashlib.sha256
 _ABANDONED = 3600.0
 """Seconds after which a temporary file is one whose writer was killed."""
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
@@ -25,17 +26,22 @@ def cache_folder() -> Path:
 
 
 def write_atomically(file: Path, *content: bytes, mode: int = 0o666) -> None:
-    """Write all of a file or nothing: under a temporary name, hidden and this thread's own, which is then renamed.
+    """Write all of a file or nothing: under a temporary name, hidden and not to be guessed, which is then renamed.
 
     mode: who may read and write it, as far as the process's umask lets them.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # which follows no link
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as opened:
+        with os.fdopen(handle, "wb") as opened:
             opened.writelines(content)
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+class UntrustedFolderError(OSError):
+    """A folder that another user may have filled, or may fill."""
 
 
 class KeptFiles:
@@ -43,8 +49,8 @@ class KeptFiles:
 
     A file appears whole: it is written under a temporary name, then renamed. It begins with a checksum, so that one
     which a full disk or a failing machine damaged is found out, deleted, and counts as not there. Nobody but the user
-    can read or write in the folder. Whoever writes deletes what was used longest ago, once all are more than
-    `max_bytes`.
+    can read or write in the folder, and no file counts that somebody else has, or can write to. Whoever writes deletes
+    what was used longest ago, once all are more than `max_bytes`.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int):
@@ -52,65 +58,96 @@ class KeptFiles:
         self._warned = False
 
     def get(self, name: str) -> bytes | None:
-        """What was put under this name, or None. A damaged file is deleted."""
-        path = self.folder / name
+        """What was put under this name, or None. A file that is damaged, or another user's, is deleted."""
         try:
-            if not self._private():
-                return None
-            data = path.read_bytes()
-            size = _DIGEST().digest_size
-            content = memoryview(data)[size:]
-            if _DIGEST(content).digest() != data[:size]:
+            self._make_private()
+            handle = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                content = _read_own(handle)
+            finally:
+                os.close(handle)
+            if content is None:
                 self.remove(name)
-                return None
-            os.utime(path)  # used now
-            return bytes(content)
+            return content
+        except UntrustedFolderError as error:
+            self._warn(str(error))
         except OSError:
-            return None
+            pass
+        return None
 
     def put(self, name: str, content: bytes) -> None:
         """Keep this under a name. If it cannot be written, nothing is kept, and the first time there is a warning."""
-        if len(content) > self.max_bytes:
-            return
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._private():
-                write_atomically(self.folder / name, _DIGEST(content).digest(), content, mode=0o600)
-                self._delete_oldest()
+            self.write(name, content)
+        except UntrustedFolderError as error:
+            self._warn(str(error))
         except OSError as error:
             self._warn(f"nothing can be kept in {self.folder}: {error}")
 
+    def write(self, name: str, content: bytes) -> None:
+        """Keep this under a name, unless it is too large to be. Raises OSError if it cannot be written."""
+        if len(content) > self.max_bytes:
+            return
+        self.make()
+        write_atomically(self.folder / name, _DIGEST(content).digest(), content, mode=0o600)
+        self._delete_oldest()
+
+    def make(self) -> None:
+        """Make the folder, for this user alone. Raises OSError if that cannot be."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_private()
+
+    @contextlib.contextmanager
+    def locked(self, *, seconds: float) -> Iterator[None]:
+        """Keep other processes that ask for it from changing files; raises OSError if they do so for too long."""
+        import filelock  # which those that only read do without
+
+        self.make()
+        with filelock.FileLock(self.folder / ".lock", timeout=seconds):
+            yield
+
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
-        (self.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(IsADirectoryError):  # not ours, and never read
+            (self.folder / name).unlink(missing_ok=True)
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file, by name."""
-        return {entry.name: status.st_size for entry, status in self._entries() if not _is_temporary(entry)}
+        return {entry.name: status.st_size for entry, status in self._entries() if not entry.name.startswith(".")}
 
-    def _private(self) -> bool:
-        """Whether the folder is the user's alone; one of the user's that others may enter is closed to them."""
-        status = self.folder.stat()
+    def _make_private(self) -> None:
+        """Close the folder to others. If they could write to it, all that is in it is deleted: it may be theirs.
+
+        Raises UntrustedFolderError if it is another user's, or a link, and OSError if it is not there.
+        """
+        status = self.folder.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            raise UntrustedFolderError(f"{self.folder} is not used: it is a link")
         if status.st_uid != os.geteuid():
-            self._warn(f"{self.folder} is not used: it belongs to another user")
-            return False
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            self.folder.chmod(0o700)
-        return True
+            raise UntrustedFolderError(f"{self.folder} is not used: it belongs to another user")
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(f"{self.folder} is not a folder")
+        if not stat.S_IMODE(status.st_mode) & 0o077:
+            return
+        self.folder.chmod(0o700)
+        if status.st_mode & _OTHERS_WRITE:
+            for entry, _ in self._entries():
+                self.remove(entry.name)
+            self._warn(f"{self.folder} was open to other users: what was in it is deleted")
 
     def _entries(self) -> Iterator[tuple[os.DirEntry, os.stat_result]]:
         """The files there are; those that other processes delete meanwhile are left out."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    yield entry, entry.stat()
+                    yield entry, entry.stat(follow_symlinks=False)
 
     def _delete_oldest(self) -> None:
         kept, now = [], time.time()
         for entry, status in self._entries():
-            if not _is_temporary(entry):
+            if not entry.name.startswith("."):
                 kept.append((status.st_mtime, status.st_size, entry.name))
-            elif now - status.st_mtime > _ABANDONED:
+            elif entry.name.endswith(".tmp") and now - status.st_mtime > _ABANDONED:
                 self.remove(entry.name)
         surplus = sum(size for _, size, _ in kept) - self.max_bytes
         for _, size, name in sorted(kept):
@@ -125,5 +162,16 @@ class KeptFiles:
             _log.warning(message)
 
 
-def _is_temporary(entry: os.DirEntry) -> bool:
-    return entry.name.startswith(".")
+def _read_own(handle: int) -> bytes | None:
+    """The content of a file that is the user's own, after its checksum; None if it is not, or is damaged."""
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
+        return None
+    with open(handle, "rb", closefd=False) as opened:
+        data = opened.read()
+    size = _DIGEST().digest_size
+    content = memoryview(data)[size:]
+    if _DIGEST(content).digest() != data[:size]:
+        return None
+    os.utime(handle)  # used now
+    return bytes(content)

@@ -9,12 +9,13 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -38,7 +39,21 @@ _GPU = ("compute_capability", "core_count", "shared_memory_per_block_optin")
 _NOT_COMPILED = ("jax_compilation_cache_", "jax_persistent_cache_", "jax_log", "jax_debug_log", "jax_explain_")
 """Options of JAX that begin with these say what is kept and what is printed, not what is compiled."""
 
-_STARTED = time.time()
+_IMPORTED = ("checkpoints", "crc32c", "filelock", "jinja2", "llguidance", "matplotlib", "msgspec", "optax", "orbax")
+_IMPORTED += ("PIL", "rich", "safetensors", "tensorstore", "tokenizers", "typer")
+"""What our modules import beside `LIBRARIES` and Python's own: their functions may stand in our modules."""
+
+
+def _process_start() -> float:
+    """When this process started, in seconds since 1970; where the system does not say, now."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return time.time()
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+_STARTED = _process_start()
 
 
 class NoKeyError(ValueError):
@@ -77,44 +92,74 @@ def code_key() -> dict[str, Any]:
 def describe(value: Any) -> Any:
     """A value as JSON, such that different values have different descriptions.
 
-    Raises NoKeyError for anything that is not plain data, functions above all: what they do is not in their names.
+    Raises NoKeyError for anything that is not plain data: functions, since what they do is not in their names, and
+    objects of classes that are neither ours nor of `LIBRARIES`, whose code is in no key.
     """
     match value:
-        case enum.Enum():
-            return [type(value).__qualname__, value.name]
-        case None | bool() | str() | int():
+        case None | bool():
             return value
-        case float():
+        case int() | str() if type(value) in (int, str):
+            return value
+        case float() if type(value) is float:
             return ["float", value.hex()]
         case np.dtype():
-            return ["dtype", value.name]
-        case frozenset() | set():
+            return ["dtype", *_describe_dtype(value)]
+        case np.ndarray() | np.generic():
+            content = np.ascontiguousarray(value).tobytes()
+            return ["numpy", *_describe_dtype(value.dtype), list(value.shape), hashlib.sha256(content).hexdigest()]
+        case enum.Enum():
+            return [_describe_class(type(value)), value.name]
+        case frozenset() | set() if type(value) in (frozenset, set):
             return ["set", *sorted((describe(item) for item in value), key=json.dumps)]
         case list() | tuple():
-            return [type(value).__qualname__, *(describe(item) for item in value)]
-        case dict():
+            kind = type(value)
+            name = kind.__name__ if kind in (list, tuple) else _describe_class(kind)
+            return [name, *(describe(item) for item in value)]
+        case dict() if type(value) is dict:
             return ["dict", *sorted(([describe(k), describe(v)] for k, v in value.items()), key=json.dumps)]
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
-            return [type(value).__qualname__, fields]
+            return [_describe_class(type(value)), fields]
         case jax.Device():
             return ["device", value.platform, value.id]
         case core.AxisEnv():
             return ["axes", *map(describe, (dict(value.axis_sizes), value.spmd_axis_names))]
         case jax.sharding.AbstractMesh() | Mesh() | NamedSharding() | SingleDeviceSharding():
             return _describe_devices(value)
-        case jax.Array() | jax.ShapeDtypeStruct():
-            sharding = None if value.sharding is None else describe(value.sharding)
-            return ["array", list(value.shape), value.dtype.name, bool(value.weak_type), sharding]
-        case np.ndarray() | np.generic():
-            return ["numpy", list(value.shape), value.dtype.name]
-    raise NoKeyError(f"it depends on a {type(value).__module__}.{type(value).__qualname__}")
+        case jax.ShapeDtypeStruct():
+            return _describe_shape(value)
+    raise _not_described(type(value))
 
 
 def describe_tree(tree: Any) -> Any:
-    """A pytree of arrays, shapes or shardings: its structure and its leaves."""
+    """A pytree of arrays, shapes or shardings: its structure and its leaves; of an array its shape, not its values."""
     leaves, treedef = jax.tree.flatten(tree)
-    return [str(treedef), [describe(leaf) for leaf in leaves]]
+    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    return [str(treedef), [_describe_shape(leaf) if isinstance(leaf, arrays) else describe(leaf) for leaf in leaves]]
+
+
+def _describe_shape(value: Any) -> list[Any]:
+    sharding = getattr(value, "sharding", None)
+    where = None if sharding is None else describe(sharding)
+    return ["array", *_describe_dtype(value.dtype), list(value.shape), bool(getattr(value, "weak_type", False)), where]
+
+
+def _describe_dtype(dtype: np.dtype) -> list[str]:
+    """Its name, which tells bfloat16 from others of two bytes, and its order of bytes, which the name does not tell."""
+    if dtype.hasobject or dtype.names or dtype.subdtype or dtype.metadata:
+        raise NoKeyError(f"it depends on an array of {dtype!r}")
+    return [dtype.name, dtype.str]
+
+
+def _describe_class(kind: type) -> str:
+    """A class by its name, which with the source or the version of its package says what it is."""
+    if kind.__module__.partition(".")[0] not in PACKAGES + LIBRARIES or "<locals>" in kind.__qualname__:
+        raise _not_described(kind)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _not_described(kind: type) -> NoKeyError:
+    return NoKeyError(f"it depends on a {kind.__module__}.{kind.__qualname__}")
 
 
 def describe_function(function: Callable[..., Any]) -> str:
@@ -128,6 +173,34 @@ def describe_function(function: Callable[..., Any]) -> str:
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or "<locals>" in name:
         raise NoKeyError(f"{name} has values of its own; what a program depends on belongs into ProgramSpec.static")
     return name
+
+
+def check_not_replaced() -> None:
+    """Raise NoKeyError if a function of our packages was replaced by another, as tests and debuggers do.
+
+    This takes milliseconds, so that it is asked before a program is kept, not before one is read: a patched process
+    may run what was kept without the patch, but never hands its own on to others.
+    """
+    for name, function in _functions():
+        package = function.__globals__.get("__name__", "").partition(".")[0]
+        known = package in (*PACKAGES, *LIBRARIES, *_IMPORTED) or package in sys.stdlib_module_names
+        if not known and not package.startswith("namedtuple_"):  # which `collections` generates
+            raise NoKeyError(f"{name} was replaced by a function of {package or 'unknown origin'}")
+
+
+def _functions() -> Iterator[tuple[str, FunctionType]]:
+    """Every function in a module of our packages, or in a class of it, by name."""
+    modules = list(sys.modules.items())  # other threads may import
+    for module in [module for name, module in modules if name.partition(".")[0] in PACKAGES]:
+        for name, value in list(vars(module).items()):
+            found = [(name, value)]
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found = [(f"{name}.{attribute}", method) for attribute, method in list(vars(value).items())]
+            for where, function in found:
+                if not callable(function := getattr(function, "__func__", function)):
+                    continue
+                if isinstance(function := inspect.unwrap(function), FunctionType):
+                    yield f"{module.__name__}.{where}", function
 
 
 def _describe_devices(value: Any) -> Any:
@@ -145,9 +218,10 @@ def _describe_devices(value: Any) -> Any:
 
 @functools.cache
 def source_digest() -> str:
-    """Of every file of our packages. Raises NoKeyError if one was written after this process started.
+    """Of every file of our packages. Raises NoKeyError if one was changed after this process started.
 
-    The process runs what it imported then, so what is on disk now does not describe it.
+    The process runs what it imported then, so what is on disk now does not describe it. When a file was changed is its
+    ctime: programs that copy files set the mtime as they like.
     """
     found = hashlib.sha256()
     for package in PACKAGES:
@@ -155,7 +229,7 @@ def source_digest() -> str:
             for path in sorted(Path(folder).rglob("*")):
                 if not path.is_file() or "__pycache__" in path.parts:
                     continue
-                if path.stat().st_mtime > _STARTED:
+                if path.stat().st_ctime > _STARTED:
                     raise NoKeyError(f"{path} has changed since this process started")
                 content = path.read_bytes()
                 found.update(f"{package}/{path.relative_to(folder)} {len(content)}\n".encode())

@@ -97,8 +97,8 @@ class TaskRepository:
 
     def read(self, name: str) -> Task:
         """The newest version of a task. Raises UnknownTaskError, or CheckpointError if it is damaged."""
-        versions = self._versions(self.folder / name)
-        if not _NAME.fullmatch(name) or not versions:
+        versions = self._versions(self.folder / name) if _NAME.fullmatch(name) else []
+        if not versions:
             raise UnknownTaskError(f"{self.folder}: no task {name!r}; known: {', '.join(self.names()) or 'none'}.")
         folder = self.folder / name / f"v{versions[-1]}"
         try:

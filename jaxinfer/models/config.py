@@ -10,6 +10,9 @@ import enum
 import math
 from typing import ClassVar
 
+MAX_LAYERS = 4096
+"""A config with more is damaged: it would take the memory of the machine before a weight is found missing."""
+
 
 class NormKind(enum.StrEnum):
     """How a hidden vector is normalised."""
@@ -63,6 +66,11 @@ def _require_sizes(config: object, *names: str) -> None:
         sizes = getattr(config, name)
         if not sizes or min(sizes) < 1:
             raise ValueError(f"{type(config).__name__}.{name} must hold sizes >= 1, got {sizes}.")
+
+
+def _require_layers(config: object, count: int) -> None:
+    if count > MAX_LAYERS:
+        raise ValueError(f"{type(config).__name__} has {count} layers; models of at most {MAX_LAYERS} are known.")
 
 
 def _require_labels(config: "VisionConfig") -> None:
@@ -186,6 +194,7 @@ class _LayersConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "embed", "layers")
+        _require_layers(self, self.layers)
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -296,6 +305,7 @@ class ResNetConfig:
     def __post_init__(self) -> None:
         _require_positive(self, "stem", "image_size")
         _require_sizes(self, "widths", "depths")
+        _require_layers(self, sum(self.depths))
         _require_labels(self)
         if len(self.widths) != len(self.depths):
             raise ValueError(f"ResNetConfig.widths={self.widths} and depths={self.depths} must be of one length.")
@@ -317,6 +327,7 @@ class YoloConfig:
 
     def __post_init__(self) -> None:
         _require_sizes(self, "widths", "depths")
+        _require_layers(self, sum(self.depths))
         _require_labels(self)
         if (len(self.widths), len(self.depths)) != (5, 4):
             raise ValueError(f"YoloConfig needs 5 widths and 4 depths, got {self.widths} and {self.depths}.")

@@ -1,6 +1,9 @@
 """Where weights are while a model runs, and how much memory it may take: the user's choice, and what became of it."""
 
 import dataclasses
+import operator
+import os
+import pathlib
 import re
 from collections import Counter
 from typing import Literal, Self, TypedDict
@@ -24,6 +27,8 @@ class MemoryOptions(TypedDict, total=False):
     """How much layers in the host's memory may take; None: what is free."""
     prefetch: int | None
     """How many layers are brought ahead of the one that computes; None: as the costs of earlier fetches say."""
+    layer_files: str | os.PathLike[str] | None
+    """The folder where layers on disk are written, and read from; None: the model directory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,7 @@ class MemoryConfig:
     device_memory: int | None = None
     host_memory: int | None = None
     prefetch: int | None = None
+    layer_files: pathlib.Path | None = None
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS:
@@ -43,6 +49,8 @@ class MemoryConfig:
                 raise ValueError(f"{name} must be at least 1 byte, got {value}.")
         if self.prefetch is not None and not 0 <= self.prefetch <= 64:
             raise ValueError(f"prefetch must be in [0, 64], got {self.prefetch}.")
+        if self.layer_files is not None and self.layer_files.exists() and not self.layer_files.is_dir():
+            raise ValueError(f"layer_files must be a folder, and {self.layer_files} is a file.")
 
     @classmethod
     def of(cls, options: MemoryOptions) -> Self:
@@ -52,7 +60,17 @@ class MemoryConfig:
             for name in ("device_memory", "host_memory")
             if (value := options.get(name)) is not None
         }
-        return cls(weights=options.get("weights", "device"), prefetch=options.get("prefetch"), **sizes)
+        prefetch, folder = options.get("prefetch"), options.get("layer_files")
+        if prefetch is not None:
+            try:
+                prefetch = operator.index(prefetch)
+            except TypeError:
+                raise ValueError(f"prefetch must be an integer, got {prefetch!r}.") from None
+        if folder is not None:
+            if not folder or not isinstance(folder, str | os.PathLike):
+                raise ValueError(f"layer_files must be the path of a folder, got {folder!r}.")
+            folder = pathlib.Path(folder)
+        return cls(weights=options.get("weights", "device"), prefetch=prefetch, layer_files=folder, **sizes)
 
 
 def parse_bytes(name: str, value: int | str) -> int:

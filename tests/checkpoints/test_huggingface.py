@@ -90,6 +90,23 @@ def test_a_shard_without_what_the_index_promises(tmp_path):
         SafetensorsFolder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../model.safetensors", "/model.safetensors", "a/../../model.safetensors"])
+def test_shards_are_in_the_folder(tmp_path, name):
+    (folder := tmp_path / "folder").mkdir()
+    save_file(TENSORS, tmp_path / SINGLE)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=rf"folder: names a file '{name}', which is not in it"):
+        SafetensorsFolder(folder)
+
+
+def test_links_are_followed_as_caches_of_downloads_need_it(tmp_path):
+    (folder := tmp_path / "snapshot").mkdir()
+    save_file(TENSORS, tmp_path / "blob")
+    (folder / "one.safetensors").symlink_to("../blob")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "one.safetensors")}))
+    assert SafetensorsFolder(folder).tensors.keys() == TENSORS.keys()
+
+
 def test_shards_without_index(tmp_path):
     _sharded(tmp_path)
     (tmp_path / INDEX).unlink()

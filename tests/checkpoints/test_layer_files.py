@@ -1,5 +1,6 @@
 """Layers on disk: what is written is what is read, and what is damaged is never taken for weights."""
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -7,14 +8,23 @@ import signal
 import subprocess
 import sys
 
+import crc32c
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from checkpoints import CheckpointError, layer_files
-from checkpoints.layer_files import ALIGNMENT, LayerFiles, aligned_buffer, write_layers
+from checkpoints.layer_files import (
+    ALIGNMENT,
+    LayerFiles,
+    LayersManifest,
+    StoredSlice,
+    aligned_buffer,
+    write_layers,
+)
 from checkpoints.stores import DiskStore, Staging
 
 
@@ -119,10 +129,79 @@ def test_a_file_that_shrinks_while_it_is_read(folder):
         read_all(files, 0)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": 9, "block_bytes": 1, "layers": []}'])
+@pytest.mark.parametrize("text", ["", "{", '{"format": 9, "block_bytes": 1, "layers": []}', '{"format": 2}'])
 def test_a_damaged_manifest(folder, text):
     (folder / "layers.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"layers.json: (damaged|format=9)"):
+        LayerFiles(folder)
+
+
+def test_a_changed_manifest_is_damaged(folder):
+    text = (folder / "layers.json").read_text()
+    (folder / "layers.json").write_text(text.replace('"matrix"', '"MATRIX"', 1))
+    with pytest.raises(CheckpointError, match=r"layers.json: damaged \(its checksum differs\); remove .*written again"):
+        LayerFiles(folder)
+
+
+def rewrite(folder, change):
+    """A manifest of other layers that is whole."""
+    file = folder / "layers.json"
+    manifest = msgspec.json.decode(file.read_bytes(), type=LayersManifest)
+    manifest = dataclasses.replace(manifest, layers=tuple(change(list(manifest.layers))))
+    checksum = crc32c.crc32c(manifest.encoded())
+    file.write_bytes(msgspec.json.encode(dataclasses.replace(manifest, checksum=checksum)))
+
+
+def with_leaves(change):
+    return lambda layers: [
+        layers[0],
+        dataclasses.replace(layers[1], leaves=tuple(change(list(layers[1].leaves)))),
+        *layers[2:],
+    ]
+
+
+def with_leaf(**fields):
+    return with_leaves(lambda leaves: [dataclasses.replace(leaves[0], **fields), *leaves[1:]])
+
+
+WANTED = [{name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in leaves(0).items()}] * 3
+ELSEWHERE = StoredSlice(start=(0, 0), shape=(40, 1000), offset=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layers: layers[:2], "has 2 layers, and the model has 3"),
+        (lambda layers: [*layers, layers[0]], "has 4 layers, and the model has 3"),
+        (with_leaves(lambda leaves: leaves[::-1]), r"layer 1: .*layer-00001.bin: norm float32\[7\] is not the model's"),
+        (with_leaves(lambda leaves: leaves[:2]), r"layer 1: .*layer-00001.bin: lacks a leaf"),
+        (with_leaves(lambda leaves: [*leaves, leaves[0]]), r"layer 1: .*: matrix float32\[40, 1000\] is not"),
+        (with_leaf(name="other"), r"layer 1: .*: other float32\[40, 1000\] is not the model's"),
+        (with_leaf(dtype="int32"), r"layer 1: .*: matrix int32\[40, 1000\] is not the model's"),
+        (with_leaf(shape=(1000, 40)), r"layer 1: .*: matrix float32\[1000, 40\] is not the model's"),
+        (with_leaf(slices=()), r"layer 1: .*: matrix float32\[40, 1000\] is not the model's"),
+        (with_leaf(slices=(ELSEWHERE,)), r"layer 1: .*: matrix float32\[40, 1000\] is not the model's"),
+    ],
+)
+def test_layers_that_are_not_the_models(folder, change, message):
+    LayerFiles(folder).check(WANTED)
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=rf"{message}.*remove .*, and it is written again"):
+        LayerFiles(folder).check(WANTED)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname"])
+def test_layers_are_in_the_folder(folder, name):
+    rewrite(folder, lambda layers: [dataclasses.replace(layers[0], file=name), *layers[1:]])
+    (folder.parent / "outside").write_bytes(bytes(LayerFiles(write(folder.parent / "good")).layers[0].bytes))
+    with pytest.raises(CheckpointError, match=f"names a file '{name}', which is not in it"):
+        LayerFiles(folder)
+
+
+def test_a_link_is_no_layer(folder):
+    file = folder / "layer-00001.bin"
+    file.symlink_to(file.rename(folder.parent / "elsewhere"))
+    with pytest.raises(CheckpointError, match=r"layer 1: .*layer-00001.bin is not a file; remove"):
         LayerFiles(folder)
 
 
@@ -190,8 +269,17 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(CheckpointError, match=r"cannot be written .* name another folder by layer_files"):
         write(tmp_path / "file" / "layers")
+
+
+def test_nothing_is_written_where_a_link_leads(tmp_path):
+    (victim := tmp_path / "victim").mkdir()
+    (victim / "precious").write_text("mine")
+    (tmp_path / ".layers.partial").symlink_to(victim)
+    with pytest.raises(CheckpointError, match=r"\.layers\.partial: is not a directory but a file or a link; remove it"):
+        write(tmp_path / "layers")
+    assert os.listdir(victim) == ["precious"]
 
 
 KILLED = """

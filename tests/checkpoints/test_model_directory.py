@@ -1,11 +1,14 @@
 """Writing and reading model directories: what comes back, what is read, and what is refused."""
 
 import contextlib
+import os
 import pathlib
+import stat
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -229,6 +232,83 @@ def test_two_writers_of_one_directory(tmp_path):
         with pytest.raises(CheckpointError, match="another process is writing"), Writer(tmp_path / "model"):
             pass
     assert checkpoints.load(tmp_path / "model").keys() == {"a.scale"}
+
+
+def linked(partial, victim):
+    partial.symlink_to(victim)
+
+
+def with_links(partial, victim):
+    """A directory that a killed writer left, with links in it."""
+    partial.mkdir()
+    (partial / "model").symlink_to(victim)
+    (partial / "file").symlink_to(victim / "precious")
+    (partial / "left").mkdir()
+    (partial / "left" / "model").symlink_to(victim)
+
+
+def of_another_user(partial, victim):
+    partial.mkdir()
+    os.chown(partial, 12345, -1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (linked, "not a directory but a file or a link; remove it"),
+        (with_links, None),
+        pytest.param(
+            of_another_user,
+            "belongs to another user",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs another user"),
+        ),
+    ],
+)
+def test_nothing_that_links_lead_to_is_deleted_or_written(tmp_path, change, message):
+    (victim := tmp_path / "victim").mkdir()
+    (victim / "precious").write_text("mine")
+    change(partial := tmp_path / ".model.partial", victim)
+    expected = pytest.raises(CheckpointError, match=rf"\.model\.partial: .*{message}") if message else None
+    with expected or contextlib.nullcontext():
+        checkpoints.save(tmp_path / "model", {"a.scale": np.ones(3, np.float32)}, {"a.scale": ("norm",)}, {})
+    assert (victim / "precious").read_text() == "mine"
+    assert os.listdir(victim) == ["precious"]
+    assert partial.exists() == bool(message)
+    assert (tmp_path / "model").exists() != bool(message)
+
+
+def test_nobody_else_can_write_while_a_model_is_written(tmp_path):
+    (tmp_path / ".model.partial").mkdir(mode=0o777)
+    with Writer(tmp_path / "model") as writer:
+        writer.add("a.scale", np.ones(3, np.float32), ("norm",))
+        assert not stat.S_IMODE((tmp_path / ".model.partial").stat().st_mode) & 0o077
+    (tmp_path / "like_any").mkdir()
+    assert (tmp_path / "model").stat().st_mode == (tmp_path / "like_any").stat().st_mode
+
+
+OUTSIDE = ["../outside", "a/../../outside", "/etc/hostname", "", ".."]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_names_of_files_do_not_lead_out_of_the_directory(damaged, name):
+    (damaged.parent / "outside").write_text("")
+    manifest = msgspec.json.decode((damaged / "manifest.json").read_bytes())
+    manifest["files"][name] = {"size": 0, "sha256": ""}
+    (damaged / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    with pytest.raises(CheckpointError, match=rf"names a file '{name}', which is not in it"):
+        checkpoints.load(damaged)
+    with pytest.raises(CheckpointError, match=rf"names a file '{name}', which is not in it"):
+        Writer(damaged.parent / "other").add_file(name, b"")
+    assert (damaged.parent / "outside").read_text() == ""
+
+
+@pytest.mark.parametrize(("change"), [{"shape": [4 * WIDTH, 2 * WIDTH]}, {"dtype": "bfloat16"}], ids=str)
+def test_what_is_stored_is_what_the_manifest_says(damaged, change):
+    manifest = msgspec.json.decode((damaged / "manifest.json").read_bytes())
+    manifest["leaves"]["layers.0.kernel"].update(change)
+    (damaged / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.kernel is stored as float32\[512, 128\], and manifest.json"):
+        checkpoints.load(damaged)
 
 
 def test_misuse_of_the_writer(tmp_path):

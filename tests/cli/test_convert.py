@@ -1,3 +1,4 @@
+import os
 import pathlib
 import subprocess
 import sys
@@ -5,7 +6,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from jaxinfer import LLM
 from jaxinfer.cli import app
+from jaxinfer.models.loading import open_model
+from jaxinfer.streaming.layer_folders import layer_folder
+from sharding import MeshConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "llama_llama3"
 
@@ -41,6 +46,65 @@ def test_errors_are_one_line_and_status_2(tmp_path, monkeypatch, arguments, mess
     assert len(lines) == 1
     assert message.format(goldens=GOLDEN.parent) in lines[0]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+MESH = '[mesh]\ntensor = 2\n[rules]\nvocab = []\n[memory]\nweights = "disk"\nlayer_files = "layers"\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ([], {}),
+        (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
+        (["--quantize", "int8", "--dtype", "float16"], {"quantize": "int8", "dtype": "float16"}),
+        (["--mesh", "tensor=2"], {"mesh": MeshConfig(tensor=2)}),
+        (["--mesh", "mesh.toml"], {"mesh": "mesh.toml"}),
+        (["--layer-files", "there"], {"layer_files": "there"}),
+    ],
+)
+def test_the_layers_are_those_that_a_run_reads(tmp_path, monkeypatch, arguments, options):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mesh.toml").write_text(MESH)
+    done = _run("convert", GOLDEN, "model", "--layout", "streaming", *arguments)
+    assert done.exit_code == 0, done.output
+    (written,) = tmp_path.rglob("layers.json")
+    assert f"{written.parent}: its layers, for runs in " in done.stdout
+    files = {file: file.stat().st_ino for file in tmp_path.rglob("*")}
+    LLM("model", weights="disk", max_batch=1, token_budget=8, chunk_size=8, **options)
+    assert {file: file.stat().st_ino for file in tmp_path.rglob("*")} == files
+
+
+def test_layers_for_a_mesh_that_is_not_here_are_written_by_the_cpu(tmp_path):
+    """A process of one device; the layers are those of two."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    command = ["convert", GOLDEN, tmp_path / "model", "--layout", "streaming", "--mesh", "tensor=2"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from jaxinfer.cli import app; app()", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert layer_folder(open_model(tmp_path / "model", mesh=MeshConfig(tensor=2))).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "tensor=2"], "--mesh says how layers are written: add --layout streaming"),
+        (["--layer-files", "there"], "--layer-files says how layers are written: add --layout streaming"),
+        (["--layout", "streaming", "--mesh", "tensor=99"], "needs 99 devices"),
+        (["--layout", "streaming", "--mesh", "data=2"], "data=2"),
+        (["--layout", "streaming", "--mesh", "bad.toml"], "[memory]: unknown field 'weigths'"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_converted(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").write_text("[memory]\nweigths = 1\n")
+    done = _run("convert", GOLDEN, "model", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert not (tmp_path / "model").exists()
 
 
 def test_help_imports_no_jax():

@@ -7,7 +7,8 @@ from jaxinfer.cli import app
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.loading import load_model, open_model
+from jaxinfer.streaming.layer_folders import remove_layer_folders, write_layer_files
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -34,6 +35,10 @@ def test_contents_of_a_model(model):
     assert rows["parameters"] == "12,408"
     assert rows["stored bytes"] == rows["weights per device"] == "49.6 kB"
     assert rows["tokenizer"] == "no: token ids only"
+    assert "layer files" not in rows
+    write_layer_files(open_model(model))
+    assert _rows(model)["layer files"].startswith("1 folder of ")
+    remove_layer_folders(model)
 
 
 def test_memory_for_a_mesh_a_context_and_a_batch(model):

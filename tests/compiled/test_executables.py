@@ -293,6 +293,23 @@ def test_a_function_with_values_of_its_own_has_no_name():
                 keys.describe_function(function)
 
 
+def test_sizes_of_another_type_are_no_error(store):
+    for size in (np.int64(16), object()):
+        spec = copying(arguments=lambda sizes: copying().arguments({}), static=ENGINE)
+        spec.compile({"pages": size}, store=store)
+    assert list(store.not_kept.values()) == ["it depends on a builtins.object"]
+    assert len(store.files.sizes()) == 1
+
+
+def test_a_program_with_a_replaced_function_is_run_and_not_kept(store, monkeypatch):
+    monkeypatch.setattr(copy_pages, "copy_pages", lambda *arguments: arguments[0])
+    assert not copying().compile({}, store=store).kept
+    assert "copy_pages.copy_pages was replaced by a function of" in store.not_kept["copy"]
+    monkeypatch.undo()
+    assert not copying().compile({}, store=store).kept
+    assert copying().compile({}, store=store).kept
+
+
 def test_logits_processors_are_never_kept(model_dir, store):
     layout = DeviceLayout.of(load_model(model_dir), ENGINE, num_pages=4, processors=(lambda scores, *_: scores,))
     (prefill,) = [spec for spec in decoder_programs(layout) if spec.name == "prefill"]

@@ -70,9 +70,83 @@ def test_nobody_else_can_read_or_write(kept):
     kept.put("a", b"one")
     assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((kept.folder / "a").stat().st_mode) == 0o600
-    kept.folder.chmod(0o777)
+    kept.folder.chmod(0o755)  # nobody else could write to it
     assert kept.get("a") == b"one"
     assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o730])
+def test_a_folder_that_others_could_fill_is_emptied(kept, mode, caplog):
+    kept.put("a", b"one")
+    kept.folder.chmod(mode)
+    assert kept.get("a") is None
+    assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
+    assert not os.listdir(kept.folder)
+    assert [record.message for record in caplog.records] == [
+        f"{kept.folder} was open to other users: what was in it is deleted"
+    ]
+    kept.put("a", b"two")
+    assert kept.get("a") == b"two"
+
+
+def open_to_others(path):
+    path.chmod(0o620)
+
+
+def of_another_user(path):
+    os.chown(path, 12345, -1)
+
+
+def elsewhere(path):
+    path.symlink_to(path.rename(path.parent.parent / "target"))
+
+
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(open_to_others, elsewhere, a_pipe, a_folder),
+        pytest.param(of_another_user, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")),
+    ],
+)
+def test_a_file_that_may_be_anothers_counts_as_not_there(kept, change):
+    kept.put("a", b"one")
+    change(kept.folder / "a")
+    assert kept.get("a") is None
+    if change is not a_folder:
+        kept.put("a", b"two")
+        assert kept.get("a") == b"two"
+        assert stat.S_ISREG((kept.folder / "a").lstat().st_mode)
+
+
+def test_a_link_is_not_used_as_the_folder(kept, tmp_path, caplog):
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o777)
+    mine.chmod(0o777)
+    (mine / "text").write_text("precious")
+    kept.folder.symlink_to(mine)
+    kept.put("a", b"one")
+    assert kept.get("a") is None
+    assert os.listdir(mine) == ["text"]
+    assert [record.message for record in caplog.records] == [f"{kept.folder} is not used: it is a link"]
+
+
+def test_what_is_written_follows_no_link(tmp_path, monkeypatch):
+    (tmp_path / "victim").write_bytes(b"precious")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda size: "guessed")
+    (tmp_path / ".a.guessed.tmp").symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError):
+        files.write_atomically(tmp_path / "a", b"content")
+    assert (tmp_path / "victim").read_bytes() == b"precious"
 
 
 def test_a_folder_of_another_user_is_not_used(kept, monkeypatch, caplog):

@@ -11,6 +11,7 @@ from jaxinfer.models.config import (
     EncoderConfig,
     PositionKind,
     PositionsConfig,
+    ResNetConfig,
     RopeScaling,
     alibi_slopes,
     kv_bytes_per_token,
@@ -19,6 +20,7 @@ from jaxinfer.models.presets import preset
 from jaxinfer.models.rotary import rotary_frequencies, rotary_table
 
 LLAMA = preset("llama-213m")
+RESNET = ResNetConfig(labels=("a",), stem=8, widths=(8, 8), depths=(1, 1), bottleneck=False, image_size=8)
 
 
 def change(part, **values):
@@ -36,6 +38,8 @@ def encoder(**changes):
     [
         (change(LLAMA, vocab=0), r"DecoderConfig\.vocab must be >= 1, got 0"),
         (change(LLAMA, layers=-1), r"DecoderConfig\.layers must be >= 1, got -1"),
+        (change(LLAMA, layers=10**9), "DecoderConfig has 1000000000 layers; models of at most 4096"),
+        (change(RESNET, depths=(10**9, 1)), "ResNetConfig has 1000000001 layers"),
         (change(LLAMA.attention, kv_heads=3), "q_heads=16 is not a multiple of kv_heads=3"),
         (change(LLAMA.attention, windows=()), "windows must hold None or sizes"),
         (change(LLAMA.attention, windows=(None, 0)), "windows must hold None or sizes"),

@@ -182,6 +182,7 @@ def _edit(folder, change):
         (lambda f: f["config"]["attention"].update(sinks=4), r"unknown fields config\.attention\.sinks"),
         (lambda f: f["config"].update(layers="3"), r"Expected `int`, got `str` - at `\$\.layers`"),
         (lambda f: f["config"].update(layers=0), r"layers must be >= 1, got 0"),
+        (lambda f: f["config"].update(layers=10**9), "has 1000000000 layers"),
         (lambda f: f["config"].pop("mlp"), "missing required field `mlp`"),
     ],
 )

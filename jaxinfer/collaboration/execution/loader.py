@@ -18,15 +18,15 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import CheckpointError
-from checkpoints.layer_files import LayerFiles, aligned, write_layers
+from checkpoints.layer_files import aligned
 from checkpoints.stores import DiskStore, Fetch, Staging
 from jaxinfer.collaboration.errors import LoadError
 from jaxinfer.collaboration.execution.architectures import Architecture
 from jaxinfer.collaboration.execution.kinds import ExpertKind
 from jaxinfer.collaboration.scheduling.request import Eviction, Load
-from jaxinfer.disk_cache import keys
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.loading import OpenedModel
+from jaxinfer.streaming.layer_folders import open_layer_files, write_layer_files
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +49,9 @@ class OpenedExpert:
         return Architecture.of(self.kind, self.opened.weights)
 
 
-def expert_folder(opened: OpenedModel) -> pathlib.Path:
-    """Where the file of an expert is, in its model directory; another format or checkpoint has another folder."""
-    files = {name: file.sha256 for name, file in opened.manifest.files.items()}
-    key = {"files": files, "weights": str(opened.weights), "whole": True}
-    return opened.folder.resolve() / f"layers-{keys.digest(key)[:16]}"
-
-
 def write_expert(opened: OpenedModel) -> pathlib.Path:
     """Write the file of an expert, unless it is there; returns its folder. Raises CheckpointError."""
-    folder = expert_folder(opened)
-    size = sum(leaf.bytes for leaf in opened.shapes.values())
-    write_layers(folder, 1, lambda _: opened.read(), total_bytes=size)
-    return folder
+    return write_layer_files(opened, whole=True)
 
 
 def file_bytes(architecture: Architecture) -> int:
@@ -184,7 +174,7 @@ class ExpertLoader:
     def _store(self, name: str, device: Any) -> DiskStore:
         if (found := self._stores.get((name, device))) is not None:
             return found
-        files = LayerFiles(write_expert(self._find(name).opened), self._preadv)
+        files = open_layer_files(self._find(name).opened, whole=True, preadv=self._preadv)
         shardings = [SingleDeviceSharding(device)] * len(files.layers[0].leaves)
         store = DiskStore(files, shardings, aliases=device.platform == "cpu", staging=self._staging)
         self._stores[name, device] = store

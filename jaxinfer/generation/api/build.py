@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import cast
 
 from jaxinfer.compiled import Costs
@@ -112,7 +113,10 @@ def split_options(options: ModelOptions, mesh: AnyMesh, *, owner: str) -> tuple[
         if unknown := sorted(mesh.memory.keys() - MemoryOptions.__annotations__.keys()):
             known = ", ".join(MemoryOptions.__annotations__)
             raise ValueError(f"{mesh.source}: [memory]: unknown field {unknown[0]!r}; known: {known}.")
-        memory = {**mesh.memory, **memory}
+        written = dict(mesh.memory)
+        if (folder := written.get("layer_files")) and isinstance(folder, str):
+            written["layer_files"] = Path(mesh.source).parent / folder
+        memory = written | memory
     return cast(EngineOptions, engine), MemoryConfig.of(cast(MemoryOptions, memory))
 
 
@@ -141,7 +145,7 @@ def place_model(
                 f"{name}={value} needs all weights on the devices, and weights={memory.weights!r} streams them: "
                 f"leave it {only}."
             )
-    model = stream_model(opened, placement)
+    model = stream_model(opened, placement, memory.layer_files)
     if isinstance(opened.config, DecoderConfig):  # the host drives each pass through the layers: a step is one pass
         config = dataclasses.replace(config, max_decode_passes=1)
     return model, config

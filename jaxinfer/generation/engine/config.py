@@ -1,7 +1,10 @@
 """The sizes of an engine."""
 
 import dataclasses
+import operator
 from typing import TypedDict
+
+import numpy as np
 
 from jaxinfer.generation.renamed import renamed
 
@@ -72,6 +75,9 @@ class EngineConfig:
     kernels: bool = True
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type in (int, bool):
+                object.__setattr__(self, field.name, self._plain(field.name, field.type))
         for name in ("max_batch", "page_size", "token_budget", "chunk_size", "max_decode_passes", "max_lora_rank"):
             self.check(name, getattr(self, name) >= 1, ">= 1")
         self.check("token_budget", self.token_budget >= self.chunk_size, f">= chunk_size={self.chunk_size}")
@@ -87,7 +93,23 @@ class EngineConfig:
         """Pages of a sequence as long as the context."""
         return -(-self.context // self.page_size)
 
+    def _plain(self, name: str, kind: type[int]) -> int:
+        """The value of a field as an int or a bool of Python; numpy's are taken, since they mean the same."""
+        value = getattr(self, name)
+        is_bool = isinstance(value, bool | np.bool_)
+        if kind is bool:
+            self.check(name, is_bool, "True or False")
+            return bool(value)
+        try:
+            self.check(name, not is_bool, "an integer")
+            return operator.index(value)
+        except TypeError:
+            raise self._error(name, "an integer") from None
+
     def check(self, name: str, ok: bool, wanted: str) -> None:
         """Raise ValueError that names the field, unless `ok`."""
         if not ok:
-            raise ValueError(f"EngineConfig.{name} must be {wanted}, got {getattr(self, name)!r}.")
+            raise self._error(name, wanted)
+
+    def _error(self, name: str, wanted: str) -> ValueError:
+        return ValueError(f"EngineConfig.{name} must be {wanted}, got {getattr(self, name)!r}.")

@@ -1,5 +1,6 @@
 """Starting: the first process says what it compiles, the second traces nothing, whoever else starts or is killed."""
 
+import dataclasses
 import json
 import os
 import pty
@@ -8,6 +9,8 @@ import subprocess
 import sys
 
 import pytest
+
+from jaxinfer import LLM, SamplingParams
 
 PROGRAM = """
 import collections, json, sys
@@ -76,6 +79,36 @@ def test_the_first_start_says_what_it_compiles_and_the_second_traces_nothing(mod
     assert second["traced"] == second["compiled"] == {}
     assert second["programs"] == dict.fromkeys(PROGRAMS, True)
     assert not second["heavy"]
+
+
+EDITED = """
+@dataclasses.dataclass(frozen=True)
+class Boost:
+    token: int
+
+    def __call__(self, scores, history, length):
+        return scores.at[:, self.token].add(BOOST)
+"""
+
+
+def test_a_logits_processor_that_was_edited_is_the_one_that_runs(model_dir, tmp_path, monkeypatch):
+    """Its class and its fields are what they were; only the body of the method is another."""
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    params = SamplingParams(temperature=0, max_tokens=1, logits_processors=("boost",), ignore_eos=True)
+    found = []
+    for boost in (1000.0, -1000.0):
+        defined = {"dataclasses": dataclasses, "BOOST": boost, "__name__": "edited"}
+        exec(EDITED, defined)
+        llm = LLM(
+            model_dir,
+            context=64,
+            max_batch=1,
+            token_budget=16,
+            chunk_size=16,
+            logits_processors={"boost": defined["Boost"](5)},
+        )
+        found += llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
+    assert found[0] == 5 != found[1]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import open_model, save_model
-from jaxinfer.streaming.model import layer_folder
+from jaxinfer.streaming.layer_folders import layer_folder
 from sharding import MeshConfig, ShardingRules
 from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, only_even
 from tests.models import goldens

@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 
+import numpy as np
 import pytest
 
 from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
@@ -20,3 +21,23 @@ def test_a_config_and_an_engine_cannot_be_changed(llm):
         llm.engine.config.overlap = False
     with pytest.raises(AttributeError):
         llm.engine.config = EngineConfig(max_batch=1, context=64)
+
+
+def test_integers_of_numpy_are_integers():
+    config = EngineConfig(max_batch=np.int64(2), context=np.int32(64), chunk_size=np.uint8(16), overlap=np.False_)
+    assert config == EngineConfig(max_batch=2, context=64, chunk_size=16, overlap=False)
+    kinds = typing.get_type_hints(EngineConfig)
+    assert all(type(getattr(config, name)) is kind for name, kind in kinds.items() if kind in (int, bool))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        *(("max_batch", 2.0, "an integer"), ("context", "64", "an integer"), ("chunk_size", True, "an integer")),
+        *(("page_size", None, "an integer"), ("level", np.zeros(1), "an integer"), ("max_adapters", 1.5, "an integer")),
+        *(("overlap", 1, "True or False"), ("prefix_caching", "no", "True or False")),
+    ],
+)
+def test_other_types_are_refused_by_the_name_of_the_field(name, value, wanted):
+    with pytest.raises(ValueError, match=rf"EngineConfig.{name} must be {wanted}, got "):
+        EngineConfig(**{"max_batch": 2, "context": 64, name: value})

@@ -1,0 +1,133 @@
+"""Layer files of a model: found again, compared with it, somewhere else, and cleaned up."""
+
+import fcntl
+import os
+import shutil
+
+import crc32c
+import jax
+import numpy as np
+import pytest
+
+from checkpoints import CheckpointError
+from jaxinfer.models.conversion import convert
+from jaxinfer.models.loading import open_model
+from jaxinfer.streaming import layer_folders
+from jaxinfer.streaming.layer_folders import (
+    find_layer_folders,
+    layer_folder,
+    layer_leaves,
+    open_layer_files,
+    read_leaves,
+    remove_layer_folders,
+    write_layer_files,
+)
+from sharding import MeshConfig
+from tests.models import goldens
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "model"
+    convert(goldens.DIRECTORY / "llama_llama3", path)
+    return path
+
+
+@pytest.fixture
+def model(golden, tmp_path):
+    return shutil.copytree(golden, tmp_path / "model")
+
+
+FORMATS = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"quantize": "int8"}, "int4": {"quantize": "int4"}}
+FORMATS |= {"tensor=2": {"mesh": MeshConfig(tensor=2)}}
+REVISED = {
+    1: {"float32": 2155442713, "bfloat16": 828959936, "int8": 1352155894, "int4": 3463150228, "tensor=2": 807199983}
+}
+"""By revision, the crc32c of the demo model's first layer in each format."""
+
+
+def test_another_content_is_another_revision():
+    """Files under one key are the same in every version: if this fails, raise `REVISION`, and note what is so now."""
+    found = {}
+    for name, options in FORMATS.items():
+        opened, total = open_model("examples/demo_model", **options), 0
+        for leaf, array in read_leaves(opened, layer_leaves(opened, 0)).items():
+            total = crc32c.crc32c(f"{leaf} {array.dtype} {array.shape}".encode(), total)
+            for shard in array.addressable_shards:
+                total = crc32c.crc32c(np.asarray(shard.data).tobytes(), total)
+        found[name] = total
+    assert found == REVISED[layer_folders.REVISION]
+
+
+def test_each_format_has_a_folder_of_its_own(model, monkeypatch):
+    found = {layer_folder(open_model(model, **options)) for options in FORMATS.values()}
+    found.add(layer_folder(open_model(model), whole=True))
+    monkeypatch.setattr(layer_folders, "REVISION", layer_folders.REVISION + 1)
+    found.add(layer_folder(open_model(model)))
+    assert len(found) == len(FORMATS) + 2
+    assert {path.parent for path in found} == {model}
+
+
+def test_files_of_another_model_are_refused(model):
+    opened = open_model(model)
+    other = write_layer_files(opened, whole=True)
+    shutil.copytree(other, folder := layer_folder(opened))
+    with pytest.raises(CheckpointError, match=rf"{folder.name}: has 1 layers, and the model has 2; remove .*written"):
+        open_layer_files(opened)
+    shutil.rmtree(folder)  # as the error says
+    assert len(open_layer_files(opened).layers) == 2
+
+
+def test_of_a_mesh_each_slice_is_compared(model):
+    opened = open_model(model, mesh=MeshConfig(tensor=2))
+    shutil.copytree(write_layer_files(open_model(model)), layer_folder(opened))
+    with pytest.raises(CheckpointError, match="is not the model's; remove"):
+        open_layer_files(opened)
+
+
+def test_they_can_be_in_another_folder(model, tmp_path):
+    before = sorted(os.listdir(model))
+    folder = write_layer_files(open_model(model), tmp_path / "layers" / "here")
+    assert folder.parent == tmp_path / "layers" / "here"
+    assert sorted(os.listdir(model)) == before
+    (found,) = find_layer_folders(folder.parent)
+    assert found.path == folder
+    assert found.about == f"{model}: float32"
+    assert found.bytes == sum(file.stat().st_size for file in folder.iterdir())
+
+
+def test_what_killed_writers_left_is_cleaned_by_the_next(model):
+    """Whatever format they wrote; that which another process is writing is left alone."""
+    killed, writing = model / f".layers-{'0' * 16}.partial", model / f".layers-{'1' * 16}.partial"
+    for partial in (killed, writing):
+        (partial / "layers").mkdir(parents=True)
+        (partial / "layers" / "layer-00000.bin").write_bytes(bytes(5000))
+    handle = os.open(writing, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    write_layer_files(open_model(model))
+    assert [found.bytes for found in find_layer_folders(model) if found.path == writing] == [5000]
+    assert not killed.exists()
+    os.close(handle)  # it is killed, too
+    write_layer_files(open_model(model))
+    assert not writing.exists()
+
+
+def test_all_are_removed_and_nothing_else(model, tmp_path):
+    for options in ({}, {"dtype": "bfloat16"}):
+        write_layer_files(open_model(model, **options))
+    (tmp_path / "mine").mkdir()
+    (model / f"layers-{'2' * 16}").symlink_to(tmp_path / "mine")
+    (model / "layers-mine").mkdir()
+    (model / f"layers-{'3' * 16}").mkdir()
+    found = find_layer_folders(model)
+    assert sorted(folder.about.removeprefix(f"{model}: ") for folder in found) == [
+        "bfloat16",
+        "float32",
+        "of another version, or damaged",
+    ]
+    remove_layer_folders(model)
+    assert not find_layer_folders(model)
+    assert (tmp_path / "mine").exists()
+    assert (model / "layers-mine").exists()
+    assert not list(model.glob(".*"))
+    assert jax.tree.leaves(open_model(model).read())
