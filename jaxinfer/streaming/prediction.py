@@ -1,18 +1,23 @@
 """What a streamed model will do, from bandwidths and the rate of multiplication (`docs/streaming.md`)."""
 
 import dataclasses
+import itertools
+import os
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoints import CheckpointError
 from checkpoints.layer_files import BLOCK_BYTES, aligned_buffer, read_direct
-from checkpoints.stores import READERS, to_host
+from checkpoints.readers import Readers
+from checkpoints.stores import to_host
 
 MEASURED_BYTES = 1 << 30
 """Read of a disk, at most, to learn its speed."""
@@ -66,31 +71,41 @@ def balanced_tokens(*, streamed_bytes: int, parameters: int, bandwidth: float, f
     return max(1, round(streamed_bytes / bandwidth * flops / (2 * parameters)))
 
 
-def measure_disk(folder: Path) -> float:
-    """Bytes a second that the disk of a folder's files gives, past the page cache, as streaming reads them.
+def measure_disk(folder: Path, preadv: Callable[[int, list[Any], int], int] = os.preadv) -> float:
+    """Bytes a second that the disk of a folder's files gives, past the page cache, read and verified as for streaming.
 
-    Raises ValueError if there is too little to read.
+    preadv: reads from a file into buffers; tests give one that fails.
+    Raises ValueError if there is too little to read, CheckpointError, naming the file, if it cannot be read.
     """
-    blocks, total = [], 0
-    for file, offset, size in _blocks(folder):
-        blocks.append((file, offset, size))
-        total += size
-        if total >= MEASURED_BYTES:
-            break
+    blocks = list(itertools.islice(_blocks(folder), MEASURED_BYTES // BLOCK_BYTES))
     if not blocks:
         raise ValueError(f"{folder}: no file of {BLOCK_BYTES >> 20} MiB to measure the disk with; give --bandwidth.")
-    buffers = [aligned_buffer(BLOCK_BYTES).data for _ in range(READERS)]
+    readers, local = Readers(), threading.local()
+
+    def read(file: Path, offset: int) -> None:
+        if not hasattr(local, "buffer"):
+            local.buffer = aligned_buffer(BLOCK_BYTES).data
+        try:
+            read_direct(file, offset, local.buffer, preadv)
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}); check the disk.") from error
+        crc32c.crc32c(local.buffer)
+
     start = time.perf_counter()
-    with ThreadPoolExecutor(READERS) as readers:
-        for index, (file, offset, size) in enumerate(blocks):
-            readers.submit(read_direct, file, offset, buffers[index % READERS][:size])
-    return total / (time.perf_counter() - start)
+    tasks = [(readers.submit(read, *block), *block) for block in blocks]
+    try:
+        for task, file, offset in tasks:
+            readers.result(task, f"{file}, bytes {offset} to {offset + BLOCK_BYTES}")
+    finally:
+        readers.close()
+    return len(blocks) * BLOCK_BYTES / (time.perf_counter() - start)
 
 
-def _blocks(folder: Path) -> Iterator[tuple[Path, int, int]]:
+def _blocks(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Files, and where whole blocks of them begin."""
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         for offset in range(0, file.stat().st_size - BLOCK_BYTES + 1, BLOCK_BYTES):
-            yield file, offset, BLOCK_BYTES
+            yield file, offset
 
 
 def measure_host_copy(device: Any, size: int = COPIED_BYTES) -> float:

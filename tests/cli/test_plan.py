@@ -1,8 +1,13 @@
 """`jaxinfer plan`, and the arithmetic behind it."""
 
+import errno
+import os
+import threading
+
 import pytest
 from typer.testing import CliRunner
 
+from checkpoints import CheckpointError, readers
 from jaxinfer.cli import app
 from jaxinfer.streaming.config import MemoryConfig, parse_bytes, spread
 from jaxinfer.streaming.prediction import balanced_tokens, measure_disk, predict
@@ -60,6 +65,27 @@ def test_plan_refuses(model_dir):
 def test_a_disk_is_measured(tmp_path):
     (tmp_path / "large").write_bytes(bytes(24 << 20))
     assert measure_disk(tmp_path) > 1e6
+
+
+def test_a_disk_that_cannot_be_read_has_no_speed(tmp_path):
+    (tmp_path / "large").write_bytes(bytes(24 << 20))
+
+    def preadv(handle, buffers, offset):
+        if offset < 16 << 20:
+            return os.preadv(handle, buffers, offset)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(CheckpointError, match=r"large: cannot be read \(Input/output error\); check the disk"):
+        measure_disk(tmp_path, preadv)
+
+
+def test_a_disk_that_hangs_has_no_speed(tmp_path, monkeypatch):
+    (tmp_path / "large").write_bytes(bytes(24 << 20))
+    monkeypatch.setattr(readers, "READ_SECONDS", 0.2)
+    let_go = threading.Event()
+    with pytest.raises(CheckpointError, match=r"large, bytes 0 to 8388608: not read within 0\.2 s"):
+        measure_disk(tmp_path, lambda *_: let_go.wait())
+    let_go.set()
 
 
 @pytest.mark.parametrize(
