@@ -1,12 +1,13 @@
 """Threads that read files; a disk that hangs holds up neither who waits for it nor the end of the process."""
 
+import contextlib
 import functools
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from typing import Any
 
 from checkpoints.errors import CheckpointError
@@ -51,13 +52,14 @@ class Readers:
 
         Raises CheckpointError, which names `what` it reads, if that takes more than `READ_SECONDS`, or after `close`.
         """
+        either: set[Future[Any]] = {task, self._closed}
         while not task.done():
             if self._closed.done():
                 raise CheckpointError(f"{what}: no longer read, since its reader was closed.")
             left = self._since(task) + READ_SECONDS - time.monotonic()
             if left <= 0:
                 raise CheckpointError(f"{what}: not read within {READ_SECONDS:g} s, so given up; check the disk.")
-            wait((task, self._closed), left, FIRST_COMPLETED)
+            wait(either, left, FIRST_COMPLETED)
         return task.result()
 
     def _since(self, task: Future[Any]) -> float:
@@ -70,7 +72,7 @@ class Readers:
 
     def close(self) -> None:
         """Have every `result` that waits, or will, raise at once. May be called from any thread, and again."""
-        if not self._closed.done():
+        with contextlib.suppress(InvalidStateError):  # it is closed
             self._closed.set_result(None)
         self._end()
 
