@@ -117,8 +117,10 @@ def test_buffers_are_not_filled_while_they_are_used(deep):
 
 def test_a_device_limit_keeps_some_layers_there(deep):
     want = generate(LLM(deep, **ONE), GREEDY)
-    memory, layer = (llm := LLM(deep, weights="disk", **ONE)).memory, llm.placement.layer_bytes
-    limit = int((memory.weights + memory.cache + 4.5 * layer) / 0.9)
+    memory = (llm := LLM(deep, weights="disk", device_memory="1GiB", **ONE)).memory  # of all layers
+    assert set(llm.placement.tiers) == {"device"}
+    layer = llm.placement.layer_bytes
+    limit = int(memory.weights - 1.5 * layer + (memory.cache + memory.workspace) / 0.9)
     for host_memory, counts in ((None, (2, 0, 4)), (2 * layer, (2, 2, 2))):
         llm = LLM(deep, weights="disk", device_memory=limit, host_memory=host_memory, **ONE)
         tiers = llm.placement.tiers
@@ -336,7 +338,7 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(deep, monkeypatch):
         (
             {"weights": "disk", "device_memory": "1KiB"},
             MemoryError,
-            r"2 layers such as layer 0 of .* raise device_memory, lower prefetch",
+            r"2 layers such as layer 0 of .* raise device_memory to at least \d+, lower prefetch",
         ),
         ({"weights": "host", "host_memory": 1}, MemoryError, "raise host_memory, or use weights='disk'"),
         ({"weights": "device", "device_memory": "1KiB"}, MemoryError, "use weights='auto'"),
