@@ -16,7 +16,7 @@ import os
 import pathlib
 import shutil
 import stat
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -141,18 +141,28 @@ class LayerFiles:
         """The offsets of a layer's blocks."""
         return range(0, self.layers[layer].bytes, self._block_bytes)
 
-    def read_block(self, layer: int, offset: int, buffer: memoryview) -> None:
+    def describe(self, layer: int, offset: int) -> str:
+        """A block of a layer, as errors name it."""
+        stored = self.layers[layer]
+        end = min(offset + self._block_bytes, stored.bytes)
+        return f"layer {layer}: {self.folder / stored.file}, bytes {offset} to {end}"
+
+    def read_block(
+        self, layer: int, offset: int, buffer: memoryview, *, given_up: threading.Event | None = None
+    ) -> None:
         """Read one block of a layer into its place in a buffer for the whole layer, and verify it.
 
+        given_up: set when nobody waits for it any more: there is no further attempt.
         Raises CheckpointError, naming layer and file, if that fails `ATTEMPTS` times.
         """
-        stored = self.layers[layer]
+        stored, given_up = self.layers[layer], given_up or threading.Event()
         part = buffer[offset : min(offset + self._block_bytes, stored.bytes)]
         wanted, problem = stored.crc32c[offset // self._block_bytes], ""
         for attempt in range(ATTEMPTS):
             if attempt:
+                if given_up.wait(FIRST_DELAY * 2 ** (attempt - 1)):
+                    break
                 self.retries += 1
-                time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
             try:
                 read_direct(self.folder / stored.file, offset, part, self._preadv)
             except OSError as error:
@@ -161,8 +171,7 @@ class LayerFiles:
             if crc32c.crc32c(part) == wanted:
                 return
             problem = f"is damaged: its crc32c differs; {self._remedy}"
-        where = f"layer {layer}: {self.folder / stored.file}, bytes {offset} to {offset + len(part)}"
-        raise CheckpointError(f"{where}: {problem}.")
+        raise CheckpointError(f"{self.describe(layer, offset)}: {problem}.")
 
     def views(self, layer: int, buffer: np.ndarray) -> list[dict[tuple[int, ...], np.ndarray]]:
         """The slices of each leaf of a layer by where they begin, as views of a buffer (uint8) that it was read to."""

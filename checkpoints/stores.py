@@ -8,16 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, override
+from typing import Any, Protocol, override
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from checkpoints.layer_files import LayerFiles, aligned_buffer, slice_start
+from checkpoints.readers import Readers
 
-READERS = 4
-"""Threads that read blocks: enough to keep an NVMe disk busy, and together a tenth of a core at 1 GB/s."""
+TAKE_SECONDS = 1.0
+"""How long to wait for a buffer that reads which were given up still write to, before there is another one."""
 
 
 class Fetch(Protocol):
@@ -40,7 +41,10 @@ class Fetch(Protocol):
         ...
 
     def arrays(self) -> list[jax.Array]:
-        """Its leaves on the devices, in the order in which programs take them; waits for a disk."""
+        """Its leaves on the devices, in the order in which programs take them; waits for a disk.
+
+        Raises CheckpointError if it cannot be read, or not in time.
+        """
         ...
 
     def settle(self) -> list[jax.Array]:
@@ -58,6 +62,9 @@ class LayerStore(Protocol):
     def start(self, layer: int) -> Fetch:
         """Ask for a layer. Layers arrive in the order in which they are asked for."""
         ...
+
+    def close(self) -> None:
+        """End: whoever waits for a disk, or will, gets a CheckpointError at once. From any thread; may be repeated."""
 
 
 class _OnDevice:
@@ -177,15 +184,16 @@ class _FromDisk:
         self.cpu_seconds = 0.0
         self._arrays: list[jax.Array] | None = None
         self._begun = time.perf_counter()
+        self._given_up = threading.Event()
         view = buffer.data
-        self._blocks: list[Future[tuple[float, float]]] = [
-            store.staging.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
-        ]
+        self._blocks: dict[int, Future[tuple[float, float]]] = {
+            offset: store.staging.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
+        }
 
     def _read(self, offset: int, view: memoryview) -> tuple[float, float]:
         """Read a block; when it was there, and what it took of the CPU."""
         begun = time.thread_time()
-        self._store.files.read_block(self._layer, offset, view)
+        self._store.files.read_block(self._layer, offset, view, given_up=self._given_up)
         return time.perf_counter(), time.thread_time() - begun
 
     def place(self) -> None:
@@ -194,20 +202,20 @@ class _FromDisk:
 
     def arrays(self) -> list[jax.Array]:
         if self._arrays is None:
-            ends, cpu_seconds = zip(*(block.result() for block in self._blocks), strict=True)
+            files, readers = self._store.files, self._store.staging.readers
+            found = (
+                readers.result(block, files.describe(self._layer, offset)) for offset, block in self._blocks.items()
+            )
+            ends, cpu_seconds = zip(*found, strict=True)
             self.interval, self.cpu_seconds = (self._begun, max(ends)), sum(cpu_seconds)
             assert self._buffer is not None
-            views = self._store.files.views(self._layer, self._buffer)
-            leaves = self._store.files.layers[self._layer].leaves
+            views = files.views(self._layer, self._buffer)
+            leaves = files.layers[self._layer].leaves
             self._arrays = _arrays([leaf.shape for leaf in leaves], views, self._store.shardings)
         return self._arrays
 
     def release(self) -> None:
-        for block in self._blocks:
-            block.cancel()
-        for block in self._blocks:
-            if not block.cancelled():
-                block.exception()  # waits: nothing may write to the buffer any more
+        self._given_up.set()
         for array in self._arrays or ():
             array.block_until_ready()  # the copy to a GPU has read the buffer
             array.delete()
@@ -222,7 +230,8 @@ class _FromDisk:
 
     def _give_back(self) -> None:
         if self._buffer is not None:
-            self._store.staging.give_back(self._buffer)
+            reading = [block for block in self._blocks.values() if not block.cancel() and not block.done()]
+            self._store.staging.give_back(self._buffer, reading)
         self._buffer = None
 
 
@@ -256,30 +265,49 @@ class Staging:
     """
 
     def __init__(self, *, keep: int | None = None, on_release: Callable[[np.ndarray], None] | None = None):
-        self.readers = ThreadPoolExecutor(READERS, "jaxinfer-reader")
+        self.readers = Readers()
         self._keep, self._on_release = keep, on_release
         self._free: list[np.ndarray] = []
-        self._lock = threading.Lock()
+        self._late = 0  # buffers that come back once reads have ended
+        self._changed = threading.Condition()
 
     def take(self, size: int) -> np.ndarray:
         """A buffer of exactly this size; what was in it is undefined."""
-        with self._lock:
-            for place, buffer in enumerate(self._free):
-                if buffer.nbytes == size:
-                    return self._free.pop(place)
+        with self._changed:
+            self._changed.wait_for(lambda: self._place(size) is not None or not self._late, TAKE_SECONDS)
+            if (place := self._place(size)) is not None:
+                return self._free.pop(place)
         return aligned_buffer(size)
 
-    def give_back(self, buffer: np.ndarray) -> None:
-        """Take a buffer that nothing uses any more."""
+    def _place(self, size: int) -> int | None:
+        return next((place for place, buffer in enumerate(self._free) if buffer.nbytes == size), None)
+
+    def give_back(self, buffer: np.ndarray, reading: Sequence[Future[Any]] = ()) -> None:
+        """Take a buffer that nothing uses any more once these reads have ended: where one hangs, it never comes back.
+
+        Does not wait for them.
+        """
+        with self._changed:
+            self._late += 1
+        self._free_after(list(reading), buffer)
+
+    def _free_after(self, reading: list[Future[Any]], buffer: np.ndarray) -> None:
+        if reading:
+            reading[0].add_done_callback(lambda _: self._free_after(reading[1:], buffer))
+            return
         if self._on_release is not None:
             self._on_release(buffer)
-        with self._lock:
-            if self._keep is not None:
-                while self._free and sum(b.nbytes for b in self._free) + buffer.nbytes > self._keep:
-                    self._free.pop(0)
-                if buffer.nbytes > self._keep:
-                    return
-            self._free.append(buffer)
+        with self._changed:
+            self._late -= 1
+            while self._free and self._keep is not None and self._free_bytes + buffer.nbytes > self._keep:
+                self._free.pop(0)
+            if self._keep is None or buffer.nbytes <= self._keep:
+                self._free.append(buffer)
+            self._changed.notify_all()
+
+    @property
+    def _free_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._free)
 
 
 class DiskStore(LayerStore):
@@ -310,6 +338,10 @@ class DiskStore(LayerStore):
     def start(self, layer: int) -> Fetch:
         return _FromDisk(self, layer)
 
+    @override
+    def close(self) -> None:
+        self.staging.readers.close()
+
 
 class TieredStore(LayerStore):
     """Layers of which some are in one store and some in another.
@@ -324,3 +356,8 @@ class TieredStore(LayerStore):
     @override
     def start(self, layer: int) -> Fetch:
         return self._stores[layer].start(layer)
+
+    @override
+    def close(self) -> None:
+        for store in set(self._stores):
+            store.close()

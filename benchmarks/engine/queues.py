@@ -86,6 +86,9 @@ class InstantExecutor:
     def restart(self) -> None:
         """There is nothing on the device."""
 
+    def close(self) -> None:
+        """Nothing waits for a disk."""
+
 
 class InstantDecoder(InstantExecutor):
     """Packs batches and reads results as the executor of a decoder does."""

@@ -28,7 +28,7 @@ PROMPT, ROWS, TINY_ROWS = 256, 64, 2
 def measure(report: Report, ceilings: Ceilings, *, dry: bool) -> None:
     """Copy bandwidth, then passes of one token and of many, with layers brought ahead and without."""
     size = 1 << 20 if dry else COPIED_BYTES
-    bandwidth = measure_host_copy(jax.local_devices()[0], size)
+    bandwidth = measure_host_copy(jax.local_devices()[:1], size)
     report.row(part="streaming", what="pinned host to device", rate=round(bandwidth / 1e9, 2), unit="GB/s")
     with tempfile.TemporaryDirectory() as folder:
         write_hf(hf := Path(folder) / "hf", TINY if dry else FULL)
@@ -50,7 +50,7 @@ def measure(report: Report, ceilings: Ceilings, *, dry: bool) -> None:
             found = run(str(model), {**settings, "prefetch": prefetch, **many})
             _row(report, f"{many['token_budget']} tokens", prefetch, found)
             if prefetch:
-                rate = 2 * opened.parameters * many["token_budget"] * (len(found["seconds"]) - 1)
+                rate = 2 * opened.parameters_per_device * many["token_budget"] * (len(found["seconds"]) - 1)
                 rate /= sum(found["seconds"][1:])
                 peak = ceilings.flops["bfloat16"]
                 report.check("streaming_of_products", rate / peak, "of the rate of products", target=0.5)

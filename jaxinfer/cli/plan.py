@@ -24,16 +24,18 @@ def plan(
     prefetch: PrefetchOption = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a sequence (default: the model's).")] = None,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Of the tier, a second, such as 25GB (default: measured here).")
+        str | None,
+        typer.Option(help='Bytes a second to all devices, "25GB" or "disk=3GB,host=25GB" (default: measured here).'),
     ] = None,
-    flops: Annotated[float | None, typer.Option(help="Operations a second (default: measured here).")] = None,
+    flops: Annotated[float | None, typer.Option(help="A second, of each device (default: measured here).")] = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
 ) -> None:
     """Predict tokens a second by batch from what the tier and the device can do, and recommend a batch.
 
-    A pass takes as long as fetching its layers or computing them, whichever is longer.
+    A pass takes as long as fetching its layers or computing them, whichever is longer; several devices share the disk
+    and the host's memory.
     """
     from rich.console import Console
     from rich.filesize import decimal
@@ -41,11 +43,10 @@ def plan(
 
     from jaxinfer.generation.api.build import split_options
     from jaxinfer.generation.engine.config import EngineConfig
+    from jaxinfer.generation.execution.memory import FRACTION
     from jaxinfer.generation.execution.placement import DeviceBytes, plan_placement
-    from jaxinfer.models.devices import available_bytes, devices_of
     from jaxinfer.models.loading import open_model
-    from jaxinfer.streaming import prediction
-    from jaxinfer.streaming.config import parse_bytes
+    from jaxinfer.streaming.prediction import plan_pass
 
     file = parse_mesh(mesh)
     given = {"weights": weights, "device_memory": device_memory, "host_memory": host_memory, "prefetch": prefetch}
@@ -53,6 +54,7 @@ def plan(
     if "weights" not in file.memory:
         options.setdefault("weights", "disk")
     _, memory = split_options(options, file, owner="plan")  # type: ignore[arg-type]  # checked there
+    bandwidths = parse_bandwidths(bandwidth)
     opened = open_model(directory, mesh=file, dtype=dtype, quantize=quantize)
     longest = opened.transformer.context
     context = context or longest
@@ -63,33 +65,40 @@ def plan(
     if placement is None:
         typer.echo("All weights fit on the devices: nothing is streamed.")
         return
-    device, tiers = devices_of(opened.mesh)[0], set(placement.tiers)
-    if bandwidth is not None:
-        rate = float(parse_bytes("--bandwidth", bandwidth))
-    elif "disk" in tiers:
-        rate = prediction.measure_disk(opened.folder)
-    else:
-        rate = prediction.measure_host_copy(device)
-    known = {
-        "streamed_bytes": len(placement.streamed) * placement.layer_bytes,
-        "parameters": opened.parameters // len(devices_of(opened.mesh)),
-        "bandwidth": rate,
-        "flops": flops or prediction.measure_flops(device, opened.weights.dtype),
-    }
-    free = min(available_bytes(opened.mesh), memory.device_memory or available_bytes(opened.mesh))
-    needs = DeviceBytes.of(opened, config)
-    most = max(1, (free - needs.rest - placement.buffer_bytes) // max(1, needs.cache))
-    best = min(prediction.balanced_tokens(**known), most)
+    planned = plan_pass(opened, placement, bandwidths=bandwidths, flops=flops)
+    best, needs = planned.balanced_tokens, DeviceBytes(opened, config, memory)
+    most = best
+    if needs.cache:
+        there = placement.tiers.count("device") + placement.depth.device + 1
+        most = max(1, int((needs.limit - needs.of_streamed(there, 0)) * FRACTION) // needs.cache)
+        best = min(best, most)
     table = Table(
         "sequences", "s a pass", "tokens/s", "TFLOP/s", "limited by", title=str(placement), title_justify="left"
     )
     for tokens in sorted({1, 8, 64, best, most} - {size for size in (8, 64) if size > most}):
-        found = prediction.predict(tokens, **known)
+        found = planned.predict(tokens)
         limit = "computing" if found.compute_seconds > found.fetch_seconds else "fetching"
         figures = f"{found.seconds:.3g}", f"{found.tokens_per_s:.3g}", f"{found.flops / 1e12:.3g}", limit
         table.add_row(f"{tokens}{' (recommended)' if tokens == best else ''}", *figures)
     Console().print(table)
-    typer.echo(
-        f"{decimal(int(rate))}/s, {known['flops'] / 1e12:.3g} TFLOP/s; the cache has room for {most} sequences of "
-        f"{context} tokens."
-    )
+    rates = ", ".join(f"{decimal(int(rate))}/s from {tier}" for tier, rate in planned.bandwidths.items())
+    room = f"; the cache has room for {most} sequences of {context} tokens" if needs.cache else ""
+    typer.echo(f"{rates} to all devices, {planned.flops / 1e12:.3g} TFLOP/s of each{room}.")
+
+
+def parse_bandwidths(text: str | None) -> dict[str, float]:
+    """Bytes a second of each tier.
+
+    >>> parse_bandwidths("disk=3GB, host=25GB")
+    {'disk': 3000000000.0, 'host': 25000000000.0}
+    """
+    from jaxinfer.streaming.config import parse_bytes
+
+    found: dict[str, float] = {}
+    for part in [] if text is None else text.split(","):
+        tier, equals, size = part.rpartition("=")
+        if (tier := tier.strip()) not in ("disk", "host") and equals:
+            raise ValueError(f"--bandwidth: {tier!r} is no tier that layers come from; there are disk, host.")
+        rate = float(parse_bytes("--bandwidth", size))
+        found |= {tier: rate} if tier else {"disk": rate, "host": rate}
+    return found

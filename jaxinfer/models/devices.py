@@ -89,10 +89,9 @@ def bytes_per_device(leaves: Mapping[str, Leaf], mesh: Mesh | AbstractMesh | Non
     return total
 
 
-def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None, *, limit: int | None = None) -> None:
-    """Raise MemoryError unless each device has this many bytes free for the model in `folder`, and within `limit`."""
-    available = available_bytes(mesh)
-    if needed > (available := min(available, limit or available)):
+def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
+    """Raise MemoryError unless each device has this many bytes free for the model in `folder`."""
+    if needed > (available := available_bytes(mesh)):
         raise MemoryError(
             f"{folder}: loading needs {needed / 2**30:.2f} GiB of memory and {available / 2**30:.2f} GiB are "
             "available; use weights='auto', quantize='int4', a smaller dtype, or a mesh with more devices."

@@ -56,10 +56,10 @@ class OpenedModel:
     mesh: Mesh | None
     rules: ShardingRules
 
-    def load(self, *, device_memory: int | None = None) -> "LoadedModel":
-        """The whole model on its devices. Raises MemoryError if it does not fit them, or `device_memory` bytes."""
+    def load(self) -> "LoadedModel":
+        """The whole model on its devices. Raises MemoryError if it does not fit them."""
         needed = self.bytes_per_device() + min(self.manifest.bytes, GROUP_BYTES)
-        devices.check_memory(self.folder, needed, self.mesh, limit=device_memory)
+        devices.check_memory(self.folder, needed, self.mesh)
         return LoadedModel(**self.fields(), leaves=self.read())
 
     def fields(self) -> dict[str, Any]:
@@ -99,10 +99,11 @@ class OpenedModel:
         return devices.sharding_on(self.mesh, self.rules, leaf.axes, leaf.shape)
 
     @property
-    def parameters(self) -> int:
-        """How many numbers the matrices of all layers have, however they are stored."""
+    def parameters_per_device(self) -> int:
+        """How many numbers of all layers' matrices each device multiplies with, however they are stored."""
         leaves = canonical_leaves(self.config, WeightFormat()).items()
-        return sum(math.prod(leaf.shape) for name, leaf in leaves if layer_of(name) is not None)
+        layers = [leaf for name, leaf in leaves if layer_of(name) is not None]
+        return sum(math.prod(self.sharding(leaf).shard_shape(leaf.shape)) for leaf in layers)
 
     def layer_shapes(self, layer: int) -> list[jax.ShapeDtypeStruct]:
         """The leaves of one layer, as they come to the devices, in the order in which programs take them."""
@@ -112,6 +113,14 @@ class OpenedModel:
             return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
 
         return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer).values()]
+
+    def placed_shapes(self, only: Callable[[str], bool] = lambda name: True) -> list[jax.ShapeDtypeStruct]:
+        """The leaves that are selected by name, as `read` places them."""
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=self.sharding(leaf))
+            for name, leaf in self.shapes.items()
+            if only(name)
+        ]
 
     def bytes_per_device(self, only: Callable[[str], bool] = lambda name: True) -> int:
         """Bytes of each device's part of the leaves that are selected by name."""

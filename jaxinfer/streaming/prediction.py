@@ -1,23 +1,34 @@
 """What a streamed model will do, from bandwidths and the rate of multiplication (`docs/streaming.md`)."""
 
+import collections
 import dataclasses
+import itertools
+import math
+import os
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from checkpoints import CheckpointError
 from checkpoints.layer_files import BLOCK_BYTES, aligned_buffer, read_direct
-from checkpoints.stores import READERS, to_host
+from checkpoints.readers import Readers
+from checkpoints.stores import to_host
+from jaxinfer.models.devices import devices_of
+from jaxinfer.models.leaves import layer_of
+from jaxinfer.models.loading import OpenedModel
+from jaxinfer.streaming.config import Placement
 
 MEASURED_BYTES = 1 << 30
 """Read of a disk, at most, to learn its speed."""
 COPIED_BYTES = 256 << 20
 MATRIX = 2048
+REPEATS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,9 +37,9 @@ class Prediction:
 
     Attributes:
       tokens: the sequences.
-      seconds: of the pass: fetching its layers or computing them, whichever takes longer.
-      fetch_seconds, compute_seconds: these two.
-      flops: operations a second.
+      seconds: of the pass.
+      fetch_seconds, compute_seconds: of fetching its layers, and of computing them.
+      flops: operations a second, of each device.
     """
 
     tokens: int
@@ -42,77 +53,166 @@ class Prediction:
         return self.tokens / self.seconds
 
 
-def predict(tokens: int, *, streamed_bytes: int, parameters: int, bandwidth: float, flops: float) -> Prediction:
-    """A pass over so many tokens: min(flops, tokens * bandwidth / bytes of a parameter * 2) operations a second.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What a pass through a model moves and computes, and how fast that goes.
+
+    Attributes:
+      moved: bytes that come from each tier, to all devices together: they share the disk and the host's memory.
+      bandwidths: bytes a second of each tier, to all devices together.
+      parameters: that each token multiplies with on each device.
+      weight_bytes: of layers, that each device multiplies with.
+      flops: operations a second of each device, while all compute.
+      weight_rate: bytes of weights a second that each device multiplies with a single token, while all do.
+      ahead: whether layers are fetched while others are computed.
+    """
+
+    moved: Mapping[str, int]
+    bandwidths: Mapping[str, float]
+    parameters: int
+    weight_bytes: int
+    flops: float
+    weight_rate: float = math.inf
+    ahead: bool = True
+
+    @property
+    def fetch_seconds(self) -> float:
+        """Layers come one after the other, whichever tier they are in."""
+        return sum(size / self.bandwidths[tier] for tier, size in self.moved.items())
+
+    def predict(self, tokens: int) -> Prediction:
+        """A pass over so many tokens. Weights are read once, however many tokens multiply with them."""
+        fetch = self.fetch_seconds
+        compute = max(2 * self.parameters * tokens / self.flops, self.weight_bytes / self.weight_rate)
+        seconds = max(fetch, compute) if self.ahead else fetch + compute
+        return Prediction(
+            tokens=tokens,
+            seconds=seconds,
+            fetch_seconds=fetch,
+            compute_seconds=compute,
+            flops=2 * self.parameters * tokens / seconds,
+        )
+
+    @property
+    def balanced_tokens(self) -> int:
+        """How many tokens make computing take as long as fetching; more give no more tokens a second."""
+        return max(1, round(self.fetch_seconds * self.flops / (2 * self.parameters)))
+
+
+def plan_pass(
+    opened: OpenedModel,
+    placement: Placement,
+    *,
+    bandwidths: Mapping[str, float] | None = None,
+    flops: float | None = None,
+) -> Pass:
+    """A pass of a model that is placed so, on this machine, which is measured where nothing is given.
 
     Args:
-      streamed_bytes: that come to each device in a pass.
-      parameters: that each token multiplies with.
-      bandwidth: bytes a second. flops: operations a second that products of these sizes reach.
+      bandwidths: of tiers, to all devices together.
+      flops: operations a second of each device; reading weights then takes no time.
+    Raises as `measure_disk` does.
     """
-    fetch, compute = streamed_bytes / bandwidth, 2 * parameters * tokens / flops
-    seconds = max(fetch, compute)
-    return Prediction(
-        tokens=tokens,
-        seconds=seconds,
-        fetch_seconds=fetch,
-        compute_seconds=compute,
-        flops=2 * parameters * tokens / seconds,
+    devices, rates = devices_of(opened.mesh), dict(bandwidths or {})
+    moved = moved_bytes(opened, placement)
+    if "disk" in moved and "disk" not in rates:
+        rates["disk"] = measure_disk(opened.folder)
+    if "host" in moved and "host" not in rates:
+        rates["host"] = measure_host_copy(devices)
+    return Pass(
+        moved=moved,
+        bandwidths={tier: rates[tier] for tier in moved},
+        parameters=opened.parameters_per_device,
+        weight_bytes=opened.bytes_per_device(lambda name: layer_of(name) is not None),
+        flops=flops or measure_flops(devices, opened.weights.dtype),
+        weight_rate=math.inf if flops else measure_weight_rate(devices, opened.weights.dtype),
+        ahead=placement.depth.device > 0,
     )
 
 
-def balanced_tokens(*, streamed_bytes: int, parameters: int, bandwidth: float, flops: float) -> int:
-    """How many tokens make computing take as long as fetching; more give no more tokens a second."""
-    return max(1, round(streamed_bytes / bandwidth * flops / (2 * parameters)))
+def moved_bytes(opened: OpenedModel, placement: Placement) -> dict[str, int]:
+    """What comes from each tier in a pass, to all devices together.
 
-
-def measure_disk(folder: Path) -> float:
-    """Bytes a second that the disk of a folder's files gives, past the page cache, as streaming reads them.
-
-    Raises ValueError if there is too little to read.
+    A disk gives each byte once, since files have no part twice; the host's memory gives each device what it takes.
     """
-    blocks, total = [], 0
-    for file, offset, size in _blocks(folder):
-        blocks.append((file, offset, size))
-        total += size
-        if total >= MEASURED_BYTES:
-            break
+    moved: collections.Counter[str] = collections.Counter()
+    for layer in placement.streamed:
+        tier = placement.tiers[layer]
+        for leaf in opened.layer_shapes(layer):
+            of_all = len(leaf.sharding.device_set) * math.prod(leaf.sharding.shard_shape(leaf.shape))
+            moved[tier] += leaf.dtype.itemsize * (leaf.size if tier == "disk" else of_all)
+    return dict(moved)
+
+
+def measure_disk(folder: Path, preadv: Callable[[int, list[Any], int], int] = os.preadv) -> float:
+    """Bytes a second that the disk of a folder's files gives, past the page cache, read and verified as for streaming.
+
+    preadv: reads from a file into buffers; tests give one that fails.
+    Raises ValueError if there is too little to read, CheckpointError, naming the file, if it cannot be read.
+    """
+    blocks = list(itertools.islice(_blocks(folder), MEASURED_BYTES // BLOCK_BYTES))
     if not blocks:
         raise ValueError(f"{folder}: no file of {BLOCK_BYTES >> 20} MiB to measure the disk with; give --bandwidth.")
-    buffers = [aligned_buffer(BLOCK_BYTES).data for _ in range(READERS)]
+    readers, local = Readers(), threading.local()
+
+    def read(file: Path, offset: int) -> None:
+        if not hasattr(local, "buffer"):
+            local.buffer = aligned_buffer(BLOCK_BYTES).data
+        try:
+            read_direct(file, offset, local.buffer, preadv)
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}); check the disk.") from error
+        crc32c.crc32c(local.buffer)
+
     start = time.perf_counter()
-    with ThreadPoolExecutor(READERS) as readers:
-        for index, (file, offset, size) in enumerate(blocks):
-            readers.submit(read_direct, file, offset, buffers[index % READERS][:size])
-    return total / (time.perf_counter() - start)
+    tasks = [(readers.submit(read, *block), *block) for block in blocks]
+    try:
+        for task, file, offset in tasks:
+            readers.result(task, f"{file}, bytes {offset} to {offset + BLOCK_BYTES}")
+    finally:
+        readers.close()
+    return len(blocks) * BLOCK_BYTES / (time.perf_counter() - start)
 
 
-def _blocks(folder: Path) -> Iterator[tuple[Path, int, int]]:
+def _blocks(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Files, and where whole blocks of them begin."""
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         for offset in range(0, file.stat().st_size - BLOCK_BYTES + 1, BLOCK_BYTES):
-            yield file, offset, BLOCK_BYTES
+            yield file, offset
 
 
-def measure_host_copy(device: Any, size: int = COPIED_BYTES) -> float:
-    """Bytes a second from the host's memory to a device, in copies of this size."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    host = to_host(jax.device_put(np.ones(size // 4, np.float32), sharding))
-    best = 0.0
-    for _ in range(3):
+def measure_host_copy(devices: Sequence[Any], size: int | None = None) -> float:
+    """Bytes a second from the host's memory to all devices together, in a copy of this size to each at once."""
+    size = size or COPIED_BYTES
+    shardings = [jax.sharding.SingleDeviceSharding(device) for device in devices]
+    host = [to_host(jax.device_put(np.ones(size // 4, np.float32), sharding)) for sharding in shardings]
+    return len(devices) * size / _best_seconds(lambda: jax.device_put(host, shardings))
+
+
+def measure_flops(devices: Sequence[Any], dtype: np.dtype) -> float:
+    """Operations a second of each device in large products of this dtype, while all compute."""
+    return 2 * MATRIX**3 / _product_seconds(devices, dtype, MATRIX, MATRIX)
+
+
+def measure_weight_rate(devices: Sequence[Any], dtype: np.dtype) -> float:
+    """Bytes a second of a matrix of this dtype that each device multiplies with a vector, while all do."""
+    rows = COPIED_BYTES // (MATRIX * np.dtype(dtype).itemsize)
+    return COPIED_BYTES / _product_seconds(devices, dtype, rows, 1)
+
+
+def _product_seconds(devices: Sequence[Any], dtype: np.dtype, outputs: int, tokens: int) -> float:
+    """Of a product of [tokens, MATRIX] with a matrix [outputs, MATRIX] on every device at once."""
+    product = jax.jit(lambda x, matrix: x @ matrix.T)
+    shapes = (tokens, MATRIX), (outputs, MATRIX)
+    given = [tuple(jax.device_put(np.ones(shape, dtype), device) for shape in shapes) for device in devices]
+    return _best_seconds(lambda: [product(*arrays) for arrays in given])
+
+
+def _best_seconds(run: Callable[[], Any]) -> float:
+    """The least that calls take until their results are there, after one that compiles."""
+    seconds = []
+    for _ in range(1 + REPEATS):
         start = time.perf_counter()
-        jax.device_put(host, sharding).block_until_ready()
-        best = max(best, host.nbytes / (time.perf_counter() - start))
-    return best
-
-
-def measure_flops(device: Any, dtype: np.dtype) -> float:
-    """Operations a second of a large product of this dtype."""
-    x = jax.device_put(jnp.ones((MATRIX, MATRIX), dtype), device)
-    product = jax.jit(lambda x: x @ x)
-    product(x).block_until_ready()
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        product(x).block_until_ready()
-        best = max(best, 2 * MATRIX**3 / (time.perf_counter() - start))
-    return best
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

@@ -91,6 +91,10 @@ class Prefetcher:
         while self._queue:
             self._queue.popleft()[1].release()
 
+    def close(self) -> None:
+        """Have the thread that waits for a layer, or will, get a CheckpointError at once; from any thread."""
+        self._store.close()
+
     def _finish(self) -> None:
         """Wait for the computation in flight, and give the memory of its layer back."""
         if self._result is not None:

@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import crc32c
 import jax
@@ -16,7 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from checkpoints import CheckpointError, layer_files
+from checkpoints import CheckpointError, layer_files, readers, stores
 from checkpoints.layer_files import (
     ALIGNMENT,
     LayerFiles,
@@ -303,3 +306,138 @@ def test_a_writer_that_is_killed_leaves_nothing_that_counts(tmp_path, sent):
     write(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["layers"]
     assert len(LayerFiles(folder).layers) == 3
+
+
+# Reads that hang
+
+
+class Hanging:
+    """Reads of a file hang until they are let go.
+
+    Attributes:
+      begun: how many have.
+    """
+
+    def __init__(self, file):
+        self._file, self._let_go, self.begun = file, threading.Event(), 0
+
+    def preadv(self, handle, buffers, offset):
+        if self._file in os.readlink(f"/proc/self/fd/{handle}"):
+            self.begun += 1
+            self._let_go.wait()
+        return os.preadv(handle, buffers, offset)
+
+    def let_go(self):
+        self._let_go.set()
+
+
+@pytest.fixture
+def hanging():
+    yield (found := Hanging("layer-00001"))
+    found.let_go()
+
+
+def store_of(folder, hanging, **options):
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    return DiskStore(LayerFiles(folder, hanging.preadv), [sharding] * 3, aliases=True, staging=Staging(**options))
+
+
+def check_layer(store, layer):
+    fetch = store.start(layer)
+    for array, wanted in zip(fetch.arrays(), leaves(layer).values(), strict=True):
+        np.testing.assert_array_equal(array, wanted)
+    fetch.release()
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_read_that_hangs_is_given_up_and_its_buffer_never_used_again(folder, hanging, monkeypatch):
+    monkeypatch.setattr(readers, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(stores, "TAKE_SECONDS", 0.01)
+    released = []
+    store = store_of(folder, hanging, on_release=lambda buffer: released.append(buffer.ctypes.data))
+    check_layer(store, 0)
+    fetch = store.start(1)  # in the buffer of the other one
+    with pytest.raises(CheckpointError, match=r"layer 1: .*layer-00001.bin, bytes 0 to .*: not read within 0.2 s, so"):
+        fetch.arrays()
+    fetch.release()
+    check_layer(store, 0)  # one thread is left
+    first, second = released
+    assert first != second
+    fetch = store.start(1)
+    with pytest.raises(CheckpointError, match=r"layer 1: .*not read within"):
+        fetch.arrays()
+    fetch.release()
+    with pytest.raises(CheckpointError, match=r"layer 0: .*not read within"):
+        store.start(0).arrays()
+    assert released == [first, second]
+    hanging.let_go()
+    until(lambda: sorted(released[2:]) == sorted([first, second]))  # when nothing writes to them any more
+    check_layer(store, 1)
+
+
+def test_closing_ends_waiting(folder, hanging):
+    before = set(threading.enumerate())
+    store = store_of(folder, hanging)
+    fetch, threads = store.start(1), set(threading.enumerate()) - before
+    with ThreadPoolExecutor(1) as waiting:
+        waits = waiting.submit(fetch.arrays)
+        until(lambda: hanging.begun)
+        store.close()
+        with pytest.raises(CheckpointError, match=r"layer 1: .*layer-00001.bin.*: no longer read"):
+            waits.result(60)
+        with pytest.raises(CheckpointError, match="no longer read"):
+            store.start(0).arrays()
+    fetch.release()
+    hanging.let_go()
+    until(lambda: not any(thread.is_alive() for thread in threads))
+
+
+def test_what_is_given_back_is_not_tried_again(folder, monkeypatch):
+    tried, failing = [], [True]
+
+    def preadv(handle, buffers, offset):
+        tried.append(offset)
+        if failing:
+            raise OSError(errno.EIO, "injected")
+        return os.preadv(handle, buffers, offset)
+
+    monkeypatch.setattr(layer_files, "FIRST_DELAY", 1000.0)
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    store = DiskStore(LayerFiles(folder, preadv), [sharding] * 3, aliases=True)
+    fetch = store.start(0)
+    until(lambda: tried)
+    fetch.release()
+    failing.clear()
+    check_layer(store, 1)
+    assert store.files.retries == 0
+
+
+HUNG = """
+import pathlib, sys, threading
+import jax
+from checkpoints import CheckpointError, readers
+from checkpoints.layer_files import LayerFiles
+from checkpoints.stores import DiskStore
+readers.READ_SECONDS = 0.2
+store = DiskStore(
+    LayerFiles(pathlib.Path(sys.argv[1]), lambda *_: threading.Event().wait()),
+    [jax.sharding.SingleDeviceSharding(jax.devices()[0])] * 3,
+    aliases=True,
+)
+try:
+    store.start(0).arrays()
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_the_process_ends_while_a_read_hangs(folder):
+    done = subprocess.run([sys.executable, "-c", HUNG, folder], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "layer-00000.bin, bytes 0 to 65536: not read within 0.2 s" in done.stdout

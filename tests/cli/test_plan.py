@@ -1,24 +1,101 @@
 """`jaxinfer plan`, and the arithmetic behind it."""
 
+import dataclasses
+import errno
+import math
+import os
+import re
+import threading
+
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from checkpoints import CheckpointError, readers
 from jaxinfer.cli import app
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution.placement import plan_placement
+from jaxinfer.models.loading import open_model
+from jaxinfer.streaming import prediction
 from jaxinfer.streaming.config import MemoryConfig, parse_bytes, spread
-from jaxinfer.streaming.prediction import balanced_tokens, measure_disk, predict
+from jaxinfer.streaming.model import stream_model
+from jaxinfer.streaming.prediction import Pass, measure_disk, plan_pass
+from sharding import MeshConfig, ShardingRules
+from tests.tiny import CONFIG
 
-SIXTEEN = {"streamed_bytes": 16 << 30, "parameters": 8 << 30, "bandwidth": float(16 << 30), "flops": 64e12}
+WHOLE = ShardingRules(heads=None, kv_heads=None, mlp=None, vocab=None)
+
+SIXTEEN = Pass(
+    moved={"disk": 16 << 30}, bandwidths={"disk": float(16 << 30)}, parameters=8 << 30, weight_bytes=1, flops=64e12
+)
 
 
 def test_a_pass_takes_as_long_as_what_takes_longest():
-    one = predict(1, **SIXTEEN)
+    one = SIXTEEN.predict(1)
     assert (one.seconds, one.tokens_per_s) == (1.0, 1.0)
-    balanced = balanced_tokens(**SIXTEEN)
-    at, beyond = predict(balanced, **SIXTEEN), predict(4 * balanced, **SIXTEEN)
+    balanced = SIXTEEN.balanced_tokens
+    at, beyond = SIXTEEN.predict(balanced), SIXTEEN.predict(4 * balanced)
     assert at.seconds == pytest.approx(1.0, rel=1e-3)
     assert beyond.seconds == pytest.approx(4.0, rel=1e-3)
     assert beyond.flops == pytest.approx(64e12)
     assert beyond.tokens_per_s == pytest.approx(at.tokens_per_s, rel=1e-3)
+
+
+def test_a_pass_reads_its_weights_and_each_tier_has_its_rate():
+    slow = dataclasses.replace(SIXTEEN, weight_bytes=32 << 30, weight_rate=float(16 << 30))
+    assert slow.predict(1).seconds == 2.0
+    assert dataclasses.replace(slow, ahead=False).predict(1).seconds == 3.0
+    rates = {"disk": float(16 << 30), "host": float(64 << 30)}
+    mixed = dataclasses.replace(SIXTEEN, moved={"disk": 8 << 30, "host": 8 << 30}, bandwidths=rates)
+    assert mixed.predict(1).seconds == 0.5 + 0.125
+
+
+def planned(model_dir, mesh=None, rules=None, **memory):
+    opened = open_model(model_dir, mesh=mesh, rules=rules)
+    placement = plan_placement(opened, EngineConfig(max_batch=1, context=64), MemoryConfig(**memory))
+    return opened, plan_pass(opened, placement, bandwidths={"disk": 1e6, "host": 1e6}, flops=1e9)
+
+
+@pytest.mark.parametrize("rules", [None, WHOLE], ids=["split", "whole"])
+def test_devices_share_the_disk(model_dir, rules):
+    """What is predicted to be read is what the store reads, and it takes no less time than for one device."""
+    _, one = planned(model_dir, weights="disk")
+    opened, two = planned(model_dir, MeshConfig(tensor=2), rules, weights="disk")
+    assert two.fetch_seconds >= one.fetch_seconds
+    placement = plan_placement(opened, EngineConfig(max_batch=1, context=64), MemoryConfig(weights="disk"))
+    files = stream_model(opened, placement).store
+    read = sum(
+        math.prod(part.shape) * np.dtype(leaf.dtype).itemsize
+        for layer in files._stores[0].files.layers
+        for leaf in layer.leaves
+        for part in leaf.slices
+    )
+    assert two.moved == {"disk": read}
+    norms = CONFIG.layers * 2 * CONFIG.embed  # which every device has
+    assert two.parameters == (one.parameters if rules else (one.parameters + norms) // 2)
+
+
+def test_devices_share_the_hosts_memory(model_dir):
+    opened, two = planned(model_dir, MeshConfig(tensor=2), weights="host")
+    placement = plan_placement(opened, EngineConfig(max_batch=1, context=64), MemoryConfig(weights="host"))
+    store = stream_model(opened, placement).store
+    assert two.moved == {"host": sum(store.start(layer).bytes for layer in range(2))}
+
+
+def seconds(output):
+    """Of a pass of one sequence."""
+    (row,) = (line for line in output.splitlines() if re.match(r"│ 1( \(recommended\))? +│", line))
+    return float(row.split("│")[2])
+
+
+def test_a_mesh_is_not_predicted_to_read_faster_than_its_disk(model_dir):
+    options = ["--bandwidth", "1MB", "--flops", "1e12"]
+    found = [
+        CliRunner().invoke(app, ["plan", str(model_dir), *options, *mesh]).output
+        for mesh in ((), ("--mesh", "tensor=2"))
+    ]
+    assert seconds(found[1]) >= seconds(found[0]) > 0.05
+    assert "1.0 MB/s from disk to all devices" in found[1]
 
 
 def test_plan(model_dir):
@@ -39,7 +116,9 @@ def test_plan_reads_the_file_of_the_mesh(model_dir, tmp_path):
     assert "[memory]: unknown field 'weigths'" in CliRunner().invoke(app, ["plan", str(model_dir), *options]).output
 
 
-def test_plan_measures_this_machine(model_dir):
+def test_plan_measures_this_machine(model_dir, monkeypatch):
+    monkeypatch.setattr(prediction, "COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(prediction, "MATRIX", 256)
     done = CliRunner().invoke(app, ["plan", str(model_dir), "--weights", "host"])
     assert done.exit_code == 0, done.output
     assert "TFLOP/s" in done.output
@@ -50,6 +129,7 @@ def test_plan_refuses(model_dir):
         (["--context", "1"], "--context must be in [2, 128]"),
         (["--weights", "tape"], "weights must be one of device, host, disk, auto"),
         (["--bandwidth", "fast"], "--bandwidth must be bytes or a size"),
+        (["--bandwidth", "tape=1GB"], "--bandwidth: 'tape' is no tier that layers come from; there are disk, host"),
         ([], "no file of 8 MiB to measure the disk with; give --bandwidth"),
     ):
         done = CliRunner().invoke(app, ["plan", str(model_dir), *options])
@@ -60,6 +140,27 @@ def test_plan_refuses(model_dir):
 def test_a_disk_is_measured(tmp_path):
     (tmp_path / "large").write_bytes(bytes(24 << 20))
     assert measure_disk(tmp_path) > 1e6
+
+
+def test_a_disk_that_cannot_be_read_has_no_speed(tmp_path):
+    (tmp_path / "large").write_bytes(bytes(24 << 20))
+
+    def preadv(handle, buffers, offset):
+        if offset < 16 << 20:
+            return os.preadv(handle, buffers, offset)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(CheckpointError, match=r"large: cannot be read \(Input/output error\); check the disk"):
+        measure_disk(tmp_path, preadv)
+
+
+def test_a_disk_that_hangs_has_no_speed(tmp_path, monkeypatch):
+    (tmp_path / "large").write_bytes(bytes(24 << 20))
+    monkeypatch.setattr(readers, "READ_SECONDS", 0.2)
+    let_go = threading.Event()
+    with pytest.raises(CheckpointError, match=r"large, bytes 0 to 8388608: not read within 0\.2 s"):
+        measure_disk(tmp_path, lambda *_: let_go.wait())
+    let_go.set()
 
 
 @pytest.mark.parametrize(

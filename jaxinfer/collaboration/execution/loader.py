@@ -143,7 +143,7 @@ class ExpertLoader:
             fetch.release()
         self._resident.clear()
         self._host.clear()
-        self._staging.readers.shutdown(wait=False, cancel_futures=True)  # one that reads may never end
+        self._staging.readers.close()
 
     def _load(self, load: Load, source: _HostCopy | None) -> None:
         device = self._devices[load.pool]

@@ -138,7 +138,7 @@ def place_model(
     """
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
-        return opened.load(device_memory=memory.device_memory), config
+        return opened.load(), config
     for name, only in (("num_speculative_tokens", 0), ("max_decode_passes", 1), ("level", 0)):
         if name in given and (value := getattr(config, name)) != only:
             raise ValueError(

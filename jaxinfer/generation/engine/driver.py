@@ -111,6 +111,8 @@ class Driver:
         self._finish = finish and (self._finish or not self._closed)
         self._closed = True
         self._inbox.put(None)
+        if not self._finish:
+            self._engine.close()
 
     def close(self, *, finish: bool = False) -> None:
         """`stop`, and wait until the thread has ended."""
@@ -158,6 +160,8 @@ class Driver:
         for request_id in aborted:
             self._engine.abort(request_id)
         advanced = self._engine.step()
+        if self._closed and not self._finish:  # which may have cut the step short
+            return False
         self._deliver(dict.fromkeys((*aborted, *(sequence.request_id for sequence in advanced))))
         if not self._accepted:
             self._engine.drain()

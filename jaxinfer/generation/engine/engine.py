@@ -189,6 +189,10 @@ class Engine:
         self.executor.costs.save(every=SAVE_SECONDS)
         return self._take_advanced()
 
+    def close(self) -> None:
+        """End a step that waits for a disk; from any thread, when no other step is to follow."""
+        self.executor.close()
+
     def compile_ahead(self) -> int:
         """Compile every program that any request can need; returns how many were missing."""
         return self.executor.compile_ahead()

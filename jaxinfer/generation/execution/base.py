@@ -60,3 +60,6 @@ class BaseExecutor[Buckets]:
     def restart(self) -> None:
         """Forget the steps in flight."""
         self._collected = 0.0
+
+    def close(self) -> None:
+        """As in `Executor`; nothing here waits for a disk."""

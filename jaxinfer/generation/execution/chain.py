@@ -68,6 +68,10 @@ class ChainExecutor(DecoderExecutor):
         self.prefetcher.restart()
         super().restart()
 
+    def close(self) -> None:
+        """End a step that waits for a layer."""
+        self.prefetcher.close()
+
     def _run(self, batch: Batch) -> tuple[Program, list[PrefillOutput]]:
         slices = [self._enter(part) for part in self._slices(batch)]
         for layer, kind in enumerate(self._kinds):
@@ -150,6 +154,10 @@ class EncoderChainExecutor(EncoderExecutor):
         """Begin with the first layer."""
         self.prefetcher.restart()
         super().restart()
+
+    def close(self) -> None:
+        """End a step that waits for a layer."""
+        self.prefetcher.close()
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[Program, jax.Array]:
         sizes = {"batch": tokens.shape[0], "tokens": tokens.shape[1]}

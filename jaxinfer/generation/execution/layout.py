@@ -21,7 +21,7 @@ from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, LowRankStack,
 from jaxinfer.models.devices import fetch_sharding_on, sharding_on
 from jaxinfer.models.fitting import Fitting
 from jaxinfer.models.leaves import canonical_leaves, leaves_of_part
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.loading import LoadedModel, OpenedModel
 from sharding import ShardingRules
 from sharding.collectives import use_rules
 
@@ -80,7 +80,7 @@ class DeviceLayout:
       platform: what it runs on.
       processors: logits processors, compiled into the programs that choose tokens.
       mesh: the devices; None: one. rules: what is split over which of its axes.
-      leaves: the weights; None: their shapes alone.
+      leaves: the weights, or their shapes with where they live; None: their shapes alone.
       fitting: how the config was fitted; None: it was not. family: the model's. Both are for adapters.
 
     Attributes:
@@ -102,7 +102,7 @@ class DeviceLayout:
         processors: LogitsProcessors = (),
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
-        leaves: Iterable[jax.Array] | None = None,
+        leaves: Iterable[jax.Array | jax.ShapeDtypeStruct] | None = None,
         fitting: Fitting | None = None,
         family: str = "",
     ):
@@ -117,10 +117,20 @@ class DeviceLayout:
 
     @classmethod
     def of(
-        cls, model: LoadedModel, engine: EngineConfig, *, num_pages: int, processors: LogitsProcessors = ()
+        cls,
+        model: OpenedModel,
+        engine: EngineConfig,
+        *,
+        num_pages: int,
+        processors: LogitsProcessors = (),
+        only: Callable[[str], bool] = lambda name: True,
     ) -> "DeviceLayout":
-        """The layout of a loaded model."""
+        """The layout of a loaded model; of one that is opened, the shapes alone.
+
+        only: of a model that is not loaded, which leaves are to be on the devices all the time, by name.
+        """
         assert isinstance(model.config, DecoderConfig)
+        leaves = model.leaves.values() if isinstance(model, LoadedModel) else model.placed_shapes(only)
         return cls(
             model.config,
             model.weights,
@@ -130,7 +140,7 @@ class DeviceLayout:
             processors=processors,
             mesh=model.mesh,
             rules=model.rules,
-            leaves=model.leaves.values(),
+            leaves=leaves,
             fitting=model.fitting,
             family=model.description.family,
         )

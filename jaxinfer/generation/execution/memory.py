@@ -15,7 +15,7 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.generation.execution.programs import chain, decode, prefill
 from jaxinfer.models.devices import available_bytes
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.streaming.model import StreamedModel
 
 FRACTION = 0.9
@@ -82,8 +82,8 @@ def plan_memory(
     layout = DeviceLayout.of(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
     adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
     full = config.max_batch * config.pages_per_sequence
-    ample, max_chunks = AMPLE * (full * size + adapters) <= available, None
-    if shared and cache_bytes is None and ample:
+    max_chunks = None
+    if cache_bytes is None and is_ample(model, device_memory, available, full * size + adapters):
         workspace = None
     elif isinstance(model, StreamedModel):
         max_chunks, workspace = _largest_slice(layout, buckets, int(available * FRACTION) - adapters - size)
@@ -91,11 +91,7 @@ def plan_memory(
         workspace = workspace_bytes(layout, buckets)
     room = int(available * FRACTION) - adapters - (workspace or 0)
     budget = room if cache_bytes is None else cache_bytes
-    if budget < size:
-        raise ValueError(
-            f"The KV cache may take {max(budget, 0)} bytes, but one page of {config.page_size} tokens takes {size}: "
-            "raise cache_bytes, lower page_size, or free memory."
-        )
+    check_page(budget, size, config)
     if budget > room:
         raise MemoryError(
             f"cache_bytes={cache_bytes} does not fit: of {available} bytes that are free beside the weights, programs "
@@ -114,6 +110,28 @@ def plan_memory(
     )
 
 
+def is_ample(model: OpenedModel, device_memory: int | None, available: int, cache: int) -> bool:
+    """Whether so much is free beside the weights that the compiler need not be asked what the programs take.
+
+    device_memory: what the user allows, which is exact.
+    """
+    return shares_memory(model.platform) and device_memory is None and AMPLE * cache <= available
+
+
+def check_page(budget: int, size: int, config: EngineConfig) -> None:
+    """Raise ValueError unless a page of this size fits into what the cache may take."""
+    if budget < size:
+        raise ValueError(
+            f"The KV cache may take {max(budget, 0)} bytes, but one page of {config.page_size} tokens takes {size}: "
+            "raise cache_bytes or device_memory, lower page_size, or free memory."
+        )
+
+
+def needed_bytes(weights: int, others: int) -> int:
+    """How much of a device must be free, or allowed, for weights and all else: cache, adapters, workspace."""
+    return weights + math.ceil(others / FRACTION) + 1
+
+
 def _coarse(pages: int) -> int:
     """At most 3% fewer pages, of few numbers: free memory varies between starts, and each number is another program."""
     step = 1 << max(0, pages.bit_length() - COARSE_BITS)
@@ -129,14 +147,13 @@ def _weight_bytes(model: LoadedModel) -> int:
 
 def _largest_slice(layout: DeviceLayout, buckets: Buckets, room: int) -> tuple[int, int]:
     """How many chunks a streamed layer takes at once, so that they need at most half the room; and what they need."""
-
-    def workspace(chunks: int) -> int:
-        return workspace_bytes(
-            layout, dataclasses.replace(buckets.largest, chunks=(chunks,)), chain.decoder_specs(layout)
-        )
-
-    found = ((chunks, workspace(chunks)) for chunks in reversed(buckets.chunks))
+    found = ((chunks, slice_workspace(layout, buckets, chunks)) for chunks in reversed(buckets.chunks))
     return next(one for one in found if one[1] <= room // 2 or one[0] == buckets.chunks[0])
+
+
+def slice_workspace(layout: DeviceLayout, buckets: Buckets, chunks: int) -> int:
+    """What the programs of streamed layers need for so many chunks at once."""
+    return workspace_bytes(layout, dataclasses.replace(buckets.largest, chunks=(chunks,)), chain.decoder_specs(layout))
 
 
 def workspace_bytes(layout: DeviceLayout, buckets: Buckets, specs: Iterable[ProgramSpec[Buckets]] | None = None) -> int:

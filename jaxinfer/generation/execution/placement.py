@@ -1,17 +1,28 @@
 """Which layers stay on the devices, which in the host's memory, and which on disk."""
 
 import dataclasses
+import functools
 import logging
 import math
-from typing import Self
+import os
+from collections.abc import Callable
 
 from rich.filesize import decimal
 
+from checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
-from jaxinfer.generation.execution.memory import FRACTION, part_bytes
-from jaxinfer.generation.execution.platforms import shares_memory
+from jaxinfer.generation.execution.memory import (
+    FRACTION,
+    check_page,
+    is_ample,
+    needed_bytes,
+    part_bytes,
+    slice_workspace,
+    workspace_bytes,
+)
+from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.devices import available_bytes, devices_of, host_available_bytes
 from jaxinfer.models.leaves import layer_of
@@ -23,47 +34,82 @@ _log = logging.getLogger("jaxinfer.streaming")
 DEPTH = 1
 """How many layers are brought ahead while nothing is known of fetches: of like layers, more would hide no more."""
 MAX_DEPTH = 4
+PINNED_LIMIT, PINNED_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
+"""XLA's environment variable for how much of the host's memory it pins for GPUs, and its default."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceBytes:
-    """What a model takes of each device.
+    """What a model takes of each device, found before a weight is read.
+
+    Args:
+      config: the engine's sizes.
+      memory: what the user allows.
 
     Attributes:
-      rest: embeddings, head, norms and adapters.
+      limit: what it may take.
+      rest: embeddings, head and norms.
       layer: the largest layer. largest: which it is; layers of a kind are equally large.
+      adapters: LoRA adapters.
       page: one page of the cache; 0 for an encoder, which has none.
       cache: the cache of `EngineConfig.max_batch` full sequences.
     """
 
-    rest: int
-    layer: int
-    largest: int
-    page: int
-    cache: int
-
-    @classmethod
-    def of(cls, opened: OpenedModel, config: EngineConfig) -> Self:
-        """Of a model under an engine of these sizes."""
+    def __init__(self, opened: OpenedModel, config: EngineConfig, memory: MemoryConfig):
+        self._opened, self._config, self._memory = opened, config, memory
+        available = available_bytes(opened.mesh)
+        self.limit = min(available, memory.device_memory or available)
         kinds = sorted(set(opened.transformer.layer_kinds))
         layers = {kind: opened.bytes_per_device(lambda name, kind=kind: layer_of(name) == kind) for kind in kinds}
-        rest, page = opened.bytes_per_device(lambda name: layer_of(name) is None), 0
-        if isinstance(opened.config, DecoderConfig):
-            layout = DeviceLayout(
-                opened.config,
-                opened.weights,
-                config,
-                num_pages=1,
-                platform=opened.platform,
-                mesh=opened.mesh,
-                rules=opened.rules,
-                fitting=opened.fitting,
-                family=opened.description.family,
-            )
-            rest, page = rest + part_bytes(layout.adapters), part_bytes(layout.state.caches)
-        largest = max(layers, key=layers.__getitem__)
-        cache = page * config.max_batch * config.pages_per_sequence
-        return cls(rest=rest, layer=layers[largest], largest=largest, page=page, cache=cache)
+        self.largest = max(layers, key=layers.__getitem__)
+        self.layer = layers[self.largest]
+        self.rest, self.adapters, self.page = opened.bytes_per_device(_is_rest), 0, 0
+        if self._has_cache:
+            layout = DeviceLayout.of(opened, config, num_pages=1, only=_is_rest)
+            self.adapters, self.page = part_bytes(layout.adapters), part_bytes(layout.state.caches)
+        self.cache = self.page * config.max_batch * config.pages_per_sequence
+
+    @property
+    def whole(self) -> int:
+        """All weights."""
+        return self.rest + self._opened.transformer.layers * self.layer
+
+    def of_whole(self, cache: int) -> int:
+        """All layers there, in programs of the whole model, beside a cache of so many bytes; with room to load."""
+        loading = self.whole + min(self._opened.manifest.bytes, GROUP_BYTES)
+        return max(loading, self._with(self.whole, cache, lambda: self._workspace))
+
+    def of_streamed(self, layers: int, cache: int) -> int:
+        """So many layers there at a time, beside a cache of so many bytes, with as few chunks at once as can be."""
+        return self._with(self.rest + layers * self.layer, cache, lambda: self._streamed_workspace)
+
+    @property
+    def _has_cache(self) -> bool:
+        return isinstance(self._opened.config, DecoderConfig)
+
+    def _with(self, weights: int, cache: int, workspace: Callable[[], int]) -> int:
+        if not self._has_cache:
+            return math.ceil(weights / FRACTION)
+        others = self.adapters + cache
+        if not is_ample(self._opened, self._memory.device_memory, self.limit - weights, others):
+            others += workspace()
+        return needed_bytes(weights, others)
+
+    @functools.cached_property
+    def _workspace(self) -> int:
+        layout = DeviceLayout.of(self._opened, self._config, num_pages=self._config.max_batch)
+        return workspace_bytes(layout, buckets_of(self._config, self._opened.platform))
+
+    @functools.cached_property
+    def _streamed_workspace(self) -> int:
+        config = dataclasses.replace(self._config, max_decode_passes=1)
+        layout = DeviceLayout.of(self._opened, config, num_pages=config.max_batch, only=_is_rest)
+        buckets = buckets_of(config, self._opened.platform)
+        return slice_workspace(layout, buckets, buckets.chunks[0])
+
+
+def _is_rest(name: str) -> bool:
+    """Whether a leaf is of no layer."""
+    return layer_of(name) is None
 
 
 def plan_placement(
@@ -77,71 +123,95 @@ def plan_placement(
     """Where the layers of a model are to be; None: all on the devices, in programs of the whole model.
 
     "host" and "disk" keep as many layers on the devices as `device_memory` has room for beside embeddings, head,
-    layers on their way, and the cache of `config.max_batch` full sequences; without it none, so that nothing is taken
-    from the cache. Likewise "disk" keeps layers in as much of the host's memory as `host_memory` says. "auto" uses what
-    is free, and takes the first of device, host and disk that the model fits.
+    layers on their way, what programs need while they run, and the cache of `config.max_batch` full sequences; without
+    it none, so that nothing is taken from the cache. Likewise "disk" keeps layers in as much of the host's memory as
+    `host_memory` says. "auto" uses what is free, and takes the first of device, host and disk that the model fits.
 
     Args:
+      cache_bytes: of the cache; None: as there is room, at least one page.
       costs: what earlier fetches took, which says how far ahead layers are brought.
-    Raises MemoryError if not even the layers on their way and one page of the cache fit, or "host" does not.
+    Raises MemoryError if not even the layers on their way and the least cache fit, which names the least that does, or
+    "host" does not; ValueError for a cache of less than a page. Nothing is read or written until then.
     """
-    if memory.weights == "device":
+    if memory.weights == "device" and memory.device_memory is None:
         return None
-    needs, count = DeviceBytes.of(opened, config), opened.transformer.layers
-    rest, layer_bytes, least = needs.rest, needs.layer, needs.page
-    available = available_bytes(opened.mesh)
-    free = int(min(available, memory.device_memory or available) * FRACTION)
-    cache = needs.cache if cache_bytes is None else cache_bytes
-    if memory.weights == "auto" and (whole := rest + count * layer_bytes + cache) <= free:
-        _log.info("auto: all layers stay on the devices, %s of %s with the cache", decimal(whole), decimal(free))
+    needs, count = DeviceBytes(opened, config, memory), opened.transformer.layers
+    if cache_bytes is not None:
+        check_page(cache_bytes, needs.page, config)
+    least, full = (needs.page, needs.cache) if cache_bytes is None else (cache_bytes, cache_bytes)
+    if memory.weights == "device":
+        _check_whole(opened, needs, least)
+        return None
+    limit = needs.limit
+    if memory.weights == "auto" and needs.whole < limit and (whole := needs.of_whole(full)) <= limit:
+        _log.info("auto: all layers stay on the devices, %s of %s with the cache", decimal(whole), decimal(limit))
         return None
     depth = _depth(memory, costs)
-    depth = depth if memory.prefetch is not None else _most(depth, free - rest - least, layer_bytes)
-    needed = rest + (depth + 1) * layer_bytes + least
-    if needed > free:
+    while memory.prefetch is None and depth > DEPTH and needs.of_streamed(depth + 1, least) > limit:
+        depth -= 1
+    if (needed := needs.of_streamed(depth + 1, least)) > limit:
+        layers = f"{depth + 1} layers such as layer {needs.largest} of {decimal(needs.layer)}"
         raise MemoryError(
-            f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(rest)} beside the layers, "
-            f"{depth + 1} layers such as layer {needs.largest} of {decimal(layer_bytes)}, {decimal(least)} of cache), "
-            f"and {decimal(free)} may be used: raise device_memory, lower prefetch, or use quantize='int4' or a mesh "
-            "with more devices."
+            f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(needs.rest)} beside the "
+            f"layers, {layers}, {decimal(least)} of cache, and what programs take), and {decimal(limit)} may be used: "
+            f"raise device_memory to at least {needed}, lower prefetch, or use quantize='int4' or a mesh with more "
+            "devices."
         )
-    room = max(0, free - rest - (depth + 1) * layer_bytes - cache)
     resident = 0
     if memory.device_memory is not None or memory.weights == "auto":
-        resident = min(count, room // layer_bytes)
-    on_host = _on_host(opened, memory, count - resident, layer_bytes)
+        while resident < count and needs.of_streamed(resident + depth + 2, full) <= limit:
+            resident += 1
+    on_host = _on_host(opened, memory, count - resident, needs.layer)
     counts: dict[Tier, int] = {"device": resident, "host": on_host}
     limits = "free" if memory.device_memory is None else "device_memory"
     reason = (
-        f"{memory.weights}: the model takes {decimal(rest + count * layer_bytes)} of each device, "
-        f"{decimal(free)} may be used ({limits})"
+        f"{memory.weights}: the model takes {decimal(needs.whole)} of each device, {decimal(limit)} may be used "
+        f"({limits})"
     )
     return Placement(
         tiers=spread(count, counts),
         depth=PrefetchDepth(device=depth, host=depth if shares_memory(opened.platform) else depth + 1),
-        layer_bytes=layer_bytes,
+        layer_bytes=needs.layer,
         reason=reason,
     )
 
 
+def _check_whole(opened: OpenedModel, needs: DeviceBytes, cache: int) -> None:
+    """Raise MemoryError unless all layers fit the devices within `device_memory`."""
+    if (needed := needs.of_whole(cache)) > needs.limit:
+        raise MemoryError(
+            f"{opened.folder}: all layers on the devices take {decimal(needed)}, with {decimal(cache)} of cache, "
+            f"and {decimal(needs.limit)} may be used: raise device_memory to at least {needed}, or use weights='auto', "
+            "quantize='int4', a smaller dtype, or a mesh with more devices."
+        )
+
+
 def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes: int) -> int:
     """How many of the layers that are not on the devices are in the host's memory."""
-    each = layer_bytes * len(devices_of(opened.mesh))
-    budget = memory.host_memory
-    if budget is None and memory.weights == "disk":
+    if memory.weights == "disk" and memory.host_memory is None:
         return 0
-    if budget is None:
-        free = host_available_bytes()
-        if shares_memory(opened.platform):  # what the devices may take is the host's too
-            free -= min(free, memory.device_memory or (free if memory.weights == "auto" else 0))
-        budget = free if memory.weights == "host" else int(free * FRACTION)
+    each, (budget, remedy) = layer_bytes * len(devices_of(opened.mesh)), _host_room(opened, memory)
     count = min(layers, budget // each)
     if memory.weights == "host" and count < layers:
         raise MemoryError(
             f"{opened.folder}: {layers} layers take {decimal(layers * each)} of the host's memory, and "
-            f"{decimal(budget)} may be used: raise host_memory, or use weights='disk'."
+            f"{decimal(budget)} may be used: {remedy}, or use weights='disk'."
         )
     return count
+
+
+def _host_room(opened: OpenedModel, memory: MemoryConfig) -> tuple[int, str]:
+    """What layers may take of the host's memory, beside what loading them does; and what would give them more."""
+    free = host_available_bytes()
+    if shares_memory(opened.platform):  # what the devices may take is the host's too
+        free -= min(free, memory.device_memory or (free if memory.weights == "auto" else 0))
+    rooms = [(max(0, int(free * FRACTION) - min(opened.manifest.bytes, GROUP_BYTES)), "free memory of the host")]
+    if memory.host_memory is not None:
+        rooms.append((memory.host_memory, "raise host_memory"))
+    if opened.platform == "gpu":
+        pinned = int(os.environ.get(PINNED_LIMIT) or PINNED_GIB)
+        rooms.append((pinned << 30, f"raise the environment variable {PINNED_LIMIT}={pinned} before starting Python"))
+    return min(rooms)
 
 
 def _depth(memory: MemoryConfig, costs: Costs | None) -> int:
@@ -153,8 +223,3 @@ def _depth(memory: MemoryConfig, costs: Costs | None) -> int:
     if layer is None or not fetches or (slowest := max(fetches, key=lambda cost: cost.mean)).mean >= layer.mean:
         return DEPTH
     return min(MAX_DEPTH, max(DEPTH, math.ceil(slowest.p95 / layer.mean)))
-
-
-def _most(depth: int, room: int, layer_bytes: int) -> int:
-    """The depth, or less where memory is short, but 1 at least."""
-    return max(DEPTH, min(depth, room // layer_bytes - 1))

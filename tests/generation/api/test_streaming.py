@@ -4,15 +4,18 @@ import dataclasses
 import math
 import os
 import shutil
+import threading
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from checkpoints import CheckpointError
+from checkpoints import CheckpointError, readers
 from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
 from jaxinfer.compiled.dumps import read_collectives
+from jaxinfer.generation.engine.driver import Driver, EngineDeadError
+from jaxinfer.generation.engine.pending import PendingRequest
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.leaves import layer_of
@@ -114,8 +117,10 @@ def test_buffers_are_not_filled_while_they_are_used(deep):
 
 def test_a_device_limit_keeps_some_layers_there(deep):
     want = generate(LLM(deep, **ONE), GREEDY)
-    memory, layer = (llm := LLM(deep, weights="disk", **ONE)).memory, llm.placement.layer_bytes
-    limit = int((memory.weights + memory.cache + 4.5 * layer) / 0.9)
+    memory = (llm := LLM(deep, weights="disk", device_memory="1GiB", **ONE)).memory  # of all layers
+    assert set(llm.placement.tiers) == {"device"}
+    layer = llm.placement.layer_bytes
+    limit = int(memory.weights - 1.5 * layer + (memory.cache + memory.workspace) / 0.9)
     for host_memory, counts in ((None, (2, 0, 4)), (2 * layer, (2, 2, 2))):
         llm = LLM(deep, weights="disk", device_memory=limit, host_memory=host_memory, **ONE)
         tiers = llm.placement.tiers
@@ -282,6 +287,48 @@ def test_a_disk_that_becomes_slow_changes_no_token(deep, monkeypatch):
     assert llm.engine.executor.prefetcher.statistics.stalls
 
 
+def hang(monkeypatch, llm):
+    """Have reads of layer 3 hang until the event that is returned is set; and one that is set when they do."""
+    (store,) = set(llm.model.store._stores)
+    read, hanging, let_go = store.files._preadv, threading.Event(), threading.Event()
+
+    def preadv(handle, buffers, offset):
+        if "layer-00003" in os.readlink(f"/proc/self/fd/{handle}"):
+            hanging.set()
+            let_go.wait()
+        return read(handle, buffers, offset)
+
+    monkeypatch.setattr(store.files, "_preadv", preadv)
+    return let_go, hanging
+
+
+def test_a_disk_that_hangs_ends_requests_and_may_come_back(deep, monkeypatch):
+    llm = LLM(deep, weights="disk", **ONE)
+    want = generate(llm, GREEDY)
+    monkeypatch.setattr(readers, "READ_SECONDS", 0.3)
+    let_go, _ = hang(monkeypatch, llm)
+    (failed, *_) = llm.generate(PROMPTS[:1], GREEDY)
+    assert failed.outputs[0].finish_reason is FinishReason.ERROR
+    assert "layer 3: " in failed.outputs[0].error
+    assert "layer-00003.bin, bytes 0 to " in failed.outputs[0].error
+    assert "not read within 0.3 s" in failed.outputs[0].error
+    let_go.set()
+    monkeypatch.undo()
+    assert generate(llm, GREEDY) == want
+
+
+def test_closing_does_not_wait_for_a_disk_that_hangs(deep, monkeypatch):
+    llm = LLM(deep, weights="disk", **ONE)
+    let_go, hanging = hang(monkeypatch, llm)
+    driver = Driver(llm.engine, max_requests=1)
+    driver.submit(request := PendingRequest(llm.prepare(PROMPTS[0], GREEDY).sequences(), owner=llm))
+    assert hanging.wait(60)
+    driver.close()  # else this waits for a minute, and the request ends with another error
+    with pytest.raises(EngineDeadError, match="closed"):
+        request.future.result(0)
+    let_go.set()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -291,7 +338,7 @@ def test_a_disk_that_becomes_slow_changes_no_token(deep, monkeypatch):
         (
             {"weights": "disk", "device_memory": "1KiB"},
             MemoryError,
-            r"2 layers such as layer 0 of .* raise device_memory, lower prefetch",
+            r"2 layers such as layer 0 of .* raise device_memory to at least \d+, lower prefetch",
         ),
         ({"weights": "host", "host_memory": 1}, MemoryError, "raise host_memory, or use weights='disk'"),
         ({"weights": "device", "device_memory": "1KiB"}, MemoryError, "use weights='auto'"),

@@ -1,0 +1,77 @@
+"""What `jaxinfer plan` says of a pass, against how long passes then take, on one device and on two.
+
+It is also what runs in a process of its own, since the number of CPU devices is fixed when JAX starts:
+`plan_error.py MODEL TENSOR` prints one JSON object: seconds of a pass over one token as predicted and as measured, and
+what they come from.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+from benchmarks.report import ROOT, Report
+from benchmarks.streaming.models import write_hf
+from benchmarks.streaming.ours import CONTEXT, PROMPT, decode_seconds, drop_pages
+from benchmarks.streaming.run_jaxinfer import run
+from benchmarks.streaming.settings import Settings
+from benchmarks.workers import EngineError
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution.placement import plan_placement
+from jaxinfer.models.conversion import convert
+from jaxinfer.models.loading import open_model
+from jaxinfer.streaming.config import MemoryConfig
+from jaxinfer.streaming.layer_folders import write_layer_files
+from jaxinfer.streaming.prediction import plan_pass
+from sharding import MeshConfig
+
+LAYERS, QUICK_LAYERS = 6, 2
+"""Of 128 MiB, so that fetching them takes longest, and a pass long enough to see how fast a disk is."""
+TENSOR = (1, 2)
+PASSES = 8
+
+
+def plan_error(report: Report, settings: Settings) -> None:
+    """The larger of the median errors on one device and on a mesh; each prediction is made before the passes."""
+    write_hf(hf := settings.folder / "plan_hf", {"num_hidden_layers": QUICK_LAYERS if settings.quick else LAYERS})
+    convert(hf, model := settings.folder / "plan")
+    errors: dict[int, list[float]] = {tensor: [] for tensor in TENSOR}
+    for _ in range(settings.rounds):
+        for tensor in TENSOR:
+            drop_pages(model)
+            command = [sys.executable, "-m", "benchmarks.streaming.plan_error", model, str(tensor)]
+            env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(tensor)}
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+            if done.returncode:
+                raise EngineError(f"it ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+            found = json.loads(done.stdout.splitlines()[-1])
+            errors[tensor].append(abs(found["predicted"] / found["measured"] - 1))
+            report.row(figure="plan", tensor=tensor, error=round(errors[tensor][-1], 4), **found)
+    worst = max(statistics.median(found) for found in errors.values())
+    report.check("plan_error", worst, "of a measured pass", target=0.25, better="lower")
+
+
+def predict_and_measure(model: str, tensor: int) -> dict[str, float]:
+    """Seconds of a pass over one token, predicted before the model is loaded, and then measured."""
+    mesh = None if tensor == 1 else MeshConfig(tensor=tensor)
+    opened = open_model(model, mesh=mesh)
+    write_layer_files(opened)
+    placement = plan_placement(opened, EngineConfig(max_batch=1, context=CONTEXT), MemoryConfig(weights="disk"))
+    assert placement is not None
+    planned = plan_pass(opened, placement)
+    predicted = planned.predict(1)
+    sizes = {"batch": 1, "prompt": PROMPT, "passes": PASSES, "context": CONTEXT}
+    found = run(model, {"weights": "disk", "mesh": mesh, **sizes})
+    return {
+        "predicted": round(predicted.seconds, 4),
+        "measured": round(decode_seconds(found), 4),
+        "predicted_fetch": round(predicted.fetch_seconds, 4),
+        "predicted_compute": round(predicted.compute_seconds, 4),
+        "predicted_gb_per_s": round(planned.bandwidths["disk"] / 1e9, 3),
+        "gb_per_s": round(found["bandwidth"]["disk"] / 1e9, 3),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(predict_and_measure(sys.argv[1], int(sys.argv[2]))))

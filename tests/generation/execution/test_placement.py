@@ -1,0 +1,104 @@
+"""What is accepted fits, and what does not is refused before anything is read or written."""
+
+import re
+import shutil
+
+import pytest
+
+from checkpoints.reading import GROUP_BYTES
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.execution import placement
+from jaxinfer.generation.execution.placement import plan_placement
+from jaxinfer.models.conversion import convert
+from jaxinfer.models.loading import OpenedModel, open_model
+from jaxinfer.streaming.config import MemoryConfig
+from tests.models import goldens
+
+ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
+CONFIG = EngineConfig(context=128, **ONE)
+
+
+def least(error):
+    """The bytes of device_memory that an error asks for."""
+    return int(re.search(r"raise device_memory to at least (\d+)", str(error))[1])
+
+
+@pytest.fixture
+def unread(model_dir, tmp_path, monkeypatch):
+    """A model directory without layer files, of which nothing can be read."""
+
+    def read(self, only=None):
+        raise AssertionError("a weight was read")
+
+    shutil.copytree(model_dir, tmp_path / "model", ignore=shutil.ignore_patterns("layers-*", ".layers-*"))
+    monkeypatch.setattr(OpenedModel, "read", read)
+    return tmp_path / "model"
+
+
+SLOW = [pytest.param(weights, marks=pytest.mark.slow) for weights in ("host", "device", "auto")]
+
+
+@pytest.mark.parametrize("weights", ["disk", *SLOW])
+def test_too_little_device_memory_is_refused_at_once_and_what_is_asked_for_works(unread, monkeypatch, weights):
+    options = {"weights": weights, "host_memory": 1, **ONE} if weights == "auto" else {"weights": weights, **ONE}
+    with pytest.raises(MemoryError) as refused:
+        LLM(unread, device_memory=30_000, **options)
+    enough = least(refused.value)
+    with pytest.raises(MemoryError, match=f"raise device_memory to at least {enough}"):
+        LLM(unread, device_memory=enough - 1, **options)
+    assert not list(unread.glob("*layers*"))
+    monkeypatch.undo()
+    llm = LLM(unread, device_memory=enough, **options)
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 4, output.outputs[0].error
+    buffers = llm.placement.buffer_bytes if llm.placement else 0
+    assert llm.memory.weights + llm.memory.cache + llm.memory.workspace + buffers <= enough
+
+
+def test_a_given_cache_counts(unread, monkeypatch):
+    opened = open_model(unread)
+    with pytest.raises(MemoryError) as small:
+        plan_placement(opened, CONFIG, MemoryConfig(weights="disk", device_memory=30_000))
+    page = placement.DeviceBytes(opened, CONFIG, MemoryConfig(device_memory=30_000)).page
+    with pytest.raises(MemoryError) as large:
+        plan_placement(opened, CONFIG, MemoryConfig(weights="disk", device_memory=30_000), cache_bytes=7 * page)
+    assert least(large.value) - least(small.value) == pytest.approx(6 * page / 0.9, abs=2)
+    with pytest.raises(ValueError, match="one page of 16 tokens takes"):
+        LLM(unread, weights="disk", cache_bytes=page - 1, **ONE)
+    monkeypatch.undo()
+    llm = LLM(unread, weights="disk", device_memory=least(large.value), cache_bytes=7 * page, **ONE)
+    assert llm.memory.num_pages == 7
+
+
+# The host's memory
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    convert(goldens.DIRECTORY / "bert_awkward", tmp_path / "bert")
+    return open_model(tmp_path / "bert")
+
+
+def test_layers_in_the_hosts_memory_leave_room_to_load_them(encoder, monkeypatch):
+    layers = encoder.transformer.layers * encoder.bytes_per_device(lambda name: name.startswith("layers.0."))
+    loading = min(encoder.manifest.bytes, GROUP_BYTES)
+    enough = int((layers + loading) / placement.FRACTION) + 1
+    for free, fits in ((enough, True), (layers + loading, False)):
+        monkeypatch.setattr(placement, "host_available_bytes", lambda free=free: free)
+        for memory in (MemoryConfig(weights="host"), MemoryConfig(weights="host", host_memory=1 << 40)):
+            if fits:
+                assert set(plan_placement(encoder, CONFIG, memory).tiers) == {"host"}
+                continue
+            with pytest.raises(MemoryError, match="may be used: free memory of the host, or use weights='disk'"):
+                plan_placement(encoder, CONFIG, memory)
+
+
+def test_what_a_gpu_may_pin_is_checked_before_a_byte_is_read(encoder, monkeypatch):
+    monkeypatch.setattr(OpenedModel, "platform", "gpu")
+    plan = plan_placement(encoder, CONFIG, MemoryConfig(weights="host"))
+    assert set(plan.tiers) == {"host"}
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "0")
+    remedy = r"raise the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=0 before starting Python"
+    with pytest.raises(MemoryError, match=remedy):
+        plan_placement(encoder, CONFIG, MemoryConfig(weights="host"))
