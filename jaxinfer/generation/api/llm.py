@@ -2,25 +2,28 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Unpack, cast
+from typing import Annotated, Unpack
 
 import numpy as np
+from msgspec import Meta
 
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from jaxinfer.generation.api.build import ModelOptions, build_engine, open_costs, place_model, split_options
 from jaxinfer.generation.api.embedding import embed
+from jaxinfer.generation.chat_template import ChatOptions, Messages
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.output import request_output
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.execution.chain import ChainExecutor
 from jaxinfer.generation.execution.memory import plan_memory
 from jaxinfer.generation.execution.platforms import check_mesh
+from jaxinfer.generation.fields import check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
-from jaxinfer.generation.text import Prompt, Tokenizer, encode_chat
+from jaxinfer.generation.text import Prompt, Tokenizer, as_list, encode_chat
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.devices import AnyMesh, build_mesh, open_mesh
 from jaxinfer.models.loading import open_model
@@ -30,6 +33,8 @@ from jaxinfer.streaming.statistics import StreamingStatistics
 from sharding import ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
+
+_Passes = Annotated[int, Meta(ge=1, description="an integer >= 1")]
 
 
 @renamed(
@@ -135,7 +140,7 @@ class LLM:
 
         Raises the ValueError that `generate` would raise for this prompt.
         """
-        return self.engine.prepare(prompt, params or SamplingParams())
+        return self.engine.prepare(prompt, SamplingParams() if params is None else params)
 
     def generate(
         self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None = None
@@ -165,6 +170,7 @@ class LLM:
         `max_passes` bounds the passes through the model, and so the tokens, between two yields. Closing the iterator
         gives the requests up.
         """
+        max_passes = check("max_passes", max_passes, _Passes)
         groups = {r.request_id: r.sequences() for r in self._prepare(prompts, params)}
         for advanced in self.engine.run(list(groups.values()), max_passes):
             for request_id in dict.fromkeys(s.request_id for s in advanced):
@@ -177,24 +183,35 @@ class LLM:
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
-        return beam_search(self.engine, as_list(prompts), params or BeamSearchParams())
+        return beam_search(self.engine, as_list(prompts), BeamSearchParams() if params is None else params)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """The mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
-        return embed(self.engine, as_list(texts), size=self.model.transformer.output_width, adapter=adapter)
+        return embed(self.engine, texts, size=self.model.transformer.output_width, adapter=adapter)
 
-    def chat(self, messages: list[dict], params: SamplingParams | None = None) -> RequestOutput:
-        """Answer a conversation ({"role", "content"} messages) through the model's chat template."""
-        return self.generate([encode_chat(self.tokenizer, messages)], params)[0]
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> RequestOutput:
+        """Answer a conversation ({"role", "content"} messages) through the model's chat template.
+
+        Args:
+          messages: the conversation.
+          params: how to continue it.
+          options: `ChatOptions`: tools, documents, chat_template, chat_template_kwargs, add_generation_prompt,
+            continue_final_message.
+        Raises ValueError for a conversation or options that the template cannot take.
+        """
+        return self.generate([encode_chat(self.tokenizer, messages, **options)], params)[0]
 
     def _prepare(self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None) -> list[Request]:
         batch = as_list(prompts)
         if params is not None and any(isinstance(prompt, Request) for prompt in batch):
             raise ValueError("A prepared request has its SamplingParams: give none beside it.")
-        given = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
+        params = SamplingParams() if params is None else params
+        given = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(given) != len(batch):
             raise ValueError(f"{len(batch)} prompts but {len(given)} SamplingParams: give one for all, or one each.")
         requests = []
@@ -206,11 +223,3 @@ class LLM:
         if len({request.request_id for request in requests}) < len(requests):
             raise ValueError("A prepared request is given twice: prepare the prompt once for each time it is to run.")
         return requests
-
-
-def as_list[T](prompts: T | Sequence[T]) -> list[T]:
-    """One prompt (a text, a list of ids, a request) or several, as a list."""
-    if isinstance(prompts, str | Request) or not isinstance(prompts, Sequence):
-        return [cast(T, prompts)]
-    alone = prompts and all(isinstance(item, int) for item in prompts)
-    return [cast(T, prompts)] if alone else list(prompts)
