@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from jaxinfer.generation.fields import FLOAT32_MAX, FLOAT32_MIN, Finite, NotNegative, Positive, check_fields, shown
+from jaxinfer.generation.fields import (
+    FLOAT32_MAX,
+    FLOAT32_MIN,
+    AtLeast1,
+    Finite,
+    NotNegative,
+    Positive,
+    check_fields,
+    shown,
+)
 from jaxinfer.generation.renamed import renamed
 
 # Sizes of the arrays that carry per-request options to the device; part of every compiled program.
@@ -20,7 +29,6 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGITS_PROCESSORS = 64
 MAX_INT = 2**30  # of what is added to a length on the device, in int32
 
-TokenLimit = Annotated[int, Meta(ge=1, description="an integer >= 1")]
 StopTokenIds = Annotated[
     tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"at most {MAX_STOP_TOKEN_IDS} token ids")
 ]
@@ -132,7 +140,7 @@ class SamplingParams:
       priority: 0 is the usual; a lower number is served earlier, a higher one later, and none waits for ever.
     """
 
-    max_tokens: TokenLimit | None = 128
+    max_tokens: AtLeast1 | None = 128
     min_tokens: _AtLeast0 = 0
     temperature: Annotated[NotNegative, Meta(description="finite and >= 0 (0 is greedy)")] = 1.0
     top_k: _AtLeast0 = 0

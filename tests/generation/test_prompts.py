@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxinfer.generation import SamplingParams
+from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.api.beam_search import BeamSearchParams
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.text import as_list, encode_prompt
@@ -111,7 +111,20 @@ def test_params_of_another_type_are_refused(llm, wrong):
         llm.beam_search(["a"], wrong)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logits_processors": {5: abs}}, "logits_processors must be a dict of functions by name, got {5: "),
+        ({"logits_processors": [abs]}, "logits_processors must be a dict of functions by name, got "),
+        ({"logits_processors": {"a": "abs"}}, r"logits_processors\['a'\] must be a function, got 'abs'"),
+    ],
+)
+def test_what_is_no_logits_processor(model_dir, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(model_dir, **options)
+
+
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "4", True, None])
 def test_passes_of_a_stream(llm, wrong):
-    with pytest.raises(ValueError, match="max_passes must be an integer >= 1, got"):
+    with pytest.raises(ValueError, match=r"max_passes must be an integer >= 1, below .*, got"):
         next(llm.stream("a", ONE, max_passes=wrong))

@@ -17,6 +17,7 @@ from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messa
 from jaxinfer.generation.engine.driver import Driver
 from jaxinfer.generation.engine.pending import EngineGenerateError, OutputReader, PendingRequest
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
@@ -48,8 +49,7 @@ class AsyncLLM:
     """
 
     def __init__(self, path: str | Path, *, max_requests: int = 1024, **options: Any):
-        if max_requests < 1:
-            raise ValueError(f"AsyncLLM.max_requests must be >= 1, got {max_requests}.")
+        max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
         loaded = (LLM if Description.read(path).kind == "decoder" else Embedder)(path, **options)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self._engine = loaded.engine

@@ -21,9 +21,9 @@ from msgspec import Meta
 
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.fields import check_fields, shown
+from jaxinfer.generation.fields import AtLeast1, check_fields, shown
 from jaxinfer.generation.outputs import FinishReason
-from jaxinfer.generation.params import MAX_LOGPROBS, SamplingParams, StopTokenIds, TokenLimit
+from jaxinfer.generation.params import MAX_LOGPROBS, SamplingParams, StopTokenIds
 from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.text import Prompt, Tokenizer
 
@@ -54,7 +54,7 @@ class BeamSearchParams:
 
     beam_width: _BeamWidth = 4
     n: _BeamWidth = 1
-    max_tokens: TokenLimit = 128
+    max_tokens: AtLeast1 = 128
     length_penalty: Annotated[
         float,
         Meta(

@@ -2,13 +2,19 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Unpack
+from typing import Unpack
 
 import numpy as np
-from msgspec import Meta
 
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from jaxinfer.generation.api.build import ModelOptions, build_engine, open_costs, place_model, split_options
+from jaxinfer.generation.api.build import (
+    ModelOptions,
+    build_engine,
+    check_processors,
+    open_costs,
+    place_model,
+    split_options,
+)
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.chat_template import ChatOptions, Messages
 from jaxinfer.generation.engine.config import EngineConfig
@@ -17,7 +23,7 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.execution.chain import ChainExecutor
 from jaxinfer.generation.execution.memory import plan_memory
 from jaxinfer.generation.execution.platforms import check_mesh
-from jaxinfer.generation.fields import check
+from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
@@ -33,8 +39,6 @@ from jaxinfer.streaming.statistics import StreamingStatistics
 from sharding import ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
-
-_Passes = Annotated[int, Meta(ge=1, description="an integer >= 1")]
 
 
 @renamed(
@@ -88,6 +92,7 @@ class LLM:
     ):
         if max_batch < 1:
             raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
+        logits_processors = check_processors(logits_processors)
         mesh = open_mesh(mesh)
         engine_options, memory = split_options(options, mesh, owner="LLM")
         mesh, rules = build_mesh(mesh, rules)
@@ -105,7 +110,7 @@ class LLM:
             if engine_options.get("max_adapters") == 0:
                 raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
         config = EngineConfig(max_batch=max_batch, context=context or model.context, **engine_options)
-        costs = open_costs(opened, config, logits_processors or ())
+        costs = open_costs(opened, config, logits_processors)
         self.model, config = place_model(
             opened, config, memory, costs=costs, cache_bytes=cache_bytes, given=options.keys()
         )
@@ -170,7 +175,7 @@ class LLM:
         `max_passes` bounds the passes through the model, and so the tokens, between two yields. Closing the iterator
         gives the requests up.
         """
-        max_passes = check("max_passes", max_passes, _Passes)
+        max_passes = check("max_passes", max_passes, AtLeast1)
         groups = {r.request_id: r.sequences() for r in self._prepare(prompts, params)}
         for advanced in self.engine.run(list(groups.values()), max_passes):
             for request_id in dict.fromkeys(s.request_id for s in advanced):
