@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
@@ -29,8 +30,9 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGITS_PROCESSORS = 64
 MAX_INT = 2**30  # of what is added to a length on the device, in int32
 
+_TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # which of these a model has, its engine knows
 StopTokenIds = Annotated[
-    tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"at most {MAX_STOP_TOKEN_IDS} token ids")
+    tuple[_TokenId, ...], Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"at most {MAX_STOP_TOKEN_IDS} token ids")
 ]
 Priority = Annotated[
     int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=f"an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
@@ -150,7 +152,7 @@ class SamplingParams:
     presence_penalty: Finite = 0.0
     frequency_penalty: Finite = 0.0
     logit_bias: Annotated[
-        dict[int, Annotated[float, Meta(le=FLOAT32_MAX)]],
+        dict[_TokenId, Annotated[float, Meta(le=FLOAT32_MAX)]],
         Meta(
             max_length=MAX_LOGIT_BIAS,
             description=f"a dict of at most {MAX_LOGIT_BIAS} token ids, each with a finite value or -inf",
@@ -186,6 +188,10 @@ class SamplingParams:
                 f"got {shown(self.structured_outputs)}."
             )
         check_fields(self)
+        if any(-math.inf < bias < -FLOAT32_MAX for bias in self.logit_bias.values()):
+            raise ValueError(
+                f"SamplingParams.logit_bias must have values >= {-FLOAT32_MAX} or -inf, got {shown(self.logit_bias)}."
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"SamplingParams.min_tokens must be <= max_tokens={self.max_tokens}, got {self.min_tokens}."
