@@ -66,7 +66,7 @@ class Writer:
             self._flush()
 
     def add_file(self, name: str, content: bytes | pathlib.Path) -> None:
-        """Store a file at the top of the directory: its bytes, or a path to copy from."""
+        """Store a file under a path of its own in the directory: its bytes, or a path to copy from."""
         inside(self._state, name)
         self._files[name] = content
 
@@ -93,6 +93,7 @@ class Writer:
         ocp.partial.finalize(str(self._state))
         (self._state / "commit_success.txt").unlink(missing_ok=True)  # contains a path of this machine
         for name, content in self._files.items():
+            (self._state / name).parent.mkdir(exist_ok=True)
             if isinstance(content, bytes):
                 (self._state / name).write_bytes(content)
             else:

@@ -7,13 +7,14 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 from jaxinfer.collaboration.config import SystemConfig
-from jaxinfer.collaboration.errors import LoadError
+from jaxinfer.collaboration.errors import InvalidInputError, LoadError
 from jaxinfer.collaboration.execution.executors import Executors, Result, Times
 from jaxinfer.collaboration.opened import OpenedSystem, Progress, log_progress
 from jaxinfer.collaboration.scheduling.executor_state import Statistics
 from jaxinfer.collaboration.scheduling.profile import Profile
 from jaxinfer.collaboration.scheduling.request import Action, Load
 from jaxinfer.collaboration.scheduling.scheduler import Decision, Scheduler
+from jaxinfer.generation.fields import NotNegative, check
 
 
 class System(OpenedSystem):
@@ -66,6 +67,10 @@ class System(OpenedSystem):
           deadline: seconds within which the last expert must have begun.
         Raises RoutingError, InvalidInputError, OverloadedError, LoadError, ShutdownError.
         """
+        try:
+            kind, deadline = check("kind", kind, str), check("deadline", deadline, NotNegative | None)
+        except ValueError as error:
+            raise InvalidInputError(str(error)) from None
         first = self.graph.first(kind)
         return self._executors.submit(first, self._find(first).kind.check(value), deadline=deadline)
 

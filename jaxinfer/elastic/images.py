@@ -21,8 +21,11 @@ def check_images(images: object, size: int) -> np.ndarray:
       size: of the model's images.
     Raises InvalidImageError, which says what is wrong with them.
     """
-    array = np.asarray(images)
     wanted = f"uint8 [B, {size}, {size}, 3] (RGB)"
+    try:
+        array = np.asarray(images)
+    except (TypeError, ValueError, OverflowError) as error:  # lists of different lengths
+        raise InvalidImageError(f"images must be {wanted}: {error}.") from None
     if array.dtype != np.uint8:
         unusable = " with NaN or infinity" if array.dtype.kind == "f" and not np.isfinite(array).all() else ""
         raise InvalidImageError(

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
+from msgspec import Meta
 
 from jaxinfer.compiled import Costs, ExecutableStore
 from jaxinfer.elastic.accuracy import LevelAccuracy
@@ -31,6 +32,7 @@ from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.tasks import Head, Task, TaskRepository
 from jaxinfer.elastic.training import Trainer, TrainingConfig, fit_head
 from jaxinfer.generation.engine.buckets import round_up
+from jaxinfer.generation.fields import check
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.loading import LoadedModel, load_model
@@ -39,6 +41,8 @@ from jaxinfer.streaming.config import parse_bytes
 
 VALIDATION = 0.2
 """The share of a task's images that accuracy is measured on, rather than trained on (OTAS, section V)."""
+
+_TaskOrTasks = Annotated[str | list[str], Meta(description="the name of a task, or one for each image")]
 
 PLAN_SECONDS = 0.01
 """What planning may take between batches, until a simpler rule decides."""
@@ -185,6 +189,7 @@ class Service:
 
     def task(self, name: str) -> Task:
         """A task. Raises UnknownTaskError."""
+        name = check("task", name, str)
         if name not in self._tasks:
             raise UnknownTaskError(f"no task {name!r}; registered: {', '.join(self._tasks) or 'none'}.")
         return self._tasks[name]
@@ -201,7 +206,8 @@ class Service:
         Raises InvalidImageError, UnknownTaskError or LevelError before anything runs.
         """
         images = check_images(images, self.config.image_size)
-        tasks = [task] * len(images) if isinstance(task, str) else list(task)
+        tasks, level = check("task", task, _TaskOrTasks), check("level", level, int)
+        tasks = [tasks] * len(images) if isinstance(tasks, str) else tasks
         if len(tasks) != len(images):
             raise ElasticError(f"{len(images)} images need as many tasks or a single one, got {len(tasks)}.")
         for name in dict.fromkeys(tasks):
@@ -262,11 +268,11 @@ class Service:
         pixels = check_images(image, self.config.image_size)
         if len(pixels) != 1:
             raise ElasticError(f"a query is a single image, got {len(pixels)}.")
-        self.task(task)
+        task = self.task(task).name
         driver = self._started()
         if task not in self._served:
             raise ProfileError(f"task {task!r} is being registered, or the policy cannot serve it at its levels.")
-        return driver.submit(task, pixels[0], latency=latency, utility=utility)
+        return driver.submit(task, pixels[0].copy(), latency=latency, utility=utility)
 
     async def query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> Answer:
         """`make_query` in a coroutine, which gives the query up when it is cancelled."""

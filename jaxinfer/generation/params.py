@@ -3,8 +3,20 @@
 import dataclasses
 import json
 import math
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from msgspec import Meta
+
+from jaxinfer.generation.fields import (
+    FLOAT32_MAX,
+    FLOAT32_MIN,
+    AtLeast1,
+    Finite,
+    NotNegative,
+    Positive,
+    check_fields,
+    shown,
+)
 from jaxinfer.generation.renamed import renamed
 
 # Sizes of the arrays that carry per-request options to the device; part of every compiled program.
@@ -12,6 +24,26 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 1000
+MAX_N = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024  # characters
+MAX_LOGITS_PROCESSORS = 64
+MAX_INT = 2**30  # of what is added to a length on the device, in int32
+
+_TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # which of these a model has, its engine knows
+StopTokenIds = Annotated[
+    tuple[_TokenId, ...], Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"at most {MAX_STOP_TOKEN_IDS} token ids")
+]
+Priority = Annotated[
+    int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=f"an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+]
+_AtLeast0 = Annotated[int, Meta(ge=0, le=MAX_INT, description="an integer in [0, 2**30]")]
+_Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS, description=f"an integer in [0, {MAX_LOGPROBS}]")]
+_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+_Choices = Annotated[
+    tuple[Annotated[str, Meta(min_length=1)], ...],
+    Meta(min_length=1, description="one or more non-empty strings"),
+]
 
 
 @renamed(json_schema="json")
@@ -36,32 +68,29 @@ class StructuredOutputsParams:
     '{"type":"integer","minimum":0}'
     """
 
-    json: dict[str, Any] | str | None = None
+    json: Annotated[dict[str, Any] | str, Meta(description="a dict or the text of a JSON object")] | None = None
     regex: str | None = None
     grammar: str | None = None
-    choice: tuple[str, ...] | None = None
+    choice: _Choices | None = None
     whitespace_pattern: str | None = None
 
     KINDS: ClassVar[tuple[str, ...]] = ("json", "regex", "grammar", "choice")
 
     def __post_init__(self) -> None:
+        check_fields(self)
         given = [name for name in self.KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
                 f"StructuredOutputsParams needs exactly one of {', '.join(self.KINDS)}; "
                 f"got {', '.join(given) or 'none'}."
             )
-        if self.whitespace_pattern is not None and (self.json is None or not isinstance(self.whitespace_pattern, str)):
+        if self.whitespace_pattern is not None and self.json is None:
             raise ValueError(
-                "StructuredOutputsParams.whitespace_pattern must be a string, given with json, "
-                f"got {self.whitespace_pattern!r} with {self.kind}."
+                "StructuredOutputsParams.whitespace_pattern must be given with json, "
+                f"got {shown(self.whitespace_pattern)} with {self.kind}."
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
-        elif self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
-        elif not isinstance(text := getattr(self, self.kind), str):
-            raise ValueError(f"StructuredOutputsParams.{self.kind} must be a string, got {text!r}.")
 
     @property
     def kind(self) -> str:
@@ -69,23 +98,17 @@ class StructuredOutputsParams:
         return next(name for name in self.KINDS if getattr(self, name) is not None)
 
 
-def _schema_text(schema: object) -> str:
+def _schema_text(schema: dict[str, Any] | str) -> str:
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"StructuredOutputsParams.json is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"StructuredOutputsParams.json must be a dict or the text of a JSON object, got {schema!r}.")
-    return text
-
-
-def _choices(texts: object) -> tuple[str, ...]:
-    if not isinstance(texts, tuple | list) or not texts or not all(isinstance(t, str) and t for t in texts):
         raise ValueError(
-            f"StructuredOutputsParams.choice must be a tuple of non-empty strings, at least one, got {texts!r}."
+            f"StructuredOutputsParams.json must be a dict or the text of a JSON object, got {shown(schema)}."
         )
-    return tuple(texts)
+    return text
 
 
 @renamed(structure="structured_outputs", stop_ids="stop_token_ids", processors="logits_processors")
@@ -119,64 +142,64 @@ class SamplingParams:
       priority: 0 is the usual; a lower number is served earlier, a higher one later, and none waits for ever.
     """
 
-    max_tokens: int | None = 128
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: AtLeast1 | None = 128
+    min_tokens: _AtLeast0 = 0
+    temperature: Annotated[NotNegative, Meta(description="finite and >= 0 (0 is greedy)")] = 1.0
+    top_k: _AtLeast0 = 0
+    top_p: Annotated[float, Meta(ge=FLOAT32_MIN, le=1, description="a number in (0, 1]")] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1, description="a number in [0, 1]")] = 0.0
+    repetition_penalty: Positive = 1.0
+    presence_penalty: Finite = 0.0
+    frequency_penalty: Finite = 0.0
+    logit_bias: Annotated[
+        dict[_TokenId, Annotated[float, Meta(le=FLOAT32_MAX)]],
+        Meta(
+            max_length=MAX_LOGIT_BIAS,
+            description=f"a dict of at most {MAX_LOGIT_BIAS} token ids, each with a finite value or -inf",
+        ),
+    ] = dataclasses.field(default_factory=dict, hash=False)
+    seed: Annotated[int, Meta(ge=0, lt=2**32, description="an integer in [0, 2**32)")] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N, description=f"an integer in [1, {MAX_N}]")] = 1
+    stop: Annotated[
+        tuple[_StopString, ...],
+        Meta(
+            max_length=MAX_STOP_STRINGS,
+            description=f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters",
+        ),
+    ] = ()
+    stop_token_ids: StopTokenIds = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: _Logprobs | None = None
     structured_outputs: StructuredOutputsParams | None = None
     adapter: str | None = None
-    logits_processors: tuple[str, ...] = ()
-    priority: int = 0
+    logits_processors: Annotated[
+        tuple[str, ...],
+        Meta(max_length=MAX_LOGITS_PROCESSORS, description=f"at most {MAX_LOGITS_PROCESSORS} names"),
+    ] = ()
+    priority: Priority = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
-        self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "None or >= 1")
-        self._check("min_tokens", self.min_tokens >= 0, ">= 0")
-        if self.max_tokens is not None:
-            self._check("min_tokens", self.min_tokens <= self.max_tokens, f"<= max_tokens={self.max_tokens}")
-        self._check("temperature", 0 <= self.temperature < math.inf, "finite and >= 0 (0 is greedy)")
-        self._check("top_k", self.top_k >= 0, ">= 0 (0 keeps all tokens)")
-        self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
-        self._check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
-        self._check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "finite and > 0")
-        self._check("presence_penalty", math.isfinite(self.presence_penalty), "finite")
-        self._check("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
-        self._check("seed", self.seed is None or 0 <= self.seed < 2**32, "None or in [0, 2**32)")
-        self._check("n", self.n >= 1, ">= 1")
-        self._check("priority", abs(self.priority) <= MAX_PRIORITY, f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-        free = self.structured_outputs is None or self.min_tokens == 0
-        self._check("structured_outputs", free, "None when min_tokens is given")
-        self._check("stop", all(self.stop), "without empty strings")
-        self._check(
-            "stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids"
-        )
-        self._check("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries")
-        bias = self.logit_bias.values()
-        self._check("logit_bias", all(b < math.inf and not math.isnan(b) for b in bias), "with finite values or -inf")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            self._check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"None or in [0, {MAX_LOGPROBS}]")
-
-    def _check(self, name: str, ok: bool, wanted: str) -> None:
-        if not ok:
-            raise ValueError(f"SamplingParams.{name} must be {wanted}, got {getattr(self, name)!r}.")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError(
+                "SamplingParams.structured_outputs must be StructuredOutputsParams or None, "
+                f"got {shown(self.structured_outputs)}."
+            )
+        check_fields(self)
+        if any(-math.inf < bias < -FLOAT32_MAX for bias in self.logit_bias.values()):
+            raise ValueError(
+                f"SamplingParams.logit_bias must have values >= {-FLOAT32_MAX} or -inf, got {shown(self.logit_bias)}."
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"SamplingParams.min_tokens must be <= max_tokens={self.max_tokens}, got {self.min_tokens}."
+            )
+        if self.structured_outputs is not None and self.min_tokens > 0:
+            raise ValueError(
+                f"SamplingParams.structured_outputs must be None when min_tokens is given, got {self.min_tokens}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,10 +212,7 @@ class PoolingParams:
     """
 
     adapter: str | None = None
-    priority: int = 0
+    priority: Priority = 0
 
     def __post_init__(self) -> None:
-        if abs(self.priority) > MAX_PRIORITY:
-            raise ValueError(
-                f"PoolingParams.priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {self.priority!r}."
-            )
+        check_fields(self)

@@ -1,14 +1,16 @@
-"""Between text and token ids: the tokenizer of a model directory, chat templates, text that grows token by token."""
+"""Between text and token ids: prompts, the tokenizer of a model directory, text that grows token by token."""
 
-import datetime
-import json
 from collections.abc import Sequence
+from numbers import Number
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Unpack, cast
 
+import numpy as np
 import tokenizers
-from jinja2.exceptions import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import Meta
+
+from jaxinfer.generation.chat_template import ChatOptions, ChatTemplates, Messages
+from jaxinfer.generation.fields import check, shown
 
 Prompt = str | list[int]
 """What is asked of a model: a text, or token ids."""
@@ -17,9 +19,11 @@ PROMPT_TOKENS = 6
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no character, or not yet."""
 
+_TokenIds = Annotated[list[int], Meta(description="a text, or a list of token ids (integers)")]
+
 
 class Tokenizer:
-    """A model directory's `tokenizer.json`, with its chat template if it has one."""
+    """A model directory's `tokenizer.json`, with its chat templates if it has any."""
 
     def __init__(self, folder: Path):
         self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -27,9 +31,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         self.byte_ids = self._byte_ids()
-        self._config = _read_json(folder / "tokenizer_config.json")
-        template = folder / "chat_template.jinja"
-        self._template = template.read_text() if template.exists() else self._config.get("chat_template")
+        self._chat_templates = ChatTemplates(folder)
 
     @classmethod
     def of(cls, folder: Path) -> "Tokenizer | None":
@@ -48,59 +50,76 @@ class Tokenizer:
         return {i for i in ids if i is not None} if joins else set()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens the tokenizer adds (Llama's begin-of-text, BERT's frame)."""
-        return self._tokenizer.encode(text).ids
+        """Token ids, with the special tokens the tokenizer adds (Llama's begin-of-text, BERT's frame).
+
+        Raises ValueError for half a character.
+        """
+        return self._encode(text, add_special_tokens=True)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"Character {error.start} of the text is {text[error.start]!r}, half of a surrogate pair, which no "
+                "tokenizer can read: leave it out."
+            ) from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(ids)
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
-
-        Raises ValueError if the model has no chat template or the template refuses the messages.
-        """
-        if not isinstance(self._template, str):
-            raise ValueError("The model directory has no chat template (chat_template.jinja): send a prompt instead.")
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        special = {name: _token_text(self._config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
-        try:
-            text = environment.from_string(self._template).render(
-                messages=messages, add_generation_prompt=True, **special
-            )
-        except TemplateError as error:
-            raise ValueError(f"The chat template refuses these messages: {error}") from error
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+        """Token ids of a conversation, by `ChatTemplates.render`."""
+        return self._encode(self._chat_templates.render(messages, **options), add_special_tokens=False)
 
     def stream(self, prompt_ids: Sequence[int]) -> "TextStream":
         """A text that follows a prompt and grows with the tokens pushed to it."""
         return TextStream(self, prompt_ids)
 
 
+def as_list[T](prompts: T | Sequence[T]) -> list[T]:
+    """One prompt or several, as a list: what begins with a number is one, token ids. The caller's lists are copied."""
+    prompts = copied(prompts)
+    if not isinstance(prompts, list) or (prompts and _is_number(prompts[0])):
+        return [cast(T, prompts)]
+    return [copied(prompt) for prompt in prompts]
+
+
+def copied(prompts: Any) -> Any:
+    """Lists and arrays as lists that the caller does not have; anything else as it is."""
+    if hasattr(prompts, "__array__"):
+        return np.asarray(prompts).tolist()
+    others = str | bytes | bytearray | memoryview
+    return list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, others) else prompts
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Number) or getattr(value, "shape", None) == ()
+
+
 def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt, vocab: int) -> list[int]:
-    """A prompt's token ids. Raises ValueError for text without a tokenizer, and for ids outside [0, vocab)."""
+    """A prompt's token ids, in a list that the caller does not have.
+
+    Raises ValueError for what is no prompt, text without a tokenizer, and ids outside [0, vocab).
+    """
     if not isinstance(prompt, str):
-        ids = list(prompt)
+        ids = check("The prompt", prompt, _TokenIds)
     elif tokenizer is None:
         raise ValueError("The model directory has no tokenizer: give the prompt as token ids.")
     else:
         ids = tokenizer.encode(prompt)
     if unknown := [i for i in ids if not 0 <= i < vocab]:
-        raise ValueError(f"Token ids {unknown[:5]} of the prompt are outside the vocabulary [0, {vocab}).")
+        raise ValueError(f"Token ids {shown(unknown[:5])} of the prompt are outside the vocabulary [0, {vocab}).")
     return ids
 
 
-def encode_chat(tokenizer: Tokenizer | None, messages: list[dict[str, Any]]) -> list[int]:
+def encode_chat(tokenizer: Tokenizer | None, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
     """A conversation as a prompt, by `Tokenizer.chat`. Raises ValueError without a tokenizer too."""
     if tokenizer is None:
         raise ValueError("The model directory has no tokenizer, so it cannot chat.")
-    return tokenizer.chat(messages)
+    return tokenizer.chat(messages, **options)
 
 
 class TextStream:
@@ -155,14 +174,3 @@ def held_back(text: str, stop: tuple[str, ...]) -> int:
         if any(s.startswith(text[-size:]) for s in stop):
             return size
     return 0
-
-
-def _read_json(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _token_text(token: object) -> str:
-    """tokenizer_config.json writes a special token as a string or as {"content": ...}."""
-    if isinstance(token, dict):
-        return token["content"]
-    return token if isinstance(token, str) else ""

@@ -19,6 +19,7 @@ from checkpoints.huggingface import read_json
 TOKENIZER = "tokenizer.json"
 _USUALLY_SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<pad>", "<unk>", "<mask>")
 COPIED = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "special_tokens_map.json")
+CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, bytes | pathlib.Path]:
@@ -27,7 +28,8 @@ def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, by
     Raises CheckpointError for an id that the embedding (`vocab` rows) does not have, and for a tokenizer that exists
     only in a form that we cannot read.
     """
-    files: dict[str, bytes | pathlib.Path] = {name: path / name for name in COPIED if (path / name).is_file()}
+    names = [*COPIED, *(f"{CHAT_TEMPLATES}/{file.name}" for file in (path / CHAT_TEMPLATES).glob("*.jinja"))]
+    files: dict[str, bytes | pathlib.Path] = {name: path / name for name in names if (path / name).is_file()}
     if (path / TOKENIZER).is_file():
         tokenizer = _read(path / TOKENIZER)
         files[TOKENIZER] = path / TOKENIZER

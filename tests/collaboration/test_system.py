@@ -111,10 +111,27 @@ def test_inputs_that_cannot_be_are_refused_at_once(start):
             system.submit("c0", bad)
     with pytest.raises(InvalidInputError, match="1 to 12 integers"):
         system.submit("e0", "a text that is too long")
+    with pytest.raises(InvalidInputError, match="half of a surrogate pair"):
+        system.submit("e0", "\ud800")
+    with pytest.raises(InvalidInputError, match="the value must be an array"):
+        system.submit("e0", [[1], [2, 3]])
+    for kind in (None, 5, ["c0"], {"c0": 1}):
+        with pytest.raises(InvalidInputError, match="kind must be a string, got"):
+            system.submit(kind, image(0))
+    for deadline in (float("nan"), -1, "5", True, [1], 10**400):
+        with pytest.raises(InvalidInputError, match="deadline must be a finite number >= 0 or None, got"):
+            system.submit("c0", image(0), deadline=deadline)
     assert system.statistics.failed == 0
     assert len(list(system.run([("c0", image(0))]))) == 1
     with pytest.raises(InvalidInputError):
         list(system.run([("c0", image(0)), ("c0", None)]))
+
+
+def test_an_input_that_changes_after_it_was_given_changes_nothing(start):
+    system, given = start("c0", "e0", slots=20), image(0)
+    ids = np.arange(12, dtype=np.int32)
+    for name, value in (("c0", given), ("e0", ids)):
+        assert not np.shares_memory(system.experts[name].kind.check(value), value)
 
 
 # Configs that cannot work

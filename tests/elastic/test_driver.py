@@ -1,6 +1,7 @@
 """Queries served live: answers, deadlines, overload, faults, cancelling, closing; nobody waits for ever."""
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -9,6 +10,8 @@ from concurrent.futures import CancelledError, wait
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jaxinfer.elastic import (
     ElasticError,
@@ -24,6 +27,7 @@ from jaxinfer.elastic.latency import NEWEST
 from jaxinfer.elastic.scheduling.policies import Elastic, FixedLevel
 from tests.elastic.serving import profile
 from tests.elastic.vits import stripes
+from tests.generation.wrong import JSON
 
 
 class Device:
@@ -139,7 +143,7 @@ def test_what_is_worth_most_goes_first(start):
 def test_bad_numbers(start, value):
     driver = start(Device())
     for name in ("latency", "utility"):
-        with pytest.raises(ValueError, match=f"{name} must be finite and >= 0"):
+        with pytest.raises(ValueError, match=f"{name} must be a finite number >= 0"):
             ask(driver, "image", **{name: value})
     assert ask(driver, "image").result(10).label == "image"
 
@@ -311,3 +315,27 @@ def test_bad_queries(serving):
         serving.make_query(stripes(2).images, "stripes", latency=1.0)
     with pytest.raises(ShedError):
         serving.make_query(image, "stripes", latency=0.0).result(10)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(field=st.sampled_from(["image", "task", "latency", "utility"]), value=JSON)
+def test_any_value_is_taken_or_refused_by_name(serving, field, value):
+    query = {"image": stripes(1).images[0], "task": "stripes", "latency": 30.0, "utility": 1.0} | {field: value}
+    try:
+        future = serving.make_query(**query)
+    except ValueError as error:
+        assert field in str(error)  # noqa: PT017
+        return
+    assert field in ("latency", "utility")
+    assert type(value) in (int, float)
+    with contextlib.suppress(ShedError, OverloadedError):  # where the latency is short
+        assert future.result(30).label
+
+
+def test_an_image_that_changes_after_it_was_given_changes_nothing(serving, monkeypatch):
+    image, waiting = stripes(1).images[0], []
+    serving.start()
+    monkeypatch.setattr(Driver, "submit", lambda self, task, payload, **_: waiting.append(payload))
+    serving.make_query(image, "stripes", latency=30.0)
+    np.testing.assert_array_equal(waiting[0], image)
+    assert not np.shares_memory(waiting[0], image)

@@ -112,8 +112,8 @@ def test_only_hopeless_queries_are_shed():
     [
         (lambda: BatchingConfig(max_batch=0), "max_batch must be >= 1, got 0"),
         (lambda: BatchingConfig(max_wait=math.nan), "max_wait must be >= 0, got nan"),
-        (lambda: query(0, 0.0, latency=-1), "latency must be finite and >= 0, got -1"),
-        (lambda: query(0, 0.0, utility=math.nan), "utility must be finite and >= 0, got nan"),
+        (lambda: query(0, 0.0, latency=-1), "latency must be a finite number >= 0, got -1"),
+        (lambda: query(0, 0.0, utility=math.nan), "utility must be a finite number >= 0, got nan"),
         (lambda: FixedLevel(PROFILE, 3), "level 3 is not in the profile, which has -20, -15"),
         (lambda: dataclasses.replace(PROFILE, levels=(0, 9)), r"needs the seconds of \(9, 1\)"),
     ],

@@ -132,11 +132,17 @@ def test_tokenizer_and_special_tokens_come_along(hf, out):
     tokenizer = _tokenizer(60)
     tokenizer.save(str(hf / "tokenizer.json"))
     _edit(hf / "tokenizer_config.json", chat_template="{{ messages }}")
+    templates = {"chat_template.jinja": "a", "chat_template.json": "{}", "additional_chat_templates/rag.jinja": "b"}
+    (hf / "additional_chat_templates").mkdir()
+    for name, text in templates.items():
+        (hf / name).write_text(text)
     _edit(hf / "generation_config.json", bos_token_id=1, eos_token_id=[2, 3])
     description = convert(hf, out)
     assert (description.bos_id, description.eos_ids) == (1, (2, 3))
     assert (out / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
     assert (out / "tokenizer_config.json").exists()
+    assert {name: (out / name).read_text() for name in templates} == templates
+    assert templates.keys() <= checkpoints.read_manifest(out).files.keys()
     assert {"tokenizer.json", "tokenizer_config.json"} <= checkpoints.read_manifest(out).files.keys()
 
 

@@ -113,7 +113,7 @@ class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
         self.dtype = np.dtype(np.uint8)
 
     def check(self, payload: Any) -> np.ndarray:
-        image = np.asarray(payload)
+        image = _array(payload)
         if image.dtype != self.dtype or image.shape != self.shape:
             raise InvalidInputError(
                 f"an image must be uint8 {list(self.shape)} (height, width, RGB), "
@@ -175,8 +175,11 @@ class TextEncoder:
         if isinstance(payload, str):
             if self._tokenizer is None:
                 raise InvalidInputError("the expert has no tokenizer: give token ids instead of a text.")
-            payload = self._tokenizer.encode(payload)
-        ids = np.asarray(payload)
+            try:
+                payload = self._tokenizer.encode(payload)
+            except ValueError as error:
+                raise InvalidInputError(str(error)) from error
+        ids = _array(payload)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not 0 < len(ids) <= self.shape[0]:
             raise InvalidInputError(
                 f"token ids must be 1 to {self.shape[0]} integers, got {ids.dtype.name} {list(ids.shape)}."
@@ -212,6 +215,14 @@ def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens:
             raise ConfigError(
                 f"{opened.folder}: a language model cannot be an expert yet; classifiers, detectors and encoders can."
             )
+
+
+def _array(payload: Any) -> np.ndarray:
+    """A copy, so that the caller may change its own before the input is judged. Raises InvalidInputError."""
+    try:
+        return np.array(payload)
+    except (TypeError, ValueError, OverflowError) as error:  # lists of different lengths
+        raise InvalidInputError(f"the value must be an array: {error}.") from error
 
 
 def _without_labels[Config: ResNetConfig | ViTConfig | YoloConfig](config: Config) -> Config:

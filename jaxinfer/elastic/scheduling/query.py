@@ -4,6 +4,8 @@ import dataclasses
 import enum
 from typing import Any
 
+from jaxinfer.generation.fields import NotNegative, check_fields
+
 
 class Outcome(enum.IntEnum):
     """How a query ended (OTAS, section V, "the execution type of a query")."""
@@ -30,15 +32,12 @@ class Query:
     id: int
     task: str
     arrival: float
-    latency: float
-    utility: float
+    latency: NotNegative
+    utility: NotNegative
     payload: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("latency", "utility"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):  # NaN is neither
-                raise ValueError(f"a query's {name} must be finite and >= 0, got {value}.")
+        check_fields(self)
 
     @property
     def deadline(self) -> float:

@@ -6,19 +6,21 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self, Unpack, overload
 
 import numpy as np
 
 from jaxinfer.generation.api.embedder import Embedder
 from jaxinfer.generation.api.embedding import pooling_requests
-from jaxinfer.generation.api.llm import LLM, as_list
+from jaxinfer.generation.api.llm import LLM
+from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages, check_options
 from jaxinfer.generation.engine.driver import Driver
 from jaxinfer.generation.engine.pending import EngineGenerateError, OutputReader, PendingRequest
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
-from jaxinfer.generation.text import Prompt, encode_chat
+from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
 from jaxinfer.models.description import Description
 
 
@@ -47,8 +49,7 @@ class AsyncLLM:
     """
 
     def __init__(self, path: str | Path, *, max_requests: int = 1024, **options: Any):
-        if max_requests < 1:
-            raise ValueError(f"AsyncLLM.max_requests must be >= 1, got {max_requests}.")
+        max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
         loaded = (LLM if Description.read(path).kind == "decoder" else Embedder)(path, **options)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self._engine = loaded.engine
@@ -73,11 +74,19 @@ class AsyncLLM:
         ValueError for an invalid prompt. A task that is cancelled while it reads, or closes or drops the stream, gives
         the request up.
         """
+        prompt = copied(prompt)  # the caller's list may change until the stream is read
         return self._stream(lambda: self.prepare(prompt, params))
 
-    def chat(self, messages: list[dict], params: SamplingParams | None = None) -> "OutputStream":
-        """Answer a conversation ({"role", "content"} messages) through the model's chat template, as `generate`."""
-        return self._stream(lambda: self.prepare(encode_chat(self.tokenizer, messages), params))
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> "OutputStream":
+        """Answer a conversation as `LLM.chat`, streamed as by `generate`.
+
+        Raises ValueError at once for what is no conversation, and where the stream is read for one that the chat
+        template cannot take.
+        """
+        messages, options = check_messages(messages), check_options(options)
+        return self._stream(lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), params))
 
     async def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """The vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].

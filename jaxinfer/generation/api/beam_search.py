@@ -15,17 +15,22 @@ The rules are those of `GenerationMixin._beam_search` of transformers 5, without
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Request, Sequence
+from jaxinfer.generation.fields import AtLeast1, check_fields, shown
 from jaxinfer.generation.outputs import FinishReason
-from jaxinfer.generation.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxinfer.generation.params import MAX_LOGPROBS, SamplingParams, StopTokenIds
 from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.text import Prompt
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 MAX_LENGTH_PENALTY = 10.0
+
+_BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH, description=f"an integer in [1, {MAX_BEAM_WIDTH}]")]
 
 
 @renamed(width="beam_width", stop_ids="stop_token_ids")
@@ -47,30 +52,26 @@ class BeamSearchParams:
       adapter: the name of a LoRA adapter of the engine; None: the model as it is.
     """
 
-    beam_width: int = 4
-    n: int = 1
-    max_tokens: int = 128
-    length_penalty: float = 1.0
+    beam_width: _BeamWidth = 4
+    n: _BeamWidth = 1
+    max_tokens: AtLeast1 = 128
+    length_penalty: Annotated[
+        float,
+        Meta(
+            ge=-MAX_LENGTH_PENALTY,
+            le=MAX_LENGTH_PENALTY,
+            description=f"a number in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]",
+        ),
+    ] = 1.0
     early_stopping: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: StopTokenIds = ()
     ignore_eos: bool = False
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self._check("beam_width", 1 <= self.beam_width <= MAX_BEAM_WIDTH, f"in [1, {MAX_BEAM_WIDTH}]")
-        self._check("n", 1 <= self.n <= self.beam_width, f"in [1, beam_width={self.beam_width}]")
-        self._check("max_tokens", self.max_tokens >= 1, ">= 1")
-        in_range = abs(self.length_penalty) <= MAX_LENGTH_PENALTY
-        self._check("length_penalty", in_range, f"in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]")
-        self._check("early_stopping", isinstance(self.early_stopping, bool), "True or False")
-        self._check(
-            "stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids"
-        )
-
-    def _check(self, name: str, ok: bool, wanted: str) -> None:
-        if not ok:
-            raise ValueError(f"BeamSearchParams.{name} must be {wanted}, got {getattr(self, name)!r}.")
+        check_fields(self)
+        if self.n > self.beam_width:
+            raise ValueError(f"BeamSearchParams.n must be <= beam_width={self.beam_width}, got {self.n}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,6 +257,8 @@ def beam_search(engine: Engine, prompts: Iterable[Prompt], params: BeamSearchPar
 
     Raises ValueError, naming the prompt, for one that cannot run, before anything runs.
     """
+    if not isinstance(params, BeamSearchParams):
+        raise ValueError(f"params must be BeamSearchParams, got {shown(params)}.")
     tasks = []
     for index, prompt in enumerate(prompts):
         try:

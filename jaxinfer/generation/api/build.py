@@ -4,7 +4,9 @@ import dataclasses
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Annotated, Any, cast
+
+from msgspec import Meta
 
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.buckets import EncoderBuckets
@@ -20,6 +22,7 @@ from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
 from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.generation.execution.platforms import buckets_of, check_mesh, streamed_buckets
+from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
@@ -29,6 +32,8 @@ from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.streaming.config import MemoryConfig, MemoryOptions
 from jaxinfer.streaming.model import StreamedModel, stream_model
 from sharding import MeshFile
+
+_Processors = Annotated[dict[str, Any], Meta(description="a dict of functions by name")]
 
 COST_OPTIONS = ("page_size", "chunk_size", "kv_dtype", "max_adapters", "max_lora_rank", "level", "kernels")
 """The fields of `EngineConfig` that decide how long programs of the same sizes take."""
@@ -60,7 +65,7 @@ def build_engine(
     Raises ValueError for what the model's platform or mesh cannot run.
     """
     check_mesh(model.mesh)
-    processors, adapters = dict(logits_processors or {}), None
+    processors, adapters = check_processors(logits_processors), None
     if costs is None:
         costs = open_costs(model, config, tuple(processors)) if clock is time.perf_counter else Costs()
     if isinstance(model.config, EncoderConfig):
@@ -93,6 +98,15 @@ def build_engine(
         adapters=adapters,
     )
     return Engine(config, inputs, scheduler, executor, clock=clock)
+
+
+def check_processors(logits_processors: object) -> dict[str, LogitsProcessor]:
+    """Logits processors by name, copied. Raises ValueError for what is none."""
+    checked = check("logits_processors", logits_processors or {}, _Processors)
+    for name, processor in checked.items():
+        if not callable(processor):
+            raise ValueError(f"logits_processors[{name!r}] must be a function, got {shown(processor)}.")
+    return checked
 
 
 class ModelOptions(EngineOptions, MemoryOptions, total=False):

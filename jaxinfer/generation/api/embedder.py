@@ -87,6 +87,9 @@ class Embedder:
         self.tokenizer = Tokenizer.of(self.model.folder)
         self.engine = build_engine(self.model, self.tokenizer, config, costs=costs)
 
-    def embed(self, texts: Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """Vectors of length 1, float32 [len(texts), D]. Raises ValueError for an empty or too long text, naming it."""
+    def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
+        """The vectors of one or several texts, of length 1: float32 [texts, D].
+
+        Raises ValueError for an invalid text, naming it, before anything runs.
+        """
         return embed(self.engine, texts, size=self.model.transformer.output_width, adapter=adapter)

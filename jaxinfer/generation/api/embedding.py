@@ -1,21 +1,21 @@
 """Vectors of texts, through any engine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import PoolingParams
-from jaxinfer.generation.text import Prompt
+from jaxinfer.generation.text import Prompt, as_list
 
 
-def embed(engine: Engine, texts: Iterable[Prompt], *, size: int, adapter: str | None = None) -> np.ndarray:
-    """The vectors of texts or token ids, of length 1: float32 [texts, size].
+def embed(engine: Engine, texts: Prompt | Sequence[Prompt], *, size: int, adapter: str | None = None) -> np.ndarray:
+    """The vectors of one or several texts, or token ids, of length 1: float32 [texts, size].
 
     Raises ValueError for an invalid text, naming it, before anything runs; RuntimeError if a step fails.
     """
-    groups = [request.sequences() for request in pooling_requests(engine, texts, adapter)]
+    groups = [request.sequences() for request in pooling_requests(engine, as_list(texts), adapter)]
     for _ in engine.run(groups):
         pass
     for index, (sequence,) in enumerate(groups):
@@ -26,10 +26,10 @@ def embed(engine: Engine, texts: Iterable[Prompt], *, size: int, adapter: str | 
 
 def pooling_requests(engine: Engine, texts: Iterable[Prompt], adapter: str | None) -> list[Request]:
     """A request for the vector of each text. Raises ValueError for an invalid one, naming it."""
-    requests = []
+    params, requests = PoolingParams(adapter=adapter), []
     for index, text in enumerate(texts):
         try:
-            requests.append(engine.prepare(text, PoolingParams(adapter=adapter)))
+            requests.append(engine.prepare(text, params))
         except ValueError as error:
             raise ValueError(f"Text {index}: {error}") from error
     return requests

@@ -2,25 +2,34 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Unpack, cast
+from typing import Unpack
 
 import numpy as np
 
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from jaxinfer.generation.api.build import ModelOptions, build_engine, open_costs, place_model, split_options
+from jaxinfer.generation.api.build import (
+    ModelOptions,
+    build_engine,
+    check_processors,
+    open_costs,
+    place_model,
+    split_options,
+)
 from jaxinfer.generation.api.embedding import embed
+from jaxinfer.generation.chat_template import ChatOptions, Messages
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.chain import ChainExecutor
 from jaxinfer.generation.execution.memory import plan_memory
 from jaxinfer.generation.execution.platforms import check_mesh
+from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
-from jaxinfer.generation.text import Prompt, Tokenizer, encode_chat
+from jaxinfer.generation.text import Prompt, Tokenizer, as_list, encode_chat
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.devices import AnyMesh, build_mesh, open_mesh
 from jaxinfer.models.loading import open_model
@@ -83,6 +92,7 @@ class LLM:
     ):
         if max_batch < 1:
             raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
+        logits_processors = check_processors(logits_processors)
         mesh = open_mesh(mesh)
         engine_options, memory = split_options(options, mesh, owner="LLM")
         mesh, rules = build_mesh(mesh, rules)
@@ -100,7 +110,7 @@ class LLM:
             if engine_options.get("max_adapters") == 0:
                 raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
         config = EngineConfig(max_batch=max_batch, context=context or model.context, **engine_options)
-        costs = open_costs(opened, config, logits_processors or ())
+        costs = open_costs(opened, config, logits_processors)
         self.model, config = place_model(
             opened, config, memory, costs=costs, cache_bytes=cache_bytes, given=options.keys()
         )
@@ -135,7 +145,7 @@ class LLM:
 
         Raises the ValueError that `generate` would raise for this prompt.
         """
-        return self.engine.prepare(prompt, params or SamplingParams())
+        return self.engine.prepare(prompt, params)
 
     def generate(
         self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None = None
@@ -165,6 +175,7 @@ class LLM:
         `max_passes` bounds the passes through the model, and so the tokens, between two yields. Closing the iterator
         gives the requests up.
         """
+        max_passes = check("max_passes", max_passes, AtLeast1)
         groups = {r.request_id: r.sequences() for r in self._prepare(prompts, params)}
         views = {request_id: RequestView(sequences) for request_id, sequences in groups.items()}
         for advanced in self.engine.run(list(groups.values()), max_passes):
@@ -178,24 +189,35 @@ class LLM:
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
-        return beam_search(self.engine, as_list(prompts), params or BeamSearchParams())
+        return beam_search(self.engine, as_list(prompts), BeamSearchParams() if params is None else params)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """The mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
-        return embed(self.engine, as_list(texts), size=self.model.transformer.output_width, adapter=adapter)
+        return embed(self.engine, texts, size=self.model.transformer.output_width, adapter=adapter)
 
-    def chat(self, messages: list[dict], params: SamplingParams | None = None) -> RequestOutput:
-        """Answer a conversation ({"role", "content"} messages) through the model's chat template."""
-        return self.generate([encode_chat(self.tokenizer, messages)], params)[0]
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> RequestOutput:
+        """Answer a conversation ({"role", "content"} messages) through the model's chat template.
+
+        Args:
+          messages: the conversation.
+          params: how to continue it.
+          options: `ChatOptions`: tools, documents, chat_template, chat_template_kwargs, add_generation_prompt,
+            continue_final_message.
+        Raises ValueError for a conversation or options that the template cannot take.
+        """
+        return self.generate([encode_chat(self.tokenizer, messages, **options)], params)[0]
 
     def _prepare(self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None) -> list[Request]:
         batch = as_list(prompts)
         if params is not None and any(isinstance(prompt, Request) for prompt in batch):
             raise ValueError("A prepared request has its SamplingParams: give none beside it.")
-        given = [params or SamplingParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
+        params = SamplingParams() if params is None else params
+        given = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(given) != len(batch):
             raise ValueError(f"{len(batch)} prompts but {len(given)} SamplingParams: give one for all, or one each.")
         requests = []
@@ -207,11 +229,3 @@ class LLM:
         if len({request.request_id for request in requests}) < len(requests):
             raise ValueError("A prepared request is given twice: prepare the prompt once for each time it is to run.")
         return requests
-
-
-def as_list[T](prompts: T | Sequence[T]) -> list[T]:
-    """One prompt (a text, a list of ids, a request) or several, as a list."""
-    if isinstance(prompts, str | Request) or not isinstance(prompts, Sequence):
-        return [cast(T, prompts)]
-    alone = prompts and all(isinstance(item, int) for item in prompts)
-    return [cast(T, prompts)] if alone else list(prompts)

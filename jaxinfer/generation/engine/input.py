@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection
 
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.fields import shown
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
@@ -48,9 +49,11 @@ class InputProcessor:
     def process(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
         """A request for one prompt, still without its grammar.
 
-        Raises ValueError for an empty prompt, unknown token ids, text without a tokenizer, an unknown adapter or logits
-        processor, or a request for text of an encoder.
+        Raises ValueError for what is no prompt or no params, an empty prompt, unknown token ids, text without a
+        tokenizer, an unknown adapter or logits processor, or a request for text of an encoder.
         """
+        if not isinstance(params, SamplingParams | PoolingParams):
+            raise ValueError(f"params must be SamplingParams or PoolingParams, got {shown(params)}.")
         token_ids = encode_prompt(self.tokenizer, prompt, self._vocab)
         if not token_ids:
             raise ValueError("The prompt is empty: give at least one token.")

@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from jaxinfer.generation.fields import check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.lora.peft import Adapter, read_adapter
 from jaxinfer.models.config import DecoderConfig
@@ -38,6 +39,7 @@ class AdapterCache:
 
     def register(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Make an adapter known. Only its config is read; ValueError if that alone says that it cannot be used."""
+        name = check("An adapter's name", name, str)
         if name in self._infos:
             raise ValueError(f"adapter {name!r} is {self._infos[name].folder} already; choose another name.")
         info = AdapterInfo.read(folder)

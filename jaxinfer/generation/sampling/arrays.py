@@ -91,6 +91,9 @@ class SamplingArrays:
     processors = _Column(np.bool_, 0)
 
 
+_GREEDY = SamplingParams(temperature=0.0)
+
+
 class RowOptions(NamedTuple):
     """What decides the choice of one row's tokens.
 
@@ -113,7 +116,7 @@ class RowOptions(NamedTuple):
 
 def idle_options(processors: int) -> RowOptions:
     """The options of a row for which no token is chosen: greedy, nothing asked."""
-    return RowOptions(SamplingParams(temperature=0.0), 0, 0, 0, (), (False,) * processors)
+    return RowOptions(_GREEDY, 0, 0, 0, (), (False,) * processors)
 
 
 def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:

@@ -181,6 +181,24 @@ def test_pieces_of_text_and_the_whole(llm, start):
     asyncio.run(main())
 
 
+def test_what_the_caller_changes_before_it_reads_changes_nothing(llm, served):
+    prompt, chat, texts = [1, 2, 3], [{"role": "user", "content": "hi"}], [[1, 2, 3]]
+    expected, answer, vectors = llm.generate(prompt, SHORT)[0], llm.chat(chat, SHORT), llm.embed(texts)
+
+    async def main():
+        streams, embedded = (served.generate(prompt, SHORT), served.chat(chat, SHORT)), served.embed(texts)
+        prompt[0], chat[0]["content"] = 9, "bye"
+        assert [tokens_of(await stream.final()) for stream in streams] == [tokens_of(expected), tokens_of(answer)]
+        embedding = asyncio.create_task(embedded)
+        await asyncio.sleep(0)  # until it has taken the texts
+        texts[0][0] = 9
+        np.testing.assert_allclose(await embedding, vectors, atol=1e-6)
+        with pytest.raises(ValueError, match="messages must be a list of messages"):
+            served.chat([])
+
+    asyncio.run(main())
+
+
 def test_final_builds_no_other_output(served, monkeypatch):
     built = []
     original = view.RequestView.snapshot
@@ -219,7 +237,7 @@ def test_an_encoder_embeds_only(tmp_path):
             with pytest.raises(ValueError, match="is an encoder, which can only embed"):
                 await served.generate([1, 2]).final()
             with pytest.raises(ValueError, match="has no tokenizer, so it cannot chat"):
-                await served.chat([]).final()
+                await served.chat([{"role": "user", "content": "hi"}]).final()
 
     asyncio.run(main())
     assert not served.is_running
@@ -243,8 +261,9 @@ def test_what_is_refused(served, model_dir):
     asyncio.run(main())
     with pytest.raises(ValueError, match="Token ids"):
         served.submit([300])
-    with pytest.raises(ValueError, match=r"AsyncLLM\.max_requests must be >= 1, got 0"):
-        AsyncLLM(model_dir, max_requests=0)
+    for wrong in (0, 1.5, "8", True):
+        with pytest.raises(ValueError, match=f"AsyncLLM.max_requests must be an integer >= 1, below .*, got {wrong!r}"):
+            AsyncLLM(model_dir, max_requests=wrong)
 
 
 def test_options_are_those_of_llm(model_dir):

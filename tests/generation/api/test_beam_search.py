@@ -162,12 +162,12 @@ def test_a_failed_step_is_an_error_of_its_prompt(golden_llm, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beam_width": 11}, r"BeamSearchParams.beam_width must be in \[1, 10\], got 11"),
-        ({"beam_width": 2, "n": 3}, r"BeamSearchParams.n must be in \[1, beam_width=2\], got 3"),
-        ({"max_tokens": 0}, "BeamSearchParams.max_tokens must be >= 1, got 0"),
-        ({"length_penalty": float("nan")}, r"BeamSearchParams.length_penalty must be in \[-10, 10\], got nan"),
+        ({"beam_width": 11}, r"BeamSearchParams.beam_width must be an integer in \[1, 10\], got 11"),
+        ({"beam_width": 2, "n": 3}, "BeamSearchParams.n must be <= beam_width=2, got 3"),
+        ({"max_tokens": 0}, "BeamSearchParams.max_tokens must be an integer >= 1, below .*, got 0"),
+        ({"length_penalty": float("nan")}, r"BeamSearchParams.length_penalty must be a number in \[-10, 10\], got nan"),
         ({"early_stopping": "never"}, "BeamSearchParams.early_stopping must be True or False, got 'never'"),
-        ({"stop_token_ids": range(17)}, "BeamSearchParams.stop_token_ids must be at most 16 ids"),
+        ({"stop_token_ids": range(17)}, "BeamSearchParams.stop_token_ids must be at most 16 token ids"),
     ],
 )
 def test_bad_options_fail_at_birth(options, message):

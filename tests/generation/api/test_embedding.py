@@ -67,6 +67,14 @@ def test_an_encoder_gives_the_vectors_of_transformers_in_the_order_asked(encoder
     assert encoder.embed([]).shape == (0, 24)
 
 
+def test_one_text_is_one_vector(encoder, golden, llm, model_dir):
+    prompts, expected = golden
+    np.testing.assert_allclose(encoder.embed(prompts[0]), expected[:1], atol=1e-5)
+    embedder = Embedder(model_dir, max_batch=8)
+    assert embedder.embed("hello").shape == (1, 32)
+    np.testing.assert_array_equal(embedder.embed("hello"), llm.embed(["hello"]))
+
+
 def test_merging_takes_padding_first(encoder, golden):
     """A text much shorter than its row loses none of its tokens, so that its vector stays; a long one's changes."""
     prompts, _ = golden

@@ -248,6 +248,13 @@ def test_int8_and_bfloat16_stay_close(llm, model_dir, logits_of):
         assert 0 < error.mean() < 0.15
 
 
+def test_chat_with_tools_and_arguments_of_the_template(llm):
+    template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ messages[0].content }}{{ mood }}"
+    options = {"tools": [{"name": "<f>"}], "chat_template": template, "chat_template_kwargs": {"mood": "!"}}
+    out = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(temperature=0, max_tokens=1), **options)
+    assert llm.tokenizer.decode(out.prompt_token_ids) == '{"name": "<f>"}hi!'
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [

@@ -1,0 +1,290 @@
+"""Chat templates: Jinja templates of a model directory that write a conversation as text, as transformers 5 does.
+
+They are code of whoever made the checkpoint, so they run in Jinja's sandbox and are given JSON alone.
+"""
+
+import datetime
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import Meta
+
+from jaxinfer.generation.fields import check, shown
+
+Messages = list[dict[str, Any]]
+
+_Messages = Annotated[
+    list[dict[str, Any]], Meta(min_length=1, description='a list of messages such as {"role": "user", "content": "Hi"}')
+]
+_Tools = Annotated[list[dict[str, Any]], Meta(description="a list of functions as JSON schemas (dicts)")]
+_Documents = Annotated[list[dict[str, Any]], Meta(description="a list of dicts such as {title, text}")]
+_Arguments = Annotated[dict[str, Any], Meta(description="a dict of arguments by name")]
+_Templates = str | dict[str, str] | list[dict[str, str]] | None
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names for what a model thought before it answered
+_END = "END_OF_THE_LAST_MESSAGE "  # ends in a blank, which is missing where a template trims a message
+
+
+class ChatOptions(TypedDict, total=False):
+    """How a conversation is written.
+
+    Attributes:
+      tools: functions that the model may call, as JSON schemas; None: none.
+      documents: what the answer may draw on, for templates that take such; None: none.
+      chat_template: the name of one of the model's templates, or the text of another; None: "tool_use" if there are
+        tools and such a template, or else "default".
+      chat_template_kwargs: further arguments of the template, such as {"enable_thinking": False}.
+      add_generation_prompt: whether the assistant's next message is begun; True unless told otherwise.
+      continue_final_message: whether the last message is left open for the model to go on with; it then needs
+        add_generation_prompt=False.
+    """
+
+    tools: list[dict[str, Any]] | None
+    documents: list[dict[str, Any]] | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+class ChatTemplates:
+    """The templates of a model directory, by name.
+
+    They are `chat_template.jinja` with `additional_chat_templates/NAME.jinja`; without these what `chat_template.json`
+    has; without it `chat_template` of `tokenizer_config.json`: one, or a list of {name, template}.
+
+    Raises ValueError for files that hold something else.
+    """
+
+    def __init__(self, folder: Path):
+        config = read_json(folder / "tokenizer_config.json")
+        self._templates = (
+            _separate_files(folder)
+            or _by_name(folder / "chat_template.json", read_json(folder / "chat_template.json"))
+            or _by_name(folder / "tokenizer_config.json", config)
+        )
+        self._special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """A conversation as text; see `ChatOptions`.
+
+        Raises ValueError for what is no conversation, or options of the wrong type; if there is no such template; and
+        if the template refuses the conversation.
+        """
+        messages = [_prepared(message) for message in check_messages(messages)]
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            check(name, value, bool)
+        if add_generation_prompt and continue_final_message:
+            raise ValueError(
+                "continue_final_message leaves the last message open, and add_generation_prompt begins another: give "
+                "add_generation_prompt=False."
+            )
+        arguments = {
+            "messages": messages,
+            "tools": _check_json("tools", tools, _Tools | None),
+            "documents": _check_json("documents", documents, _Documents | None),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        further = _check_json("chat_template_kwargs", chat_template_kwargs, _Arguments | None) or {}
+        if taken := sorted(further.keys() & arguments.keys()):
+            raise ValueError(f"chat_template_kwargs holds {', '.join(taken)}: give it as an argument of its own.")
+        arguments |= self._special_tokens | further
+        template = _compiled(self._find(check("chat_template", chat_template, str | None), tools is not None))
+        if continue_final_message:
+            return _without_end(messages, lambda: _render(template, arguments))
+        return _render(template, arguments)
+
+    def _find(self, name: str | None, has_tools: bool) -> str:
+        """The text of the template that this name, or without one the presence of tools, stands for."""
+        known = ", ".join(sorted(self._templates)) or "none"
+        if name is not None:
+            if name not in self._templates and "{" not in name:
+                raise ValueError(f"chat_template={shown(name)} is no template of this model; it has: {known}.")
+            return self._templates.get(name, name)
+        if not self._templates:
+            raise ValueError("The model directory has no chat template (chat_template.jinja): send a prompt instead.")
+        for usual in ("tool_use", "default") if has_tools else ("default",):
+            if usual in self._templates:
+                return self._templates[usual]
+        raise ValueError(f"None of the model's chat templates is the default one: give chat_template, one of {known}.")
+
+
+def check_messages(messages: object) -> Messages:
+    """A copy of a conversation. Raises ValueError for what is none."""
+    copied: Messages = _check_json("messages", messages, _Messages)
+    for index, message in enumerate(copied):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f'messages[{index}] must have a role, such as "user", got {shown(message)}.')
+    return copied
+
+
+def check_options(options: ChatOptions) -> ChatOptions:
+    """A copy of the options of a conversation. Raises TypeError for unknown ones, ValueError for what is not JSON."""
+    if unknown := options.keys() - ChatOptions.__annotations__.keys():
+        raise TypeError(f"chat has no option {', '.join(unknown)}; known: {', '.join(ChatOptions.__annotations__)}.")
+    return cast(ChatOptions, {name: _check_json(name, value, Any) for name, value in options.items()})
+
+
+def _check_json(name: str, value: object, kind: Any) -> Any:
+    """`check`, for values that must be JSON to their depths, as objects could do more in a template than it may."""
+    checked = check(name, value, kind)
+    try:
+        json.dumps(checked)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} must be JSON: {error}.") from None
+    return checked
+
+
+def _prepared(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without fields that are None, as templates ask whether there are; and its reasoning by all names."""
+    message = {name: value for name, value in message.items() if value is not None}
+    if names := [name for name in _REASONING if name in message]:
+        reasoning = message[names[0]]
+        return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+# Rendering
+
+
+class _Generation(Extension):
+    """{% generation %}, which marks what the assistant wrote, for training: here its content alone."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja's own
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as Python writes it; Jinja's own filter escapes what has a meaning in HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(text: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"The chat template cannot be read, in line {error.lineno}: {error}") from error
+
+
+def _render(template: jinja2.Template, arguments: dict[str, Any]) -> str:
+    try:
+        return template.render(arguments)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"The chat template refuses these messages: {error}") from error
+    except Exception as error:  # whatever its code raises
+        raise ValueError(f"The chat template refuses these messages: {type(error).__name__}: {error}") from error
+
+
+def _without_end(messages: Messages, render: Callable[[], str]) -> str:
+    """What is rendered up to where the content of the last message ends."""
+    content = messages[-1].get("content")
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else [messages[-1]]
+    key = "text" if isinstance(content, list) else "content"
+    part = next((part for part in reversed(parts) if isinstance(part.get(key), str)), None)
+    if part is None:
+        raise ValueError("continue_final_message needs a text in the last message to go on with.")
+    last, part[key] = part[key], part[key] + _END
+    text = render()
+    end = text.rfind(_END.strip())
+    if end < 0 or last.strip() not in text:
+        raise ValueError("The chat template does not write the last message as it is, so that it cannot be continued.")
+    return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
+
+
+# Files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty without the file. Raises ValueError naming a file that holds none."""
+    if not path.exists():
+        return {}
+    try:
+        return check(str(path), json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}; fetch it again.") from error
+
+
+def _separate_files(folder: Path) -> dict[str, str]:
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (default := folder / "chat_template.jinja").exists():
+        files["default"] = default
+    return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+
+
+def _by_name(path: Path, content: dict[str, Any]) -> dict[str, str]:
+    """The templates under `chat_template` of a file's content."""
+    match check(f"{path}: chat_template", content.get("chat_template"), _Templates):
+        case None:
+            return {}
+        case str(text):
+            return {"default": text}
+        case dict(named):
+            return named
+        case entries:
+            if any(not {"name", "template"} <= entry.keys() for entry in entries):
+                raise ValueError(f"{path}: chat_template: each entry must have a name and a template.")
+            return {entry["name"]: entry["template"] for entry in entries}
+
+
+def _special_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> dict[str, str]:
+    """The tokens that templates know by name (bos_token and the like).
+
+    legacy: of special_tokens_map.json, from when tokenizer_config.json did not have all tokens, which it overrules.
+    """
+    values = config if "added_tokens_decoder" in config else config | legacy
+    named = {name: value for name, value in values.items() if name.endswith("_token")}
+    if isinstance(further := values.get("extra_special_tokens"), dict):
+        named |= further
+    # A token is written as a string or as {"content": ...}.
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
