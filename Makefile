@@ -5,7 +5,10 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell ./find-python)
 
-.PHONY: demo test interpreted slow aot newest peers lint types contracts clean
+# Shares of the slow tests: so many that one takes at most 12 minutes on 2 cores.
+SLOW_SHARES := 8
+
+.PHONY: demo test interpreted slow slow-share aot newest peers lint types contracts clean
 
 demo: .venv/.base
 	.venv/bin/jaxinfer generate examples/demo_model --max-new-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
@@ -20,6 +23,11 @@ interpreted: .venv/.dev
 
 slow: .venv/.dev
 	.venv/bin/python -m pytest -m 'slow and not aot and not gpu'
+
+# Another share for each commit, by its hash; outside a git checkout the first. Soaks are left to `make slow`.
+slow-share: .venv/.dev
+	commit=$$(git rev-parse HEAD 2>/dev/null || echo 00000000); .venv/bin/python -m pytest -n 2 --dist worksteal \
+	  -m 'slow and not soak and not aot and not gpu' --share $$((0x$${commit:0:8} % $(SLOW_SHARES) + 1))/$(SLOW_SHARES)
 
 # Compiling for a GPU that is not there needs XLA's CUDA compiler, which other CPU work should not load.
 aot: .venv-aot/.aot

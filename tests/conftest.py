@@ -1,6 +1,7 @@
 """The environment of every test: CPU with 8 virtual devices, a disk cache of their own, warnings as errors."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -14,6 +15,23 @@ if "gpu" not in sys.argv:  # `pytest -m gpu` alone lets JAX find the GPU
     # Tests compile for far longer than they run. XLA's older code generator for fusions takes less than half as long.
     quick = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
     os.environ["XLA_FLAGS"] = quick + os.environ.get("XLA_FLAGS", "")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", metavar="K/N", help="of the selected tests, run share K of N, dealt out in turn")
+
+
+@pytest.hookimpl(trylast=True)  # when -m and -k have selected
+def pytest_collection_modifyitems(config, items):
+    """Keep every N-th test from the K-th on: neighbours take about as long, so that shares do."""
+    if (share := config.getoption("share")) is None:
+        return
+    if not (match := re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", share)) or int(match[1]) > int(match[2]):
+        raise pytest.UsageError(f"--share is K/N with 1 <= K <= N, like 2/5, got {share!r}.")
+    first, count = int(match[1]) - 1, int(match[2])
+    kept = items[first::count]
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % count != first])
+    items[:] = kept
 
 
 @pytest.fixture(scope="session", autouse=True)

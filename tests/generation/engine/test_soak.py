@@ -187,6 +187,7 @@ class Load:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_mixed_load_leaves_nothing_behind(engine):
     seconds = float(os.environ.get("JAXINFER_SOAK_SECONDS", "1200"))
     engine.compile_ahead()
