@@ -21,6 +21,7 @@ from benchmarks.streaming.disk import disk
 from benchmarks.streaming.host import host
 from benchmarks.streaming.overlap import overlap
 from benchmarks.streaming.peers import peers
+from benchmarks.streaming.residents import residents
 from benchmarks.streaming.settings import Settings
 from benchmarks.workers import EngineError
 from jaxinfer.cli.bench.plots import write_plot
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "overlap": overlap,
     "curve": curve,
     "peers": peers,
+    "residents": residents,
 }
 
 

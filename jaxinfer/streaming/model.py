@@ -14,7 +14,7 @@ from checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, Ti
 from jaxinfer.disk_cache import keys
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
-from jaxinfer.streaming.config import Placement, Tier
+from jaxinfer.streaming.config import LayerRange, Placement, Tier
 
 M_MMAP_THRESHOLD = -3
 """From glibc's malloc.h."""
@@ -41,6 +41,11 @@ class StreamedModel(LoadedModel):
 
     placement: Placement
     store: LayerStore
+
+    @property
+    def ranges(self) -> tuple[LayerRange, ...]:
+        """The layers as a pass runs them."""
+        return self.placement.ranges(self.transformer.layer_kinds)
 
 
 def stream_model(opened: OpenedModel, placement: Placement) -> StreamedModel:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.generation.execution.programs import chain, decode, prefill
 from jaxinfer.models.devices import available_bytes
 from jaxinfer.models.loading import LoadedModel
+from jaxinfer.streaming.config import LayerRange
 from jaxinfer.streaming.model import StreamedModel
 
 FRACTION = 0.9
@@ -86,7 +87,9 @@ def plan_memory(
     if shared and cache_bytes is None and ample:
         workspace = None
     elif isinstance(model, StreamedModel):
-        max_chunks, workspace = _largest_slice(layout, buckets, int(available * FRACTION) - adapters - size)
+        max_chunks, workspace = _largest_slice(
+            layout, model.ranges, buckets, int(available * FRACTION) - adapters - size
+        )
     else:
         workspace = workspace_bytes(layout, buckets)
     room = int(available * FRACTION) - adapters - (workspace or 0)
@@ -127,12 +130,14 @@ def _weight_bytes(model: LoadedModel) -> int:
     return part_bytes(model.leaves) + model.placement.tiers.count("device") * model.placement.layer_bytes
 
 
-def _largest_slice(layout: DeviceLayout, buckets: Buckets, room: int) -> tuple[int, int]:
+def _largest_slice(
+    layout: DeviceLayout, ranges: Collection[LayerRange], buckets: Buckets, room: int
+) -> tuple[int, int]:
     """How many chunks a streamed layer takes at once, so that they need at most half the room; and what they need."""
 
     def workspace(chunks: int) -> int:
         return workspace_bytes(
-            layout, dataclasses.replace(buckets.largest, chunks=(chunks,)), chain.decoder_specs(layout)
+            layout, dataclasses.replace(buckets.largest, chunks=(chunks,)), chain.decoder_specs(layout, ranges)
         )
 
     found = ((chunks, workspace(chunks)) for chunks in reversed(buckets.chunks))
