@@ -36,6 +36,11 @@ class Fetch(Protocol):
     cpu_seconds: float
     interval: tuple[float, float] | None
 
+    @property
+    def ready(self) -> bool:
+        """Whether `arrays` need not wait for a copy or for a disk."""
+        ...
+
     def place(self) -> None:
         """Let the devices begin to copy it, unless they have: before the computation that hides it is sent to them."""
         ...
@@ -70,7 +75,7 @@ class LayerStore(Protocol):
 class _OnDevice:
     """A layer that stays on its devices."""
 
-    tier, bytes, cpu_seconds = "device", 0, 0.0
+    tier, bytes, cpu_seconds, ready = "device", 0, 0.0, True
     interval: tuple[float, float] | None = None
 
     def __init__(self, leaves: list[jax.Array]):
@@ -113,11 +118,15 @@ class _FromHost:
         self._begun = 0.0
         self._ended: Future[float] | None = None
 
+    @property
+    def ready(self) -> bool:
+        return self._ended is not None and self._ended.done()
+
     def place(self) -> None:
         if self._ended is not None:
             return
         self._begun, shardings = time.perf_counter(), self._store.shardings
-        self._arrays = [jax.device_put(x, sharding) for x, sharding in zip(self._host, shardings, strict=True)]
+        self._arrays = jax.device_put(self._host, list(shardings))
         self._ended = self._store.watcher.submit(_ended, self._arrays)
 
     def arrays(self) -> list[jax.Array]:
@@ -195,6 +204,10 @@ class _FromDisk:
         begun = time.thread_time()
         self._store.files.read_block(self._layer, offset, view, given_up=self._given_up)
         return time.perf_counter(), time.thread_time() - begun
+
+    @property
+    def ready(self) -> bool:
+        return all(block.done() for block in self._blocks.values())
 
     def place(self) -> None:
         if not self._store.aliases:

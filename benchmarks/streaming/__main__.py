@@ -22,6 +22,7 @@ from benchmarks.streaming.host import host
 from benchmarks.streaming.overlap import overlap
 from benchmarks.streaming.peers import peers
 from benchmarks.streaming.plan_error import plan_error
+from benchmarks.streaming.residents import residents
 from benchmarks.streaming.settings import Settings
 from benchmarks.workers import EngineError
 from jaxinfer.cli.bench.plots import write_plot
@@ -34,6 +35,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "curve": curve,
     "peers": peers,
     "plan_error": plan_error,
+    "residents": residents,
 }
 
 

@@ -66,8 +66,8 @@ def _most_layers(llm: LLM) -> Iterator[list[int]]:
     shapes = {leaf.shape for name, leaf in llm.model.shapes.items() if layer_of(name) == 0 and len(leaf.shape) > 1}
     counted, computing = [0], Prefetcher.computing
 
-    def counting(prefetcher: Prefetcher, result: Any) -> None:
-        computing(prefetcher, result)
+    def counting(prefetcher: Prefetcher, *sent: Any) -> None:
+        computing(prefetcher, *sent)
         there = (x.nbytes for x in jax.live_arrays() if x.shape in shapes and x.sharding.memory_kind == "device")
         counted.append(sum(there))
 

@@ -35,7 +35,7 @@ class ProgramSpec[Buckets]:
       arguments: its arguments, for given sizes: pytrees of arrays or `jax.ShapeDtypeStruct`s, with their shardings.
       reachable: the sizes that calls can ask for, given the buckets in use.
       donate: positions of arguments that results of the same shape overwrite.
-      out_shardings: where results are placed, a pytree prefix; None: on a mesh whole on every device.
+      out_shardings: where results are placed, a pytree prefix, for given sizes; None: on a mesh whole on every device.
       compiler_options: XLA's options, for given sizes.
     """
 
@@ -45,7 +45,7 @@ class ProgramSpec[Buckets]:
     arguments: Callable[[Sizes], tuple[Any, ...]]
     reachable: Callable[[Buckets], Iterable[dict[str, int]]]
     donate: tuple[int, ...] = ()
-    out_shardings: Any = None
+    out_shardings: Callable[[Sizes], Any] = lambda sizes: None
     compiler_options: Callable[[Sizes], dict[str, str | bool | int]] = lambda sizes: {}
 
     def function(self, sizes: Sizes) -> Callable[..., Any]:
@@ -57,10 +57,10 @@ class ProgramSpec[Buckets]:
 
         The caller's context says whether kernels may run.
         """
-        function, arguments = self.function(sizes), self.arguments(sizes)
+        function, arguments, placed = self.function(sizes), self.arguments(sizes), self.out_shardings(sizes)
         if mesh is None:
-            return jax.jit(function, donate_argnums=self.donate, out_shardings=self.out_shardings).lower(*arguments)
-        out_specs = jax.tree.map(_spec, self.out_shardings, is_leaf=lambda x: x is None)
+            return jax.jit(function, donate_argnums=self.donate, out_shardings=placed).lower(*arguments)
+        out_specs = jax.tree.map(_spec, placed, is_leaf=lambda x: x is None)
         out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
         divided = _divide(function, mesh, arguments, out_specs)
         return jax.jit(divided, donate_argnums=self.donate, out_shardings=out_shardings).lower(*arguments)
@@ -74,7 +74,7 @@ class ProgramSpec[Buckets]:
             "static": keys.describe(self.static),
             "arguments": keys.describe_tree(self.arguments(sizes)),
             "donate": keys.describe(self.donate),
-            "out_shardings": keys.describe_tree(self.out_shardings),
+            "out_shardings": keys.describe_tree(self.out_shardings(sizes)),
             "compiler_options": keys.describe(dict(self.compiler_options(sizes))),
             **keys.environment_key(),
         }

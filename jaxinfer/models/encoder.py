@@ -40,10 +40,7 @@ class Encoder(nnx.Module):
           positions: int32 [B, T], negative for padding.
           token_types: int32 [B, T]; None: all 0.
         """
-        x, forward_context = self.enter(tokens, positions, token_types)
-        for layer in self.layers:
-            x, _ = layer(x, forward_context)
-        return x
+        return self.run_layers(*self.enter(tokens, positions, token_types))
 
     def enter(
         self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None
@@ -53,6 +50,14 @@ class Encoder(nnx.Module):
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
         return self.embed_norm(x), ForwardContext.of((TokenRows(tokens, positions),), self.cfg.positions)
+
+    def run_layers(
+        self, x: jax.Array, forward_context: ForwardContext, *, first: int = 0, last: int | None = None
+    ) -> jax.Array:
+        """Layers `first` to `last`, both included (None: the last of the model): [B, T, D] -> [B, T, D]."""
+        for layer in self.layers[first : len(self.layers) if last is None else last + 1]:
+            x, _ = layer(x, forward_context)
+        return x
 
     def vectors(
         self, tokens: jax.Array, positions: jax.Array, adaptation: TokenAdaptation = NO_ADAPTATION

@@ -1,17 +1,21 @@
 """Where weights are while a model runs, and how much memory it may take: the user's choice, and what became of it."""
 
 import dataclasses
+import itertools
 import operator
 import os
 import pathlib
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal, Self, TypedDict
 
 from rich.filesize import decimal
 
 WEIGHTS = ("device", "host", "disk", "auto")
 Tier = Literal["device", "host", "disk"]
+MAX_LAYERS = 16
+"""How many layers one program runs at most: a call costs little beside them, and compiling takes longer for each."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -104,6 +108,29 @@ class PrefetchDepth:
             raise ValueError(f"prefetch depths must be 0 <= device <= host, got {self.device} and {self.host}.")
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerRange:
+    """Consecutive layers that one program runs: a streamed one, or some that stay.
+
+    Attributes:
+      first: the first of them.
+      count: how many.
+      kind: the first layer of the model from which as many layers of the same kinds follow: ranges of equal kind and
+        count are one executable.
+      streamed: whether its weights are not on the devices all the time.
+    """
+
+    first: int
+    count: int
+    kind: int
+    streamed: bool
+
+    @property
+    def layers(self) -> slice:
+        """Which of a list with an entry for each layer of the model are theirs."""
+        return slice(self.first, self.first + self.count)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where each layer is while the model runs.
@@ -125,6 +152,26 @@ class Placement:
         """The layers that are not on the devices all the time."""
         return tuple(layer for layer, tier in enumerate(self.tiers) if tier != "device")
 
+    def ranges(self, kinds: Sequence[int]) -> tuple[LayerRange, ...]:
+        """The layers in the order of a pass: each streamed one alone, those between two of them together.
+
+        More than `MAX_LAYERS` together are halved, or divided further, as evenly as can be.
+
+        kinds: of each layer, the first of its kind (`layer_kinds` of the model's config).
+        """
+        cuts = {0, len(self.tiers)} | {at for layer in self.streamed for at in (layer, layer + 1)}
+        found = []
+        for first, end in itertools.pairwise(sorted(cuts)):
+            programs = -(-(end - first) // MAX_LAYERS)
+            places = [first + (end - first) * i // programs for i in range(programs + 1)]
+            found += [self._range(start, stop - start, kinds) for start, stop in itertools.pairwise(places)]
+        return tuple(found)
+
+    def _range(self, first: int, count: int, kinds: Sequence[int]) -> LayerRange:
+        wanted = kinds[first : first + count]
+        kind = next(at for at in range(first + 1) if kinds[at : at + count] == wanted)
+        return LayerRange(first, count, kind, streamed=self.tiers[first] != "device")
+
     @property
     def buffer_bytes(self) -> int:
         """What streamed layers take of each device."""
@@ -137,7 +184,10 @@ class Placement:
 
 
 def spread(layers: int, counts: dict[Tier, int]) -> tuple[Tier, ...]:
-    """A tier for each layer, those that are nearer as evenly between the others as can be: fetches then come evenly.
+    """A tier for each layer, those that are farther as evenly between the others as can be: fetches then come evenly.
+
+    The first layer is one of the farthest: it comes while the pass before it ends, and so those that stay are in as few
+    ranges as there are layers between them.
 
     counts: layers of the device, of the host; the others are on disk.
 
@@ -145,9 +195,11 @@ def spread(layers: int, counts: dict[Tier, int]) -> tuple[Tier, ...]:
     ('disk', 'disk', 'device', 'disk', 'disk', 'device')
     """
     tiers: list[Tier] = ["disk"] * layers
+    places = list(range(layers))
     for tier in ("device", "host"):
-        free = [layer for layer in range(layers) if tiers[layer] == "disk"]
-        count = min(counts.get(tier, 0), len(free))
-        for index in range(count):
-            tiers[free[(index + 1) * len(free) // count - 1]] = tier
+        farther = max(0, len(places) - counts.get(tier, 0))
+        rest = [places[i * len(places) // farther] for i in range(farther)]
+        for layer in set(places) - set(rest):
+            tiers[layer] = tier
+        places = rest
     return tuple(tiers)

@@ -9,7 +9,7 @@ import pathlib
 from checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, TieredStore, to_host
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
-from jaxinfer.streaming.config import Placement, Tier
+from jaxinfer.streaming.config import LayerRange, Placement, Tier
 from jaxinfer.streaming.layer_folders import layer_leaves, open_layer_files, read_leaves
 
 M_MMAP_THRESHOLD = -3
@@ -30,6 +30,11 @@ class StreamedModel(LoadedModel):
 
     placement: Placement
     store: LayerStore
+
+    @property
+    def ranges(self) -> tuple[LayerRange, ...]:
+        """The layers as a pass runs them."""
+        return self.placement.ranges(self.transformer.layer_kinds)
 
 
 def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib.Path | None = None) -> StreamedModel:

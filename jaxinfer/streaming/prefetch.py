@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,14 +22,33 @@ LOG_SECONDS = 5.0
 """How often to say how streaming goes."""
 
 
-class Prefetcher:
-    """Gives a pass its layers one after the other, and brings those that come next, the next pass's too.
+class _Computation(NamedTuple):
+    """What was sent to the devices and is not known to be done.
 
-    A pass asks with `get` for each layer in turn, sends its computation to the devices, and names the result with
-    `computing`. The next `get` waits for that result, gives the layer's memory back, and only then begins to fetch
-    another one: so the devices never hold more than `depth.device + 1` layers of those that are not there all the
-    time, however far the host runs ahead. The copy of a later layer is sent to the devices before the computation that
-    is to hide it: a GPU's memory that is allocated later can be used only after that computation.
+    Attributes:
+      result: pytree of arrays.
+      sent: when, by `time.perf_counter`.
+      layers: how many it runs.
+      streamed: whether it uses a layer of the queue: the first that no computation before it uses.
+    """
+
+    result: Any
+    sent: float
+    layers: int
+    streamed: bool
+
+
+class Prefetcher:
+    """Gives a pass its streamed layers one after the other, and brings those that come next, the next pass's too.
+
+    A pass asks with `get` for each of them in turn, sends its computation to the devices, and names the result with
+    `computing`, as it does for layers that are there all the time. Memory is given back once the computation that used
+    it is seen to be done, and only then the next layer is fetched: so the devices never hold more than
+    `depth.device + 1` layers, however far the host runs ahead. `get` waits for computations until at least one layer
+    can be fetched ahead of the one asked for: with a depth of 1 for all before it, with more for all but the last
+    `depth.device - 1`, which may still run when the next one is sent. The copy of a later layer is sent to the devices
+    before the computation that is to hide it: a GPU's memory that is allocated later can be used only after that
+    computation.
 
     Args:
       store: the layers.
@@ -45,11 +64,12 @@ class Prefetcher:
     def __init__(self, store: LayerStore, streamed: Sequence[int], depth: PrefetchDepth, costs: Costs):
         self._store, self._streamed, self._depth, self._costs = store, streamed, depth, costs
         self._places = {layer: place for place, layer in enumerate(streamed)}
-        self._queue: collections.deque[tuple[int, Fetch]] = collections.deque()
+        self._queue: collections.deque[tuple[int, Fetch]] = collections.deque()  # those that are used, then those ahead
+        self._computations: collections.deque[_Computation] = collections.deque()
         self._next = 0  # in `streamed`: which is asked for next
-        self._in_use = False  # whether the computation in flight uses the first of the queue
-        self._result: Any = None
+        self._given = False  # whether `get` has given a layer whose computation is not named yet
         self._sent = 0.0
+        self._done = 0.0  # when the last computation was seen to be done
         self._logged = time.perf_counter()
         self.statistics = StreamingStatistics()
 
@@ -57,20 +77,25 @@ class Prefetcher:
     def live(self) -> int:
         return len(self._queue)
 
+    @property
+    def _used(self) -> int:
+        """How many layers of the queue computations use."""
+        return sum(computation.streamed for computation in self._computations)
+
     def get(self, layer: int) -> list[jax.Array]:
-        """The leaves of a layer, on the devices. Raises CheckpointError, naming the layer, if they cannot be read."""
-        self._finish()
-        resident = layer not in self._places
-        if not resident and (not self._queue or self._queue[0][0] != layer):
+        """The leaves of a streamed layer, on the devices. Raises CheckpointError, naming it, if they cannot be read."""
+        while self._used > max(0, self._depth.device - 1):
+            self._wait()
+        if self._given or self._ahead() not in (None, layer):  # the pass before was given up
             self.restart()
+        if self._ahead() is None:
             self._next = self._places[layer]
         begun = time.perf_counter()
         self._fill()
-        if resident:
-            self._sent = time.perf_counter()
-            return self._store.start(layer).arrays()
-        fetch, self._in_use = self._queue[0][1], True
-        arrays = fetch.arrays()
+        fetch = self._queue[self._used][1]
+        if not fetch.ready:
+            self.finish()  # there is nothing to send meanwhile
+        arrays, self._given = fetch.arrays(), True
         self._sent = time.perf_counter()  # a CPU may compute while a program is called
         if (waited := self._sent - begun) > STALL_SECONDS:
             self.statistics.stalled(waited)
@@ -79,15 +104,28 @@ class Prefetcher:
         self._costs.record(f"fetch_{fetch.tier}", (("bytes", fetch.bytes),), fetch.interval[1] - fetch.interval[0])
         return arrays
 
-    def computing(self, result: Any) -> None:
-        """The devices compute this (pytree of arrays) from the layer that `get` gave last."""
-        self._result = result
+    def _ahead(self) -> int | None:
+        """The first layer of the queue that no computation uses."""
+        return self._queue[self._used][0] if len(self._queue) > self._used else None
+
+    def computing(self, result: Any, layers: int = 1) -> None:
+        """The devices compute this (pytree of arrays) from the layer that `get` gave last, or from resident ones."""
+        sent = self._sent if self._given else time.perf_counter()
+        self._computations.append(_Computation(result, sent, layers, self._given))
+        self._given = False
+
+    def finish(self) -> None:
+        """Wait for all computations, and fetch what there is room for as each is done."""
+        while self._computations:
+            self._wait()
+            self._fill()
 
     def restart(self) -> None:
-        """Give back all that is on its way, after the computation in flight, which may have failed."""
+        """Give back all that is on its way, after the computations in flight, which may have failed."""
         with contextlib.suppress(Exception):
-            jax.block_until_ready(self._result)
-        self._result, self._in_use = None, False
+            jax.block_until_ready([computation.result for computation in self._computations])
+        self._computations.clear()
+        self._given = False
         while self._queue:
             self._queue.popleft()[1].release()
 
@@ -95,18 +133,18 @@ class Prefetcher:
         """Have the thread that waits for a layer, or will, get a CheckpointError at once; from any thread."""
         self._store.close()
 
-    def _finish(self) -> None:
-        """Wait for the computation in flight, and give the memory of its layer back."""
-        if self._result is not None:
-            jax.block_until_ready(self._result)
-            self.statistics.computed((self._sent, now := time.perf_counter()))
-            self._costs.record("layer", (), now - self._sent)
-            self._result = None
-            if now - self._logged > LOG_SECONDS:
-                _log.info("%s", self.statistics)
-                self._logged = now
-        if self._in_use:
-            self._in_use = False
+    def _wait(self) -> None:
+        """Wait for the first computation, and give the memory of its layer back."""
+        first = self._computations[0]
+        jax.block_until_ready(first.result)
+        begun, self._done = max(first.sent, self._done), time.perf_counter()
+        self.statistics.computed((begun, self._done), first.layers)
+        if self._done - self._logged > LOG_SECONDS:
+            _log.info("%s", self.statistics)
+            self._logged = self._done
+        self._computations.popleft()
+        if first.streamed:
+            self._costs.record("layer", (), self._done - begun)
             self._queue.popleft()[1].release()
 
     def _fill(self) -> None:

@@ -43,10 +43,10 @@ class StreamingStatistics:
         """Begin anew."""
         self.__init__()
 
-    def computed(self, interval: Interval) -> None:
-        """Count a layer's computation."""
+    def computed(self, interval: Interval, layers: int = 1) -> None:
+        """Count a computation of so many layers."""
         self._computations.append(interval)
-        self.layers += 1
+        self.layers += layers
         self.compute_seconds += interval[1] - interval[0]
 
     def fetched(self, tier: str, size: int, interval: Interval, cpu_seconds: float = 0.0) -> None:
@@ -56,7 +56,9 @@ class StreamingStatistics:
         self.bytes[tier] += size
         self.cpu_seconds += cpu_seconds
         self.fetch_seconds[tier] = self.fetch_seconds.get(tier, 0.0) + max(end - begin, 0.0)
-        for first, last in self._computations:
+        for first, last in reversed(self._computations):  # they ended one after the other
+            if last <= begin:
+                break
             self.overlapped_seconds += max(0.0, min(end, last) - max(begin, first))
 
     def stalled(self, seconds: float) -> None:

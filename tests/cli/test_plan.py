@@ -182,6 +182,8 @@ def test_tiers_are_spread_evenly():
     assert spread(9, {"device": 3}) == ("disk", "disk", "device") * 3
     assert spread(6, {"device": 3, "host": 3}).count("disk") == 0
     assert spread(2, {"host": 5}) == ("host", "host")
+    assert spread(5, {"device": 4}) == ("disk", *["device"] * 4)  # one range
+    assert spread(8, {"device": 4, "host": 2}) == ("disk", "device", "host", "device") * 2
 
 
 @pytest.mark.parametrize(

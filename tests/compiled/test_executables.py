@@ -105,7 +105,7 @@ def test_a_program_on_a_mesh_is_kept(store, traced):
     state = DeviceState([KVPages(page, page)], None)
     given = {
         "arguments": lambda sizes: (state, index, index),
-        "out_shardings": jax.tree.map(lambda x: x.sharding, state),
+        "out_shardings": lambda sizes: jax.tree.map(lambda x: x.sharding, state),
     }
     compiled, loaded = (copying(**given).compile({}, mesh=mesh, store=store) for _ in range(2))
     assert (compiled.kept, loaded.kept) == (False, True)
@@ -155,7 +155,7 @@ def moved(**options):
         "the device of an argument": lambda: moved(sharding=SingleDeviceSharding(jax.devices()[1])),
         "the tree of the arguments": lambda: copying(arguments=lambda sizes: (*copying().arguments({}), ())),
         "donate": lambda: copying(donate=()),
-        "out_shardings": lambda: copying(out_shardings=SingleDeviceSharding(jax.devices()[1])),
+        "out_shardings": lambda: copying(out_shardings=lambda sizes: SingleDeviceSharding(jax.devices()[1])),
         "compiler_options": lambda: copying(compiler_options=lambda sizes: {"xla_cpu_use_onednn": True}),
     }.items(),
     ids=lambda value: value if isinstance(value, str) else "",

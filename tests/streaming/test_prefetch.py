@@ -29,7 +29,7 @@ class Link:
 
 
 class Travelling:
-    tier, bytes, cpu_seconds, interval = "disk", 100, 0.0, None
+    tier, bytes, cpu_seconds, interval, ready = "disk", 100, 0.0, None, False
 
     def __init__(self, link, layer):
         self.link, self.layer, self.released = link, layer, False
@@ -66,11 +66,23 @@ class Result:
         return self
 
 
-def run(prefetcher, seconds, passes=1, layers=LAYERS):
+class Unfinished:
+    """Computed once something waits for it."""
+
+    done = False
+
+    def block_until_ready(self):
+        self.done = True
+        return self
+
+
+def run(prefetcher, seconds, passes=1, layers=LAYERS, streamed=range(LAYERS)):
     for _ in range(passes):
         for layer in range(layers):
-            assert prefetcher.get(layer) == [layer]
+            if layer in streamed:
+                assert prefetcher.get(layer) == [layer]
             prefetcher.computing(Result(seconds))
+        prefetcher.finish()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -97,24 +109,53 @@ def test_fetching_overlaps_with_computing():
 
 
 def test_resident_layers_are_not_fetched():
-    class Mixed(Link):
-        def start(self, layer):
-            return super().start(layer) if layer % 2 else Resident(layer)
-
-    class Resident:
-        def __init__(self, layer):
-            self.layer = layer
-
-        def arrays(self):
-            return [self.layer]
-
-    link = Mixed(0.0)
+    link = Link(0.0)
     prefetcher = Prefetcher(link, [1, 3, 5], PrefetchDepth(), Costs())
-    run(prefetcher, 0.0, passes=2)
+    run(prefetcher, 0.0, passes=2, streamed=[1, 3, 5])
     assert link.peak == 2
     assert link.started[:6] == [1, 3, 5] * 2
+    assert prefetcher.statistics.layers == 2 * LAYERS
     prefetcher.restart()
     assert prefetcher.live == 0
+
+
+@pytest.mark.parametrize(("depth", "behind"), [(0, 0), (1, 0), (2, 1), (4, 3)])
+def test_more_depth_lets_the_host_run_ahead(depth, behind):
+    """So many computations may not be done when the next layer is sent; one layer is fetched ahead nevertheless."""
+
+    class There(Travelling):
+        ready = True
+
+    class Near(Link):
+        def start(self, layer):
+            super().start(layer).release()
+            self.live += 1
+            return There(self, layer)
+
+    link, results = Near(0.0), []
+    prefetcher = Prefetcher(link, range(LAYERS), PrefetchDepth(device=depth, host=depth), Costs())
+    for layer in [*range(LAYERS)] * 2:
+        prefetcher.get(layer)
+        assert sum(not result.done for result in results) == min(behind, len(results))
+        assert prefetcher.live == depth + 1
+        prefetcher.computing(result := Unfinished())
+        results.append(result)
+    prefetcher.finish()
+    assert all(result.done for result in results)
+    prefetcher.restart()
+
+
+def test_layers_that_stay_are_not_waited_for():
+    link = Link(0.0)
+    prefetcher = Prefetcher(link, [0, 3], PrefetchDepth(), Costs())
+    prefetcher.get(0)
+    prefetcher.computing(Result(0.0))
+    prefetcher.computing(range_of_two := Unfinished(), 2)
+    link.link.submit(int).result()  # layer 3 is there
+    prefetcher._queue[1][1].ready = True
+    prefetcher.get(3)
+    assert not range_of_two.done
+    prefetcher.restart()
 
 
 def test_one_streamed_layer_is_not_held_twice():

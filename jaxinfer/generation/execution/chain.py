@@ -5,7 +5,7 @@ sent: no step is in flight while the next one is scheduled.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jaxinfer.generation.execution.results import only_asked, read_prefill
 from jaxinfer.generation.execution.state import Rows
 from jaxinfer.models import TokenRows
 from jaxinfer.models.loading import LoadedModel
+from jaxinfer.streaming.config import LayerRange
 from jaxinfer.streaming.model import StreamedModel
 from jaxinfer.streaming.prefetch import Prefetcher
 
@@ -47,6 +48,34 @@ class _Slice:
     x: jax.Array
 
 
+class _Layers:
+    """The layers in the order of a pass, with their weights: those of streamed ones as they come.
+
+    Attributes:
+      ranges: what one program runs at a time.
+      prefetcher: brings the streamed ones.
+    """
+
+    def __init__(self, model: LoadedModel, costs: Costs):
+        assert isinstance(model, StreamedModel)
+        self.ranges = model.ranges
+        self.prefetcher = Prefetcher(model.store, model.placement.streamed, model.placement.depth, costs)
+        self._resident = {
+            layers.first: [
+                x
+                for layer in range(layers.first, layers.first + layers.count)
+                for x in model.store.start(layer).arrays()
+            ]
+            for layers in self.ranges
+            if not layers.streamed
+        }
+
+    def __iter__(self) -> Iterator[tuple[LayerRange, list[jax.Array]]]:
+        for layers in self.ranges:
+            first = layers.first
+            yield layers, self.prefetcher.get(first) if layers.streamed else self._resident[first]
+
+
 class ChainExecutor(DecoderExecutor):
     """The device side of an engine on a decoder whose layers are streamed; arguments as of `DecoderExecutor`.
 
@@ -55,13 +84,13 @@ class ChainExecutor(DecoderExecutor):
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, buckets: Buckets, *, costs: Costs, **others: Any):
+        self._layers = _Layers(model, costs)
         super().__init__(model, config, buckets, costs=costs, **others)
-        self.depth, self._kinds = 0, model.transformer.layer_kinds
-        self.prefetcher = _prefetcher(model, costs)
+        self.depth = 0
+        self.prefetcher = self._layers.prefetcher
 
-    @staticmethod
-    def _specs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
-        return chain_programs(layout)
+    def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+        return chain_programs(layout, self._layers.ranges)
 
     def restart(self) -> None:
         """Begin with an empty state, and with the first layer."""
@@ -74,14 +103,13 @@ class ChainExecutor(DecoderExecutor):
 
     def _run(self, batch: Batch) -> tuple[Program, list[PrefillOutput]]:
         slices = [self._enter(part) for part in self._slices(batch)]
-        for layer, kind in enumerate(self._kinds):
-            leaves = self.prefetcher.get(layer)
-            adapters = None if self._adapters is None else self._adapters[layer]
+        caches = self._state.caches
+        for layers, leaves in self._layers:
+            at, adapters = layers.layers, None if self._adapters is None else self._adapters[layers.layers]
             for part in slices:
-                program, cache = self.programs.get("layer", kind=kind, **part.sizes), self._state.caches[layer]
-                found = program(leaves, adapters, cache, part.x, part.groups)
-                part.x, self._state.caches[layer] = self._in_turn(found)
-            self.prefetcher.computing([part.x for part in slices])
+                program = self.programs.get("layer", kind=layers.kind, layers=layers.count, **part.sizes)
+                part.x, caches[at] = self._in_turn(program(leaves, adapters, caches[at], part.x, part.groups))
+            self.prefetcher.computing(caches[layers.first], layers.count)  # what is waited for must not be donated
         outputs = [self._leave(part) for part in slices]
         return self.programs.get("leave", **slices[0].sizes), outputs
 
@@ -119,6 +147,7 @@ class ChainExecutor(DecoderExecutor):
 
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a step."""
+        self.prefetcher.finish()
         outputs = jax.device_get(step.output)
         self.costs.record("pass", step.program.bucket, self._seconds(step))
         chunks: list[SequenceOutput] = []
@@ -142,12 +171,13 @@ class EncoderChainExecutor(EncoderExecutor):
     def __init__(
         self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
+        self._layers = _Layers(model, costs)
         super().__init__(model, config, buckets, clock=clock, costs=costs)
-        self.depth, self._kinds = 0, model.transformer.layer_kinds
-        self.prefetcher = _prefetcher(model, costs)
+        self.depth = 0
+        self.prefetcher = self._layers.prefetcher
 
-    @staticmethod
-    def _specs(model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+    def _specs(self, model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+        assert isinstance(model, StreamedModel)
         return chain.encoder_specs(model)
 
     def restart(self) -> None:
@@ -162,15 +192,15 @@ class EncoderChainExecutor(EncoderExecutor):
     def _run(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[Program, jax.Array]:
         sizes = {"batch": tokens.shape[0], "tokens": tokens.shape[1]}
         x: Any = self._in_turn(self.programs.get("enter", **sizes)(self._leaves, tokens, positions))
-        for layer, kind in enumerate(self._kinds):
-            program = self.programs.get("layer", kind=kind, **sizes)
-            groups = (TokenRows(tokens, positions),)  # type: ignore[arg-type]  # numpy until sent
-            x, _ = self._in_turn(program(self.prefetcher.get(layer), None, None, x, groups))
-            self.prefetcher.computing(x)
+        groups = (TokenRows(tokens, positions),)  # type: ignore[arg-type]  # numpy until sent
+        for layers, leaves in self._layers:
+            program = self.programs.get("layer", kind=layers.kind, layers=layers.count, **sizes)
+            x = self._in_turn(program(leaves, x, groups))
+            self.prefetcher.computing(x, layers.count)
         program = self.programs.get("leave", **sizes)
         return program, program(self._leaves, x, positions)
 
-
-def _prefetcher(model: LoadedModel, costs: Costs) -> Prefetcher:
-    assert isinstance(model, StreamedModel)
-    return Prefetcher(model.store, model.placement.streamed, model.placement.depth, costs)
+    def collect(self, step: InFlightStep) -> StepOutput:
+        """Wait for a batch."""
+        self.prefetcher.finish()
+        return super().collect(step)

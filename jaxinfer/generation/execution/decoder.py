@@ -61,8 +61,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
             self._adapters = zeros.spec(self._layout.adapters).compile({}, mesh=model.mesh, store=self.store)()
         self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
 
-    @staticmethod
-    def _specs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+    def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
         """All programs there are."""
         return decoder_programs(layout)
 

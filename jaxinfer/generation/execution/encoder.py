@@ -27,8 +27,7 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
         super().__init__(model, config, self._specs(model, config), clock, costs)
         self._leaves, self._buckets = list(model.leaves.values()), buckets
 
-    @staticmethod
-    def _specs(model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+    def _specs(self, model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
         """All programs there are."""
         return [embed.spec(model, config.level)]
 

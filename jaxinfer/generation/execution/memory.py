@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.generation.execution.programs import chain, decode, prefill
 from jaxinfer.models.devices import available_bytes
 from jaxinfer.models.loading import LoadedModel, OpenedModel
+from jaxinfer.streaming.config import LayerRange
 from jaxinfer.streaming.model import StreamedModel
 
 FRACTION = 0.9
@@ -86,7 +87,9 @@ def plan_memory(
     if cache_bytes is None and is_ample(model, device_memory, available, full * size + adapters):
         workspace = None
     elif isinstance(model, StreamedModel):
-        max_chunks, workspace = _largest_slice(layout, buckets, int(available * FRACTION) - adapters - size)
+        max_chunks, workspace = _largest_slice(
+            layout, model.ranges, buckets, int(available * FRACTION) - adapters - size
+        )
     else:
         workspace = workspace_bytes(layout, buckets)
     room = int(available * FRACTION) - adapters - (workspace or 0)
@@ -145,15 +148,18 @@ def _weight_bytes(model: LoadedModel) -> int:
     return part_bytes(model.leaves) + model.placement.tiers.count("device") * model.placement.layer_bytes
 
 
-def _largest_slice(layout: DeviceLayout, buckets: Buckets, room: int) -> tuple[int, int]:
+def _largest_slice(
+    layout: DeviceLayout, ranges: Collection[LayerRange], buckets: Buckets, room: int
+) -> tuple[int, int]:
     """How many chunks a streamed layer takes at once, so that they need at most half the room; and what they need."""
-    found = ((chunks, slice_workspace(layout, buckets, chunks)) for chunks in reversed(buckets.chunks))
+    found = ((chunks, slice_workspace(layout, ranges, buckets, chunks)) for chunks in reversed(buckets.chunks))
     return next(one for one in found if one[1] <= room // 2 or one[0] == buckets.chunks[0])
 
 
-def slice_workspace(layout: DeviceLayout, buckets: Buckets, chunks: int) -> int:
-    """What the programs of streamed layers need for so many chunks at once."""
-    return workspace_bytes(layout, dataclasses.replace(buckets.largest, chunks=(chunks,)), chain.decoder_specs(layout))
+def slice_workspace(layout: DeviceLayout, ranges: Collection[LayerRange], buckets: Buckets, chunks: int) -> int:
+    """What the programs of these ranges of layers need for so many chunks at once."""
+    largest = dataclasses.replace(buckets.largest, chunks=(chunks,))
+    return workspace_bytes(layout, largest, chain.decoder_specs(layout, ranges))
 
 
 def workspace_bytes(layout: DeviceLayout, buckets: Buckets, specs: Iterable[ProgramSpec[Buckets]] | None = None) -> int:

@@ -27,7 +27,7 @@ from jaxinfer.models import DecoderConfig
 from jaxinfer.models.devices import available_bytes, devices_of, host_available_bytes
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import OpenedModel
-from jaxinfer.streaming.config import MemoryConfig, Placement, PrefetchDepth, Tier, spread
+from jaxinfer.streaming.config import LayerRange, MemoryConfig, Placement, PrefetchDepth, Tier, spread
 
 _log = logging.getLogger("jaxinfer.streaming")
 
@@ -104,7 +104,9 @@ class DeviceBytes:
         config = dataclasses.replace(self._config, max_decode_passes=1)
         layout = DeviceLayout.of(self._opened, config, num_pages=config.max_batch, only=_is_rest)
         buckets = buckets_of(config, self._opened.platform)
-        return slice_workspace(layout, buckets, buckets.chunks[0])
+        kinds = sorted(set(self._opened.transformer.layer_kinds))
+        alone = [LayerRange(kind, 1, kind, streamed=True) for kind in kinds]
+        return slice_workspace(layout, alone, buckets, buckets.chunks[0])
 
 
 def _is_rest(name: str) -> bool:

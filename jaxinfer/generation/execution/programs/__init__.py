@@ -7,10 +7,13 @@ therefore send the next step before it has seen the tokens of the last.
 Dimensions: B rows of the batch, M chunks of prompts, T tokens a chunk, P pages a row, C tokens of context, S slots.
 """
 
+from collections.abc import Collection
+
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import admit, chain, copy_pages, decode, place_adapter, prefill
+from jaxinfer.streaming.config import LayerRange
 
 
 def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
@@ -18,9 +21,9 @@ def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
     return [*_state_programs(layout), prefill.spec(layout), decode.spec(layout)]
 
 
-def chain_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
-    """All programs of a decoder whose layers are streamed."""
-    return [*_state_programs(layout), *chain.decoder_specs(layout)]
+def chain_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Buckets]]:
+    """All programs of a decoder whose layers are streamed, and run in these ranges."""
+    return [*_state_programs(layout), *chain.decoder_specs(layout, ranges)]
 
 
 def _state_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:

@@ -33,5 +33,5 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
         ),
         reachable=lambda buckets: ({"count": count} for count in buckets.admissions),
         donate=(0,),
-        out_shardings=layout.state_shardings,
+        out_shardings=lambda sizes: layout.state_shardings,
     )

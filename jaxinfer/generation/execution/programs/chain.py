@@ -1,16 +1,17 @@
 """`enter`, `layer`, `leave`: one pass in parts, so that each layer's weights are needed only while it runs.
 
-All layers of a kind are one executable for each bucket, whatever the number of layers (DeepSpeed Inference, VI-A).
-A decode step is a pass without chunks.
+`layer` runs one layer, or several that are on the devices all the time. All ranges of the same length and kinds are one
+executable for each bucket, whatever their number (DeepSpeed Inference, VI-A). A decode step is a pass without chunks.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from checkpoints import Leaf
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
@@ -21,42 +22,46 @@ from jaxinfer.generation.execution.state import Rows, Slots
 from jaxinfer.models import KVPages, LayerAdapters, TokenRows
 from jaxinfer.models.forward_context import ForwardContext
 from jaxinfer.models.leaves import leaves_of_part
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.streaming.config import LayerRange
+from jaxinfer.streaming.model import StreamedModel
 from sharding.collectives import gather_fetched, use_rules
 
 if TYPE_CHECKING:
     from jaxinfer.models import Decoder, Encoder
 
 
-def with_part(static: DecoderStatic | EncoderStatic, layer: int | None, body: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of (leaves of a layer, or of what is there once, *rest) from one of (model, *rest)."""
-    leaves = leaves_of_part(static.config, static.weights, layer)
+def with_parts(
+    static: DecoderStatic | EncoderStatic, layers: Iterable[int] | None, body: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function of (leaves of layers in turn, or of what is there once, *rest) from one of (model, *rest)."""
+    leaves: dict[str, Leaf] = {}
+    for part in [None] if layers is None else layers:
+        leaves |= leaves_of_part(static.config, static.weights, part)
 
     def function(arrays: list[jax.Array], *rest: Any) -> Any:
         from jaxinfer.models.abstract import merge_parts  # imports Flax, which only tracing needs
 
         with use_rules(static.rules):
             parts = dict(zip(leaves, arrays, strict=True))
-            if layer is not None:
+            if layers is not None:
                 parts = {name: gather_fetched(x, leaves[name].axes, leaves[name].shape) for name, x in parts.items()}
             return body(merge_parts(static.config, static.weights, parts), *rest)
 
     return function
 
 
-def run_layer(
-    model: "Decoder | Encoder",
-    adapters: LayerAdapters | None,
-    cache: KVPages | None,
+def run_layers(
+    model: "Decoder",
+    adapters: list[LayerAdapters] | None,
+    caches: list[KVPages],
     x: jax.Array,
     groups: tuple[TokenRows, ...],
     *,
-    layer: int,
-) -> tuple[jax.Array, KVPages | None]:
-    """One layer over a pass's activations, [N, D] -> [N, D], and its cache with their keys and values."""
-    forward_context = ForwardContext.of(groups, model.cfg.positions, adapters)
-    with jax.named_scope(f"layers.{layer}"):
-        return model.layers[layer](x, forward_context, cache, adapters)
+    layers: range,
+) -> tuple[jax.Array, list[KVPages] | None]:
+    """Layers over a pass's activations, [N, D] -> [N, D], and their caches with its keys and values."""
+    forward_context = ForwardContext.of(groups, model.cfg.positions, None if adapters is None else adapters[0])
+    return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1])
 
 
 def enter(
@@ -83,19 +88,24 @@ def leave(
     return prefill.add_tokens(model, slots, hidden, chunks, rows, bitmask, processors=processors)
 
 
-def build_layer(static: DecoderStatic | EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def _layers(sizes: Sizes) -> range:
+    """Those whose names a program of these sizes has."""
+    return range(sizes["kind"], sizes["kind"] + sizes["layers"])
+
+
+def build_layer(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
     """The function of these sizes."""
-    return with_part(static, sizes["kind"], functools.partial(run_layer, layer=sizes["kind"]))
+    return with_parts(static, _layers(sizes), functools.partial(run_layers, layers=_layers(sizes)))
 
 
 def build_enter(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
     """The function of these sizes."""
-    return with_part(static, None, functools.partial(enter, chunk_size=static.engine.chunk_size))
+    return with_parts(static, None, functools.partial(enter, chunk_size=static.engine.chunk_size))
 
 
 def build_leave(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
     """The function of these sizes."""
-    return with_part(static, None, functools.partial(leave, processors=static.processors))
+    return with_parts(static, None, functools.partial(leave, processors=static.processors))
 
 
 def _passes(buckets: Buckets) -> Iterable[dict[str, int]]:
@@ -108,10 +118,18 @@ def _passes(buckets: Buckets) -> Iterable[dict[str, int]]:
             yield {"chunks": 0, "batch": batch, "pages": pages}
 
 
-def decoder_specs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
-    """The programs of a pass. Sizes: `chunks`, `batch` decoding rows, `pages` of a page table; of `layer` its kind."""
+def _of_ranges(ranges: Iterable[LayerRange], passes: Iterable[dict[str, int]]) -> Iterable[dict[str, int]]:
+    """The sizes of `layer` in passes of these sizes."""
+    programs = sorted({(layers.kind, layers.count) for layers in ranges})
+    return ({"kind": kind, "layers": count, **sizes} for sizes in passes for kind, count in programs)
+
+
+def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Buckets]]:
+    """The programs of a pass over layers in these ranges.
+
+    Sizes: `chunks`, `batch` decoding rows, `pages` of a page table; of `layer` also its `kind`, and how many `layers`.
+    """
     config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
-    kinds = sorted(set(config.layer_kinds))
 
     def options(sizes: Sizes) -> dict[str, Any]:
         return layout.compiler_options(tokens=sizes["batch"] + sizes["chunks"] * layout.engine.chunk_size)
@@ -130,9 +148,10 @@ def decoder_specs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
         return layout.leaves, layout.state.slots, *layout.inputs(*prefill.parts(layout, sizes))
 
     def of_layer(sizes: Sizes) -> tuple[Any, ...]:
-        kind = sizes["kind"]
-        adapters = None if layout.adapters is None else layout.adapters[kind]
-        return layout.layer_leaves(kind), adapters, layout.state.caches[kind], *activations(sizes)
+        layers = _layers(sizes)
+        leaves = [leaf for layer in layers for leaf in layout.layer_leaves(layer)]
+        adapters = None if layout.adapters is None else [layout.adapters[layer] for layer in layers]
+        return leaves, adapters, [layout.state.caches[layer] for layer in layers], *activations(sizes)
 
     def of_leave(sizes: Sizes) -> tuple[Any, ...]:
         bitmask = layout.bitmask(sizes["chunks"] + sizes["batch"])
@@ -153,9 +172,11 @@ def decoder_specs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
             build=build_layer,
             static=static,
             arguments=of_layer,
-            reachable=lambda buckets: ({"kind": kind, **sizes} for sizes in _passes(buckets) for kind in kinds),
+            reachable=lambda buckets: _of_ranges(ranges, _passes(buckets)),
             donate=(2, 3),
-            out_shardings=(None, layout.state_shardings.caches[0]) if on_mesh else None,
+            out_shardings=lambda sizes: (
+                (None, [layout.state_shardings.caches[0]] * sizes["layers"]) if on_mesh else None
+            ),
             compiler_options=options,
         ),
         ProgramSpec(
@@ -165,7 +186,7 @@ def decoder_specs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
             arguments=of_leave,
             reachable=_passes,
             donate=(1,),
-            out_shardings=(layout.state_shardings.slots, None) if on_mesh else None,
+            out_shardings=lambda sizes: (layout.state_shardings.slots, None) if on_mesh else None,
             compiler_options=options,
         ),
     ]
@@ -176,6 +197,12 @@ def enter_encoder(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> 
     return model.enter(tokens, positions)[0]
 
 
+def run_encoder_layers(model: "Encoder", x: jax.Array, groups: tuple[TokenRows, ...], *, layers: range) -> jax.Array:
+    """Layers over a batch's activations, [B, T, D] -> [B, T, D]."""
+    forward_context = ForwardContext.of(groups, model.cfg.positions)
+    return model.run_layers(x, forward_context, first=layers[0], last=layers[-1])
+
+
 def leave_encoder(model: "Encoder", x: jax.Array, positions: jax.Array) -> jax.Array:
     """The vectors of a batch, float32 [B, D], from what the last layer gave."""
     return model.pool(x, positions >= 0)
@@ -183,16 +210,21 @@ def leave_encoder(model: "Encoder", x: jax.Array, positions: jax.Array) -> jax.A
 
 def build_enter_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
     """The function of these sizes."""
-    return with_part(static, None, enter_encoder)
+    return with_parts(static, None, enter_encoder)
+
+
+def build_layer_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return with_parts(static, _layers(sizes), functools.partial(run_encoder_layers, layers=_layers(sizes)))
 
 
 def build_leave_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
     """The function of these sizes."""
-    return with_part(static, None, leave_encoder)
+    return with_parts(static, None, leave_encoder)
 
 
-def encoder_specs(model: LoadedModel) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
-    """The programs of a batch. Sizes: `batch` rows of `tokens`; of `layer` its kind, too."""
+def encoder_specs(model: StreamedModel) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+    """The programs of a batch. Sizes: `batch` rows of `tokens`; of `layer` also its `kind`, and how many `layers`."""
     config, leaves = model.transformer, list(model.leaves.values())
     static = EncoderStatic.of(model)
 
@@ -208,7 +240,7 @@ def encoder_specs(model: LoadedModel) -> list[ProgramSpec[Iterable[tuple[int, in
 
     def of_layer(sizes: Sizes) -> tuple[Any, ...]:
         _, x, groups = activations(sizes)
-        return model.layer_shapes(sizes["kind"]), None, None, x, groups
+        return [leaf for layer in _layers(sizes) for leaf in model.layer_shapes(layer)], x, groups
 
     def of_leave(sizes: Sizes) -> tuple[Any, ...]:
         tokens, x, _ = activations(sizes)
@@ -217,13 +249,11 @@ def encoder_specs(model: LoadedModel) -> list[ProgramSpec[Iterable[tuple[int, in
     def reachable(shapes: Iterable[tuple[int, int]]) -> Iterable[dict[str, int]]:
         return ({"batch": rows, "tokens": length} for rows, length in shapes)
 
-    def with_kinds(shapes: Iterable[tuple[int, int]]) -> Iterable[dict[str, int]]:
-        return ({"kind": kind, **sizes} for sizes in reachable(shapes) for kind in sorted(set(config.layer_kinds)))
+    def of_ranges(shapes: Iterable[tuple[int, int]]) -> Iterable[dict[str, int]]:
+        return _of_ranges(model.ranges, reachable(shapes))
 
     return [
         ProgramSpec(name="enter", build=build_enter_encoder, static=static, arguments=of_enter, reachable=reachable),
-        ProgramSpec(
-            name="layer", build=build_layer, static=static, arguments=of_layer, reachable=with_kinds, donate=(3,)
-        ),
+        ProgramSpec(name="layer", build=build_layer_encoder, static=static, arguments=of_layer, reachable=of_ranges),
         ProgramSpec(name="leave", build=build_leave_encoder, static=static, arguments=of_leave, reachable=reachable),
     ]

@@ -32,5 +32,5 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
             {"count": count} for count in (buckets.admissions if layout.engine.prefix_caching else ())
         ),
         donate=(0,),
-        out_shardings=layout.state_shardings,
+        out_shardings=lambda sizes: layout.state_shardings,
     )

@@ -259,6 +259,6 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
             for speculative in sorted({0, layout.engine.num_speculative_tokens})
         ),
         donate=(2,),
-        out_shardings=None if layout.mesh is None else (layout.state_shardings, None),
+        out_shardings=lambda sizes: None if layout.mesh is None else (layout.state_shardings, None),
         compiler_options=lambda sizes: layout.compiler_options(tokens=sizes["batch"] * (1 + sizes["speculative"])),
     )

@@ -33,5 +33,7 @@ def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
         build=build,
         arguments=lambda sizes: (layout.adapters, *layout.inputs(integers()), layout.one_adapter()),
         reachable=lambda buckets: () if layout.adapters is None else ({},),
-        out_shardings=None if layout.mesh is None else jax.tree.map(lambda x: x.sharding, layout.adapters),
+        out_shardings=lambda sizes: (
+            None if layout.mesh is None else jax.tree.map(lambda x: x.sharding, layout.adapters)
+        ),
     )

@@ -26,5 +26,5 @@ def spec(shapes: Any) -> ProgramSpec[Any]:
         static=shapes,
         arguments=lambda sizes: (),
         reachable=lambda buckets: ({},),
-        out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
+        out_shardings=lambda sizes: jax.tree.map(lambda x: x.sharding, shapes),
     )
