@@ -195,9 +195,9 @@ class _FromDisk:
         self._begun = time.perf_counter()
         self._given_up = threading.Event()
         view = buffer.data
-        self._blocks: dict[int, Future[tuple[float, float]]] = {
-            offset: store.staging.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
-        }
+        self._blocks: list[Future[tuple[float, float]]] = [
+            store.staging.readers.submit(self._read, offset, view) for offset in store.files.blocks(layer)
+        ]
 
     def _read(self, offset: int, view: memoryview) -> tuple[float, float]:
         """Read a block; when it was there, and what it took of the CPU."""
@@ -216,9 +216,8 @@ class _FromDisk:
     def arrays(self) -> list[jax.Array]:
         if self._arrays is None:
             files, readers = self._store.files, self._store.staging.readers
-            found = (
-                readers.result(block, files.describe(self._layer, offset)) for offset, block in self._blocks.items()
-            )
+            blocks = zip(self._blocks, files.blocks(self._layer), strict=True)
+            found = [readers.result(block, files.describe(self._layer, offset)) for block, offset in blocks]
             ends, cpu_seconds = zip(*found, strict=True)
             self.interval, self.cpu_seconds = (self._begun, max(ends)), sum(cpu_seconds)
             assert self._buffer is not None
@@ -243,7 +242,7 @@ class _FromDisk:
 
     def _give_back(self) -> None:
         if self._buffer is not None:
-            reading = [block for block in self._blocks.values() if not block.cancel() and not block.done()]
+            reading = [block for block in self._blocks if not block.cancel() and not block.done()]
             self._store.staging.give_back(self._buffer, reading)
         self._buffer = None
 

@@ -68,6 +68,7 @@ def predict_and_measure(model: str, tensor: int) -> dict[str, float]:
         "measured": round(decode_seconds(found), 4),
         "predicted_fetch": round(predicted.fetch_seconds, 4),
         "predicted_compute": round(predicted.compute_seconds, 4),
+        "compute": round(found["compute_seconds"] / (len(found["seconds"]) - 1), 4),
         "predicted_gb_per_s": round(planned.bandwidths["disk"] / 1e9, 3),
         "gb_per_s": round(found["bandwidth"]["disk"] / 1e9, 3),
     }

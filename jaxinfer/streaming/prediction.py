@@ -23,9 +23,13 @@ from jaxinfer.models.devices import devices_of
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import OpenedModel
 from jaxinfer.streaming.config import Placement
+from jaxinfer.streaming.model import layer_folder
+from pallas_kernels.weights import xla_matmul
 
 MEASURED_BYTES = 1 << 30
-"""Read of a disk, at most, to learn its speed."""
+"""Of files that are read to learn a disk's speed, at most."""
+MEASURED_SECONDS = 3.0
+"""How long a disk is read at least, again and again if that is so little: the speed of a shared one varies."""
 COPIED_BYTES = 256 << 20
 MATRIX = 2048
 REPEATS = 5
@@ -116,7 +120,8 @@ def plan_pass(
     devices, rates = devices_of(opened.mesh), dict(bandwidths or {})
     moved = moved_bytes(opened, placement)
     if "disk" in moved and "disk" not in rates:
-        rates["disk"] = measure_disk(opened.folder)
+        written = layer_folder(opened)
+        rates["disk"] = measure_disk(written if written.exists() else opened.folder)
     if "host" in moved and "host" not in rates:
         rates["host"] = measure_host_copy(devices)
     return Pass(
@@ -164,14 +169,16 @@ def measure_disk(folder: Path, preadv: Callable[[int, list[Any], int], int] = os
             raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}); check the disk.") from error
         crc32c.crc32c(local.buffer)
 
-    start = time.perf_counter()
-    tasks = [(readers.submit(read, *block), *block) for block in blocks]
+    start, count, seconds = time.perf_counter(), 0, 0.0
     try:
-        for task, file, offset in tasks:
-            readers.result(task, f"{file}, bytes {offset} to {offset + BLOCK_BYTES}")
+        while not count or seconds < MEASURED_SECONDS:
+            tasks = [(readers.submit(read, *block), *block) for block in blocks]
+            for task, file, offset in tasks:
+                readers.result(task, f"{file}, bytes {offset} to {offset + BLOCK_BYTES}")
+            count, seconds = count + len(blocks), time.perf_counter() - start
     finally:
         readers.close()
-    return len(blocks) * BLOCK_BYTES / (time.perf_counter() - start)
+    return count * BLOCK_BYTES / seconds
 
 
 def _blocks(folder: Path) -> Iterator[tuple[Path, int]]:
@@ -202,7 +209,7 @@ def measure_weight_rate(devices: Sequence[Any], dtype: np.dtype) -> float:
 
 def _product_seconds(devices: Sequence[Any], dtype: np.dtype, outputs: int, tokens: int) -> float:
     """Of a product of [tokens, MATRIX] with a matrix [outputs, MATRIX] on every device at once."""
-    product = jax.jit(lambda x, matrix: x @ matrix.T)
+    product = jax.jit(xla_matmul)  # as models multiply: XLA's own product of a single row is ten times slower
     shapes = (tokens, MATRIX), (outputs, MATRIX)
     given = [tuple(jax.device_put(np.ones(shape, dtype), device) for shape in shapes) for device in devices]
     return _best_seconds(lambda: [product(*arrays) for arrays in given])
