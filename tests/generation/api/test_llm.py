@@ -255,6 +255,25 @@ def test_chat_with_tools_and_arguments_of_the_template(llm):
     assert llm.tokenizer.decode(out.prompt_token_ids) == '{"name": "<f>"}hi!'
 
 
+def test_extremes_run_and_harm_nobody(llm):
+    (alone,) = completions(llm.generate([[7, 7]], GREEDY))
+    largest = float(np.finfo(np.float32).max)
+    extremes = [
+        {"max_tokens": 2**62, "top_k": 2**30, "top_p": 1e-37, "min_p": 1.0, "temperature": largest},
+        {"max_tokens": None, "min_tokens": 2**30, "repetition_penalty": 1e-37, "seed": 2**32 - 1, "logprobs": 20},
+        {
+            "logit_bias": {1: largest, 2: -largest, 3: -np.inf},
+            "presence_penalty": largest,
+            "frequency_penalty": -largest,
+        },
+    ]
+    params = [SamplingParams(**options) for options in extremes]
+    outputs = llm.generate([[7, 7]] * (len(params) + 1), [GREEDY, *params])
+    assert completions(outputs[:1]) == [alone]
+    assert all(completion.finish_reason is not None for output in outputs for completion in output.outputs)
+    assert not llm.engine.scheduler.running
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
