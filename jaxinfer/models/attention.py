@@ -14,7 +14,7 @@ from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages, attention, cached_attention, split_heads
-from sharding.collectives import local_part
+from sharding.collectives import local_part, local_start, psum
 
 
 class Attended(NamedTuple):
@@ -23,8 +23,7 @@ class Attended(NamedTuple):
     Attributes:
       x: [N, D].
       cache: with the tokens' keys and values written; None if there is none.
-      keys: of a single group without a cache, the mean of its heads' keys, [B, T, K]: alike where tokens are (ToMe,
-        arXiv:2210.09461, section 3).
+      keys: of a single group without a cache, those of this device's heads, [B, T, Hkv, K].
     """
 
     x: jax.Array
@@ -119,4 +118,15 @@ class Attention(nnx.Module):
         key_sizes = forward_context.key_sizes
         lengths = jnp.sum(positions >= 0, axis=1) if key_sizes is None and forward_context.padded else None
         heads = attention(q, k, v, positions, lengths, key_sizes=key_sizes, causal=self.causal, **options)
-        return Attended(heads.reshape(*positions.shape, -1), None, jnp.mean(k, axis=2))
+        return Attended(heads.reshape(*positions.shape, -1), None, k)
+
+    def mean_key(self, keys: jax.Array) -> jax.Array:
+        """The mean of all heads' keys, alike where tokens are (ToMe, arXiv:2210.09461, section 3).
+
+        keys: of this device's heads, [B, T, Hkv, K]. Returns [B, T, K] in their dtype, the same on every device.
+        """
+        heads = local_start("heads", keys.shape[2]) + jnp.arange(keys.shape[2])
+        real = self.cfg.kv_heads if self.cfg.real_kv_heads is None else self.cfg.real_kv_heads
+        # A head that is copied counts as often as every other: each has as many copies.
+        exact = jnp.where((heads < real)[:, None], keys.astype(jnp.float32), 0.0)
+        return (psum(jnp.sum(exact, axis=2), "heads") / real).astype(keys.dtype)

@@ -214,11 +214,40 @@ def test_every_family(name, tensor, tmp_path):
     check_family(name, tmp_path, tensor)
 
 
-def test_an_encoder(tmp_path):
-    convert(goldens.DIRECTORY / "bert_awkward", tmp_path / "bert")
+@pytest.fixture(scope="module")
+def encoder_dir(tmp_path_factory):
+    """Three heads."""
+    convert(goldens.DIRECTORY / "bert_awkward", path := tmp_path_factory.mktemp("models") / "bert")
+    return path
+
+
+def test_an_encoder(encoder_dir):
     texts = [[1, 2, 3], [4, 5, 6, 7, 8]]
-    alone, split = (Embedder(tmp_path / "bert", mesh=mesh).embed(texts) for mesh in (None, MeshConfig(tensor=4)))
+    alone, split = (Embedder(encoder_dir, mesh=mesh).embed(texts) for mesh in (None, MeshConfig(tensor=4)))
     np.testing.assert_allclose(split, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rules"),
+    [
+        (2, None),  # three heads and an empty one
+        pytest.param(4, None, marks=pytest.mark.slow),
+        pytest.param(2, ShardingRules(heads=None, kv_heads=None), marks=pytest.mark.slow),
+    ],
+)
+def test_an_encoder_merges_the_same_tokens(encoder_dir, tensor, rules):
+    """Each device has the keys of some heads; which tokens are alike is known from all of them."""
+    texts = [np.random.default_rng(seed).integers(1, 53, 14).tolist() for seed in range(3)]
+    alone = Embedder(encoder_dir, level=-2).embed(texts)
+    split = Embedder(encoder_dir, level=-2, mesh=MeshConfig(tensor=tensor), rules=rules)
+    np.testing.assert_allclose(split.embed(texts), alone, atol=1e-5)
+    if rules is None:  # besides what level 0 exchanges, the mean key of each token in each layer
+        (program,) = [program for program in split.engine.executor.programs if program.name == "embed"]
+        found = read_collectives(program.executable.as_text(), tensor)
+        layers = split.model.config.layers
+        assert [one.kind for one in found] == ["all-reduce"] * (3 * layers + 1)
+        head_dim = split.model.config.attention.head_dim
+        assert [one.shape[-1] for one in found].count(head_dim) == layers
 
 
 # Refusals
