@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig
 from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
-from jaxinfer.models.linear import Linear
+from jaxinfer.models.linear import Linear, PartialSum
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
@@ -21,7 +21,7 @@ class Attended(NamedTuple):
     """What attention gives.
 
     Attributes:
-      x: [N, D].
+      x: [N, D]; heads that are not projected back yet, [..., Hq * K].
       cache: with the tokens' keys and values written; None if there is none.
       keys: of a single group without a cache, those of this device's heads, [B, T, Hkv, K].
     """
@@ -71,13 +71,38 @@ class Attention(nnx.Module):
         *,
         norm: Norm | None = None,
         residual: jax.Array | None = None,
-        partial_result: bool = False,
     ) -> Attended:
-        """residual + attention(norm(x)). partial_result: as in `Linear`."""
-        qkv_delta = out_delta = None
-        if adapters is not None:
-            qkv_delta = forward_context.adapter_delta(adapters.qkv)
-            out_delta = forward_context.adapter_delta(adapters.out)
+        """residual + attention(norm(x))."""
+        heads, cache, keys = self._heads(x, forward_context, cache, adapters, norm)
+        out_delta = None if adapters is None else forward_context.adapter_delta(adapters.out)
+        return Attended(self.out(heads, residual=residual, adapter_delta=out_delta), cache, keys)
+
+    @jax.named_scope("attention")
+    def partial_sum(
+        self,
+        x: jax.Array,
+        forward_context: ForwardContext,
+        cache: KVPages | None = None,
+        adapters: LayerAdapters | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: jax.Array | None = None,
+    ) -> tuple[PartialSum, KVPages | None]:
+        """The same, as `Linear.partial_sum`, where the heads are split."""
+        heads, cache, _ = self._heads(x, forward_context, cache, adapters, norm)
+        out_delta = None if adapters is None else forward_context.adapter_delta(adapters.out)
+        return self.out.partial_sum(heads, residual=residual, adapter_delta=out_delta), cache
+
+    def _heads(
+        self,
+        x: jax.Array,
+        forward_context: ForwardContext,
+        cache: KVPages | None,
+        adapters: LayerAdapters | None,
+        norm: Norm | None,
+    ) -> Attended:
+        """This device's heads of all groups, [N, Hq * K], before they are projected back."""
+        qkv_delta = None if adapters is None else forward_context.adapter_delta(adapters.qkv)
         qkv = self.qkv(x, norm=norm, adapter_delta=qkv_delta)
         groups, heads, keys = forward_context.groups, [], None
         for group, rotary, part in zip(groups, forward_context.rotary, unpack(qkv, groups), strict=True):
@@ -86,8 +111,7 @@ class Attention(nnx.Module):
                 # Without it the next group's write is not known to come after this one's reads: XLA copies the cache.
                 mixed, cache = lax.optimization_barrier((mixed, cache))
             heads.append(mixed)
-        y = self.out(pack(heads), residual=residual, partial_result=partial_result, adapter_delta=out_delta)
-        return Attended(y, cache, keys)
+        return Attended(pack(heads), cache, keys)
 
     def _attend(
         self,
