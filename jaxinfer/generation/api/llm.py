@@ -14,7 +14,6 @@ from jaxinfer.generation.engine.output import request_output
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.execution.chain import ChainExecutor
 from jaxinfer.generation.execution.memory import plan_memory
-from jaxinfer.generation.execution.platforms import check_mesh
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
@@ -86,7 +85,6 @@ class LLM:
         mesh = open_mesh(mesh)
         engine_options, memory = split_options(options, mesh, owner="LLM")
         mesh, rules = build_mesh(mesh, rules)
-        check_mesh(mesh)
         opened = open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
         model = opened.transformer
         if not isinstance(model, DecoderConfig):
