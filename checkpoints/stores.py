@@ -207,7 +207,7 @@ class _FromDisk:
 
     @property
     def ready(self) -> bool:
-        return all(block.done() for block in self._blocks.values())
+        return all(block.done() for block in self._blocks)
 
     def place(self) -> None:
         if not self._store.aliases:

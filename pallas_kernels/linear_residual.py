@@ -1,7 +1,6 @@
 """A linear layer and the residual after it (DeepSpeed Inference, section III-B, region 4)."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.linear import linear_fallback
@@ -14,12 +13,8 @@ def linear_residual_fallback(
     weights: Weights,
     residual: jax.Array,
     bias: jax.Array | None = None,
-    *,
-    residual_scale: float = 1.0,
 ) -> jax.Array:
     """`linear_residual` as a linear layer and a sum."""
-    if residual_scale != 1.0:
-        residual *= jnp.asarray(residual_scale, residual.dtype)
     return residual + linear_fallback(x, weights, bias)
 
 
@@ -28,18 +23,13 @@ def linear_residual(
     weights: Weights,
     residual: jax.Array,
     bias: jax.Array | None = None,
-    *,
-    residual_scale: float = 1.0,
 ) -> jax.Array:
-    """residual_scale * residual + (x W^T + b); one kernel for up to 16 rows.
+    """residual + (x W^T + b); one kernel for up to 16 rows.
 
     x: [..., K]; weights: N by K; residual: [..., N]; bias: [N]. Returns [..., N] in x's dtype.
     """
-    args = x, weights, residual, bias
-    return dispatch("linear_residual", _kernel, linear_residual_fallback, *args, residual_scale=residual_scale)
+    return dispatch("linear_residual", _kernel, linear_residual_fallback, x, weights, residual, bias)
 
 
-def _kernel(
-    x: jax.Array, weights: Weights, residual: jax.Array, bias: jax.Array | None, *, residual_scale: float
-) -> jax.Array:
-    return fused_small_batch_linear(x, weights, bias, residual, residual_scale=residual_scale)
+def _kernel(x: jax.Array, weights: Weights, residual: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return fused_small_batch_linear(x, weights, bias, residual)

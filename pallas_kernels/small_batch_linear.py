@@ -100,7 +100,6 @@ class Plan:
       dtype: dtype of x, the result and the residual.
       operand: how weights of this format are multiplied.
       eps: of the norm; None without a norm.
-      residual_scale: multiplies the residual.
       operands: the names of the arrays in GMEM, in order.
     """
 
@@ -111,7 +110,6 @@ class Plan:
     dtype: Any
     operand: Operand
     eps: float | None
-    residual_scale: float
     activation: str | None
     operands: tuple[str, ...]
     tiles: Tiles
@@ -150,11 +148,10 @@ def fused_small_batch_linear(
     norm: Norm | None = None,
     *,
     eps: float = 0.0,
-    residual_scale: float = 1.0,
     activation: str | None = None,
     gated: bool = False,
 ) -> jax.Array:
-    """residual_scale * residual + act(norm(x) W^T + b), or with `gated` act(gate) * up of alternating outputs.
+    """residual + act(norm(x) W^T + b), or with `gated` act(gate) * up of alternating outputs.
 
     One kernel computes all of it.
 
@@ -189,7 +186,6 @@ def fused_small_batch_linear(
         dtype=x.dtype,
         operand=operand,
         eps=None if norm is None else eps,
-        residual_scale=residual_scale,
         activation=activation,
         operands=tuple(arrays),
         tiles=choose_tiles(rows, inputs, outputs, operand, norm=norm is not None, gated=gated),
@@ -444,8 +440,7 @@ def _kernel(*refs: Ref, plan: Plan, weights_s, x_s, transpose_s, out_s, full, **
         y = _transpose(_activate(plan, sums), transpose_s)
         if "residual" in operands:
             plgpu.barrier_wait(smem["residual_full"])
-            residual = plgpu.load(smem["residual_s"], layout=_result_layout(plan.columns)).astype(jnp.float32)
-            y += residual if plan.residual_scale == 1.0 else residual * plan.residual_scale
+            y += plgpu.load(smem["residual_s"], layout=_result_layout(plan.columns)).astype(jnp.float32)
         out_s[...] = y.astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_s.at[pl.ds(0, plan.rows)], out.at[:, outputs])

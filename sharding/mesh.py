@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import msgspec
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from sharding.rules import ShardingRules
 
@@ -19,7 +19,7 @@ class MeshConfig:
     """How many ways each kind of parallelism splits the devices.
 
     Attributes:
-      data: copies of the model, each serving a part of the requests.
+      data: copies of the model, each serving a part of the requests; only 1 is implemented.
       pipeline: consecutive groups of layers; only 1 is implemented.
       expert: groups of experts of a mixture; only 1 is implemented.
       tensor: parts of every layer (heads, MLP hidden, vocabulary).
@@ -31,7 +31,7 @@ class MeshConfig:
     tensor: int = 1
 
     AXES: ClassVar = ("data", "pipeline", "expert", "tensor")  # slowest link first
-    IMPLEMENTED: ClassVar = ("data", "tensor")
+    IMPLEMENTED: ClassVar = ("tensor",)
 
     def __post_init__(self) -> None:
         for axis in self.AXES:
@@ -91,6 +91,27 @@ class MeshConfig:
             raise ValueError(f"{source}: {error}") from error
 
 
+def check_rules(rules: ShardingRules) -> None:
+    """Raise ValueError for rules that name an axis of a mesh over which nothing can be split yet, or that there is not.
+
+    Every device would have the whole, without a word.
+    """
+    for axis in rules.SPLIT:
+        for name in rules.mesh_axes(axis):
+            if name not in MeshConfig.IMPLEMENTED:
+                raise ValueError(
+                    f"ShardingRules.{axis}={getattr(rules, axis)!r}: nothing is split over {name!r}, "
+                    f"which is {'not implemented yet' if name in MeshConfig.AXES else 'no axis of a mesh'}; "
+                    f"split it over {' or '.join(map(repr, MeshConfig.IMPLEMENTED))}, or over none."
+                )
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raise ValueError for a mesh of JAX that no MeshConfig describes: with other axes, or several ways of one that is
+    not implemented."""
+    MeshConfig.from_mapping(dict(mesh.shape), source="mesh")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshFile:
     """A TOML file that says where a model runs.
@@ -118,7 +139,7 @@ def read_mesh(path: str | os.PathLike[str]) -> MeshFile:
     rules = None
     if "rules" in tables:
         try:
-            rules = ShardingRules.from_mapping(tables["rules"])
+            check_rules(rules := ShardingRules.from_mapping(tables["rules"]))
         except ValueError as error:
             raise ValueError(f"{path}: [rules]: {error}") from error
     return MeshFile(mesh=mesh, rules=rules, memory=tables.get("memory", {}), source=str(path))

@@ -18,14 +18,12 @@ class ShardingRules:
     Parameters and caches of the models name their dimensions by these logical axes.
 
     Attributes:
-      batch: requests.
       vocab: token ids, in the embedding and the head.
       heads: of attention. kv_heads: of the KV cache, which goes where the heads go.
       mlp: hidden width.
       embed, word_embed, norm, positions, pages, page, head_dim: what every device has whole.
     """
 
-    batch: MeshAxes = "data"
     vocab: MeshAxes = "tensor"
     heads: MeshAxes = "tensor"
     kv_heads: MeshAxes = "tensor"
@@ -38,7 +36,7 @@ class ShardingRules:
     page: MeshAxes = None
     head_dim: MeshAxes = None
 
-    SPLIT: ClassVar = ("batch", "vocab", "heads", "kv_heads", "mlp")
+    SPLIT: ClassVar = ("vocab", "heads", "kv_heads", "mlp")
     """The axes that can be split: sums over them are what the models exchange."""
 
     def __post_init__(self) -> None:

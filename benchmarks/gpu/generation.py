@@ -122,7 +122,7 @@ class Generation:
     def _lower(self, spec: ProgramSpec[Buckets], sizes: Sizes) -> None:
         with self._way.applied():
             self._lowered[spec.name] = spec.lower(sizes)
-        self._options[spec.name] = dict(spec.compiler_options(sizes))
+        self._options[spec.name] = spec.options(sizes)
         if self._layout.platform == "gpu" and not self._way.graph:
             self._options[spec.name]["xla_gpu_enable_command_buffer"] = ""
 

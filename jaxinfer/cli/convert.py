@@ -85,7 +85,6 @@ class _Run:
     def of(cls, hf_dir: Path, mesh: str | None, layer_files: str | None, quantize: str | None) -> Self:
         """From the options of the command. Raises ValueError for a model that cannot run so, before it is converted."""
         from jaxinfer.generation.api.build import split_options
-        from jaxinfer.generation.execution.platforms import check_mesh
         from jaxinfer.models import WeightFormat
         from jaxinfer.models.conversion import HuggingFaceModel
         from jaxinfer.models.description import parse_quantization, require_transformer
@@ -96,7 +95,6 @@ class _Run:
         _, memory = split_options({"layer_files": layer_files} if layer_files else {}, file, owner="convert")
         config = require_transformer(hf_dir, HuggingFaceModel(hf_dir).config)
         rules, built = file.rules or ShardingRules(), _mesh(file.mesh)
-        check_mesh(built)
         fit(config, WeightFormat(quantized=stored), built, rules, stored=stored)
         return cls(built, rules, memory.layer_files)
 

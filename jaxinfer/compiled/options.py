@@ -2,6 +2,11 @@
 
 import numpy as np
 
+COMMON: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
+"""Of every program. Each result is rounded to its dtype, as the model says. Otherwise XLA keeps float32 from one
+bfloat16 operation to the next as far as a program goes: a model computes other numbers as one program than layer by
+layer, without being more precise (docs/streaming.md)."""
+
 LARGE_WEIGHTS = 256 << 20
 """Bytes from which faster products are worth recompiling a program in every process."""
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.compiled.executables import ExecutableStore
+from jaxinfer.compiled.options import COMMON
 from jaxinfer.compiled.program import Program, bucket_text
 from jaxinfer.disk_cache import keys
 from pallas_kernels.dispatch import without_kernels
@@ -36,7 +37,7 @@ class ProgramSpec[Buckets]:
       reachable: the sizes that calls can ask for, given the buckets in use.
       donate: positions of arguments that results of the same shape overwrite.
       out_shardings: where results are placed, a pytree prefix, for given sizes; None: on a mesh whole on every device.
-      compiler_options: XLA's options, for given sizes.
+      compiler_options: XLA's options beside those of every program, for given sizes.
     """
 
     name: str
@@ -51,6 +52,10 @@ class ProgramSpec[Buckets]:
     def function(self, sizes: Sizes) -> Callable[..., Any]:
         """The function to compile, for these sizes."""
         return self.build(self.static, sizes)
+
+    def options(self, sizes: Sizes) -> dict[str, str | bool | int]:
+        """All of XLA's options, for these sizes."""
+        return {**COMMON, **self.compiler_options(sizes)}
 
     def lower(self, sizes: Sizes, mesh: Mesh | None = None) -> jax.stages.Lowered:
         """Trace for these sizes; on a mesh for the part of each device, with the exchanges that the program asks for.
@@ -75,7 +80,7 @@ class ProgramSpec[Buckets]:
             "arguments": keys.describe_tree(self.arguments(sizes)),
             "donate": keys.describe(self.donate),
             "out_shardings": keys.describe_tree(self.out_shardings(sizes)),
-            "compiler_options": keys.describe(dict(self.compiler_options(sizes))),
+            "compiler_options": keys.describe(self.options(sizes)),
             **keys.environment_key(),
         }
 
@@ -116,7 +121,7 @@ class ProgramSpec[Buckets]:
             return found, True
         shown, start = f"{self.name}({bucket_text(tuple(sizes.items()))})", time.perf_counter()
         _log.info("compiling %s", shown)
-        executable = self.lower(sizes, mesh).compile(compiler_options=dict(self.compiler_options(sizes)))
+        executable = self.lower(sizes, mesh).compile(compiler_options=self.options(sizes))
         _log.info("compiled %s in %.1f s", shown, time.perf_counter() - start)
         if key and store:
             store.save(key, executable)

@@ -274,7 +274,7 @@ def compile_program(
     mesh: from `target.mesh`, where the spec's arguments are; None: one device, whatever their places. The rest is as
     in `compile_for`.
     """
-    args, options = spec.arguments(sizes), spec.compiler_options(sizes)
+    args, options = spec.arguments(sizes), spec.options(sizes)
     if mesh is None:
         return compile_for(target, spec.function(sizes), args, donate=spec.donate, options=options, resources=resources)
     donated = len(jax.tree.leaves([args[index] for index in spec.donate]))

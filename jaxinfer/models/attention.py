@@ -9,22 +9,21 @@ from jax import lax
 
 from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig
 from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
-from jaxinfer.models.linear import Linear
+from jaxinfer.models.linear import Linear, PartialSum
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from pallas_kernels import KVPages, attention, cached_attention, split_heads
-from sharding.collectives import local_part
+from sharding.collectives import local_part, local_start, psum
 
 
 class Attended(NamedTuple):
     """What attention gives.
 
     Attributes:
-      x: [N, D].
+      x: [N, D]; heads that are not projected back yet, [..., Hq * K].
       cache: with the tokens' keys and values written; None if there is none.
-      keys: of a single group without a cache, the mean of its heads' keys, [B, T, K]: alike where tokens are (ToMe,
-        arXiv:2210.09461, section 3).
+      keys: of a single group without a cache, those of this device's heads, [B, T, Hkv, K].
     """
 
     x: jax.Array
@@ -72,13 +71,38 @@ class Attention(nnx.Module):
         *,
         norm: Norm | None = None,
         residual: jax.Array | None = None,
-        partial_result: bool = False,
     ) -> Attended:
-        """residual + attention(norm(x)). partial_result: as in `Linear`."""
-        qkv_delta = out_delta = None
-        if adapters is not None:
-            qkv_delta = forward_context.adapter_delta(adapters.qkv)
-            out_delta = forward_context.adapter_delta(adapters.out)
+        """residual + attention(norm(x))."""
+        heads, cache, keys = self._heads(x, forward_context, cache, adapters, norm)
+        out_delta = None if adapters is None else forward_context.adapter_delta(adapters.out)
+        return Attended(self.out(heads, residual=residual, adapter_delta=out_delta), cache, keys)
+
+    @jax.named_scope("attention")
+    def partial_sum(
+        self,
+        x: jax.Array,
+        forward_context: ForwardContext,
+        cache: KVPages | None = None,
+        adapters: LayerAdapters | None = None,
+        *,
+        norm: Norm | None = None,
+        residual: jax.Array | None = None,
+    ) -> tuple[PartialSum, KVPages | None]:
+        """The same, as `Linear.partial_sum`, where the heads are split."""
+        heads, cache, _ = self._heads(x, forward_context, cache, adapters, norm)
+        out_delta = None if adapters is None else forward_context.adapter_delta(adapters.out)
+        return self.out.partial_sum(heads, residual=residual, adapter_delta=out_delta), cache
+
+    def _heads(
+        self,
+        x: jax.Array,
+        forward_context: ForwardContext,
+        cache: KVPages | None,
+        adapters: LayerAdapters | None,
+        norm: Norm | None,
+    ) -> Attended:
+        """This device's heads of all groups, [N, Hq * K], before they are projected back."""
+        qkv_delta = None if adapters is None else forward_context.adapter_delta(adapters.qkv)
         qkv = self.qkv(x, norm=norm, adapter_delta=qkv_delta)
         groups, heads, keys = forward_context.groups, [], None
         for group, rotary, part in zip(groups, forward_context.rotary, unpack(qkv, groups), strict=True):
@@ -87,8 +111,7 @@ class Attention(nnx.Module):
                 # Without it the next group's write is not known to come after this one's reads: XLA copies the cache.
                 mixed, cache = lax.optimization_barrier((mixed, cache))
             heads.append(mixed)
-        y = self.out(pack(heads), residual=residual, partial_result=partial_result, adapter_delta=out_delta)
-        return Attended(y, cache, keys)
+        return Attended(pack(heads), cache, keys)
 
     def _attend(
         self,
@@ -119,4 +142,15 @@ class Attention(nnx.Module):
         key_sizes = forward_context.key_sizes
         lengths = jnp.sum(positions >= 0, axis=1) if key_sizes is None and forward_context.padded else None
         heads = attention(q, k, v, positions, lengths, key_sizes=key_sizes, causal=self.causal, **options)
-        return Attended(heads.reshape(*positions.shape, -1), None, jnp.mean(k, axis=2))
+        return Attended(heads.reshape(*positions.shape, -1), None, k)
+
+    def mean_key(self, keys: jax.Array) -> jax.Array:
+        """The mean of all heads' keys, alike where tokens are (ToMe, arXiv:2210.09461, section 3).
+
+        keys: of this device's heads, [B, T, Hkv, K]. Returns [B, T, K] in their dtype, the same on every device.
+        """
+        heads = local_start("heads", keys.shape[2]) + jnp.arange(keys.shape[2])
+        real = self.cfg.kv_heads if self.cfg.real_kv_heads is None else self.cfg.real_kv_heads
+        # A head that is copied counts as often as every other: each has as many copies.
+        exact = jnp.where((heads < real)[:, None], keys.astype(jnp.float32), 0.0)
+        return (psum(jnp.sum(exact, axis=2), "heads") / real).astype(keys.dtype)

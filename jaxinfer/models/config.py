@@ -138,6 +138,7 @@ class AttentionConfig:
     windows: tuple[int | None, ...] = (None,)  # cycled over layers; None: all earlier tokens, w: the last w
     qk_norm: bool = False  # normalise each query and key head before rotation (Qwen3)
     alibi: tuple[float, ...] | None = None  # the slope of each query head; None: those of `alibi_slopes`
+    real_kv_heads: int | None = None  # those from here on are padding; None: none is
 
     def __post_init__(self) -> None:
         _require_positive(self, "q_heads", "kv_heads", "head_dim")
@@ -148,6 +149,10 @@ class AttentionConfig:
             )
         if not self.windows or any(w is not None and w < 1 for w in self.windows):
             raise ValueError(f"AttentionConfig.windows must hold None or sizes >= 1, got {self.windows}.")
+        if self.real_kv_heads is not None and not 1 <= self.real_kv_heads <= self.kv_heads:
+            raise ValueError(
+                f"AttentionConfig.real_kv_heads={self.real_kv_heads} must be in [1, kv_heads={self.kv_heads}]."
+            )
 
     @property
     def group(self) -> int:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from checkpoints import Leaf
 from jaxinfer.disk_cache.processor import cpu_model, usable_cores
-from sharding import MeshConfig, MeshFile, ShardingRules, read_mesh
+from sharding import MeshConfig, MeshFile, ShardingRules, check_mesh, check_rules, read_mesh
 
 AnyMesh = Mesh | MeshConfig | MeshFile | str | os.PathLike[str] | None
 """How a user says which devices: a mesh, its config, or a TOML file, read or by its path; None: the first device."""
@@ -29,14 +29,23 @@ def open_mesh(mesh: AnyMesh) -> Mesh | MeshConfig | MeshFile | None:
 def build_mesh(mesh: AnyMesh, rules: ShardingRules | None) -> tuple[Mesh | None, ShardingRules]:
     """A mesh (None: the first device, without one), and the rules for it.
 
-    Raises ValueError for rules beside a file that has some.
+    Raises ValueError for rules beside a file that has some, or without a mesh, and for what is not implemented: nothing
+    that a user asks for does nothing.
     """
     mesh = open_mesh(mesh)
     if isinstance(mesh, MeshFile):
         if mesh.rules is not None and rules is not None:
             raise ValueError(f"{mesh.source} has a table [rules], and rules are given too: keep one of them.")
         mesh, rules = mesh.mesh, rules or mesh.rules
-    return (mesh.build() if isinstance(mesh, MeshConfig) else mesh), rules or ShardingRules()
+    rules = rules or ShardingRules()
+    if mesh is None:
+        if rules != ShardingRules():
+            raise ValueError("rules say how a mesh splits a model, and there is no mesh: give one, or no rules.")
+        return None, rules
+    check_rules(rules)
+    mesh = mesh.build() if isinstance(mesh, MeshConfig) else mesh
+    check_mesh(mesh)
+    return mesh, rules
 
 
 def devices_of(mesh: Mesh | None) -> list[Any]:  # jax.Device has no static type

@@ -180,6 +180,7 @@ def _fit_heads(
         kv_heads=kv_heads,
         q_heads=kv_heads * group,
         alibi=tuple(slopes[q] if q >= 0 else 0.0 for q in queries.flat),
+        real_kv_heads=None if kv_heads == (real := attention.kv_heads * copies) else real,
     )
     width = attention.group + 2  # of a KV head in qkv: its queries, its key, its value
     rows = [

@@ -59,11 +59,10 @@ class TransformerLayer(nnx.Module):
             return self.feed_forward(x, forward_context, adapters), cache
         # x += attention(norm1(x)) + mlp(norm2(x))
         mlp_norm = self.attention_norm if self.block is BlockKind.PARALLEL else self.mlp_norm
-        partial = mesh_axes("heads") == mesh_axes("mlp")  # one sum over the devices serves both
-        y, cache, _ = self.attention(
-            x, forward_context, cache, adapters, norm=self.attention_norm, residual=x, partial_result=partial
-        )
-        return self.mlp(x, forward_context, adapters, norm=mlp_norm, residual=y, partial_residual=partial), cache
+        one_sum = mesh_axes("heads") and mesh_axes("heads") == mesh_axes("mlp")  # over the devices serves both
+        attend = self.attention.partial_sum if one_sum else self.attention
+        y, cache, *_ = attend(x, forward_context, cache, adapters, norm=self.attention_norm, residual=x)
+        return self.mlp(x, forward_context, adapters, norm=mlp_norm, residual=y), cache
 
     def attend(
         self,

@@ -1,11 +1,13 @@
 """Matrices: the two modules that have one, `Linear` and `Embedding`.
 
 On a mesh each device has a part of a matrix (DeepSpeed Inference, section IV-A). Outputs that are split stay so; where
-the inputs are split, every device has a partial sum, and one `psum` adds them up.
+the inputs are split, every device has a partial sum, one `psum` adds them up, and bias and residual come after it.
 
 Matrices take the format's dtype or are quantised; vectors (norms, biases, scales) stay in float32. Every parameter
 names its dimensions (`axes`), which `sharding.ShardingRules` maps onto a mesh.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,26 @@ def _matrix(
 def _weights(weight: nnx.Param, scale: nnx.Param | None) -> Weights:
     """A matrix and its scales as an operand of `pallas_kernels`."""
     return Weights(weight[...], None if scale is None else scale[...])
+
+
+class PartialSum(NamedTuple):
+    """A sum over a split axis that is not finished.
+
+    Attributes:
+      part: what this device adds to it, [..., N].
+      once: what is added after it, the same on every device, [..., N] or [N]; None: nothing. Devices that add up
+        rounded numbers must not round the residual stream with them, in every layer.
+    """
+
+    part: jax.Array
+    once: jax.Array | None
+
+    def finish(self, axis: str) -> jax.Array:
+        """The sum over the devices that have the other parts of an axis; `once` is added in float32, rounded once."""
+        total = psum(self.part, axis)
+        if self.once is None:
+            return total
+        return (total.astype(jnp.float32) + self.once.astype(jnp.float32)).astype(total.dtype)
 
 
 class Linear(nnx.Module):
@@ -67,9 +89,7 @@ class Linear(nnx.Module):
         norm: Norm | None = None,
         activation: Activation | None = None,
         gated: bool = False,
-        residual: jax.Array | None = None,
-        partial_residual: bool = False,
-        partial_result: bool = False,
+        residual: jax.Array | PartialSum | None = None,
         adapter_delta: AdapterDelta | None = None,
     ) -> jax.Array:
         """act(norm(x) W^T + b), or x W^T + b + residual: no operation has a residual beside a norm or an activation.
@@ -79,37 +99,59 @@ class Linear(nnx.Module):
           norm: normalises x.
           activation: applied to the outputs.
           gated: outputs alternate between gate and up; the result is act(gate) * up, [..., N / 2].
-          residual: [..., N], added at the end.
-          partial_residual: whether `residual` is a partial sum like the product, which its `psum` adds up too.
-          partial_result: leave the result a partial sum, for a caller that adds more to it before the `psum`.
+          residual: [..., N], added at the end; or a sum that the product's is a part of, where the inputs are split.
           adapter_delta: what adapters add to the product, before the activation. The product then runs unfused.
         Raises ValueError for a residual given with a norm, an activation or `gated`.
         """
-        if residual is not None and (norm is not None or activation is not None or gated):
+        fused_before_or_after = norm is not None or activation is not None or gated
+        if residual is not None and fused_before_or_after:
             raise ValueError(
                 "Linear adds a residual without a norm, an activation or a gate: apply those by themselves."
             )
-        weights, bias = _weights(self.weight, self.scale), None if self.bias is None else self.bias[...]
-        parts = axis_size(self.inputs_axis)
-        if parts > 1 and (norm is not None or activation is not None or gated):
-            raise ValueError(f"Linear adds up {self.inputs_axis} last: no norm, activation or gate fits beside it.")
-        # Each device adds an equal share of what is added once: scaling is uniform and exact for powers of two.
-        scale = 1.0 if partial_residual else 1.0 / parts
-        bias = bias if bias is None or parts == 1 else bias / parts
+        if axis_size(self.inputs_axis) > 1:
+            if fused_before_or_after:
+                raise ValueError(f"Linear adds up {self.inputs_axis} last: no norm, activation or gate fits beside it.")
+            return self.partial_sum(x, residual=residual, adapter_delta=adapter_delta).finish(self.inputs_axis)
+        assert not isinstance(residual, PartialSum), "there is one where the inputs are split"
+        bias = None if self.bias is None else self.bias[...]
         if adapter_delta is None and norm is not None:
-            norm_scale, shift = norm.parameters
+            weights, (norm_scale, shift) = _weights(self.weight, self.scale), norm.parameters
             return norm_linear(x, norm_scale, shift, weights, bias, eps=norm.eps, activation=activation, gated=gated)
+        y = self._product(x if norm is None else norm(x), bias, residual, adapter_delta)
+        return activate_outputs(y, activation, gated=gated)
+
+    def partial_sum(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | PartialSum | None = None,
+        adapter_delta: AdapterDelta | None = None,
+    ) -> PartialSum:
+        """x W^T + b + residual where the inputs are split, for a caller that has more to add before `finish`.
+
+        Arguments as above.
+        """
+        part, once = residual if isinstance(residual, PartialSum) else (None, residual)
+        if self.bias is not None:
+            bias = self.bias[...]
+            once = bias if once is None else once.astype(jnp.float32) + bias
+        return PartialSum(self._product(x, None, part, adapter_delta), once)
+
+    def _product(
+        self,
+        x: jax.Array,
+        bias: jax.Array | None,
+        residual: jax.Array | None,
+        adapter_delta: AdapterDelta | None,
+    ) -> jax.Array:
+        """x W^T of this device's inputs, and what is added to it."""
+        weights = _weights(self.weight, self.scale)
         if adapter_delta is None and residual is not None:
-            y = linear_residual(x, weights, residual, bias, residual_scale=scale)
-        else:
-            x = x if norm is None else norm(x)
-            y = small_batch_linear(x, weights, bias)
-            if adapter_delta is not None:
-                y += adapter_delta(x)
-            y = activate_outputs(y, activation, gated=gated)
-            if residual is not None:
-                y += residual if scale == 1.0 else residual * np.asarray(scale, residual.dtype)
-        return y if partial_result else psum(y, self.inputs_axis)
+            return linear_residual(x, weights, residual, bias)
+        y = small_batch_linear(x, weights, bias)
+        if adapter_delta is not None:
+            y += adapter_delta(x)
+        return y if residual is None else y + residual
 
 
 class Embedding(nnx.Module):

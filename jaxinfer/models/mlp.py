@@ -5,7 +5,7 @@ from flax import nnx
 
 from jaxinfer.models.config import MlpConfig
 from jaxinfer.models.forward_context import ForwardContext
-from jaxinfer.models.linear import Linear
+from jaxinfer.models.linear import Linear, PartialSum
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
@@ -34,13 +34,12 @@ class Mlp(nnx.Module):
         adapters: LayerAdapters | None = None,
         *,
         norm: Norm | None = None,
-        residual: jax.Array | None = None,
-        partial_residual: bool = False,
+        residual: jax.Array | PartialSum | None = None,
     ) -> jax.Array:
-        """residual + mlp(norm(x)). partial_residual: as in `Linear`."""
+        """residual + mlp(norm(x)). residual: as in `Linear`."""
         gate_up = down = None
         if adapters is not None:
             gate_up = forward_context.adapter_delta(adapters.gate_up)
             down = forward_context.adapter_delta(adapters.down)
         hidden = self.gate_up(x, norm=norm, activation=self.cfg.activation, gated=self.cfg.gated, adapter_delta=gate_up)
-        return self.down(hidden, residual=residual, partial_residual=partial_residual, adapter_delta=down)
+        return self.down(hidden, residual=residual, adapter_delta=down)

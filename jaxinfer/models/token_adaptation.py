@@ -132,7 +132,7 @@ class TokenAdaptation:
                 continue
             x, _, keys = layer.attend(x, context)
             assert keys is not None, "without a cache attention gives its keys"
-            x, sizes = self._merge(x, sizes, keys, r, protected)
+            x, sizes = self._merge(x, sizes, layer.attention.mean_key(keys), r, protected)
             x = layer.feed_forward(x, context)
         return x, sizes, protected
 

@@ -23,7 +23,7 @@ from jaxinfer.models.devices import devices_of
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import OpenedModel
 from jaxinfer.streaming.config import Placement
-from jaxinfer.streaming.model import layer_folder
+from jaxinfer.streaming.layer_folders import layer_folder
 from pallas_kernels.weights import xla_matmul
 
 MEASURED_BYTES = 1 << 30

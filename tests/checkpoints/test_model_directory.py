@@ -11,6 +11,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import checkpoints
@@ -114,7 +115,7 @@ def test_dtype_casts_float_matrices_only(model):
 
 
 def test_straight_into_a_sharding(model):
-    mesh = MeshConfig(data=2, tensor=2).build()
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
     loaded = checkpoints.load(model, mesh=mesh)
     kernel = loaded["layers.3.kernel"]
     assert kernel.sharding.spec == P("tensor", None)

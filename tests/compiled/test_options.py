@@ -34,5 +34,5 @@ def test_one_float_row_on_a_gpu_stays_a_product(rows, dtype, disabled):
     assert "WHILE" in str(options["xla_gpu_enable_command_buffer"])
 
 
-def test_other_platforms_take_none():
+def test_other_platforms_take_none_beside_the_common_ones():
     assert compiler_options("tpu", rows=1, dtype=np.dtype(np.float32)) == {}

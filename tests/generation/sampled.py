@@ -1,5 +1,7 @@
 """Requests with every sampling option, for tests that two ways of running a model give the same tokens."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,6 +35,20 @@ SAMPLED = {
 
 def generate(llm, params, prompts=PROMPTS):
     return [[(o.token_ids, o.text) for o in request.outputs] for request in llm.generate(prompts, params)]
+
+
+def logprob_errors(llm, exact, params, prompts=PROMPTS):
+    """How far the log probabilities of prompts, and of what follows, are from those that `exact` has of these tokens.
+
+    So models whose texts may differ by the rounding of their numbers are compared: which token is best is a matter of
+    the last bit where two are nearly equal.
+    """
+    outputs = llm.generate(prompts, dataclasses.replace(params, logprobs=0, prompt_logprobs=0))
+    texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
+    only_scores = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, adapter=params.adapter)
+    found = [token.logprob for o in outputs for token in (*o.prompt_logprobs[1:], *o.outputs[0].logprobs)]
+    wanted = [token.logprob for o in exact.generate(texts, only_scores) for token in o.prompt_logprobs[1:]]
+    return np.abs(np.subtract(found, wanted))
 
 
 def only_even(scores, history, length):

@@ -66,6 +66,10 @@ def test_any_heads_divide_and_keep_their_keys_and_slopes(kv_heads, group, tensor
             assert list(rows[head, -2:]) == [own * width + old.group + 1, own * width + old.group + 2]
             assert slope == old.slopes[query - 1]
     assert sorted(seen) == list(range(1, old.q_heads + 1))  # each once: what leaves is a sum over heads
+    keys, real = rows[:, -2], new.kv_heads if new.real_kv_heads is None else new.real_kv_heads
+    assert all(keys[:real])
+    assert not any(keys[real:])
+    assert len(set(np.bincount(keys[:real])[old.group + 1 :: width])) == 1  # as many copies of each
 
 
 def test_hidden_width_and_vocabulary_are_padded():

@@ -1,14 +1,17 @@
 """`Linear` computes its formula with and without adapters, and refuses what it has no operation for."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import Activation, NormConfig, NormKind
 from jaxinfer.models.linear import Linear
 from jaxinfer.models.norm import Norm
+from sharding import MeshConfig
 
 NORM = Norm(8, NormConfig(kind=NormKind.RMS))
 
@@ -44,3 +47,36 @@ def test_a_residual_is_refused_beside_a_norm_an_activation_or_a_gate(linear, x, 
     for delta in (None, lambda x: x[..., :6]):
         with pytest.raises(ValueError, match="adds a residual without a norm, an activation or a gate"):
             linear(x, residual=x[..., :6], adapter_delta=delta, **beside)
+
+
+# On a mesh
+
+
+def split_inputs(linear, x, residual, *, ways, delta=None):
+    """What a linear with split inputs gives on so many devices, after one bfloat16 sum of theirs."""
+    graph, state = nnx.split(linear)
+    specs = jax.tree.map(lambda leaf: P(None, "tensor") if leaf.ndim == 2 else P(), state)
+
+    def run(state, x, residual):
+        return nnx.merge(graph, state)(x, residual=residual, adapter_delta=delta)
+
+    mesh = MeshConfig(tensor=ways).build()
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs, P(None, "tensor"), P()), out_specs=P(), check_vma=False)
+    return jax.jit(mapped)(state, x, residual)
+
+
+@pytest.mark.parametrize("ways", [3, pytest.param(5, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("delta", [None, lambda x: 0 * x[..., :1]], ids=["plain", "adapted"])
+def test_devices_that_add_up_their_products_leave_residual_and_bias_as_they_are(ways, delta):
+    linear = Linear(8 * ways, 64, WeightFormat(dtype=jnp.bfloat16), axes=("embed", "mlp"), bias=True, rngs=nnx.Rngs(0))
+    linear.bias[...] = jax.random.normal(jax.random.key(0), 64)
+    residual, x = (jax.random.normal(jax.random.key(k), shape, jnp.bfloat16) for k, shape in ((1, 64), (2, 8 * ways)))
+    residual, x = residual[None], x[None]
+    unchanged = split_inputs(linear, 0 * x, residual, ways=ways, delta=delta)
+    once = (residual.astype(jnp.float32) + linear.bias[...]).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(unchanged.astype(jnp.float32), once.astype(jnp.float32))
+    found = split_inputs(linear, x, residual, ways=ways, delta=delta).astype(jnp.float32)
+    product = x.astype(jnp.float32) @ linear.weight[...].astype(jnp.float32).T
+    exact = product + residual.astype(jnp.float32) + linear.bias[...]
+    rounded = 2.0**-8 * (np.abs(exact) + 2 * np.abs(product).max())  # of the result, and of the devices' parts
+    assert (np.abs(found - exact) <= rounded).all()

@@ -115,12 +115,11 @@ def test_on_a_device_of_its_own(saved):
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_on_a_mesh_the_same_numbers(saved, tmp_path, quantize):
-    (tmp_path / "mesh.toml").write_text("[mesh]\ndata = 2\ntensor = 2\n")
+    (tmp_path / "mesh.toml").write_text("[mesh]\ntensor = 2\n")
     one, split = load_model(saved, quantize=quantize), load_model(saved, mesh=tmp_path / "mesh.toml", quantize=quantize)
     assert split.mesh is not None
     up = _leaves(split.state)["layers.0.mlp.up.kernel"]
     assert {shard.data.shape for shard in up.addressable_shards} == {(48, 32)}
-    assert split.rules.sharding(split.mesh, ("batch", None), (4, 3)).shard_shape((4, 3)) == (2, 3)
     # A split sum rounds differently, and int8 activations may then fall on the other side of a step.
     np.testing.assert_allclose(_hidden(one), _hidden(split), atol=1e-5 if quantize is None else 2e-2)
 

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from sharding import MeshConfig, ShardingRules
+from sharding import ShardingRules
 from sharding.collectives import all_gather, axis_index, axis_size, local_part, mesh_axes, pmax, pmin, psum, use_rules
 
 
@@ -14,9 +15,8 @@ def on_devices(function, x, *, rules=None, **mesh):
         with use_rules(rules or ShardingRules()):
             return function(x)
 
-    mapped = jax.shard_map(
-        traced, mesh=MeshConfig(**mesh).build(), in_specs=P("tensor"), out_specs=P(), check_vma=False
-    )
+    devices = jax.make_mesh((*mesh.values(),), (*mesh,), (AxisType.Auto,) * len(mesh))
+    mapped = jax.shard_map(traced, mesh=devices, in_specs=P("tensor"), out_specs=P(), check_vma=False)
     return jax.jit(mapped)(x)
 
 
@@ -49,6 +49,6 @@ def test_what_is_not_split_is_not_exchanged():
 
 
 def test_an_axis_over_two_mesh_axes():
-    rules = ShardingRules(mlp=("data", "tensor"), batch=None)
+    rules = ShardingRules(mlp=("data", "tensor"))
     index = on_devices(lambda x: all_gather(axis_index("mlp"), "mlp"), np.arange(8), rules=rules, data=2, tensor=4)
     np.testing.assert_array_equal(index, np.arange(8))

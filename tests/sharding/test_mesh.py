@@ -6,8 +6,8 @@ from sharding import MeshConfig, MeshFile, ShardingRules, read_mesh
 
 
 def test_builds_over_the_first_devices():
-    mesh = MeshConfig(data=2, tensor=3).build()
-    assert dict(mesh.shape) == {"data": 2, "pipeline": 1, "expert": 1, "tensor": 3}
+    mesh = MeshConfig(tensor=6).build()
+    assert dict(mesh.shape) == {"data": 1, "pipeline": 1, "expert": 1, "tensor": 6}
     assert list(mesh.devices.flat) == jax.devices()[:6]
     assert set(mesh.axis_types) == {AxisType.Auto}
 
@@ -35,8 +35,9 @@ def test_parse():
         ("tensor", "got ''"),
         ("tensro=2", "unknown field 'tensro'; known: data, pipeline"),
         ("tensor=2,tensor=4", "tensor is given twice"),
-        ("pipeline=2", r"MeshConfig.pipeline=2 is not implemented yet; set pipeline = 1 and split by data or tensor"),
+        ("pipeline=2", r"MeshConfig.pipeline=2 is not implemented yet; set pipeline = 1 and split by tensor"),
         ("expert=2", "MeshConfig.expert=2 is not implemented yet"),
+        ("data=2", "MeshConfig.data=2 is not implemented yet"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -46,14 +47,14 @@ def test_parse_refuses(text, message):
 
 
 def test_read(tmp_path):
-    (tmp_path / "mesh.toml").write_text("[mesh]\ndata = 2\ntensor = 4\n")
-    assert read_mesh(tmp_path / "mesh.toml") == MeshFile(mesh=MeshConfig(data=2, tensor=4))
+    (tmp_path / "mesh.toml").write_text("[mesh]\ndata = 1\ntensor = 4\n")
+    assert read_mesh(tmp_path / "mesh.toml") == MeshFile(mesh=MeshConfig(tensor=4))
 
 
 def test_read_with_rules(tmp_path):
-    text = '[mesh]\ntensor = 4\n[rules]\nmlp = ["expert", "tensor"]\nvocab = []\nheads = "tensor"\n'
+    text = '[mesh]\ntensor = 4\n[rules]\nmlp = ["tensor"]\nvocab = []\nheads = "tensor"\n'
     (tmp_path / "mesh.toml").write_text(text)
-    rules = ShardingRules(mlp=("expert", "tensor"), vocab=None)
+    rules = ShardingRules(mlp=("tensor",), vocab=None)
     assert read_mesh(tmp_path / "mesh.toml") == MeshFile(mesh=MeshConfig(tensor=4), rules=rules)
 
 
@@ -77,7 +78,13 @@ def test_read_with_memory(tmp_path):
         ),
         ("[rules]\n", r"expected a table \[mesh\]"),
         ("mesh = 2", r"expected a table \[mesh\]"),
-        ("[mesh]\n[rules]\nhedas = 'tensor'", r"\[rules\]: unknown axis 'hedas'; known: batch, vocab, heads"),
+        ("[mesh]\n[rules]\nhedas = 'tensor'", r"\[rules\]: unknown axis 'hedas'; known: vocab, heads, kv_heads, mlp"),
+        ("[mesh]\n[rules]\nbatch = 'tensor'", r"\[rules\]: unknown axis 'batch'"),
+        (
+            "[mesh]\ntensor = 2\n[rules]\nmlp = ['expert', 'tensor']",
+            r"ShardingRules.mlp=\('expert', 'tensor'\): nothing is split over 'expert', which is not implemented yet",
+        ),
+        ("[mesh]\n[rules]\nvocab = 'tensro'", r"nothing is split over 'tensro', which is no axis of a mesh"),
         ("[mesh]\n[rules]\nembed = 'tensor'", r"\[rules\]: unknown axis 'embed'"),
         (
             "[mesh]\n[rules]\nmlp = 2",

@@ -10,7 +10,6 @@ def test_spec():
     rules = ShardingRules()
     assert rules.spec("vocab", "embed") == P("tensor", None)
     assert rules.spec("embed", "heads") == P(None, "tensor")
-    assert rules.spec("batch", None) == P("data", None)
 
 
 def test_a_typo_does_not_mean_replicate():
@@ -24,7 +23,7 @@ def test_one_mesh_axis_per_array():
 
 
 def test_sharding_places_by_name():
-    mesh = MeshConfig(data=2, tensor=4).build()
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Auto,) * 2)
     sharding = ShardingRules().sharding(mesh, ("mlp", "embed"), (8, 6))
     assert sharding.shard_shape((8, 6)) == (2, 6)
     assert ShardingRules(mlp=None).sharding(mesh, ("mlp", "embed"), (7, 6)).is_fully_replicated

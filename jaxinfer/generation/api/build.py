@@ -21,7 +21,7 @@ from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecu
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.generation.execution.platforms import buckets_of, check_mesh, streamed_buckets
+from jaxinfer.generation.execution.platforms import buckets_of, streamed_buckets
 from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
@@ -64,7 +64,6 @@ def build_engine(
 
     Raises ValueError for what the model's platform or mesh cannot run.
     """
-    check_mesh(model.mesh)
     processors, adapters = check_processors(logits_processors), None
     if costs is None:
         costs = open_costs(model, config, tuple(processors)) if clock is time.perf_counter else Costs()

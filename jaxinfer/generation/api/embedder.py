@@ -11,7 +11,6 @@ from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.llm import LLM
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.engine import Engine
-from jaxinfer.generation.execution.platforms import check_mesh
 from jaxinfer.generation.text import Prompt, Tokenizer
 from jaxinfer.models.description import Description, require_transformer
 from jaxinfer.models.devices import AnyMesh, build_mesh, open_mesh
@@ -80,7 +79,6 @@ class Embedder:
         engine_options.setdefault("token_budget", ENCODER_TOKENS)
         config = EngineConfig(max_batch=max_batch, context=context or longest, **engine_options)
         mesh, rules = build_mesh(mesh, rules)
-        check_mesh(mesh)
         opened = open_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
         costs = open_costs(opened, config)
         self.model, config = place_model(opened, config, memory, costs=costs, given=options.keys())

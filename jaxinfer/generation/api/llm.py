@@ -22,7 +22,6 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.chain import ChainExecutor
 from jaxinfer.generation.execution.memory import plan_memory
-from jaxinfer.generation.execution.platforms import check_mesh
 from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.outputs import RequestOutput
@@ -96,7 +95,6 @@ class LLM:
         mesh = open_mesh(mesh)
         engine_options, memory = split_options(options, mesh, owner="LLM")
         mesh, rules = build_mesh(mesh, rules)
-        check_mesh(mesh)
         opened = open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
         model = opened.transformer
         if not isinstance(model, DecoderConfig):

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-from jax.sharding import Mesh
-
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.loading import LoadedModel
@@ -41,11 +39,3 @@ def can_overlap(model: LoadedModel) -> bool:
 def shares_memory(platform: str) -> bool:
     """Whether the device's memory is also that of other processes, so that a cache should not take all of it."""
     return platform == "cpu"
-
-
-def check_mesh(mesh: Mesh | None) -> None:
-    """Raise ValueError for a mesh that generation does not implement."""
-    if mesh is not None and (data := mesh.shape.get("data", 1)) > 1:
-        raise ValueError(
-            f"MeshConfig.data={data} is not implemented for generation; split by tensor, or run a process per copy."
-        )

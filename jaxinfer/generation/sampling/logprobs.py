@@ -34,8 +34,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     score = jnp.take_along_axis(logits, jnp.minimum(here, size - 1), axis=-1)
     score = psum(jnp.where(here < size, score, 0.0), "vocab")[..., 0]
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    largest = jnp.where(largest == -jnp.inf, 0.0, largest)  # of a device whose rows are all padding
-    total = jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True)
+    total = jnp.sum(_exp(logits, largest), axis=-1, keepdims=True)
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, size))
     if axis_size("vocab") > 1:
         floats = lax.bitcast_convert_type(jnp.concatenate([largest, total, top], axis=-1), jnp.int32)
@@ -44,7 +43,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
         floats = lax.bitcast_convert_type(found[..., : 2 + top.shape[-1]], jnp.float32)
         maxima, sums = floats[..., 0], floats[..., 1]
         largest = jnp.max(maxima, axis=-1, keepdims=True)
-        total = jnp.sum(sums * jnp.exp(maxima - largest), axis=-1, keepdims=True)
+        total = jnp.sum(sums * _exp(maxima, largest), axis=-1, keepdims=True)
         top, ids = (x.reshape(*tokens.shape, -1) for x in (floats[..., 2:], found[..., 2 + top.shape[-1] :]))
         top, best = lax.top_k(top, min(MAX_LOGPROBS, top.shape[-1]))
         top_ids = jnp.take_along_axis(ids, best, axis=-1)
@@ -52,6 +51,11 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     chosen, top = score - largest[..., 0] - log_total[..., 0], top - largest - log_total
     pad = [(0, 0)] * (top.ndim - 1) + [(0, MAX_LOGPROBS - count)]
     return Logprobs(chosen, jnp.pad(top_ids, pad, constant_values=-1), jnp.pad(top, pad, constant_values=-jnp.inf))
+
+
+def _exp(x: jax.Array, largest: jax.Array) -> jax.Array:
+    """exp(x - largest), where `largest` is -inf on a device whose rows are all padding: then 0."""
+    return jnp.exp(x - jnp.where(largest == -jnp.inf, 0.0, largest))
 
 
 def no_logprobs(shape: tuple[int, ...]) -> Logprobs:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
 from jaxinfer.compiled.dumps import read_collectives
@@ -14,7 +15,7 @@ from jaxinfer.models.config import BlockKind
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import save_model
 from sharding import MeshConfig, ShardingRules
-from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, only_even
+from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, logprob_errors, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
@@ -147,7 +148,8 @@ def test_quantised_rows_are_as_precise_in_parts(model_dir, quantize):
     assert split < 1.5 * alone
 
 
-def test_adapters(model_dir, tmp_path):
+def save_random_adapter(path):
+    """An adapter of matrices whose outputs or inputs a mesh splits."""
     rng = np.random.default_rng(0)
     width, heads = CONFIG.embed, CONFIG.attention.q_heads * CONFIG.attention.head_dim
     pairs = {
@@ -157,7 +159,11 @@ def test_adapters(model_dir, tmp_path):
         "model.layers.1.mlp.gate_proj": random_pair(CONFIG.mlp.hidden, width, 3, rng),
         "model.layers.1.mlp.down_proj": random_pair(width, CONFIG.mlp.hidden, 3, rng),
     }
-    adapters = {"a": save_adapter(tmp_path / "a", pairs)}
+    return save_adapter(path, pairs)
+
+
+def test_adapters(model_dir, tmp_path):
+    adapters = {"a": save_random_adapter(tmp_path / "a")}
     params = SamplingParams(temperature=0, max_tokens=8, adapter="a")
     alone = LLM(model_dir, adapters=adapters, **ONE)
     split = LLM(model_dir, adapters=adapters, mesh=MeshConfig(tensor=4), **ONE)
@@ -214,19 +220,162 @@ def test_every_family(name, tensor, tmp_path):
     check_family(name, tmp_path, tensor)
 
 
-def test_an_encoder(tmp_path):
-    convert(goldens.DIRECTORY / "bert_awkward", tmp_path / "bert")
+@pytest.fixture(scope="module")
+def encoder_dir(tmp_path_factory):
+    """Three heads."""
+    convert(goldens.DIRECTORY / "bert_awkward", path := tmp_path_factory.mktemp("models") / "bert")
+    return path
+
+
+def test_an_encoder(encoder_dir):
     texts = [[1, 2, 3], [4, 5, 6, 7, 8]]
-    alone, split = (Embedder(tmp_path / "bert", mesh=mesh).embed(texts) for mesh in (None, MeshConfig(tensor=4)))
+    alone, split = (Embedder(encoder_dir, mesh=mesh).embed(texts) for mesh in (None, MeshConfig(tensor=4)))
     np.testing.assert_allclose(split, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rules"),
+    [
+        (2, None),  # three heads and an empty one
+        pytest.param(4, None, marks=pytest.mark.slow),
+        pytest.param(2, ShardingRules(heads=None, kv_heads=None), marks=pytest.mark.slow),
+    ],
+)
+def test_an_encoder_merges_the_same_tokens(encoder_dir, tensor, rules):
+    """Each device has the keys of some heads; which tokens are alike is known from all of them."""
+    texts = [np.random.default_rng(seed).integers(1, 53, 14).tolist() for seed in range(3)]
+    alone = Embedder(encoder_dir, level=-2).embed(texts)
+    split = Embedder(encoder_dir, level=-2, mesh=MeshConfig(tensor=tensor), rules=rules)
+    np.testing.assert_allclose(split.embed(texts), alone, atol=1e-5)
+    if rules is None:  # besides what level 0 exchanges, the mean key of each token in each layer
+        (program,) = [program for program in split.engine.executor.programs if program.name == "embed"]
+        found = read_collectives(program.executable.as_text(), tensor)
+        layers = split.model.config.layers
+        assert [one.kind for one in found] == ["all-reduce"] * (3 * layers + 1)
+        head_dim = split.model.config.attention.head_dim
+        assert [one.shape[-1] for one in found].count(head_dim) == layers
+
+
+# In bfloat16 tokens may differ where two are nearly as likely. What is generated is as precise as on one device.
+
+
+BY_LAYER = {"weights": "host", "max_batch": 1, "token_budget": 64, "chunk_size": 64}
+"""One program for all layers of a kind, so that deep models compile quickly."""
+LONG_PROMPTS = [np.random.default_rng(seed).integers(0, 256, 128).tolist() for seed in range(2)]
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of 32 layers, in float32, and the mean error of its log probabilities in bfloat16 on one device."""
+    attention = dataclasses.replace(CONFIG.attention, windows=(None,))
+    config = dataclasses.replace(CONFIG, layers=32, context=256, attention=attention)
+    model = Decoder(config, WeightFormat(), rngs=nnx.Rngs(1))
+    save_model(path := tmp_path_factory.mktemp("models") / "deep", model, family="tiny")
+    exact = LLM(path, **BY_LAYER)
+    alone = LLM(path, dtype="bfloat16", **BY_LAYER)
+    return path, exact, logprob_errors(alone, exact, ONE_TOKEN, LONG_PROMPTS).mean()
+
+
+@pytest.mark.parametrize("tensor", [3, *(pytest.param(ways, marks=pytest.mark.slow) for ways in (2, 4, 5, 6, 7, 8))])
+def test_deep_models_are_as_precise_in_bfloat16(deep, tensor):
+    """The residual stream, which all layers add to, is rounded as on one device, whatever the number of devices."""
+    path, exact, alone = deep
+    split = LLM(path, dtype="bfloat16", mesh=MeshConfig(tensor=tensor), **BY_LAYER)
+    assert logprob_errors(split, exact, ONE_TOKEN, LONG_PROMPTS).mean() < 1.5 * alone
+
+
+def test_an_encoder_in_bfloat16(encoder_dir):
+    texts = [np.random.default_rng(seed).integers(1, 53, 14).tolist() for seed in range(4)]
+    exact = Embedder(encoder_dir).embed(texts)
+    alone, split = (
+        np.abs(Embedder(encoder_dir, dtype="bfloat16", mesh=mesh).embed(texts) - exact).mean()
+        for mesh in (None, MeshConfig(tensor=3))
+    )
+    assert split < 1.5 * alone
+
+
+def check_precision(path, exact, params, prompts=PROMPTS, *, tensor=3, rules=None, **options):
+    """That several devices' log probabilities are as near to those in float32 as one device's, but for chance."""
+    split = LLM(path, dtype="bfloat16", mesh=MeshConfig(tensor=tensor), rules=rules, **options)
+    errors = [
+        logprob_errors(llm, exact, params, prompts).mean() for llm in (LLM(path, dtype="bfloat16", **options), split)
+    ]
+    assert 0 < errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor": 2, "kv_dtype": "int8"},
+        {"quantize": "int8"},
+        {"quantize": "int4"},
+        {"quantize": "fp8"},
+        {"num_speculative_tokens": 3},
+        {"weights": "disk", "max_decode_passes": 1},
+        {"rules": ShardingRules(vocab=None)},
+        {"rules": ShardingRules(heads=None, kv_heads=None)},
+        {"rules": ShardingRules(heads=None, kv_heads=None, mlp=None)},
+    ],
+    ids=str,
+)
+def test_everything_an_engine_can_do_in_bfloat16(model_dir, processing_llm, options):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    check_precision(model_dir, processing_llm, params, [[1, 2, 3] * 5, *PROMPTS], **ONE | options)
+
+
+@pytest.fixture(scope="module")
+def bfloat16_pair(model_dir):
+    options = {"dtype": "bfloat16", "max_decode_passes": 4, "logits_processors": {"even": only_even}, **SIZES}
+    return LLM(model_dir, **options), LLM(model_dir, mesh=MeshConfig(tensor=3), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLED)
+def test_every_option_in_bfloat16(bfloat16_pair, processing_llm, name):
+    params = SamplingParams(max_tokens=30, **SAMPLED[name])
+    alone, split = (logprob_errors(llm, processing_llm, params).mean() for llm in bfloat16_pair)
+    assert 0 < split < 1.5 * alone
+
+
+@pytest.mark.slow
+def test_adapters_in_bfloat16(model_dir, tmp_path):
+    adapters = {"a": save_random_adapter(tmp_path / "a")}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, adapter="a")
+    exact = LLM(model_dir, adapters=adapters, **ONE)
+    check_precision(model_dir, exact, params, adapters=adapters, **ONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_family_in_bfloat16(name, tmp_path):
+    convert(goldens.DIRECTORY / name, tmp_path / name)
+    prompts = [np.random.default_rng(seed).integers(0, 50, 16).tolist() for seed in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    check_precision(tmp_path / name, LLM(tmp_path / name, **ONE), params, prompts, **ONE)
 
 
 # Refusals
 
 
-def test_copies_of_the_model_are_refused(model_dir):
-    with pytest.raises(ValueError, match=r"MeshConfig.data=2 is not implemented for generation"):
-        LLM(model_dir, mesh=MeshConfig(data=2))
+@pytest.mark.parametrize(
+    ("shape", "rules", "message"),
+    [
+        ({"data": 2, "tensor": 2}, None, r"mesh: MeshConfig.data=2 is not implemented yet"),
+        ({"model": 2}, None, r"mesh: unknown field 'model'; known: data, pipeline, expert, tensor"),
+        (None, ShardingRules(vocab=None), "rules say how a mesh splits a model, and there is no mesh"),
+        (
+            {"tensor": 2},
+            ShardingRules(mlp=("data", "tensor")),
+            r"ShardingRules.mlp=\('data', 'tensor'\): nothing is split over 'data', which is not implemented yet",
+        ),
+    ],
+)
+def test_what_would_do_nothing_is_refused(model_dir, shape, rules, message):
+    mesh = None if shape is None else jax.make_mesh((*shape.values(),), (*shape,), (AxisType.Auto,) * len(shape))
+    with pytest.raises(ValueError, match=message):
+        LLM(model_dir, mesh=mesh, rules=rules)
 
 
 def test_rules_are_given_once(model_dir, tmp_path):

@@ -32,9 +32,15 @@ ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def pair(processing_llm, model_dir):
-    return processing_llm, LLM(model_dir, weights="disk", logits_processors={"even": only_even}, **SIZES)
+in_both = pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+"""Every result is rounded to its dtype, in one program as in one for each layer: on a CPU no bit differs."""
+
+
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def pair(processing_llm, model_dir, request):
+    options = {"dtype": request.param, "logits_processors": {"even": only_even}, **SIZES}
+    alone = processing_llm if request.param == "float32" else LLM(model_dir, **options)
+    return alone, LLM(model_dir, weights="disk", **options)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,16 @@ def test_every_option_draws_the_same_tokens(pair, name):
 
 def test_logprobs_are_the_same(pair):
     check_logprobs(*pair)
+
+
+def test_log_probabilities_in_bfloat16_are_the_same_numbers(model_dir):
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, prompt_logprobs=0)
+    found = []
+    for weights in ("device", "disk"):
+        llm = LLM(model_dir, weights=weights, dtype="bfloat16", **ONE)
+        (output,) = llm.generate([list(range(40))], params)
+        found.append([token.logprob for token in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs)])
+    assert found[0] == found[1]
 
 
 def test_beams_prefixes_and_vectors(pair):
@@ -180,7 +196,12 @@ def test_auto_takes_the_first_that_fits(deep):
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_dtype": "int8", "quantize": "int8"}, pytest.param({"quantize": "int4"}, marks=pytest.mark.slow)],
+    [
+        {"kv_dtype": "int8", "quantize": "int8"},
+        pytest.param({"quantize": "int4"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "kv_dtype": "int8", "quantize": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "quantize": "fp8"}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_narrow_weights_and_caches(model_dir, options):
@@ -188,7 +209,8 @@ def test_narrow_weights_and_caches(model_dir, options):
     assert generate(streamed, GREEDY) == generate(alone, GREEDY)
 
 
-def test_adapters(model_dir, tmp_path):
+@in_both
+def test_adapters(model_dir, tmp_path, dtype):
     rng = np.random.default_rng(0)
     pairs = {
         "model.layers.0.self_attn.q_proj": random_pair(32, 32, 4, rng),
@@ -197,7 +219,7 @@ def test_adapters(model_dir, tmp_path):
     adapters = {"a": save_adapter(tmp_path / "a", pairs)}
     results = []
     for weights in ("device", "disk"):
-        llm = LLM(model_dir, weights=weights, adapters=adapters, **ONE)
+        llm = LLM(model_dir, weights=weights, adapters=adapters, dtype=dtype, **ONE)
         params = [GREEDY, dataclasses.replace(GREEDY, adapter="a")]
         results.append([generate(llm, each) for each in params])
     assert results[0] == results[1]
@@ -212,6 +234,14 @@ def test_on_a_mesh_each_device_gets_its_own_slice(deep, weights):
     arrays = fetched(llm)
     assert all(shard.data.size == x.size // 2 for x in arrays for shard in x.addressable_shards if x.ndim > 1)
     assert all(one.kind == "all-reduce" for one in exchanged(llm))
+
+
+@pytest.mark.slow
+def test_on_a_mesh_bfloat16_is_that_of_resident_layers(deep):
+    options = {"mesh": MeshConfig(tensor=3), "dtype": "bfloat16", **ONE}
+    alone, streamed = (LLM(deep, weights=weights, **options) for weights in ("device", "disk"))
+    assert generate(streamed, GREEDY) == generate(alone, GREEDY)
+    check_logprobs(alone, streamed)
 
 
 def test_what_every_device_has_whole_comes_in_parts(deep):
@@ -239,12 +269,13 @@ def exchanged(llm):
     return read_collectives(program.executable.as_text(), llm.model.mesh.size)
 
 
-def test_an_encoder(tmp_path):
+@in_both
+def test_an_encoder(tmp_path, dtype):
     convert(goldens.DIRECTORY / "bert_awkward", tmp_path / "bert")
     texts = [[1, 2, 3], [4, 5, 6, 7, 8]]
-    alone = Embedder(tmp_path / "bert").embed(texts)
+    alone = Embedder(tmp_path / "bert", dtype=dtype).embed(texts)
     for weights in ("host", "disk"):
-        streamed = Embedder(tmp_path / "bert", weights=weights)
+        streamed = Embedder(tmp_path / "bert", weights=weights, dtype=dtype)
         np.testing.assert_allclose(streamed.embed(texts), alone, atol=1e-6)
     streamed.embed(texts)  # a program's first call does not count
     costs = streamed.engine.executor.costs
@@ -256,10 +287,11 @@ DECODERS = [name for name in goldens.NAMES if not name.startswith(("bert", "dist
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_every_family(name, tmp_path):
+def test_every_family(name, tmp_path, dtype):
     convert(goldens.DIRECTORY / name, tmp_path / name)
-    alone, streamed = (LLM(tmp_path / name, weights=weights, **ONE) for weights in ("device", "disk"))
+    alone, streamed = (LLM(tmp_path / name, weights=weights, dtype=dtype, **ONE) for weights in ("device", "disk"))
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
     assert generate(streamed, GREEDY, prompts) == generate(alone, GREEDY, prompts)
 

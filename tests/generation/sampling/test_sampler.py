@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from jaxinfer.generation.outputs import NO_TOKEN
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.sampling.arrays import RowOptions, SamplingArrays, sampling_arrays
 from jaxinfer.generation.sampling.logprobs import logprobs_of, no_logprobs, record_logprobs
 from jaxinfer.generation.sampling.sampler import asks_more_than_greedy, greedy, penalize, sample, truncate
+from sharding import MeshConfig
 
 VOCAB, CONTEXT = 50, 12
 _truncate, _penalize = map(jax.jit, (truncate, penalize))
@@ -175,6 +177,20 @@ def test_logprobs_of_a_vocabulary_smaller_than_the_array():
     out = logprobs_of(jnp.zeros((1, 5)), jnp.array([2]))
     assert out.top_ids[0, 5:].tolist() == [-1] * 15
     np.testing.assert_allclose(out.top[0, :5], np.log(0.2), rtol=1e-6)
+
+
+def test_logprobs_where_devices_have_padding_alone():
+    """Far below what exp() can take, so that the padding's maximum must not count."""
+    logits = np.random.default_rng(2).normal(-200, 1, (2, 128)).astype(np.float32)
+    logits[:, 40:] = -np.inf  # of four parts, two and a half
+    tokens = np.array([3, 39])
+    mesh = MeshConfig(tensor=4).build()
+    split = jax.shard_map(logprobs_of, mesh=mesh, in_specs=(P(None, "tensor"), P()), out_specs=P(), check_vma=False)
+    found, alone = jax.jit(split)(logits, tokens), logprobs_of(jnp.asarray(logits), tokens)
+    assert np.isfinite(alone.chosen).all()
+    np.testing.assert_allclose(found.chosen, alone.chosen, rtol=1e-5)
+    np.testing.assert_allclose(found.top, alone.top, rtol=1e-5)
+    np.testing.assert_array_equal(found.top_ids, alone.top_ids)
 
 
 @pytest.mark.parametrize(
