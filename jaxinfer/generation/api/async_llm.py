@@ -173,6 +173,8 @@ class AsyncLLM:
 
         Requests in flight end with EngineDeadError, or with `wait` by themselves. In a coroutine `async with` closes
         without holding up the event loop.
+
+        Raises EngineDeadError if a step hangs, rather than wait for ever.
         """
         self._driver.close(finish=wait)
 

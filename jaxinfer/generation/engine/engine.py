@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from jaxinfer.compiled import Origin
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.config import EngineConfig
@@ -47,6 +48,7 @@ class Engine:
         self._outputs = OutputProcessor(clock)
         self._in_flight: deque[InFlightStep] = deque()
         self._running = threading.Lock()  # held by `run`
+        self._origin = Origin("This model")
 
     @property
     def config(self) -> EngineConfig:
@@ -63,8 +65,9 @@ class Engine:
     def prepare(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
         """A checked request, not yet queued; in any thread.
 
-        Raises ValueError for one that this engine could never run.
+        Raises ValueError for one that this engine could never run, RuntimeError in a process that was forked.
         """
+        self._origin.check()
         request = self.inputs.process(prompt, params)
         self.scheduler.check(request)
         return self.inputs.with_grammar(request)
@@ -161,8 +164,10 @@ class Engine:
           max_passes: as in `step`.
           compiled: whether what the requests need has been compiled ahead.
 
-        Raises RuntimeError while another run has not ended: each would take the other's sequences for its own.
+        Raises RuntimeError while another run has not ended: each would take the other's sequences for its own. And in a
+        process that was forked.
         """
+        self._origin.check()
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
                 "This model runs other requests, in another thread or for a stream that was not read to its end: close "
