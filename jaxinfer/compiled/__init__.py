@@ -9,6 +9,7 @@ from jaxinfer.compiled.cache import CompileMissError, ProgramCache
 from jaxinfer.compiled.costs import Cost, Costs, LinearFit
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.options import compiler_options
+from jaxinfer.compiled.origin import Origin
 from jaxinfer.compiled.program import Bucket, MemoryUse, Program
 from jaxinfer.compiled.spec import ProgramSpec, Sizes
 from jaxinfer.disk_cache import cache_folder
@@ -21,6 +22,7 @@ __all__ = [
     "ExecutableStore",
     "LinearFit",
     "MemoryUse",
+    "Origin",
     "Program",
     "ProgramCache",
     "ProgramSpec",

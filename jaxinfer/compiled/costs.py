@@ -16,6 +16,7 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxinfer.compiled.origin import Origin
 from jaxinfer.compiled.program import Bucket
 from jaxinfer.disk_cache import KeptFiles, cache_folder
 
@@ -295,6 +296,7 @@ class Costs:
         self._matching: dict[tuple[str, frozenset[tuple[str, int]]], list[Cost]] = {}
         self._saved = time.monotonic()
         self._lock = threading.Lock()
+        self._origin = Origin("This record of costs")
 
     @classmethod
     def open(cls, *, device: str, model: Mapping[str, str]) -> Self:
@@ -397,9 +399,10 @@ class Costs:
     def save(self, *, every: float = 0.0) -> None:
         """Add what was learnt since the last time to the file, unless that is less than `every` seconds ago.
 
-        A folder that cannot be written to, or is full, is no error: what was learnt is kept for the next time.
+        A folder that cannot be written to, or is full, is no error: what was learnt is kept for the next time. What a
+        forked process has, it has learnt in its parent, which adds it.
         """
-        if self._file is None or time.monotonic() - self._saved < every:
+        if self._file is None or self._origin.forked or time.monotonic() - self._saved < every:
             return
         with self._lock:
             self._saved = time.monotonic()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxinfer.compiled import Origin
 from jaxinfer.elastic.answers import Answer
 from jaxinfer.elastic.errors import ElasticError, OverloadedError, ShedError, ShutdownError
 from jaxinfer.elastic.scheduling.controller import Controller
@@ -105,6 +106,7 @@ class Driver:
         self._ids, self._closed, self._drain = 0, False, True
         self._free = float("-inf")  # when the device was last seen to end a batch
         self.statistics = Statistics()
+        self._origin = Origin("This service")
         self._thread = threading.Thread(target=self._run, name="jaxinfer-elastic", daemon=True)
         self._thread.start()
         _drivers.add(self)
@@ -113,8 +115,10 @@ class Driver:
         """Let a query wait for its answer.
 
         The future raises ShedError where the answer could not have been in time. Raises OverloadedError where too many
-        wait, ShutdownError when closed, ValueError for a latency or utility that is negative or not finite.
+        wait, ShutdownError when closed, ElasticError in a process that was forked, ValueError for a latency or utility
+        that is negative or not finite.
         """
+        self._origin.check(ElasticError)
         with self._changed:
             if self._closed:
                 raise ShutdownError("the service was closed; it takes no more queries.")
@@ -139,7 +143,12 @@ class Driver:
         self._controller.policy.use(profile)
 
     def close(self, *, drain: bool = True) -> None:
-        """Take no more queries, and wait for those there are (`drain`), or end them with ShutdownError."""
+        """Take no more queries, and wait for those there are (`drain`), or end them with ShutdownError.
+
+        Does nothing in a process that was forked.
+        """
+        if self._origin.forked:
+            return
         with self._changed:
             self._closed, self._drain = True, drain
             self._changed.notify()

@@ -21,6 +21,7 @@ from jaxinfer.collaboration.execution.kinds import Judgement
 from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert
 from jaxinfer.collaboration.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
+from jaxinfer.compiled import Origin
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ class Executors:
         self._idle = threading.Condition(self._lock)
         self._inputs: dict[int, _Input] = {}
         self._next_id, self._closed = 0, False
+        self._origin = Origin("This system")
         self._batches: list[SimpleQueue[Batch | Callable[[], None] | None]] = []
         self._loads: list[SimpleQueue[tuple[Load, Callable[[], None]] | None]] = []
         self._threads: list[threading.Thread] = []
@@ -151,8 +153,9 @@ class Executors:
           expert: the first one.
           value: the input, as it goes into a batch.
           deadline: seconds from now within which each expert must begin.
-        Raises what `Scheduler.submit` raises; ShutdownError once it is closed.
+        Raises what `Scheduler.submit` raises; ShutdownError once it is closed, and in a process that was forked.
         """
+        self._origin.check(ShutdownError)
         now = self._clock()
         with self._lock:
             if self._closed:
@@ -172,7 +175,10 @@ class Executors:
         """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
 
         A batch or a load that has begun may end, within `timeout` or `GRACE` seconds; then its thread is left alone.
+        Does nothing in a process that was forked.
         """
+        if self._origin.forked:
+            return
         error = ShutdownError("the system was closed before the request was done.")
         with self._lock:
             self._closed = True

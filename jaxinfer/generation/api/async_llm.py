@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, Unpack, overload
@@ -96,7 +96,7 @@ class AsyncLLM:
         requests = await asyncio.to_thread(pooling_requests, self._engine, as_list(texts), adapter)
         pending = [PendingRequest(request.sequences(), owner=self, reader=OutputReader()) for request in requests]
         vectors = []
-        async with self._running(*pending):
+        with self._running(*pending):
             for index, request in enumerate(pending):
                 try:
                     vectors.append(await request.wait())
@@ -111,7 +111,7 @@ class AsyncLLM:
     async def _outputs(self, prepare: Callable[[], Request], reader: OutputReader) -> AsyncGenerator[RequestOutput]:
         sequences = await asyncio.to_thread(lambda: prepare().sequences())
         pending, seen = PendingRequest(sequences, owner=self, reader=reader), None
-        async with self._running(pending):
+        with self._running(pending):
             while not pending.future.done():
                 await reader.wait()
                 if not pending.future.done() and reader.newest is not seen:
@@ -120,9 +120,13 @@ class AsyncLLM:
                     yield seen.output()
             yield pending.future.result()
 
-    @contextlib.asynccontextmanager
-    async def _running(self, *pending: PendingRequest) -> AsyncIterator[None]:
-        """Run requests while a task reads them; given up if the task leaves before their end."""
+    @contextlib.contextmanager
+    def _running(self, *pending: PendingRequest) -> Iterator[None]:
+        """Run requests while a task reads them; given up if the task leaves before their end.
+
+        Not asynchronous: an event loop that ends closes all asynchronous generators in any order, this one before the
+        stream that uses it.
+        """
         try:
             for request in pending:
                 assert request.reader is not None
@@ -178,6 +182,8 @@ class AsyncLLM:
 
         Requests in flight end with EngineDeadError, or with `wait` by themselves. In a coroutine `async with` closes
         without holding up the event loop.
+
+        Raises EngineDeadError if a step hangs, rather than wait for ever.
         """
         self._driver.close(finish=wait)
 

@@ -1,6 +1,7 @@
 """The thread that steps an engine, for requests that come from any thread and any event loop."""
 
 import atexit
+import contextlib
 import functools
 import logging
 import queue
@@ -10,10 +11,14 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future
 
+from jaxinfer.compiled import Origin
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.pending import PendingRequest, tell_readers
 
 log = logging.getLogger(__name__)
+
+HANGING_SECONDS = 300.0
+"""A step that takes so long when its engine is to end is taken to hang; a streamed model may need minutes for one."""
 
 
 class EngineDeadError(RuntimeError):
@@ -39,7 +44,10 @@ class Driver:
         self._inbox: queue.SimpleQueue[PendingRequest | None] = queue.SimpleQueue()  # accepted, not in the engine yet
         self._aborts: list[PendingRequest] = []
         self._closed = self._finish = False  # no more requests; but those there are go on to their end
-        self._cause: BaseException | None = None  # what the thread died of
+        self._cause: BaseException | None = None  # what the thread died of, or why it is given up
+        self._hangs = False
+        self._origin = Origin("This AsyncLLM")
+        self._num_turns = 0  # of the thread
         self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
         _drivers.add(self)
         self._thread.start()
@@ -49,13 +57,15 @@ class Driver:
     @property
     def num_requests(self) -> int:
         """How many requests have not ended, those in line included."""
+        if self._origin.forked:
+            return 0
         with self._lock:
             return len(self._accepted) + len(self._line)
 
     @property
     def is_running(self) -> bool:
         """Whether requests are taken."""
-        return not self._closed
+        return not self._closed and not self._origin.forked
 
     def submit(self, pending: PendingRequest, *, block: bool = True) -> None:
         """Run a request.
@@ -63,9 +73,11 @@ class Driver:
         Where `max_requests` are accepted already, a caller without a reader is held up here until its turn, one with
         a reader while it reads.
 
-        Raises EngineDeadError; ValueError for a request that runs already; queue.Full rather than to wait, if `block`
-        is false or this is the engine's thread (a future's callback), which would wait for itself.
+        Raises EngineDeadError, also in a process that was forked; ValueError for a request that runs already; or
+        queue.Full rather than to wait, if `block` is false or this is the engine's thread (a future's callback), which
+        would wait for itself.
         """
+        self._origin.check(EngineDeadError)
         request_id = pending.request_id
         with self._lock:
             if self._closed:
@@ -94,6 +106,8 @@ class Driver:
 
     def abort(self, request_id: str, future: Future | None = None) -> None:
         """Give a request up; does nothing if it has ended, or if it is another one than this future's."""
+        if self._origin.forked:
+            return
         with self._lock:
             pending = self._line.get(request_id) or self._accepted.get(request_id)
             if pending is None or future not in (None, pending.future):
@@ -108,6 +122,8 @@ class Driver:
 
         Takes no lock, since it is also called when an object is collected, which may be anywhere in this class.
         """
+        if self._origin.forked:
+            return
         self._finish = finish and (self._finish or not self._closed)
         self._closed = True
         self._inbox.put(None)
@@ -115,10 +131,22 @@ class Driver:
             self._engine.close()
 
     def close(self, *, finish: bool = False) -> None:
-        """`stop`, and wait until the thread has ended."""
+        """`stop`, and wait until the thread has ended; not at all in a process that was forked.
+
+        Raises EngineDeadError, which all requests then end with too, if a step hangs: if none has ended for
+        `HANGING_SECONDS`.
+        """
         self.stop(finish=finish)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is self._thread or self._origin.forked:
+            return
+        turns = -1
+        while self._thread.is_alive() and turns != self._num_turns:
+            turns = self._num_turns
+            self._thread.join(HANGING_SECONDS)
+        if self._thread.is_alive():
+            self._hangs, self._cause = True, TimeoutError(f"a step has not ended for {HANGING_SECONDS:g} s")
+            self._end_all()
+            raise self._dead_error()
 
     def _leave_line(self, request_id: str) -> None:
         self._accept(self._line.pop(request_id))
@@ -132,7 +160,8 @@ class Driver:
     def _dead_error(self) -> EngineDeadError:
         if self._cause is None:
             return EngineDeadError("The engine is closed.")
-        error = EngineDeadError(f"The engine's thread has died: {type(self._cause).__name__}: {self._cause}")
+        what = "hangs" if self._hangs else "has died"
+        error = EngineDeadError(f"The engine's thread {what}: {type(self._cause).__name__}: {self._cause}")
         error.__cause__ = self._cause
         return error
 
@@ -146,6 +175,8 @@ class Driver:
         except BaseException as error:
             log.critical("The engine's thread has died; all its requests end with an error.", exc_info=error)
             self._cause = error
+            with contextlib.suppress(Exception):  # the device must not be at work still when the process ends
+                self._engine.drain()
         finally:
             self._end_all()
 
@@ -160,6 +191,7 @@ class Driver:
         for request_id in aborted:
             self._engine.abort(request_id)
         advanced = self._engine.step()
+        self._num_turns += 1
         if self._closed and not self._finish:  # which may have cut the step short
             return False
         self._deliver(dict.fromkeys((*aborted, *(sequence.request_id for sequence in advanced))))
@@ -235,4 +267,7 @@ _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
 def _close_all() -> None:
     """A thread that still ran while the interpreter is taken down could crash it."""
     for driver in list(_drivers):
-        driver.close()
+        try:
+            driver.close()
+        except EngineDeadError as error:
+            log.warning("%s", error)

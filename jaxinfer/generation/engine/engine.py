@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 
+from jaxinfer.compiled import Origin
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.config import EngineConfig
@@ -58,6 +59,7 @@ class Engine:
         self._run_lock = threading.Lock()
         self._current_run: Callable[[], Generator | None] = lambda: None
         self._run_ids: list[str] = []  # the requests of the current run
+        self._origin = Origin("This model")
 
     @property
     def config(self) -> EngineConfig:
@@ -76,8 +78,10 @@ class Engine:
 
         Args:
           params: of a prompt; a prepared request has its own.
-        Raises ValueError for one that this engine could never run, or that another engine has prepared.
+        Raises ValueError for one that this engine could never run, or that another engine has prepared;
+        RuntimeError in a process that was forked.
         """
+        self._origin.check()
         if isinstance(prompt, Request):
             if params is not None:
                 raise ValueError("A prepared request has its params: give none beside it.")
@@ -210,14 +214,15 @@ class Engine:
           max_passes: as in `step`.
           compiled: whether what the requests need has been compiled ahead.
 
-        Raises RuntimeError while another run has not ended: each would take the other's sequences for its own.
+        Raises RuntimeError while another run has not ended: each would take the other's sequences for its own. And in a
+        process that was forked.
         """
+        self._origin.check()
         run = self._run([s for group in groups for s in group], max_passes, compiled)
         with self._run_lock:
             # What a run holds ends with its generator: an interrupt cannot prevent that, as it could a release.
-            if (current := self._current_run()) is not None and inspect.getgeneratorstate(
-                current
-            ) != inspect.GEN_CLOSED:
+            current = self._current_run()
+            if current is not None and inspect.getgeneratorstate(current) != inspect.GEN_CLOSED:
                 raise RuntimeError(
                     "This model runs other requests, in another thread or for a stream that was not read to its end: "
                     "close that stream, or use AsyncLLM, which runs the requests of many threads together."

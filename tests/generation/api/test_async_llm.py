@@ -846,6 +846,34 @@ def test_the_end_of_the_process_ends_the_thread(llm, model_dir):
     assert (run.returncode, run.stdout, run.stderr) == (0, "length\n", "")
 
 
+HALF_READ = """
+import asyncio, sys
+from jaxinfer import AsyncLLM, SamplingParams
+served = AsyncLLM(sys.argv[1], cache_bytes=int(sys.argv[2]), **eval(sys.argv[3]))
+forever = SamplingParams(max_tokens=None, ignore_eos=True)
+kept = []
+async def main():
+    for _ in range(3):
+        kept.append(served.generate("a", forever))
+        await anext(kept[-1])
+        kept.append(served.generate("a", forever).text())
+        await anext(kept[-1])
+    asyncio.create_task(served.embed(["a"] * 50))
+    await asyncio.sleep(0)
+asyncio.run(main())
+served.submit("b", SamplingParams(max_tokens=1)).result()
+served.close()
+print(served.num_requests)
+"""
+
+
+def test_streams_left_half_read_end_in_silence(llm, model_dir):
+    """With their event loop, which closes asynchronous generators in any order."""
+    command = [sys.executable, "-c", HALF_READ, str(model_dir), str(CACHE_BYTES), repr(OPTIONS)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "0\n", "")
+
+
 # The engine beneath
 
 

@@ -1,0 +1,98 @@
+"""What was made before a fork says so in the child, at once; nothing there waits for threads that it does not have."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxinfer.compiled import Origin
+
+
+def test_only_the_process_that_made_it():
+    origin = Origin("This thing")
+    assert not origin.forked
+    origin.check()
+    origin._pid -= 1
+    assert origin.forked
+    with pytest.raises(LookupError, match=r"This thing was made in process .* was forked: .*spawn"):
+        origin.check(LookupError)
+
+
+def in_a_child(script, *args):
+    """Run a script up to `fork()`, and in its child what follows; returns what that says.
+
+    The child ends as those of `multiprocessing` do: JAX cannot be taken down in a forked process.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", FORK + script + "os._exit(0)", *map(str, args)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout.splitlines()
+
+
+FORK = """
+import os, signal, sys
+def fork():
+    if pid := os.fork():
+        status = os.waitpid(pid, 0)[1]
+        os._exit(os.waitstatus_to_exitcode(status) % 256)
+    signal.alarm(60)  # what waits for ever ends so
+def says(call):
+    try:
+        print(type(call()).__name__, flush=True)
+    except Exception as error:
+        print(type(error).__name__, "spawn" in str(error), flush=True)
+"""
+
+ASYNC_LLM = """
+import asyncio, threading
+from jaxinfer import AsyncLLM, PoolingParams, SamplingParams
+served = AsyncLLM(sys.argv[1], max_batch=2, context=64)
+params = SamplingParams(max_tokens=2)
+request, sequences = served.prepare("a"), None
+served.submit("a", params).result()
+held = threading.Event()
+def hold():
+    with served._driver._lock:
+        held.set()
+        threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+fork()
+print(served.is_running, served.num_requests)
+says(lambda: served.submit("a", params))
+says(lambda: served.submit(request))
+says(lambda: asyncio.run(served.generate("a", params).final()))
+says(lambda: asyncio.run(served.embed("a")))
+served.abort("0")
+served.close()
+"""
+
+LLM = """
+from jaxinfer import LLM, SamplingParams
+llm = LLM(sys.argv[1], max_batch=2, context=64)
+params = SamplingParams(max_tokens=2)
+llm.generate("a", params)
+request = llm.prepare("a", params)
+stream = llm.stream("b", params)
+fork()
+says(lambda: llm.generate("a", params))
+says(lambda: llm.generate(request))
+says(lambda: next(stream))
+says(lambda: llm.embed("a"))
+"""
+
+
+def test_an_async_llm(model_dir):
+    """Also where a thread held its lock."""
+    refused = "EngineDeadError True"
+    assert in_a_child(ASYNC_LLM, model_dir) == [
+        "False 0",
+        "RuntimeError True",
+        refused,
+        "RuntimeError True",
+        "RuntimeError True",
+    ]
+
+
+def test_an_llm(model_dir):
+    assert in_a_child(LLM, model_dir) == ["RuntimeError True"] * 4
