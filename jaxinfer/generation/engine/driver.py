@@ -13,7 +13,8 @@ from concurrent.futures import Future
 
 from jaxinfer.compiled import Origin
 from jaxinfer.generation.engine.engine import Engine
-from jaxinfer.generation.engine.pending import PendingRequest, tell_readers
+from jaxinfer.generation.engine.pending import EngineGenerateError, PendingRequest, tell_readers
+from jaxinfer.generation.engine.request import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -186,18 +187,28 @@ class Driver:
         if work is None:
             return False
         arrivals, aborts = work
-        self._engine.add(sequence for pending in arrivals for sequence in pending.sequences)
-        aborted = [p.request_id for p in aborts if self._accepted.get(p.request_id) is p]  # which has not ended since
-        for request_id in aborted:
-            self._engine.abort(request_id)
-        advanced = self._engine.step()
+        new = [sequence for pending in arrivals for sequence in pending.sequences]
+        try:
+            advanced = self._advance(new, aborts)
+        except BaseException as error:  # the engine begins anew; if that does not help, the thread dies
+            log.error("A step was interrupted; its requests begin again.", exc_info=error)
+            known = set(self._engine.scheduler.sequences)
+            advanced = self._advance([s for s in new if s not in known and not s.finished], aborts)
         self._num_turns += 1
         if self._closed and not self._finish:  # which may have cut the step short
             return False
-        self._deliver(dict.fromkeys((*aborted, *(sequence.request_id for sequence in advanced))))
+        self._deliver(dict.fromkeys(sequence.request_id for sequence in advanced))
         if not self._accepted:
             self._engine.drain()
         return True
+
+    def _advance(self, new: list[Sequence], aborts: list[PendingRequest]) -> list[Sequence]:
+        """One step, with new sequences and without those given up; all that have advanced or ended."""
+        self._engine.add(new)
+        for pending in aborts:
+            if self._accepted.get(pending.request_id) is pending:  # it has not ended since
+                self._engine.abort(pending.request_id)
+        return self._engine.step()
 
     def _take(self) -> tuple[list[PendingRequest], list[PendingRequest]] | None:
         """What has come since the last step, as soon as there is anything to do; None at the end."""
@@ -217,16 +228,28 @@ class Driver:
             pending = self._accepted.get(request_id)
             if pending is None:  # it was in flight when it ended
                 continue
-            if pending.finished:
-                self._end(pending)
-                changed.append(pending)
-            elif pending.advance():
-                changed.append(pending)
+            try:
+                told = self._tell(pending)
+            except BaseException as error:  # the next output holds this one
+                log.error("An output of request %s could not be made.", request_id, exc_info=error)
+            else:
+                changed += [pending] if told else []
         for request_id in tell_readers(changed):
             self.abort(request_id)
 
+    def _tell(self, pending: PendingRequest) -> bool:
+        """Give a caller what there is; whether that is anything new."""
+        if not pending.finished:
+            return pending.advance()
+        self._end(pending)
+        return True
+
     def _end(self, pending: PendingRequest) -> None:
-        result = pending.result()
+        try:
+            result = pending.result()
+        except BaseException as error:
+            result = EngineGenerateError(f"Its output could not be made: {type(error).__name__}: {error}")
+            result.__cause__ = error
         with self._lock:
             del self._accepted[pending.request_id]
             while self._line and len(self._accepted) < self._max_requests:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -12,6 +13,8 @@ import numpy as np
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.view import RequestSnapshot, RequestView
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
+
+log = logging.getLogger(__name__)
 
 
 class EngineGenerateError(RuntimeError):
@@ -118,13 +121,16 @@ class PendingRequest:
         return vector
 
     def end(self, result: RequestOutput | np.ndarray | Exception) -> None:
-        """End the future, unless the caller has cancelled it."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        if isinstance(result, Exception):
-            self.future.set_exception(result)
-        else:
-            self.future.set_result(result)
+        """End the future, unless the caller has cancelled it; what its callbacks raise concerns nobody else."""
+        try:
+            if not self.future.set_running_or_notify_cancel():
+                return
+            if isinstance(result, Exception):
+                self.future.set_exception(result)
+            else:
+                self.future.set_result(result)
+        except BaseException as error:  # `Future` itself keeps those that are an Exception
+            log.error("A callback of request %s has failed.", self.request_id, exc_info=error)
 
     async def wait(self) -> Any:
         """The future's result, for the task that reads."""

@@ -758,14 +758,81 @@ def test_leaving_the_context_closes(served, gate):
     asyncio.run(main())
 
 
+class Interrupt(BaseException):
+    """What is no `Exception`, as Ctrl-C and `sys.exit` are."""
+
+
+PHASES = {
+    "schedule": lambda engine: (engine.scheduler, "schedule"),
+    "launch": lambda engine: (engine.executor, "launch"),
+    "collect": lambda engine: (engine.executor, "collect"),
+    "process": lambda engine: (engine._outputs, "process"),
+    "commit": lambda engine: (engine.scheduler, "commit"),
+    "add": lambda engine: (engine.scheduler, "add"),
+    "abort": lambda engine: (engine.scheduler, "remove"),
+    "deliver": lambda engine: (pending.PendingRequest, "advance"),
+    "result": lambda engine: (pending.PendingRequest, "result"),
+}
+HARMED = {("launch", LookupError), ("collect", LookupError), ("result", LookupError), ("result", Interrupt)}
+"""Where requests are known that it is about: their error it is."""
+
+
+@pytest.mark.parametrize("error", [Interrupt, LookupError])
+@pytest.mark.parametrize("phase", PHASES)
+def test_it_survives_what_is_raised_once(llm, served, short_outputs, monkeypatch, phase, error):
+    owner, name = PHASES[phase](llm.engine)
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def raise_once(*args):
+        if next(calls) == (1 if phase == "abort" else 2):
+            raise error("injected")
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, raise_once)
+    prompts, outputs = short_outputs
+
+    async def task(prompt):
+        async with contextlib.aclosing(served.generate(prompt, SHORT)) as stream:
+            outputs = [await anext(stream)]  # of the first prompt no more: it is given up
+            if prompt is not prompts[0]:
+                outputs += [output async for output in stream]
+        return tokens_of(outputs[-1])
+
+    async def main():
+        return await asyncio.gather(*map(task, prompts), return_exceptions=True)
+
+    found = asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    failed = [one for one in found if isinstance(one, EngineGenerateError)]
+    assert bool(failed) == ((phase, error) in HARMED)
+    assert all(f"{error.__name__}: injected" in str(one) for one in failed)
+    for got, want in zip(found[1:], outputs[1:], strict=True):
+        assert got == want or got in failed
+    assert served.is_running
+    for prompt, want in zip(prompts, outputs, strict=True):
+        assert tokens_of(served.submit(prompt, SHORT).result(PATIENCE)) == want
+    assert next(calls) > 1
+
+
+def test_a_callback_that_raises_harms_nobody(served, short_outputs):
+    def interrupt(future):
+        raise Interrupt
+
+    prompts, outputs = short_outputs
+    futures = [served.submit(prompt, SHORT) for prompt in prompts]
+    for future in futures[:2]:
+        future.add_done_callback(interrupt)
+    assert [tokens_of(future.result(PATIENCE)) for future in futures] == outputs
+    assert tokens_of(served.submit(prompts[0], SHORT).result(PATIENCE)) == outputs[0]
+
+
 def test_a_thread_that_dies_ends_every_request_once(llm, start, monkeypatch):
     served = start(max_requests=4)
     schedule, left = llm.engine.scheduler.schedule, [6]
 
     def die(max_passes=None):
         left[0] -= 1
-        if left[0] <= 0:
-            raise LookupError("a page that is not there")
+        if left[0] <= 0:  # what comes once, the engine survives
+            raise Interrupt("a page that is not there")
         return schedule(max_passes)
 
     monkeypatch.setattr(llm.engine.scheduler, "schedule", die)
@@ -796,8 +863,8 @@ def test_a_thread_that_dies_ends_every_request_once(llm, start, monkeypatch):
     assert len(ends) == len(set(ends))
     for error in errors:
         assert isinstance(error, EngineDeadError)
-        assert str(error) == "The engine's thread has died: LookupError: a page that is not there"
-        assert isinstance(error.__cause__, LookupError)
+        assert str(error) == "The engine's thread has died: Interrupt: a page that is not there"
+        assert isinstance(error.__cause__, Interrupt)
     assert not served.is_running
     assert served.num_requests == 0
     with pytest.raises(EngineDeadError, match="a page that is not there"):
