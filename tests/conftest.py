@@ -1,5 +1,6 @@
 """The environment of every test: CPU with 8 virtual devices, a disk cache of their own, warnings as errors."""
 
+import gc
 import os
 import re
 import sys
@@ -13,8 +14,14 @@ if "gpu" not in sys.argv:  # `pytest -m gpu` alone lets JAX find the GPU
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     # Tests compile for far longer than they run. XLA's older code generator for fusions takes less than half as long.
-    quick = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    # One part of a program takes less than 32 where there are few cores. No test reads an operation's line in a source.
+    quick = (
+        "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+        "--xla_cpu_parallel_codegen_split_count=1 "
+    )
     os.environ["XLA_FLAGS"] = quick + os.environ.get("XLA_FLAGS", "")
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+    gc.set_threshold(50_000, 20, 20)  # traces are made of many objects that live long
 
 
 def pytest_addoption(parser):
@@ -32,6 +39,11 @@ def pytest_collection_modifyitems(config, items):
     kept = items[first::count]
     config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % count != first])
     items[:] = kept
+
+
+def pytest_collection_finish():
+    """Leave modules and tests out of what is searched for garbage."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,9 +9,9 @@ from rich.console import Console
 from examples import circuit_board
 
 SIZES = circuit_board.Sizes(
-    types=4,
+    types=2,
     images=80,
-    drawings=256,
+    drawings=192,
     steps=5,  # the detectors learn nothing, and say "none"
     max_batch=2,
     classifier=dataclasses.replace(circuit_board.CLASSIFIER, stem=16, widths=(16, 32, 64), depths=(1, 1, 1)),
