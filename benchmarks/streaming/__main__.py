@@ -23,6 +23,7 @@ from benchmarks.streaming.overlap import overlap
 from benchmarks.streaming.peers import peers
 from benchmarks.streaming.residents import residents
 from benchmarks.streaming.settings import Settings
+from benchmarks.streaming.speculation import speculation
 from benchmarks.workers import EngineError
 from jaxinfer.cli.bench.plots import write_plot
 from jaxinfer.compiled import cache_folder
@@ -34,6 +35,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "curve": curve,
     "peers": peers,
     "residents": residents,
+    "speculation": speculation,
 }
 
 

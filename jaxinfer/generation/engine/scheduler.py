@@ -58,6 +58,7 @@ class DecoderScheduler:
         adapters: AdapterCache | None = None,
         *,
         costs: Costs,
+        streamed: bool = False,
     ):
         self.config, self.pages = config, pages
         self.waiting: list[Allocation] = []
@@ -67,7 +68,7 @@ class DecoderScheduler:
         self._allocator = Allocator(config, pages, adapters)
         self._allocations: dict[Sequence, Allocation] = {}  # of all that have not finished
         self._arrivals = itertools.count()
-        self._costs = PassCosts(costs, config.num_speculative_tokens)
+        self._costs = PassCosts(costs, config.num_speculative_tokens, streamed=streamed)
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never run."""
