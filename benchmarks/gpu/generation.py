@@ -16,8 +16,8 @@ from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import decode, prefill
-from jaxinfer.generation.execution.programs.decode import DecodeOutput
 from jaxinfer.generation.execution.programs.prefill import Chunks
+from jaxinfer.generation.execution.programs.verification import DecodeOutput
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
 from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.models import DecoderConfig, WeightFormat

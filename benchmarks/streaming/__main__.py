@@ -24,6 +24,7 @@ from benchmarks.streaming.peers import peers
 from benchmarks.streaming.plan_error import plan_error
 from benchmarks.streaming.residents import residents
 from benchmarks.streaming.settings import Settings
+from benchmarks.streaming.speculation import speculation
 from benchmarks.workers import EngineError
 from jaxinfer.cli.bench.plots import write_plot
 from jaxinfer.compiled import cache_folder
@@ -36,6 +37,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
     "peers": peers,
     "plan_error": plan_error,
     "residents": residents,
+    "speculation": speculation,
 }
 
 

@@ -179,11 +179,15 @@ def test_a_streamed_layer_runs_the_same_kernels_and_copies_nothing():
     config = dataclasses.replace(preset("llama3-8b"), layers=2)
     layout = DeviceLayout(config, BF16, EngineConfig(max_batch=2, context=512), num_pages=1024, platform="gpu")
     (spec,) = (spec for spec in chain.decoder_specs(layout, ()) if spec.name == "layer")
-    rows = compile_program(Target.load("h200"), spec, {"kind": 0, "layers": 1, "chunks": 0, "batch": 1, "pages": 32})
+    rows = compile_program(
+        Target.load("h200"), spec, {"kind": 0, "layers": 1, "chunks": 0, "batch": 1, "speculative": 0, "pages": 32}
+    )
     assert kernels_of_a_layer(rows) == LAYER  # the cache and the activations are written in place
     assert len(rows.outside_layers()) <= 2  # rotary tables
     assert rows.temp_bytes < 2e6
-    chunks = compile_program(Target.load("h200"), spec, {"kind": 0, "layers": 1, "chunks": 1, "batch": 2, "pages": 32})
+    chunks = compile_program(
+        Target.load("h200"), spec, {"kind": 0, "layers": 1, "chunks": 1, "batch": 2, "speculative": 0, "pages": 32}
+    )
     assert chunks.aliased == chunks.donated
     assert chunks.temp_bytes < layout.state.caches[0].k.size * 2
 

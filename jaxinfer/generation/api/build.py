@@ -21,7 +21,7 @@ from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecu
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.generation.execution.platforms import buckets_of, streamed_buckets
+from jaxinfer.generation.execution.platforms import buckets_of, sliced_buckets, streamed_buckets
 from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
@@ -79,11 +79,12 @@ def build_engine(
             original = model.description.config
             assert isinstance(original, DecoderConfig)
             adapters = AdapterCache(*sizes, model.description.family, original)
-        buckets = buckets_of(config, model.platform)
-        scheduler = DecoderScheduler(config, buckets, PagePool(num_pages, config.page_size), adapters, costs=costs)
-        if isinstance(model, StreamedModel):
-            buckets = streamed_buckets(buckets, max_chunks)
-        runs_decoder = ChainExecutor if isinstance(model, StreamedModel) else DecoderExecutor
+        buckets, streamed = buckets_of(config, model.platform), isinstance(model, StreamedModel)
+        buckets = streamed_buckets(buckets) if streamed else buckets
+        pages = PagePool(num_pages, config.page_size)
+        scheduler = DecoderScheduler(config, buckets, pages, adapters, costs=costs, streamed=streamed)
+        buckets = sliced_buckets(buckets, max_chunks) if streamed else buckets
+        runs_decoder = ChainExecutor if streamed else DecoderExecutor
         executor = runs_decoder(
             model, config, buckets, num_pages=num_pages, logits_processors=processors, clock=clock, costs=costs
         )
@@ -152,7 +153,7 @@ def place_model(
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
         return opened.load(), config
-    for name, only in (("num_speculative_tokens", 0), ("max_decode_passes", 1), ("level", 0)):
+    for name, only in (("max_decode_passes", 1), ("level", 0)):
         if name in given and (value := getattr(config, name)) != only:
             raise ValueError(
                 f"{name}={value} needs all weights on the devices, and weights={memory.weights!r} streams them: "

@@ -62,6 +62,7 @@ class DecoderScheduler:
         adapters: AdapterCache | None = None,
         *,
         costs: Costs,
+        streamed: bool = False,
     ):
         self.config, self.pages = config, pages
         self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
@@ -72,7 +73,7 @@ class DecoderScheduler:
         self._allocations: dict[Sequence, Allocation] = {}  # of all that have not finished
         self._requests: dict[str, dict[Sequence, Allocation]] = {}  # the same by request
         self._arrivals = itertools.count()
-        self._costs = PassCosts(costs, config.num_speculative_tokens)
+        self._costs = PassCosts(costs, config.num_speculative_tokens, streamed=streamed)
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never run."""

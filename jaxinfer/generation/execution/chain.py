@@ -16,12 +16,14 @@ from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
+from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import chain, chain_programs
 from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
-from jaxinfer.generation.execution.results import only_asked, read_prefill
+from jaxinfer.generation.execution.programs.verification import DecodeOutput, Speculation
+from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
 from jaxinfer.generation.execution.state import Rows
 from jaxinfer.models import TokenRows
 from jaxinfer.models.loading import LoadedModel
@@ -36,14 +38,14 @@ class _Slice:
 
     Attributes:
       batch: it. sizes: of its programs.
-      inputs: its chunks, rows and bitmask.
+      inputs: its chunks, rows, bitmask and speculative tokens.
       groups: its tokens.
       x: [N, D], what the last layer that ran has given.
     """
 
     batch: Batch
     sizes: dict[str, int]
-    inputs: tuple[Chunks, Rows, Any]
+    inputs: tuple[Chunks, Rows, Any, Speculation | None]
     groups: tuple[TokenRows, ...]
     x: jax.Array
 
@@ -86,6 +88,7 @@ class ChainExecutor(DecoderExecutor):
     def __init__(self, model: LoadedModel, config: EngineConfig, buckets: Buckets, *, costs: Costs, **others: Any):
         self._layers = _Layers(model, costs)
         super().__init__(model, config, buckets, costs=costs, **others)
+        self._pass_costs = PassCosts(costs, config.num_speculative_tokens, streamed=True)
         self.depth = 0
         self.prefetcher = self._layers.prefetcher
 
@@ -101,7 +104,7 @@ class ChainExecutor(DecoderExecutor):
         """End a step that waits for a layer."""
         self.prefetcher.close()
 
-    def _run(self, batch: Batch) -> tuple[Program, list[PrefillOutput]]:
+    def _run(self, batch: Batch) -> tuple[Program, list[PrefillOutput | DecodeOutput]]:
         slices = [self._enter(part) for part in self._slices(batch)]
         caches = self._state.caches
         for layers, leaves in self._layers:
@@ -114,11 +117,11 @@ class ChainExecutor(DecoderExecutor):
         return self.programs.get("leave", **slices[0].sizes), outputs
 
     def _sizes(self, batch: Batch) -> dict[str, int]:
-        """Those of the programs of a pass over a batch."""
+        """Those of the programs of a plain pass over a batch."""
         buckets = self._packer.buckets
         count = round_up(len(batch.chunks), buckets.chunks) if batch.chunks else 0
         size = round_up(len(batch.rows), buckets.prefill_rows if count else buckets.decode_rows)
-        return {"chunks": count, "batch": size, "pages": self._packer.page_table_width(batch)}
+        return {"chunks": count, "batch": size, "speculative": 0, "pages": self._packer.page_table_width(batch)}
 
     def _slices(self, batch: Batch) -> list[Batch]:
         """Parts of a batch whose activations fit, for each of which a layer runs; the first has the rows."""
@@ -133,11 +136,21 @@ class ChainExecutor(DecoderExecutor):
         """The embeddings of a batch's tokens."""
         sizes = self._sizes(batch)
         chunks, rows, bitmask = self._inputs(batch, sizes)
+        guess = self._propose(batch, rows) if batch.num_speculative_tokens else None
+        sizes["speculative"] = 0 if guess is None else batch.num_speculative_tokens
         program = self.programs.get("enter", **sizes)
-        x, groups = self._in_turn(program(self._layout.leaves, self._state.slots, chunks, rows))
-        return _Slice(batch, sizes, (chunks, rows, bitmask), groups, x)
+        x, groups = self._in_turn(program(self._layout.leaves, self._state.slots, chunks, rows, guess))
+        return _Slice(batch, sizes, (chunks, rows, bitmask, guess), groups, x)
 
-    def _leave(self, part: "_Slice") -> PrefillOutput:
+    def _propose(self, batch: Batch, rows: Rows) -> Speculation | None:
+        """The speculative tokens of the rows; None if there are none, since a plain pass computes less."""
+        size = len(rows.slot)
+        program = self.programs.get("propose", batch=size, speculative=batch.num_speculative_tokens)
+        limits = self._packer.speculation_limits(batch.rows, size)
+        guess: Speculation = program(self._state.slots, rows.slot, limits)
+        return guess if np.any(np.asarray(guess.num_tokens)) else None
+
+    def _leave(self, part: "_Slice") -> PrefillOutput | DecodeOutput:
         """The next tokens, put into their slots."""
         program = self.programs.get("leave", **part.sizes)
         found = program(self._layout.leaves, self._state.slots, part.x, part.groups, *part.inputs)
@@ -148,8 +161,13 @@ class ChainExecutor(DecoderExecutor):
     def collect(self, step: InFlightStep) -> StepOutput:
         """Wait for a step."""
         self.prefetcher.finish()
-        outputs = jax.device_get(step.output)
-        self.costs.record("pass", step.program.bucket, self._seconds(step))
+        outputs, bucket = jax.device_get(step.output), step.program.bucket
+        seconds = self._seconds(step)
+        if isinstance(outputs[0], DecodeOutput):
+            plain, speculative = map(int, outputs[0].passes)
+            self._pass_costs.record(bucket, seconds, plain=plain, speculative=speculative)
+            return StepOutput(outputs=read_decode(step.batch, outputs[0]))
+        self.costs.record("pass", bucket, seconds)
         chunks: list[SequenceOutput] = []
         rows: list[SequenceOutput] = []
         for part, output in zip(self._slices(step.batch), outputs, strict=True):

@@ -20,13 +20,15 @@ def buckets_of(config: EngineConfig, platform: str) -> Buckets:
     return Buckets.of(config, max_padding=4.0, short_page_tables=True)
 
 
-def streamed_buckets(buckets: Buckets, max_chunks: int | None = None) -> Buckets:
-    """Those of a decoder whose layers are streamed: fetching takes as long for few rows as for many.
+def streamed_buckets(buckets: Buckets) -> Buckets:
+    """Those of a decoder whose layers are streamed: fetching takes as long for few rows as for many."""
+    return dataclasses.replace(buckets, decode_rows=buckets.prefill_rows[1:])
 
-    max_chunks: that go through a layer together; None: all of a step.
-    """
+
+def sliced_buckets(buckets: Buckets, max_chunks: int | None) -> Buckets:
+    """Those of the programs of a streamed layer, through which so many chunks go together; None: all of a step."""
     chunks = tuple(count for count in buckets.chunks if max_chunks is None or count <= max_chunks)
-    return dataclasses.replace(buckets, chunks=chunks, decode_rows=buckets.prefill_rows[1:])
+    return dataclasses.replace(buckets, chunks=chunks)
 
 
 def can_overlap(model: LoadedModel) -> bool:

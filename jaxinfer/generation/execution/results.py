@@ -6,8 +6,8 @@ import numpy as np
 
 from jaxinfer.generation.engine.batch import Batch, Chunk, SequenceOutput
 from jaxinfer.generation.engine.request import Sequence
-from jaxinfer.generation.execution.programs.decode import DecodeOutput
 from jaxinfer.generation.execution.programs.prefill import PrefillOutput
+from jaxinfer.generation.execution.programs.verification import DecodeOutput
 from jaxinfer.generation.outputs import TokenLogprob
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.logprobs import Logprobs

@@ -13,6 +13,7 @@ from flax import nnx
 
 from checkpoints import CheckpointError, readers
 from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
+from jaxinfer.compiled import Costs
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.engine.driver import Driver, EngineDeadError
 from jaxinfer.generation.engine.pending import PendingRequest
@@ -265,7 +266,7 @@ def fetched(llm):
 
 
 def exchanged(llm):
-    program = llm.engine.executor.programs.get("layer", kind=0, layers=1, chunks=0, batch=1, pages=8)
+    program = llm.engine.executor.programs.get("layer", kind=0, layers=1, chunks=0, batch=1, speculative=0, pages=8)
     return read_collectives(program.executable.as_text(), llm.model.mesh.size)
 
 
@@ -294,6 +295,103 @@ def test_every_family(name, tmp_path, dtype):
     alone, streamed = (LLM(tmp_path / name, weights=weights, dtype=dtype, **ONE) for weights in ("device", "disk"))
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
     assert generate(streamed, GREEDY, prompts) == generate(alone, GREEDY, prompts)
+
+
+REPETITIVE = [[5, 6, 7, 8, 9] * 4, [7] * 12]
+BIAS = dict.fromkeys((5, 6, 7, 8, 9), 6.0)
+"""Makes the model repeat itself, so that speculative tokens are accepted."""
+
+
+def with_speculation(model, **options):
+    """From disk; speculation pays, however busy the machine is."""
+    rows = options["max_batch"]
+    sizes = [(("chunks", 0), ("batch", rows), ("speculative", count), ("pages", 8)) for count in (0, 4)]
+    costs = Costs.fixed({("pass", bucket): 0.001 for bucket in sizes})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxinfer.generation.api.llm.open_costs", lambda *key: costs)
+        return LLM(model, weights="disk", num_speculative_tokens=4, **options)
+
+
+@pytest.fixture(scope="module")
+def speculating(model_dir):
+    return with_speculation(model_dir, logits_processors={"even": only_even}, **SIZES)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "logprobs": 2},
+        {"temperature": 0.5, "stop_token_ids": tuple(range(0, 256, 17))},
+        {"temperature": 0.0, "logits_processors": ("even",)},
+    ],
+    ids=["greedy", "sampled", "penalties and logprobs", "stops", "logits processor"],
+)
+def test_speculation_changes_no_text(processing_llm, speculating, options):
+    params = [SamplingParams(seed=s, max_tokens=40, ignore_eos=True, logit_bias=BIAS, **options) for s in range(2)]
+    plain, guessed = (
+        [output.outputs[0] for output in llm.generate(REPETITIVE, params)] for llm in (processing_llm, speculating)
+    )
+    assert [c.token_ids for c in guessed] == [c.token_ids for c in plain]
+    assert [c.finish_reason for c in guessed] == [c.finish_reason for c in plain]
+    if "logprobs" in options:
+        expected = [p.logprob for c in plain for p in c.logprobs]
+        np.testing.assert_allclose([p.logprob for c in guessed for p in c.logprobs], expected, atol=1e-4)
+    if options == {"temperature": 0.0}:
+        assert sum(c.num_accepted_tokens for c in guessed) > 10
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLED if name in ("all cuts", "structured", "bias")])
+def test_every_option_draws_the_same_tokens_with_speculation(processing_llm, speculating, name):
+    params = SamplingParams(max_tokens=12, **SAMPLED[name])
+    assert generate(speculating, params) == generate(processing_llm, params)
+
+
+def test_one_fetch_serves_all_speculative_tokens(speculating):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias=BIAS)
+    statistics = speculating.streaming
+    statistics.clear()
+    (output,) = speculating.generate(REPETITIVE[1:], params)
+    accepted = output.outputs[0].num_accepted_tokens
+    assert accepted > 5
+    assert statistics.layers <= CONFIG.layers * (2 + 40 - 1 - accepted)  # two chunks, the second of which gives a token
+
+
+def test_passes_are_compiled_ahead_with_and_without_speculation(speculating):
+    speculating.generate(REPETITIVE[1:], SamplingParams(temperature=0, max_tokens=12, logit_bias=BIAS))
+    programs = speculating.engine.executor.programs
+    widths = {dict(program.bucket)["speculative"] for program in programs if program.name == "leave"}
+    assert (widths, programs.misses) == ({0, 4}, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
+        {"mesh": MeshConfig(tensor=2), "kv_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_speculation_with_adapters_narrow_caches_and_meshes(model_dir, tmp_path, options):
+    pairs = {"model.layers.1.mlp.down_proj": random_pair(32, 48, 4, np.random.default_rng(0))}
+    options = {"adapters": {"a": save_adapter(tmp_path / "a", pairs)}, **options, **ONE}
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logit_bias=BIAS)
+    plain, guessing = LLM(model_dir, weights="disk", **options), with_speculation(model_dir, **options)
+    for each in (params, dataclasses.replace(params, adapter="a")):
+        assert generate(guessing, each, REPETITIVE[1:]) == generate(plain, each, REPETITIVE[1:])
+    (output,) = guessing.generate(REPETITIVE[1:], params)
+    assert output.outputs[0].num_accepted_tokens
+
+
+def test_what_passes_cost_is_told_apart(model_dir):
+    llm = LLM(model_dir, weights="disk", num_speculative_tokens=4, **ONE)
+    llm.engine.executor.costs = llm.engine.executor._pass_costs._costs = costs = Costs()
+    llm.generate(REPETITIVE[1:], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias=BIAS))
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert costs.of("pass", chunks=0, batch=1, speculative=4)
+    assert costs.of("pass", chunks=0, batch=1, speculative=0)
+    assert costs.of("decode") is None
 
 
 # What goes wrong
@@ -395,7 +493,6 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(deep, monkeypatch):
         ),
         ({"weights": "host", "host_memory": 1}, MemoryError, "raise host_memory, or use weights='disk'"),
         ({"weights": "device", "device_memory": "1KiB"}, MemoryError, "use weights='auto'"),
-        ({"weights": "disk", "num_speculative_tokens": 3}, ValueError, "needs all weights on the devices"),
         ({"weights": "disk", "max_decode_passes": 3}, ValueError, "max_decode_passes=3 needs all weights"),
         ({"weigths": "disk"}, TypeError, "LLM has no option weigths; known: .*weights"),
     ],

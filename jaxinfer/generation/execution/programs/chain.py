@@ -1,7 +1,8 @@
 """`enter`, `layer`, `leave`: one pass in parts, so that each layer's weights are needed only while it runs.
 
 `layer` runs one layer, or several that are on the devices all the time. All ranges of the same length and kinds are one
-executable for each bucket, whatever their number (DeepSpeed Inference, VI-A). A decode step is a pass without chunks.
+executable for each bucket, whatever their number (DeepSpeed Inference, VI-A). A decode step is a pass without chunks;
+one with speculative tokens begins with `propose`.
 """
 
 import functools
@@ -18,7 +19,17 @@ from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, in
 from jaxinfer.generation.execution.programs import prefill
 from jaxinfer.generation.execution.programs.embed import EncoderStatic
 from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
-from jaxinfer.generation.execution.state import Rows, Slots
+from jaxinfer.generation.execution.programs.verification import (
+    DecodeOutput,
+    DecodeRows,
+    Passed,
+    Speculation,
+    finish_step,
+    speculate,
+    verify,
+)
+from jaxinfer.generation.execution.state import Rows, Slots, options_of, progress_of
+from jaxinfer.generation.sampling.logprobs import no_logprobs
 from jaxinfer.models import KVPages, LayerAdapters, TokenRows
 from jaxinfer.models.forward_context import ForwardContext
 from jaxinfer.models.leaves import leaves_of_part
@@ -64,11 +75,16 @@ def run_layers(
     return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1])
 
 
+def propose(slots: Slots, slot: jax.Array, limit: jax.Array, *, width: int) -> Speculation:
+    """The speculative tokens of the rows in some slots, at most `limit` [B] and `width` each."""
+    return speculate(slots.history, slot, progress_of(slots, slot), options_of(slots, slot), limit, width)
+
+
 def enter(
-    model: "Decoder", slots: Slots, chunks: Chunks, rows: Rows, *, chunk_size: int
+    model: "Decoder", slots: Slots, chunks: Chunks, rows: Rows, guess: Speculation | None, *, chunk_size: int
 ) -> tuple[jax.Array, tuple[TokenRows, ...]]:
-    """The embeddings of a pass, [N, D], and its tokens; arguments as of `prefill`."""
-    groups = prefill.groups_of(slots, chunks, rows, chunk_size=chunk_size)
+    """The embeddings of a pass, [N, D], and its tokens; arguments as of `prefill.groups_of`."""
+    groups = prefill.groups_of(slots, chunks, rows, guess, chunk_size=chunk_size)
     return model.enter(groups)[0], groups
 
 
@@ -80,12 +96,22 @@ def leave(
     chunks: Chunks,
     rows: Rows,
     bitmask: jax.Array,
+    guess: Speculation | None,
     *,
     processors: Any,
-) -> tuple[Slots, PrefillOutput]:
+) -> tuple[Slots, PrefillOutput | DecodeOutput]:
     """The next tokens, from what the last layer gave."""
     hidden = model.leave(x, ForwardContext(groups, ()))
-    return prefill.add_tokens(model, slots, hidden, chunks, rows, bitmask, processors=processors)
+    if chunks.slot.size:
+        return prefill.add_tokens(model, slots, hidden, chunks, rows, bitmask, processors=processors)
+    batch = rows.slot.size
+    guess = Speculation.none(batch) if guess is None else guess
+    width = 1 + guess.tokens.shape[1]
+    step = DecodeRows.of(slots, rows, bitmask)
+    before = Passed(slots.history, progress_of(slots, rows.slot), no_logprobs((batch, width)))
+    after, accepted = verify(model, step, before, hidden[0], guess, processors)
+    passes = jnp.array([0, 1] if width > 1 else [1, 0], jnp.int32)
+    return finish_step(slots, step, after, guess.num_tokens, accepted, passes, width=width)
 
 
 def _layers(sizes: Sizes) -> range:
@@ -98,6 +124,11 @@ def build_layer(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
     return with_parts(static, _layers(sizes), functools.partial(run_layers, layers=_layers(sizes)))
 
 
+def build_propose(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+    """The function of these sizes."""
+    return functools.partial(propose, width=sizes["speculative"])
+
+
 def build_enter(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
     """The function of these sizes."""
     return with_parts(static, None, functools.partial(enter, chunk_size=static.engine.chunk_size))
@@ -108,14 +139,15 @@ def build_leave(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
     return with_parts(static, None, functools.partial(leave, processors=static.processors))
 
 
-def _passes(buckets: Buckets) -> Iterable[dict[str, int]]:
-    """The sizes of all passes: with chunks, and without."""
+def _passes(buckets: Buckets, speculative: int) -> Iterable[dict[str, int]]:
+    """The sizes of all passes: with chunks, and without, in which rows may have so many speculative tokens."""
     for pages in buckets.page_tables:
         for chunks in buckets.chunks:
             for batch in buckets.prefill_rows:
-                yield {"chunks": chunks, "batch": batch, "pages": pages}
+                yield {"chunks": chunks, "batch": batch, "speculative": 0, "pages": pages}
         for batch in buckets.decode_rows:
-            yield {"chunks": 0, "batch": batch, "pages": pages}
+            for count in sorted({0, speculative}):
+                yield {"chunks": 0, "batch": batch, "speculative": count, "pages": pages}
 
 
 def _of_ranges(ranges: Iterable[LayerRange], passes: Iterable[dict[str, int]]) -> Iterable[dict[str, int]]:
@@ -127,17 +159,30 @@ def _of_ranges(ranges: Iterable[LayerRange], passes: Iterable[dict[str, int]]) -
 def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Buckets]]:
     """The programs of a pass over layers in these ranges.
 
-    Sizes: `chunks`, `batch` decoding rows, `pages` of a page table; of `layer` also its `kind`, and how many `layers`.
+    Sizes: `chunks`, `batch` decoding rows, `speculative` tokens of each, `pages` of a page table; of `layer` also its
+    `kind`, and how many `layers`.
     """
     config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
+    most = layout.engine.num_speculative_tokens
 
     def options(sizes: Sizes) -> dict[str, Any]:
-        return layout.compiler_options(tokens=sizes["batch"] + sizes["chunks"] * layout.engine.chunk_size)
+        rows = sizes["batch"] * (1 + sizes["speculative"])
+        return layout.compiler_options(tokens=rows + sizes["chunks"] * layout.engine.chunk_size)
+
+    def passes(buckets: Buckets) -> Iterable[dict[str, int]]:
+        return _passes(buckets, most)
+
+    def guess(sizes: Sizes) -> tuple[Speculation | None]:
+        batch, width = sizes["batch"], sizes["speculative"]
+        return layout.inputs(Speculation(integers(batch, width), integers(batch)) if width else None)  # type: ignore
 
     def activations(sizes: Sizes) -> tuple[Any, tuple[TokenRows, ...]]:
         groups = tuple(
             TokenRows(integers(rows, tokens), integers(rows, tokens), integers(rows, sizes["pages"]), integers(rows))
-            for rows, tokens in ((sizes["chunks"], layout.engine.chunk_size), (sizes["batch"], 1))
+            for rows, tokens in (
+                (sizes["chunks"], layout.engine.chunk_size),
+                (sizes["batch"], 1 + sizes["speculative"]),
+            )
             if rows
         )
         shape = groups[0].ids.shape if len(groups) == 1 else (sum(group.ids.size for group in groups),)
@@ -145,7 +190,11 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
         return layout.inputs(x, groups)  # type: ignore[return-value]
 
     def of_enter(sizes: Sizes) -> tuple[Any, ...]:
-        return layout.leaves, layout.state.slots, *layout.inputs(*prefill.parts(layout, sizes))
+        return layout.leaves, layout.state.slots, *layout.inputs(*prefill.parts(layout, sizes)), *guess(sizes)
+
+    def of_propose(sizes: Sizes) -> tuple[Any, ...]:
+        vector = integers(sizes["batch"])
+        return layout.state.slots, *layout.inputs(vector, vector)
 
     def of_layer(sizes: Sizes) -> tuple[Any, ...]:
         layers = _layers(sizes)
@@ -156,15 +205,19 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
     def of_leave(sizes: Sizes) -> tuple[Any, ...]:
         bitmask = layout.bitmask(sizes["chunks"] + sizes["batch"])
         inputs = layout.inputs(*prefill.parts(layout, sizes), bitmask)
-        return layout.leaves, layout.state.slots, *activations(sizes), *inputs
+        return layout.leaves, layout.state.slots, *activations(sizes), *inputs, *guess(sizes)
+
+    def proposals(buckets: Buckets) -> Iterable[dict[str, int]]:
+        return ({"batch": batch, "speculative": most} for batch in buckets.decode_rows if most)
 
     return [
+        ProgramSpec(name="propose", build=build_propose, static=static, arguments=of_propose, reachable=proposals),
         ProgramSpec(
             name="enter",
             build=build_enter,
             static=static,
             arguments=of_enter,
-            reachable=_passes,
+            reachable=passes,
             compiler_options=options,
         ),
         ProgramSpec(
@@ -172,7 +225,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             build=build_layer,
             static=static,
             arguments=of_layer,
-            reachable=lambda buckets: _of_ranges(ranges, _passes(buckets)),
+            reachable=lambda buckets: _of_ranges(ranges, passes(buckets)),
             donate=(2, 3),
             out_shardings=lambda sizes: (
                 (None, [layout.state_shardings.caches[0]] * sizes["layers"]) if on_mesh else None
@@ -184,7 +237,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             build=build_leave,
             static=static,
             arguments=of_leave,
-            reachable=_passes,
+            reachable=passes,
             donate=(1,),
             out_shardings=lambda sizes: (layout.state_shardings.slots, None) if on_mesh else None,
             compiler_options=options,

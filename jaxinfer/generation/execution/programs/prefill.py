@@ -12,12 +12,12 @@ from jax import lax
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, flags, integers
+from jaxinfer.generation.execution.programs.verification import Speculation, tokens_of
 from jaxinfer.generation.execution.state import (
     DeviceState,
     Rows,
     Slots,
     append,
-    last_tokens,
     options_of,
     progress,
     progress_of,
@@ -98,8 +98,13 @@ def prefill(
     return DeviceState(caches, slots), output
 
 
-def groups_of(slots: Slots, chunks: Chunks, rows: Rows, *, chunk_size: int) -> tuple[TokenRows, ...]:
-    """The tokens of a pass: those of the chunks, then one of each row; a group that is empty is left out."""
+def groups_of(
+    slots: Slots, chunks: Chunks, rows: Rows, guess: Speculation | None = None, *, chunk_size: int
+) -> tuple[TokenRows, ...]:
+    """The tokens of a pass: those of the chunks, then the rows'; a group that is empty is left out.
+
+    guess: the speculative tokens of the rows; None: there are none.
+    """
     groups = []
     if chunks.slot.size:
         positions = _positions(chunks, chunk_size)
@@ -107,7 +112,8 @@ def groups_of(slots: Slots, chunks: Chunks, rows: Rows, *, chunk_size: int) -> t
         groups.append(TokenRows(ids, positions, chunks.page_table, slots.adapter[chunks.slot]))
     if rows.slot.size:
         position = progress_of(slots, rows.slot).position
-        groups.append(last_tokens(slots.history, rows, position, slots.adapter[rows.slot]))
+        guess = Speculation.none(rows.slot.size) if guess is None else guess
+        groups.append(tokens_of(slots.history, rows, position, slots.adapter[rows.slot], guess))
     return tuple(groups)
 
 
