@@ -121,13 +121,19 @@ class Prefetcher:
             self._fill()
 
     def restart(self) -> None:
-        """Give back all that is on its way, after the computations in flight, which may have failed."""
-        with contextlib.suppress(Exception):
-            jax.block_until_ready([computation.result for computation in self._computations])
-        self._computations.clear()
+        """Give back all that is on its way, after the computations in flight, which may have failed.
+
+        Interrupted anywhere, it can be called again. Each layer is given back at most once: a buffer that two later
+        layers are read into would be worse than one that is lost to the garbage collector.
+        """
+        while self._computations:
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(self._computations[0].result)
+            self._computations.popleft()
         self._given = False
         while self._queue:
-            self._queue.popleft()[1].release()
+            with contextlib.suppress(Exception):
+                self._queue.popleft()[1].release()
 
     def close(self) -> None:
         """Have the thread that waits for a layer, or will, get a CheckpointError at once; from any thread."""

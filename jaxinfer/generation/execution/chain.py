@@ -95,10 +95,8 @@ class ChainExecutor(DecoderExecutor):
     def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
         return chain_programs(layout, self._layers.ranges)
 
-    def restart(self) -> None:
-        """Begin with an empty state, and with the first layer."""
+    def _give_up(self) -> None:
         self.prefetcher.restart()
-        super().restart()
 
     def close(self) -> None:
         """End a step that waits for a layer."""

@@ -56,6 +56,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         self._packer = Packer(self._layout, buckets, logits_processors)
         self._empty_state = zeros.spec(self._layout.state).compile({}, mesh=model.mesh, store=self.store)
         self._state: DeviceState = self._empty_state()
+        self._restarting = False  # whether `restart` has begun and not ended
         self._adapters: list[LayerAdapters] | None = None
         if config.max_adapters:
             self._adapters = zeros.spec(self._layout.adapters).compile({}, mesh=model.mesh, store=self.store)()
@@ -66,11 +67,20 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         return decoder_programs(layout)
 
     def restart(self) -> None:
-        """Begin with an empty state, after a step that failed may have destroyed it."""
+        """Begin with an empty state, after a step that failed may have destroyed it.
+
+        One that is interrupted is done by the next `launch`.
+        """
+        self._restarting = True
+        self._give_up()
         super().restart()
         for array in jax.tree.leaves(self._state):
             array.delete()  # there is no room for two
         self._state = self._empty_state()
+        self._restarting = False
+
+    def _give_up(self) -> None:
+        """Leave what is under way beside the state."""
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile every program that these sequences, or any (None), can need; returns how many were missing.
@@ -90,6 +100,8 @@ class DecoderExecutor(BaseExecutor[Buckets]):
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch to the device, without waiting for it."""
+        if self._restarting:
+            self.restart()
         for index, adapter in batch.adapter_uploads:  # steps in flight keep the arrays they were given
             place, layers = self.programs.get("place_adapter"), self._layout.adapter_layers(adapter)
             self._adapters = place(self._adapters, np.int32(index - 1), layers)

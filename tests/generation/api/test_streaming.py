@@ -4,7 +4,9 @@ import dataclasses
 import math
 import os
 import shutil
+import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -17,11 +19,14 @@ from jaxinfer.compiled import Costs
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.engine.driver import Driver, EngineDeadError
 from jaxinfer.generation.engine.pending import PendingRequest
+from jaxinfer.generation.execution.chain import ChainExecutor, _Layers
+from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import open_model, save_model
 from jaxinfer.streaming.layer_folders import layer_folder
+from jaxinfer.streaming.prefetch import Prefetcher
 from sharding import MeshConfig, ShardingRules
 from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, only_even
 from tests.models import goldens
@@ -417,6 +422,103 @@ def test_a_damaged_layer_ends_requests_with_its_name(deep):
     assert store.files.retries
     broken.clear()
     assert generate(llm, GREEDY) == want
+
+
+class Interrupts:
+    """Within it, Ctrl-C comes before the instruction of this number, of those that run a streamed pass."""
+
+    TOOL = 3  # of `sys.monitoring`: none that Python has a name for
+
+    def __init__(self, at=None):
+        self.at, self.count = at, 0
+
+    def __enter__(self):
+        sys.monitoring.use_tool_id(self.TOOL, "interrupts")
+        sys.monitoring.register_callback(self.TOOL, sys.monitoring.events.INSTRUCTION, self.step)
+        self.set_events(sys.monitoring.events.INSTRUCTION)
+        return self
+
+    def __exit__(self, *error):
+        self.set_events(0)
+        sys.monitoring.free_tool_id(self.TOOL)
+
+    def set_events(self, events):
+        for owner in (ChainExecutor, DecoderExecutor, _Layers, Prefetcher):
+            for function in vars(owner).values():
+                if isinstance(function, types.FunctionType):
+                    sys.monitoring.set_local_events(self.TOOL, function.__code__, events)
+
+    def step(self, code, offset):
+        self.count += 1
+        if self.count == self.at:
+            raise KeyboardInterrupt
+
+
+def run_until_interrupted(llm, tracer):
+    """Take a request as far as the tracer lets it come, then give it up; whether it was interrupted."""
+    engine = llm.engine
+    sequences = engine.prepare(list(range(12)), GREEDY).sequences()
+    engine.add(sequences)
+    try:
+        with tracer:
+            while not sequences[0].finished:
+                engine.step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        engine._in_flight.clear()
+        engine.abort(sequences[0].request_id)
+    return False
+
+
+def restart(llm):
+    llm.engine.scheduler.restart()
+    llm.engine.executor.restart()
+
+
+@pytest.mark.parametrize("points", [25, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "host", "prefetch": 2},
+        {"weights": "disk", "num_speculative_tokens": 4},
+        pytest.param({"weights": "disk", "mesh": MeshConfig(tensor=2)}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_interrupt_anywhere_in_a_pass_leaves_nothing_behind(deep, options, points):
+    want = generate(LLM(deep, **ONE), GREEDY)
+    llm = limited(deep, 2, **options)
+    generate(llm, GREEDY)  # compiles
+    run_until_interrupted(llm, all_of_it := Interrupts())
+    interrupted = 0
+    for at in np.linspace(1, all_of_it.count, points, dtype=int):
+        interrupted += run_until_interrupted(llm, Interrupts(at))
+        restart(llm)
+        assert llm.engine.executor.prefetcher.live == 0
+        assert generate(llm, GREEDY) == want, f"after instruction {at}"
+    assert interrupted > points // 2  # a pass that need not wait for a layer has fewer instructions
+    llm.engine.scheduler.check_integrity()
+    llm.engine.executor.prefetcher.restart()
+
+
+def test_a_restart_that_is_interrupted_is_done_again(deep):
+    want = generate(LLM(deep, **ONE), GREEDY)
+    llm = limited(deep, 2, weights="disk")
+    generate(llm, GREEDY)
+    with Interrupts() as whole:
+        restart(llm)
+    for at in np.linspace(1, whole.count, 15, dtype=int):
+        generate(llm, GREEDY)  # layers are on their way
+        run_until_interrupted(llm, Interrupts(400 + at))
+        llm.engine.scheduler.restart()
+        with Interrupts(at), pytest.raises(KeyboardInterrupt):
+            llm.engine.executor.restart()
+        assert generate(llm, GREEDY) == want, f"after instruction {at}"
+    restart(llm)
+    restart(llm)
+    assert generate(llm, GREEDY) == want
+    llm.engine.executor.prefetcher.restart()
 
 
 def test_a_disk_that_becomes_slow_changes_no_token(deep, monkeypatch):
