@@ -3,12 +3,14 @@
 import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 
 import jax
 
 from jaxinfer.compiled.executables import ExecutableStore
+from jaxinfer.compiled.interruptible import leaving
 from jaxinfer.compiled.program import Bucket, Program, bucket_text
 from jaxinfer.compiled.spec import ProgramSpec
 
@@ -62,7 +64,8 @@ class ProgramCache[Buckets]:
     def compile_ahead(self, buckets: Buckets, *, workers: int | None = None) -> int:
         """Compile all that calls can ask for within these buckets, several at a time; returns how many were missing.
 
-        XLA compiles without the GIL; tracing holds it.
+        XLA compiles without the GIL; tracing holds it. Ctrl-C ends the call at once: what is being compiled then is
+        there when a later call asks for it.
         """
         wanted = (
             (spec.name, tuple(sizes.items())) for spec in self._specs.values() for sizes in spec.reachable(buckets)
@@ -71,9 +74,35 @@ class ProgramCache[Buckets]:
         if len(missing) == 1:
             self._compile(missing[0])
         elif missing:
-            with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-                list(pool.map(self._compile, missing))
+            self._compile_all(missing, min(len(missing), workers or os.cpu_count() or 1))
         return len(missing)
+
+    def _compile_all(self, keys: list[tuple[str, Bucket]], workers: int) -> None:
+        """Compile in threads that hold up neither an interrupt nor, unlike those of an executor, the process's end."""
+        waiting = deque((key, Future[None]()) for key in keys)
+        futures = [future for _, future in waiting]
+
+        def work() -> None:
+            while True:
+                try:
+                    key, future = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    self._compile(key)
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+
+        try:
+            with leaving():
+                for _ in range(workers):
+                    threading.Thread(target=work, name="jaxinfer-compile", daemon=True).start()
+                for future in futures:
+                    future.result()
+        finally:
+            waiting.clear()
 
     def _compile(self, key: tuple[str, Bucket]) -> None:
         with self._locks.setdefault(key, threading.Lock()):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.compiled.executables import ExecutableStore
+from jaxinfer.compiled.interruptible import interruptible
 from jaxinfer.compiled.options import COMMON
 from jaxinfer.compiled.program import Program, bucket_text
 from jaxinfer.disk_cache import keys
@@ -121,7 +122,8 @@ class ProgramSpec[Buckets]:
             return found, True
         shown, start = f"{self.name}({bucket_text(tuple(sizes.items()))})", time.perf_counter()
         _log.info("compiling %s", shown)
-        executable = self.lower(sizes, mesh).compile(compiler_options=self.options(sizes))
+        lowered, options = self.lower(sizes, mesh), self.options(sizes)
+        executable = interruptible(lambda: lowered.compile(compiler_options=options))
         _log.info("compiled %s in %.1f s", shown, time.perf_counter() - start)
         if key and store:
             store.save(key, executable)
