@@ -3,14 +3,12 @@
 import contextlib
 import os
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
 
 import jax
 
 from jaxinfer.compiled.executables import ExecutableStore
-from jaxinfer.compiled.interruptible import leaving
+from jaxinfer.compiled.interruptible import results, start
 from jaxinfer.compiled.program import Bucket, Program, bucket_text
 from jaxinfer.compiled.spec import ProgramSpec
 
@@ -74,35 +72,23 @@ class ProgramCache[Buckets]:
         if len(missing) == 1:
             self._compile(missing[0])
         elif missing:
-            self._compile_all(missing, min(len(missing), workers or os.cpu_count() or 1))
+            self._compile_all(missing.copy(), min(len(missing), workers or os.cpu_count() or 1))
         return len(missing)
 
     def _compile_all(self, keys: list[tuple[str, Bucket]], workers: int) -> None:
-        """Compile in threads that hold up neither an interrupt nor, unlike those of an executor, the process's end."""
-        waiting = deque((key, Future[None]()) for key in keys)
-        futures = [future for _, future in waiting]
+        remaining = iter(keys)  # the next one is whichever worker's asks first
 
         def work() -> None:
-            while True:
-                try:
-                    key, future = waiting.popleft()
-                except IndexError:
-                    return
-                try:
+            try:
+                for key in remaining:
                     self._compile(key)
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(None)
+            finally:
+                keys.clear()  # after an error: there is none left else
 
         try:
-            with leaving():
-                for _ in range(workers):
-                    threading.Thread(target=work, name="jaxinfer-compile", daemon=True).start()
-                for future in futures:
-                    future.result()
+            results([start(work) for _ in range(workers)])
         finally:
-            waiting.clear()
+            keys.clear()
 
     def _compile(self, key: tuple[str, Bucket]) -> None:
         with self._locks.setdefault(key, threading.Lock()):

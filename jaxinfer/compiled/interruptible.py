@@ -1,12 +1,11 @@
 """Calls that Ctrl-C cannot stop, such as of XLA's compiler, made so that it stops their caller."""
 
 import atexit
-import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 
@@ -20,17 +19,11 @@ class _Calls:
 _calls = _Calls()
 
 
-def interruptible[Result](call: Callable[[], Result]) -> Result:
-    """The result of a call in a thread of its own, which goes on by itself if the caller is interrupted.
-
-    A process that ends before such a call does ends as by SIGINT: it cannot wait, and code that still ran while it is
-    taken down would crash it.
-    """
+def start[Result](call: Callable[[], Result]) -> Future[Result]:
+    """Begin a call in a thread that holds up neither an interrupt nor the end of the process."""
     future: Future[Result] = Future()
 
     def run() -> None:
-        with _calls.lock:
-            _calls.running += 1
         try:
             result = call()
         except BaseException as error:
@@ -41,19 +34,28 @@ def interruptible[Result](call: Callable[[], Result]) -> Result:
             with _calls.lock:
                 _calls.running -= 1
 
+    with _calls.lock:
+        _calls.running += 1
     threading.Thread(target=run, name="jaxinfer-call", daemon=True).start()
-    with leaving():
-        return future.result()
+    return future
 
 
-@contextlib.contextmanager
-def leaving() -> Iterator[None]:
-    """Within this context an interrupt leaves calls behind."""
+def results[Result](futures: Iterable[Future[Result]]) -> list[Result]:
+    """What calls that were started give. If the caller is interrupted, they go on by themselves.
+
+    A process that ends before such a call does ends as by SIGINT: it cannot wait, and code that still ran while it is
+    taken down would crash it.
+    """
     try:
-        yield
+        return [future.result() for future in futures]
     except BaseException as error:
         _calls.left |= not isinstance(error, Exception)
         raise
+
+
+def interruptible[Result](call: Callable[[], Result]) -> Result:
+    """The result of a call."""
+    return results([start(call)])[0]
 
 
 @atexit.register
