@@ -27,7 +27,7 @@ from jaxinfer import (
     StructuredOutputsParams,
 )
 from jaxinfer.generation.api import async_llm
-from jaxinfer.generation.engine import pending, view
+from jaxinfer.generation.engine import driver, pending, view
 from jaxinfer.models.conversion import convert
 from tests.generation.api.test_embedding import GOLDEN
 from tests.generation.conftest import PAGE_BYTES, SMALL_PAGES
@@ -738,6 +738,28 @@ def test_a_close_can_wait_for_the_requests(llm, start):
     assert [tokens_of(future.result()) for future in futures] == expected
     with pytest.raises(EngineDeadError):
         served.submit("a")
+
+
+def test_a_close_gives_up_a_step_that_hangs(llm, start, gate, monkeypatch):
+    monkeypatch.setattr(driver, "HANGING_SECONDS", 0.2)
+    served = start()
+    future = served.submit("a", LONG)
+    assert gate.entered.wait(PATIENCE)
+    with pytest.raises(
+        EngineDeadError, match=r"The engine's thread hangs: TimeoutError: a step has not ended for 0.2 s"
+    ):
+        served.close()
+    assert isinstance(future.exception(PATIENCE), EngineDeadError)
+    with pytest.raises(EngineDeadError, match="hangs") as raised:
+        served.submit("a")
+    assert isinstance(raised.value.__cause__, TimeoutError)
+    assert served.num_requests == 0
+    gate.open()
+    served._driver._thread.join(PATIENCE)
+    served.close()
+    for allocation in [*llm.engine.scheduler.waiting, *llm.engine.scheduler.running]:
+        llm.engine.abort(allocation.sequence.request_id)
+    llm.engine.drain()
 
 
 def test_leaving_the_context_closes(served, gate):
