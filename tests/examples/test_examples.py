@@ -21,6 +21,7 @@ def test_generate(model_dir, capsys):
     assert streamed == texts[0] + "\n"
 
 
+@pytest.mark.slow
 def test_batch_generate(capsys):
     found = batch_generate.run(DEMO, max_batch=1)
     cached = [output.num_cached_tokens for output in found["prefix"]]

@@ -30,7 +30,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_the_same_tokens(quantize):
     llm = LLM(DEMO, dtype="float32", quantize=quantize, context=128, max_batch=1, token_budget=32)
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))

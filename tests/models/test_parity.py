@@ -24,7 +24,14 @@ def test_decoder_without_cache(name):
     close(np.asarray(logits)[golden.positions >= 0], golden.expected)
 
 
-@pytest.mark.parametrize("chunk", [21, 7, 1], ids=["prefill", "chunked_prefill", "decode"])
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        pytest.param(21, marks=pytest.mark.slow, id="prefill"),
+        pytest.param(7, id="chunked_prefill"),
+        pytest.param(1, id="decode"),
+    ],
+)
 @pytest.mark.parametrize("name", goldens.DECODERS)
 def test_decoder_through_paged_cache(name, chunk):
     golden = goldens.load(name)

@@ -167,7 +167,7 @@ def check(config, adaptation, prompts=None):
     ("config", "r", "schedule"),
     [
         (DEEP, 5, MergeSchedule.CONSTANT),
-        (MEAN, 13, MergeSchedule.DECREASING),
+        pytest.param(MEAN, 13, MergeSchedule.DECREASING, marks=pytest.mark.slow),
         (MEAN, 20, MergeSchedule.CONSTANT),
         (dataclasses.replace(DEEP, layers=3), 20, MergeSchedule.DECREASING),
     ],
