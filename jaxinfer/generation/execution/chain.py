@@ -45,7 +45,7 @@ class _Slice:
 
     batch: Batch
     sizes: dict[str, int]
-    inputs: tuple[Chunks, Rows, Any, Speculation | None]
+    inputs: tuple[Chunks | None, Rows, Any, Speculation | None]
     groups: tuple[TokenRows, ...]
     x: jax.Array
 
@@ -110,7 +110,7 @@ class ChainExecutor(DecoderExecutor):
             for part in slices:
                 program = self.programs.get("layer", kind=layers.kind, layers=layers.count, **part.sizes)
                 part.x, caches[at] = self._in_turn(program(leaves, adapters, caches[at], part.x, part.groups))
-            self.prefetcher.computing(caches[layers.first], layers.count)  # what is waited for must not be donated
+            self.prefetcher.computing(caches[layers.first].k, layers.count)  # what is waited for must not be donated
         outputs = [self._leave(part) for part in slices]
         return self.programs.get("leave", **slices[0].sizes), outputs
 

@@ -131,12 +131,12 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         sizes = {"chunks": count, "batch": size, "pages": self._packer.page_table_width(batch)}
         return self.programs.get("prefill", **sizes), self._inputs(batch, sizes)
 
-    def _inputs(self, batch: Batch, sizes: Sizes) -> tuple[Chunks, Rows, Any]:
-        """A batch's chunks, rows and bitmask, padded to these sizes."""
+    def _inputs(self, batch: Batch, sizes: Sizes) -> tuple[Chunks | None, Rows, Any]:
+        """A batch's chunks (None for none), rows and bitmask, padded to these sizes."""
         count, size, width = sizes["chunks"], sizes["batch"], sizes["pages"]
         parts = [*batch.chunks, *[None] * (count - len(batch.chunks)), *batch.rows]
-        chunks, rows = self._packer.chunks(batch.chunks, count, width), self._packer.rows(batch.rows, size, width)
-        return chunks, rows, self._bitmask(parts, count + size)
+        chunks = self._packer.chunks(batch.chunks, count, width) if count else None
+        return chunks, self._packer.rows(batch.rows, size, width), self._bitmask(parts, count + size)
 
     def _decode(self, batch: Batch) -> tuple[Program, tuple[Any, ...]]:
         width, speculative = self._packer.page_table_width(batch), batch.num_speculative_tokens

@@ -81,7 +81,7 @@ def propose(slots: Slots, slot: jax.Array, limit: jax.Array, *, width: int) -> S
 
 
 def enter(
-    model: "Decoder", slots: Slots, chunks: Chunks, rows: Rows, guess: Speculation | None, *, chunk_size: int
+    model: "Decoder", slots: Slots, chunks: Chunks | None, rows: Rows, guess: Speculation | None, *, chunk_size: int
 ) -> tuple[jax.Array, tuple[TokenRows, ...]]:
     """The embeddings of a pass, [N, D], and its tokens; arguments as of `prefill.groups_of`."""
     groups = prefill.groups_of(slots, chunks, rows, guess, chunk_size=chunk_size)
@@ -93,7 +93,7 @@ def leave(
     slots: Slots,
     x: jax.Array,
     groups: tuple[TokenRows, ...],
-    chunks: Chunks,
+    chunks: Chunks | None,
     rows: Rows,
     bitmask: jax.Array,
     guess: Speculation | None,
@@ -102,7 +102,7 @@ def leave(
 ) -> tuple[Slots, PrefillOutput | DecodeOutput]:
     """The next tokens, from what the last layer gave."""
     hidden = model.leave(x, ForwardContext(groups, ()))
-    if chunks.slot.size:
+    if chunks is not None:
         return prefill.add_tokens(model, slots, hidden, chunks, rows, bitmask, processors=processors)
     batch = rows.slot.size
     guess = Speculation.none(batch) if guess is None else guess
@@ -176,6 +176,10 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
         batch, width = sizes["batch"], sizes["speculative"]
         return layout.inputs(Speculation(integers(batch, width), integers(batch)) if width else None)  # type: ignore
 
+    def parts(sizes: Sizes) -> tuple[Chunks | None, Rows]:
+        chunks, rows = prefill.parts(layout, sizes)
+        return chunks if sizes["chunks"] else None, rows
+
     def activations(sizes: Sizes) -> tuple[Any, tuple[TokenRows, ...]]:
         groups = tuple(
             TokenRows(integers(rows, tokens), integers(rows, tokens), integers(rows, sizes["pages"]), integers(rows))
@@ -190,7 +194,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
         return layout.inputs(x, groups)  # type: ignore[return-value]
 
     def of_enter(sizes: Sizes) -> tuple[Any, ...]:
-        return layout.leaves, layout.state.slots, *layout.inputs(*prefill.parts(layout, sizes)), *guess(sizes)
+        return layout.leaves, layout.state.slots, *layout.inputs(*parts(sizes)), *guess(sizes)
 
     def of_propose(sizes: Sizes) -> tuple[Any, ...]:
         vector = integers(sizes["batch"])
@@ -204,7 +208,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
 
     def of_leave(sizes: Sizes) -> tuple[Any, ...]:
         bitmask = layout.bitmask(sizes["chunks"] + sizes["batch"])
-        inputs = layout.inputs(*prefill.parts(layout, sizes), bitmask)
+        inputs = layout.inputs(*parts(sizes), bitmask)
         return layout.leaves, layout.state.slots, *activations(sizes), *inputs, *guess(sizes)
 
     def proposals(buckets: Buckets) -> Iterable[dict[str, int]]:

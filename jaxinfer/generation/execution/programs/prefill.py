@@ -99,14 +99,14 @@ def prefill(
 
 
 def groups_of(
-    slots: Slots, chunks: Chunks, rows: Rows, guess: Speculation | None = None, *, chunk_size: int
+    slots: Slots, chunks: Chunks | None, rows: Rows, guess: Speculation | None = None, *, chunk_size: int
 ) -> tuple[TokenRows, ...]:
-    """The tokens of a pass: those of the chunks, then the rows'; a group that is empty is left out.
+    """The tokens of a pass: those of the chunks (None: there are none), then the rows'; an empty group is left out.
 
     guess: the speculative tokens of the rows; None: there are none.
     """
     groups = []
-    if chunks.slot.size:
+    if chunks is not None:
         positions = _positions(chunks, chunk_size)
         ids = slots.history[chunks.slot[:, None], jnp.maximum(positions, 0)]
         groups.append(TokenRows(ids, positions, chunks.page_table, slots.adapter[chunks.slot]))
@@ -135,10 +135,8 @@ def add_tokens(
 ) -> tuple[Slots, PrefillOutput]:
     """The end of a pass: choose the tokens that come next, from the hidden vectors of each group of `groups_of`."""
     decoding = progress_of(slots, rows.slot)
-    ends = [group[:, 0] for group in hidden[-1:] if rows.slot.size]
-    if chunks.slot.size:
-        last = jnp.maximum(chunks.num_tokens - 1, 0)[:, None, None]
-        ends.insert(0, jnp.take_along_axis(hidden[0], last, axis=1)[:, 0])
+    last = jnp.maximum(chunks.num_tokens - 1, 0)[:, None, None]
+    ends = [jnp.take_along_axis(hidden[0], last, axis=1)[:, 0], *(group[:, 0] for group in hidden[1:])]
     slot = jnp.concatenate([chunks.slot, rows.slot])
     length = jnp.concatenate([chunks.start + chunks.num_tokens, decoding.length])
     produced = jnp.concatenate([chunks.chooses, decoding.active])
@@ -148,11 +146,8 @@ def add_tokens(
     before, count = progress(length, produced), produced.astype(jnp.int32)
     history, after = append(slots.history, slot, before, tokens[:, None], count, options)
     slots = with_progress(slots._replace(history=history), slot, after, produced)
-    if chunks.slot.size:
-        prompt_logprobs = _prompt_logprobs(model, hidden[0], slots.history, chunks, options)
-        pooled = _pooled(hidden[0], chunks)
-    else:
-        prompt_logprobs, pooled = no_logprobs((0, 1)), jnp.zeros((0, model.cfg.output_width), jnp.float32)
+    prompt_logprobs = _prompt_logprobs(model, hidden[0], slots.history, chunks, options)
+    pooled = _pooled(hidden[0], chunks)
     return slots, PrefillOutput(tokens, produced, logprobs, prompt_logprobs, pooled)
 
 
