@@ -46,7 +46,7 @@ def says(call):
 ASYNC_LLM = """
 import asyncio, threading
 from jaxinfer import AsyncLLM, PoolingParams, SamplingParams
-served = AsyncLLM(sys.argv[1], max_batch=2, context=64)
+served = AsyncLLM(sys.argv[1], max_batch=1, context=32, token_budget=32, max_decode_passes=1)
 params = SamplingParams(max_tokens=2)
 request, sequences = served.prepare("a"), None
 served.submit("a", params).result()
@@ -69,7 +69,7 @@ served.close()
 
 LLM = """
 from jaxinfer import LLM, SamplingParams
-llm = LLM(sys.argv[1], max_batch=2, context=64)
+llm = LLM(sys.argv[1], max_batch=1, context=32)
 params = SamplingParams(max_tokens=2)
 llm.generate("a", params)
 request = llm.prepare("a", params)
