@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import sys
 
 import pytest
@@ -22,6 +23,10 @@ if "gpu" not in sys.argv:  # `pytest -m gpu` alone lets JAX find the GPU
     os.environ["XLA_FLAGS"] = quick + os.environ.get("XLA_FLAGS", "")
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     gc.set_threshold(50_000, 20, 20)  # traces are made of many objects that live long
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; processes inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):

