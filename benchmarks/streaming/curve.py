@@ -1,13 +1,14 @@
 """Tokens a second by batch."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import Report
 from benchmarks.streaming.ours import CAP, decode_seconds, run_ours
 from benchmarks.streaming.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def curve(report: Report, settings: Settings) -> None:
@@ -19,8 +20,10 @@ def curve(report: Report, settings: Settings) -> None:
         report.row(figure="curve", batch=batch, tokens_per_s=round(tokens_per_s, 3), peak=found["peak"])
 
 
-def draw_curve(rows: Iterable[Mapping[str, Any]]) -> Figure:
+def draw_curve(rows: Iterable[Mapping[str, Any]]) -> "Figure":
     """Draw what `curve` has put into a report."""
+    from matplotlib.figure import Figure  # of the extra `bench`
+
     points = [(row["batch"], row["tokens_per_s"]) for row in rows if row["figure"] == "curve"]
     figure = Figure(figsize=(4.5, 3.5), layout="constrained")
     axes = figure.subplots()

@@ -28,7 +28,7 @@ def test_inspect_reports_on_a_model_directory(tmp_path, monkeypatch):
     assert any(re.match(r"written in place (\d+) of \1 donated arrays", line) for line in lines)
     assert any(re.fullmatch(r"decode_attention_kernel \S+ 32 128 [1-9]\d\d,\d{3}", line) for line in lines)
     assert "kernels per layer 5" in lines
-    assert any(re.fullmatch(r"outside the layers 12 in a greedy pass, \d+ more in a step", line) for line in lines)
+    assert any(re.fullmatch(r"outside the layers 13 in a greedy pass, \d+ more in a step", line) for line in lines)
     assert any(re.fullmatch(r"sample/draw/truncate [1-9]\d*", line) for line in lines)
 
 

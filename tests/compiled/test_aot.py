@@ -29,7 +29,7 @@ BF16 = WeightFormat(dtype=np.dtype(jnp.bfloat16))
 CONTEXT = 2048
 KERNELS_PER_LAYER = 5  # norm + qkv, attention, output + residual, norm + up + activation, down + residual
 OUTSIDE = 9  # embedding, rotary tables, last norm, head, argmax
-MOST_OUTSIDE = 12  # and besides: what came of the pass
+MOST_OUTSIDE = 13  # and besides: what came of the pass
 
 
 def step_report(layers, model="gpt-j-6b", *, batch=1, weights=BF16, page_size=16, target="h200"):
@@ -111,16 +111,16 @@ def test_a_layer_is_five_mosaic_kernels(model, batch, quantized):
 @pytest.mark.parametrize(
     ("model", "batch", "outside"),
     [
-        ("gpt-j-6b", 1, 12),
-        ("gpt-j-6b", 8, 9),
-        ("llama3-8b", 1, 11),
-        ("llama3-8b", 8, 9),
-        ("gpt2-1.5b", 1, 11),
-        ("gpt2-1.5b", 8, 9),
+        ("gpt-j-6b", 1, 13),
+        ("gpt-j-6b", 8, 10),
+        ("llama3-8b", 1, 12),
+        ("llama3-8b", 8, 10),
+        ("gpt2-1.5b", 1, 12),
+        ("gpt2-1.5b", 8, 10),
     ],
 )
 def test_the_generation_loop_is_one_graph_with_little_outside_the_layers(model, batch, outside):
-    """For greedy rows: embedding, rotary tables, last norm, head, argmax, stop check, the token into the history."""
+    """For greedy rows: embedding, rotary tables, last norm, head, argmax, whether there is a token, stop check, the token into the history."""
     config = dataclasses.replace(preset(model), layers=2)
     context = min(CONTEXT, config.context)
     spec, sizes = decode_program(config, BF16, batch=batch, context=context, passes=16)

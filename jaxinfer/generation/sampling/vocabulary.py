@@ -5,6 +5,7 @@ On one device, or where the vocabulary is not split, all of this is about the wh
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxinfer.generation.outputs import NO_TOKEN
@@ -31,8 +32,7 @@ def greedy(scores: jax.Array) -> jax.Array:
 
     NO_TOKEN where all scores are -inf, or one is not a number.
     """
-    token = jnp.argmax(scores, axis=-1).astype(jnp.int32)  # that of a NaN, if there is one
-    score = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
+    score, token = _best(scores)
     if axis_size("vocab") > 1:
         token += local_start("vocab", scores.shape[-1])
         pairs = jnp.stack([lax.bitcast_convert_type(score, jnp.int32), token])
@@ -42,3 +42,15 @@ def greedy(scores: jax.Array) -> jax.Array:
         token = jnp.take_along_axis(found[:, 1], part, axis=0)[0]
         score = jnp.take_along_axis(best, part, axis=0)[0]
     return jnp.where(score > -jnp.inf, token, NO_TOKEN)
+
+
+def _best(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The best score of each row, or a NaN if there is one, and its token; `jnp.argmax` by itself gives no score."""
+
+    def better(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        wins = (one[0] > other[0]) | (one[0] != one[0])
+        first = wins | ((one[0] == other[0]) & (one[1] < other[1]))
+        return jnp.where(wins, one[0], other[0]), jnp.where(first, one[1], other[1])
+
+    tokens = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    return lax.reduce((scores, tokens), (np.float32(-np.inf), np.int32(0)), better, (scores.ndim - 1,))
