@@ -120,7 +120,8 @@ def test_a_layer_is_five_mosaic_kernels(model, batch, quantized):
     ],
 )
 def test_the_generation_loop_is_one_graph_with_little_outside_the_layers(model, batch, outside):
-    """For greedy rows: embedding, rotary tables, last norm, head, argmax, whether there is a token, stop check, the token into the history."""
+    """For greedy rows: embedding, rotary tables, last norm, head, argmax, whether there is a
+    token, stop check, the token into the history."""
     config = dataclasses.replace(preset(model), layers=2)
     context = min(CONTEXT, config.context)
     spec, sizes = decode_program(config, BF16, batch=batch, context=context, passes=16)
