@@ -99,29 +99,27 @@ def exact(x, weights, bias, residual, norm, eps, activation, gated) -> tuple[np.
         if norm.shift is not None:
             y += np.asarray(norm.shift, np.float64)
     matrix = np.asarray(dequantize(weights, jnp.float32), np.float64)
-    rounded, slack = _rounded(y, weights, x.dtype), 0.0
-    if norm is not None:  # else the rows are exact, and so is how they are rounded
-        float32_error = 1e-6 * (1 + abs(y))
-        above, below = (_rounded(y + sign * float32_error, weights, x.dtype) for sign in (1, -1))
-        slack = abs(above - below) @ abs(matrix).T
+    rounded = _rounded(y, weights, x.dtype)
+    float32_error = 1e-6 * (abs(y) + (norm is not None))  # of dividing by the scale, and of the norm
+    above, below = (_rounded(y, weights, x.dtype, sign * float32_error) for sign in (1, -1))
+    slack = abs(above - below) @ abs(matrix).T
     y = rounded @ matrix.T
     if bias is not None:
         y += np.asarray(bias, np.float64)
     if gated:
         gate, up = y[:, ::2], y[:, 1::2]
         silu = gate / (1 + np.exp(-gate))
-        if norm is not None:
-            slack = 1.1 * slack[:, ::2] * abs(up) + abs(silu) * slack[:, 1::2]  # silu is nowhere steeper than 1.1
+        slack = 1.1 * slack[:, ::2] * abs(up) + abs(silu) * slack[:, 1::2]  # silu is nowhere steeper than 1.1
         y = silu * up
     return (y if residual is None else y + np.asarray(residual, np.float64)), slack
 
 
-def _rounded(y: np.ndarray, weights: Weights, dtype: Any) -> np.ndarray:
-    """Rows as they are multiplied: rounded to int8 for such weights, else to x's dtype."""
+def _rounded(y: np.ndarray, weights: Weights, dtype: Any, error: Any = 0.0) -> np.ndarray:
+    """Rows with this error as they are multiplied: rounded to int8 for such weights, else to x's dtype."""
     if weights.weight.dtype != jnp.int8:
-        return np.asarray(jnp.asarray(y, dtype), np.float64)
-    q, scale = quantize_rows(jnp.asarray(y, jnp.float32))
-    return np.asarray(q, np.float64) * np.asarray(scale, np.float64)
+        return np.asarray(jnp.asarray(y + error, dtype), np.float64)
+    scale = np.asarray(quantize_rows(jnp.asarray(y, jnp.float32))[1], np.float64)
+    return np.round((y + error) / scale) * scale
 
 
 def two_splits(tile_k: int) -> Trial:
@@ -140,7 +138,7 @@ def check(case: Case, fmt: Any, tile_k: int = GROUP) -> None:
     allowed = float(jnp.finfo(case.dtype).eps) / 2 * abs(expected) + 1e-5 + 1.01 * slack
     error = abs(np.asarray(y, np.float64) - expected)
     assert (error <= allowed).all(), (error / allowed).max()
-    assert np.mean(slack) < 2e-3  # so that it hides nothing
+    assert np.median(slack) < 2e-3  # so that it hides nothing; a row of few digits can have many such inputs
 
 
 @pytest.mark.interpreted

@@ -214,25 +214,19 @@ class Engine:
           max_passes: as in `step`.
           compiled: whether what the requests need has been compiled ahead.
 
-        Raises RuntimeError while another run has not ended: each would take the other's sequences for its own. And in a
-        process that was forked.
+        Raises RuntimeError in a process that was forked; and as soon as it is read while another run has begun and not
+        ended, since each would take the other's sequences for its own.
         """
         self._origin.check()
-        run = self._run([s for group in groups for s in group], max_passes, compiled)
-        with self._run_lock:
-            # What a run holds ends with its generator: an interrupt cannot prevent that, as it could a release.
-            current = self._current_run()
-            if current is not None and inspect.getgeneratorstate(current) != inspect.GEN_CLOSED:
-                raise RuntimeError(
-                    "This model runs other requests, in another thread or for a stream that was not read to its end: "
-                    "close that stream, or use AsyncLLM, which runs the requests of many threads together."
-                )
-            self._current_run = weakref.ref(run)
+        me: list[weakref.ref[Generator]] = []
+        run = self._run([s for group in groups for s in group], max_passes, compiled, me)
+        me.append(weakref.ref(run))
         return run
 
     def _run(
-        self, sequences: list[Sequence], max_passes: int | None, compiled: bool
+        self, sequences: list[Sequence], max_passes: int | None, compiled: bool, me: list[weakref.ref[Generator]]
     ) -> Generator[list[Sequence], None, None]:
+        self._become_current(me[0])
         if sequences and not compiled:
             self.executor.compile_ahead(sequences)
         try:
@@ -247,6 +241,21 @@ class Engine:
         finally:
             self._abort_run()
             self.drain()
+
+    def _become_current(self, me: weakref.ref[Generator]) -> None:
+        """Let a run that begins be the only one.
+
+        What a run holds ends with its generator: an interrupt cannot prevent that, as it could a release. One that has
+        not begun holds nothing: where `run` itself is interrupted, the error's traceback keeps it.
+        """
+        with self._run_lock:
+            current = self._current_run()
+            if current is not None and inspect.getgeneratorstate(current) != inspect.GEN_CLOSED:
+                raise RuntimeError(
+                    "This model runs other requests, in another thread or for a stream that was not read to its end: "
+                    "close that stream, or use AsyncLLM, which runs the requests of many threads together."
+                )
+            self._current_run = me
 
     def _abort_run(self) -> None:
         for request_id in self._run_ids:
