@@ -94,7 +94,8 @@ class AsyncLLM:
         Raises ValueError for an invalid text, naming it, before anything runs; EngineGenerateError if a step fails.
         """
         requests = await asyncio.to_thread(pooling_requests, self._engine, as_list(texts), adapter)
-        pending = [PendingRequest(request.sequences(), owner=self, reader=OutputReader()) for request in requests]
+        reader = OutputReader()
+        pending = [PendingRequest(request.sequences(), owner=self, reader=reader) for request in requests]
         vectors = []
         with self._running(*pending):
             for index, request in enumerate(pending):
@@ -112,13 +113,13 @@ class AsyncLLM:
         sequences = await asyncio.to_thread(lambda: prepare().sequences())
         pending, seen = PendingRequest(sequences, owner=self, reader=reader), None
         with self._running(pending):
-            while not pending.future.done():
+            while pending.outcome is None:
                 await reader.wait()
-                if not pending.future.done() and reader.newest is not seen:
+                if pending.outcome is None and reader.newest is not seen:
                     seen = reader.newest
                     assert seen is not None
                     yield seen.output()
-            yield pending.future.result()
+            yield await pending.wait()
 
     @contextlib.contextmanager
     def _running(self, *pending: PendingRequest) -> Iterator[None]:
@@ -135,7 +136,7 @@ class AsyncLLM:
             yield
         finally:
             for request in pending:
-                self._driver.abort(request.request_id, request.future)
+                self._driver.abort(request.request_id, request)
 
     # Threads
 
@@ -159,6 +160,7 @@ class AsyncLLM:
         """
         pending = PendingRequest(self.prepare(prompt, params).sequences(), owner=self)
         self._driver.submit(pending, block=block)
+        assert pending.future is not None
         return pending.future
 
     def abort(self, request_id: str) -> None:

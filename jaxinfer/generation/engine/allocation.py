@@ -12,6 +12,9 @@ from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.speculation import SpeculationControl
 from jaxinfer.generation.lora.cache import AdapterCache
 
+NO_PAGES = array("i")
+"""Of all allocations that have none: many may wait."""
+
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Allocation:
@@ -37,7 +40,7 @@ class Allocation:
     speculation: SpeculationControl | None = None
     slot: int = -1
     adapter_index: int = 0
-    pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
+    pages: array[int] = dataclasses.field(default_factory=lambda: NO_PAGES)
     prefilling: bool = True
     num_prefilled_tokens: int = 0
     num_inserted_pages: int = 0
@@ -47,7 +50,7 @@ class Allocation:
 
     def reset(self) -> None:
         """Forget what it has been given: it waits, and is computed from its first token."""
-        self.slot, self.adapter_index, self.pages = -1, 0, array("i")
+        self.slot, self.adapter_index, self.pages = -1, 0, NO_PAGES
         self.prefilling, self.num_prefilled_tokens = True, 0
         self.num_inserted_pages, self.node = 0, None
         self.min_in_flight = self.max_in_flight = 0
@@ -204,7 +207,7 @@ class Allocator:
         self._free_slots.append(allocation.slot)
         if allocation.adapter_index:
             self._release_adapter(allocation.sequence)
-        allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, array("i")
+        allocation.slot, allocation.adapter_index, allocation.pages = -1, 0, NO_PAGES
         allocation.prefilling, allocation.num_prefilled_tokens = True, 0
 
     def prefetch(self, sequence: Sequence) -> None:

@@ -87,7 +87,8 @@ class Driver:
                 raise ValueError(
                     "This prepared request runs already: prepare the prompt once for each time it is to run."
                 )
-            pending.future.add_done_callback(functools.partial(_abort_if_cancelled, weakref.ref(self), request_id))
+            if pending.future is not None:
+                pending.future.add_done_callback(functools.partial(_abort_if_cancelled, weakref.ref(self), request_id))
             if len(self._accepted) < self._max_requests:
                 self._accept(pending)
                 return
@@ -102,16 +103,16 @@ class Driver:
         try:
             turn.wait()
         except BaseException:  # Ctrl-C
-            self.abort(request_id, pending.future)
+            self.abort(request_id, pending)
             raise
 
-    def abort(self, request_id: str, future: Future | None = None) -> None:
-        """Give a request up; does nothing if it has ended, or if it is another one than this future's."""
+    def abort(self, request_id: str, request: PendingRequest | Future | None = None) -> None:
+        """Give a request up; does nothing if it has ended, or if it is another one than this, or than this future's."""
         if self._origin.forked:
             return
         with self._lock:
             pending = self._line.get(request_id) or self._accepted.get(request_id)
-            if pending is None or future not in (None, pending.future):
+            if pending is None or request not in (None, pending, pending.future):
                 return
             if request_id in self._line:  # beyond `max_requests`, but only to end at once
                 self._leave_line(request_id)

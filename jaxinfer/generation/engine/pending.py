@@ -30,10 +30,10 @@ class EngineGenerateError(RuntimeError):
 
 
 class OutputReader:
-    """Where one task reads what becomes of its request; the engine's thread writes.
+    """Where one task reads what becomes of its requests; the engine's thread writes.
 
-    It holds the newest snapshot alone, and the task makes an output of it. Each says all that came before it, so that a
-    task slower than the engine skips some and loses nothing, holds nobody up, and lets nothing grow.
+    It holds the newest snapshot of a stream alone, and the task makes an output of it. Each says all that came before
+    it, so that a task slower than the engine skips some and loses nothing, holds nobody up, and lets nothing grow.
 
     Attributes:
       loop: the task's event loop, which is told of changes; known from `attach` on.
@@ -76,14 +76,16 @@ class PendingRequest:
 
     Attributes:
       sequences: its completions, which belong to the engine's thread.
-      reader: for the task that waits for it; None for callers that wait in threads.
-      future: ends once: with a RequestOutput or a vector, with an error, or cancelled by its caller.
+      reader: for the task that waits for it, which may wait for others with the same; None for callers in threads.
+      future: for callers in threads: ends once, as `outcome` says, or cancelled by its caller; None beside a reader.
+      outcome: a RequestOutput or a vector, or an error; None until it has ended.
       owner: what must live until the request has ended.
     """
 
     def __init__(self, sequences: list[Sequence], *, owner: object, reader: OutputReader | None = None):
         self.sequences, self.owner, self.reader = sequences, owner, reader
-        self.future: Future[Any] = Future()
+        self.future: Future[Any] | None = Future() if reader is None else None
+        self.outcome: RequestOutput | np.ndarray | Exception | None = None
         self._view = None if sequences[0].request.pooling else RequestView(sequences)
         self._num_tokens = sum([len(sequence.token_ids) for sequence in sequences])
 
@@ -120,24 +122,29 @@ class PendingRequest:
             return EngineGenerateError("The request was aborted.")
         return vector
 
-    def end(self, result: RequestOutput | np.ndarray | Exception) -> None:
-        """End the future, unless the caller has cancelled it; what its callbacks raise concerns nobody else."""
+    def end(self, outcome: RequestOutput | np.ndarray | Exception) -> None:
+        """End, unless the caller has cancelled it; what a future's callbacks raise concerns nobody else."""
+        self.outcome = outcome
+        if self.future is None:
+            return
         try:
             if not self.future.set_running_or_notify_cancel():
                 return
-            if isinstance(result, Exception):
-                self.future.set_exception(result)
+            if isinstance(outcome, Exception):
+                self.future.set_exception(outcome)
             else:
-                self.future.set_result(result)
+                self.future.set_result(outcome)
         except BaseException as error:  # `Future` itself keeps those that are an Exception
             log.error("A callback of request %s has failed.", self.request_id, exc_info=error)
 
     async def wait(self) -> Any:
-        """The future's result, for the task that reads."""
+        """What has come of it, for the task that reads. Raises the error that it ended with."""
         assert self.reader is not None
-        while not self.future.done():
+        while self.outcome is None:
             await self.reader.wait()
-        return self.future.result()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
 
 
 def tell_readers(changed: Iterable[PendingRequest]) -> list[str]:

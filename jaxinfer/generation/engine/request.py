@@ -79,7 +79,6 @@ class Sequence:
       num_draft_tokens: tokens proposed by speculation.
       num_accepted_tokens: those of them that were right.
       matcher: its place in the structured output, or None.
-      detokenizer: makes text of its tokens, or None.
       arrival_time: when it was queued.
       first_token_time: when its first token came; None before.
       last_token_time: when its last token came, or when it ended.
@@ -99,7 +98,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.matcher = request.matcher and request.matcher.copy()
-        self.detokenizer: TextStream | None = request.tokenizer and request.tokenizer.stream(request.prompt_token_ids)
+        self._detokenizer: TextStream | None = None
         self.arrival_time = 0.0
         self.first_token_time: float | None = None
         self.last_token_time = 0.0
@@ -111,6 +110,13 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def detokenizer(self) -> TextStream | None:
+        """Makes text of its tokens, or None; made for the first token, since many sequences may wait for theirs."""
+        if self._detokenizer is None and self.request.tokenizer is not None:
+            self._detokenizer = self.request.tokenizer.stream(self.request.prompt_token_ids)
+        return self._detokenizer
 
     @property
     def num_prompt_tokens(self) -> int:
