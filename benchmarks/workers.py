@@ -42,6 +42,19 @@ class EngineError(SystemExit):
     """An engine cannot run; the message says how to install it. Ends the command unless it is caught."""
 
 
+def run_module(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """The JSON object that a module of this tree prints last when it runs in a process of its own.
+
+    Raises EngineError if it fails.
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise EngineError(f"{name} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 class Worker:
     """One engine's process; see `peers/worker.py` for what it answers.
 

@@ -6,17 +6,15 @@ what they come from.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 
-from benchmarks.report import ROOT, Report
+from benchmarks.report import Report
 from benchmarks.streaming.models import write_hf
 from benchmarks.streaming.ours import CONTEXT, PROMPT, decode_seconds, drop_pages
 from benchmarks.streaming.run_jaxinfer import run
 from benchmarks.streaming.settings import Settings
-from benchmarks.workers import EngineError
+from benchmarks.workers import run_module
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.models.conversion import convert
@@ -40,12 +38,8 @@ def plan_error(report: Report, settings: Settings) -> None:
     for _ in range(settings.rounds):
         for tensor in TENSOR:
             drop_pages(model)
-            command = [sys.executable, "-m", "benchmarks.streaming.plan_error", model, str(tensor)]
-            env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(tensor)}
-            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
-            if done.returncode:
-                raise EngineError(f"it ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-            found = json.loads(done.stdout.splitlines()[-1])
+            devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(tensor)}
+            found = run_module("benchmarks.streaming.plan_error", str(model), str(tensor), **devices)
             errors[tensor].append(abs(found["predicted"] / found["measured"] - 1))
             report.row(figure="plan", tensor=tensor, error=round(errors[tensor][-1], 4), **found)
     worst = max(statistics.median(found) for found in errors.values())

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 
 WEIGHTS = ("device", "host", "disk", "auto")
 Tier = Literal["device", "host", "disk"]
-MAX_LAYERS = 16
+MAX_PROGRAM_LAYERS = 32
 """How many layers one program runs at most: a call costs little beside them, and compiling takes longer for each."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -155,14 +155,14 @@ class Placement:
     def ranges(self, kinds: Sequence[int]) -> tuple[LayerRange, ...]:
         """The layers in the order of a pass: each streamed one alone, those between two of them together.
 
-        More than `MAX_LAYERS` together are halved, or divided further, as evenly as can be.
+        More than `MAX_PROGRAM_LAYERS` together are halved, or divided further, as evenly as can be.
 
         kinds: of each layer, the first of its kind (`layer_kinds` of the model's config).
         """
         cuts = {0, len(self.tiers)} | {at for layer in self.streamed for at in (layer, layer + 1)}
         found = []
         for first, end in itertools.pairwise(sorted(cuts)):
-            programs = -(-(end - first) // MAX_LAYERS)
+            programs = -(-(end - first) // MAX_PROGRAM_LAYERS)
             places = [first + (end - first) * i // programs for i in range(programs + 1)]
             found += [self._range(start, stop - start, kinds) for start, stop in itertools.pairwise(places)]
         return tuple(found)

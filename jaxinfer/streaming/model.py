@@ -12,9 +12,11 @@ from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.streaming.config import LayerRange, Placement, Tier
 from jaxinfer.streaming.layer_folders import layer_leaves, open_layer_files, read_leaves
 
-M_MMAP_THRESHOLD = -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
 LARGE_ARRAY = 4 << 20
+KEPT_BYTES = 64 << 20
+"""How much of what is freed at a heap's end it keeps, as glibc does by itself unless told what a large array is."""
 
 _log = logging.getLogger("jaxinfer.streaming")
 
@@ -67,7 +69,10 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
 def map_large_arrays(smallest: int = LARGE_ARRAY) -> None:
     """Have glibc give every large array pages of its own, which go back to the system when it is freed.
 
-    Otherwise its heaps, one for each thread that reads or copies, keep half a GiB of what passing layers have left.
+    Otherwise its heaps, one for each thread that reads or copies, keep half a GiB of what passing layers have left. The
+    smaller ones stay in the heaps: each would else be given back when it is freed, and mapped anew in the next pass.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, smallest)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, smallest)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

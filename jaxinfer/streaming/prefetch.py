@@ -110,8 +110,11 @@ class Prefetcher:
 
     def computing(self, result: Any, layers: int = 1) -> None:
         """The devices compute this (pytree of arrays) from the layer that `get` gave last, or from resident ones."""
-        sent = self._sent if self._given else time.perf_counter()
-        self._computations.append(_Computation(result, sent, layers, self._given))
+        sent, streamed = self._sent if self._given else time.perf_counter(), self._given
+        if not streamed and self._computations and not self._computations[-1].streamed:
+            before = self._computations.pop()  # which gives no memory back: one wait for both is enough
+            sent, layers = before.sent, before.layers + layers
+        self._computations.append(_Computation(result, sent, layers, streamed))
         self._given = False
 
     def finish(self) -> None:
