@@ -7,6 +7,7 @@ FOLDER/layers.json       what is where, a crc32c of every 8 MiB, and one of all 
 Orbax's files are unaligned and compressed in parts: reading a layer of them takes a core and half the disk's speed.
 """
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -35,6 +36,7 @@ MANIFEST = "layers.json"
 ALIGNMENT = 4096
 BLOCK_BYTES = 8 << 20
 """Read at once, and verified by itself; at 8 MiB a read costs the CPU least for each byte."""
+HUGE_PAGE = 2 << 20
 ATTEMPTS = 4
 """How often a block is read before its error counts."""
 FIRST_DELAY = 0.05
@@ -271,8 +273,19 @@ def aligned(size: int) -> int:
 
 
 def aligned_buffer(size: int) -> np.ndarray:
-    """uint8 [size], zero, beginning at a page; its pages are given back when the last array over it is gone."""
-    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    """uint8 [size], zero, beginning at a page; its pages are given back when the last array over it is gone.
+
+    From a block on they are huge where the system has such. A disk takes a request of a limited number of pieces of
+    memory, which pages are unless they happen to follow each other: reads of huge ones are 1.2 to 3 times as fast.
+    """
+    if size < BLOCK_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
+    with contextlib.suppress(OSError):  # a kernel without
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    start = -array.ctypes.data % HUGE_PAGE
+    return array[start : start + size]
 
 
 def write_layers(
