@@ -39,6 +39,8 @@ CHECKS = {
     "speculation_worst": "speculation on text that cannot be predicted, the worse of two models",
     "step_gap_ms": "device waiting for the host between steps, demo model",
     "compile_misses": "compile misses in 200 random requests after compiling ahead",
+    "queues_linear": "CPU time of each of 20,000 queued items against each of 2,000, worst of six queues",
+    "host_ms_256_streams": "host work of a step for 256 streams of 32,000 tokens",
 }
 """What a check is called in the table; those that are not here are not in it."""
 
@@ -82,7 +84,7 @@ def decode_section(result: Result) -> list[str]:
 
 
 def engine_section(result: Result) -> list[str]:
-    """Output tokens per second of every engine, the best of a dtype in bold."""
+    """Output tokens per second of every engine, the best of a dtype in bold, if they were measured; and the checks."""
     rows = [row for row in result["rows"] if row["figure"] == "throughput"]
     lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
@@ -90,6 +92,8 @@ def engine_section(result: Result) -> list[str]:
         for row, rate in zip(same, best([row["tokens_per_s"] for row in same], max, 1), strict=True):
             way = ", ".join(f"{name} {value}" for name, value in row["way"].items())
             lines.append([engine_name(row["engine"]), dtype, str(row["requests"]), way, rate])
+    if not lines:
+        return ["Many requests at once, without peers.", checks_table(result)]
     return [
         "Many requests at once: output tokens per second of every engine in the best of its ways.",
         table(["engine", "dtype", "requests", "way", "tokens/s"], lines),

@@ -110,9 +110,8 @@ class _FromHost:
 
     tier, cpu_seconds = "host", 0.0
 
-    def __init__(self, store: "HostStore", leaves: list[jax.Array]):
-        self._store, self._host = store, leaves
-        self.bytes = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    def __init__(self, store: "HostStore", layer: int):
+        self._store, self._host, self.bytes = store, store.layers[layer], store.bytes[layer]
         self.interval: tuple[float, float] | None = None
         self._arrays: list[jax.Array] = []
         self._begun = 0.0
@@ -159,16 +158,23 @@ class HostStore(LayerStore):
       shardings: where each leaf of a layer lives on the devices.
 
     Attributes:
+      bytes: that each layer takes on all devices together.
       watcher: the thread that sees when copies end.
     """
 
     def __init__(self, layers: dict[int, list[jax.Array]], shardings: Sequence[Sharding]):
-        self._layers, self.shardings = layers, shardings
+        self.layers, self.shardings = layers, shardings
+        self.bytes = {layer: sum(map(_bytes, leaves)) for layer, leaves in layers.items()}
         self.watcher = ThreadPoolExecutor(1, "jaxinfer-host-copies")
 
     @override
     def start(self, layer: int) -> Fetch:
-        return _FromHost(self, self._layers[layer])
+        return _FromHost(self, layer)
+
+
+def _bytes(array: jax.Array) -> int:
+    """What its parts take on all devices together."""
+    return sum(shard.data.nbytes for shard in array.addressable_shards)
 
 
 def to_host(array: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -23,7 +24,7 @@ def disk(report: Report, settings: Settings) -> None:
     opened = open_model(model)
     model_bytes, folder = opened.bytes_per_device(), layer_folder(opened)
     sizes, jobs = (("8m",), (4,)) if settings.quick else (("1m", "4m", "16m"), (1, 4, 8))
-    tried = {way: fio(folder, *way, seconds=4) for way in itertools.product(sizes, jobs)}
+    tried = {way: fio(folder, *way, seconds=4) for way in itertools.product(sizes, jobs, (False, True))}
     way = max(tried, key=tried.__getitem__)
     report.row(figure="fio", way=way, gb_per_s=round(tried[way] / 1e9, 3))
     raw, ours, cores, peaks = [], [], [], []
@@ -45,12 +46,16 @@ def disk(report: Report, settings: Settings) -> None:
     report.check("disk_cores", statistics.median(cores), "cores", target=0.3, better="lower")
 
 
-def fio(folder: Path, size: str, jobs: int, seconds: int) -> float:
-    """Bytes a second that fio reads from the layer files, past the page cache, each job other files."""
+def fio(folder: Path, size: str, jobs: int, huge_pages: bool, seconds: int) -> float:
+    """Bytes a second that fio reads from the layer files, past the page cache, each job other files.
+
+    huge_pages: ask for such for its buffers, which fio itself cannot without reserving some; glibc can.
+    """
     files = sorted(file.name for file in folder.glob("*.bin"))
     command = ["fio", "--readonly", "--rw=read", "--direct=1", f"--bs={size}", "--ioengine=psync", "--time_based"]
     command += [f"--runtime={seconds}", "--group_reporting", "--output-format=json"]
     for job in range(jobs):
         command += [f"--name={job}", f"--filename={':'.join(files[job::jobs])}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+    env = {**os.environ, "GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(huge_pages)}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env=env)
     return sum(job["read"]["bw_bytes"] for job in json.loads(done.stdout)["jobs"])

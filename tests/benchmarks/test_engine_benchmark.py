@@ -44,7 +44,7 @@ def test_gaps_are_from_results_to_the_next_dispatch():
 
 @pytest.mark.parametrize("case", queues.CASES)
 def test_queues_end(model_dir, case):
-    assert queues.cpu_seconds(case(model_dir, 100), collector=False) > 0
+    assert queues.cpu_seconds(case(model_dir, 100)) > 0
 
 
 def test_a_run_does_not_look_through_what_has_ended(model_dir, monkeypatch):
