@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import jax
@@ -17,7 +17,7 @@ from jaxinfer.collaboration.execution.kinds import kind_of
 from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
 from jaxinfer.collaboration.execution.profiler import Measured, measure
 from jaxinfer.collaboration.scheduling.executor_state import ExecutorConfig
-from jaxinfer.collaboration.scheduling.experts import ExpertGraph, ExpertInfo
+from jaxinfer.collaboration.scheduling.experts import ExpertGraph, ExpertInfo, Rule
 from jaxinfer.collaboration.scheduling.policy import Policy
 from jaxinfer.collaboration.scheduling.profile import Profiles
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
@@ -179,6 +179,10 @@ class OpenedSystem:
                 raise LoadError(str(error)) from error
             if expert.architecture != self._like(name).architecture:
                 raise LoadError(f"its architecture is {expert.architecture.name}, which was not known at the start.")
+            try:
+                _check_verdicts(expert, self.config.rules)
+            except ConfigError as error:
+                raise LoadError(str(error)) from error
             self.experts[name] = expert
         return self.experts[name]
 
@@ -194,6 +198,8 @@ class OpenedSystem:
     def _graph(self, config: SystemConfig) -> ExpertGraph:
         graph = ExpertGraph((self._info(expert) for expert in config.experts), config.inputs, config.rules)
         usage = {expert.name: expert.usage for expert in config.experts if expert.usage is not None}
+        for expert in self.experts.values():
+            _check_verdicts(expert, config.rules)
         for rule in config.rules:
             first, following = (self.experts.get(name) for name in (rule.expert, rule.next))
             if first and following and first.kind.shape != following.kind.shape:
@@ -234,6 +240,14 @@ class OpenedSystem:
         """One with a pool on each of these devices; it keeps one buffer, of the largest expert."""
         keep = max(file_bytes(expert.architecture) for expert in self.experts.values())
         return ExpertLoader(self._find, devices, staging=Staging(keep=keep), preadv=self._preadv)
+
+
+def _check_verdicts(expert: OpenedExpert, rules: Iterable[Rule]) -> None:
+    """Raise ConfigError for a rule with a verdict that the expert cannot give: its next expert would never run."""
+    for rule in rules:
+        if rule.expert == expert.name and rule.verdict not in expert.kind.verdicts:
+            known = ", ".join(map(repr, expert.kind.verdicts[:8])) + (", ..." if len(expert.kind.verdicts) > 8 else "")
+            raise ConfigError(f"rule {rule.expert!r}: it never answers {rule.verdict!r}; its verdicts: {known}.")
 
 
 def _device(executor: ExecutorOptions) -> Any:

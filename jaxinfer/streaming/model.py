@@ -15,8 +15,8 @@ from jaxinfer.streaming.layer_folders import layer_leaves, open_layer_files, rea
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
 LARGE_ARRAY = 4 << 20
-KEPT_BYTES = 64 << 20
-"""How much of what is freed at a heap's end it keeps, as glibc does by itself unless told what a large array is."""
+KEPT_ARRAYS = 16
+"""How many freed arrays a heap keeps at its end, of the largest that are not large."""
 
 _log = logging.getLogger("jaxinfer.streaming")
 
@@ -75,4 +75,4 @@ def map_large_arrays(smallest: int = LARGE_ARRAY) -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, smallest)
-        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_ARRAYS * smallest)

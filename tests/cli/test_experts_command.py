@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 import sys
 
 import numpy as np
@@ -98,14 +99,27 @@ def test_an_image_that_cannot_be_judged_is_the_only_one(board, tmp_path):
     np.save(images / "K0" / "small.npy", image(0, size=8))
     (images / "K1" / "empty.npy").touch()
     (images / "K1" / "torn.npy").write_bytes(b"\x93NUMPY")
+    header = "{'descr': '|u1', 'fortran_order': False, 'shape': %s"
+    (images / "K1" / "unclosed.npy").write_bytes(npy(header % "(8, 8, 3)"))
+    (images / "K1" / "vast.npy").write_bytes(npy(header % "(1000000, 1000000, 12)" + "}"))
+    pytest.importorskip("PIL.Image").new("1", (20000, 20000)).save(images / "K1" / "vast.png")
     done = invoke("run", board, "--images", images, "--json", code=1)
     errors = [line for line in map(json.loads, done.stdout.splitlines()) if "error" in line]
     assert [(line["input"], line["error"]) for line in errors] == [
         ("K0/small.npy", "InvalidInputError"),
         ("K1/empty.npy", "EOFError"),
         ("K1/torn.npy", "ValueError"),
+        ("K1/unclosed.npy", "TokenError"),
+        ("K1/vast.npy", "MemoryError"),
+        ("K1/vast.png", "DecompressionBombError"),
     ]
-    assert "3 failed" in done.stderr
+    assert "3 inputs in " in done.stderr
+    assert "6 failed" in done.stderr
+
+
+def npy(header):
+    """The beginning of an array's file."""
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode()
 
 
 def test_errors_are_one_line(board, tmp_path, monkeypatch):

@@ -152,6 +152,9 @@ def test_configs_that_cannot_work(board, start, tmp_path):
             start("c0", executors=1, **{"executors_given": (options,)})
     with pytest.raises(ConfigError, match=r"'c0' takes inputs of \[32, 32, 3\] and 'larger', .* \[64, 64, 3\]"):
         start("c0", "larger", folder=tmp_path, rules=[("c0", "ok", "larger")])
+    for name, verdict, known in (("c0", "OK", "'ok', 'defect'"), ("e0", "ok", "'done'"), ("d0", "", "'none'")):
+        with pytest.raises(ConfigError, match=f"rule '{name}': it never answers '{verdict}'; .*{known}"):
+            start("c1", name, rules=[(name, verdict, "c1")])
     with pytest.raises(ConfigError, match="the rules make a cycle"):
         start("c0", "c1", rules=[("c0", "ok", "c1"), ("c1", "ok", "c0")])
     with pytest.raises(RoutingError, match="'c9', which is no expert"):

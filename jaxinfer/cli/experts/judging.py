@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.collaboration.errors import CollaborationError, OverloadedError, RoutingError
+from jaxinfer.collaboration.errors import OverloadedError, RoutingError
 from jaxinfer.collaboration.execution.executors import Result
 from jaxinfer.collaboration.system import System
 from jaxinfer.collaboration.traces import draw_kinds
@@ -121,7 +121,7 @@ def _submit(system: System, item: Input, finish: Callable[[], None], under_way: 
                 if not under_way:
                     raise
                 finish()
-    except (CollaborationError, ValueError, OSError, EOFError) as error:
+    except Exception as error:  # files can be broken in any way: it is this input's
         return error
 
 

@@ -85,6 +85,11 @@ class ExpertKind(Protocol):
         """Of its numbers."""
         ...
 
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """All that its answers can say."""
+        ...
+
     def check(self, payload: Any) -> np.ndarray:
         """The input as it goes into a batch. Raises InvalidInputError."""
         ...
@@ -129,6 +134,10 @@ class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
 class Classifier[Config: ResNetConfig | ViTConfig](_ImageExpert[Config]):
     """Images to classes."""
 
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        return self.labels
+
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
         probabilities = np.asarray(outputs)[:count]
         return [
@@ -139,6 +148,10 @@ class Classifier[Config: ResNetConfig | ViTConfig](_ImageExpert[Config]):
 
 class Detector(_ImageExpert[YoloConfig]):
     """Images to boxes."""
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        return *self.labels, NOTHING
 
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
         found = jax.tree.map(np.asarray, outputs)
@@ -165,6 +178,8 @@ class TextEncoder:
       tokens: most tokens of a text; None: the model's context.
       tokenizer: for texts; None: token ids are needed.
     """
+
+    verdicts = (DONE,)
 
     def __init__(self, config: EncoderConfig, tokens: int | None = None, tokenizer: Tokenizer | None = None):
         self.config, self._tokenizer = config, tokenizer
