@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 from jaxinfer.collaboration.config import SystemConfig
-from jaxinfer.collaboration.errors import InvalidInputError, LoadError
+from jaxinfer.collaboration.errors import InvalidInputError, LoadError, OverloadedError
 from jaxinfer.collaboration.execution.executors import Executors, Result, Times
 from jaxinfer.collaboration.opened import OpenedSystem, Progress, log_progress
 from jaxinfer.collaboration.scheduling.executor_state import Statistics
@@ -15,6 +16,9 @@ from jaxinfer.collaboration.scheduling.profile import Profile
 from jaxinfer.collaboration.scheduling.request import Action, Load
 from jaxinfer.collaboration.scheduling.scheduler import Decision, Scheduler
 from jaxinfer.generation.fields import NotNegative, check
+
+IN_FLIGHT = 1024
+"""Most inputs of one `System.run` on their way, which are in memory."""
 
 
 class System(OpenedSystem):
@@ -78,17 +82,57 @@ class System(OpenedSystem):
         """The same for coroutines: waits for the result; cancelling gives the request up."""
         return await asyncio.wrap_future(self.submit(kind, value, deadline=deadline))
 
-    def run(self, inputs: Iterable[tuple[str, Any]]) -> Iterator[Result]:
-        """The results of (kind, value) pairs, in their order. All are submitted before the first result is given."""
-        futures: list[Future[Result]] = []
+    @overload
+    def run(self, inputs: Iterable[tuple[str, Any]], *, return_errors: Literal[False] = False) -> Iterator[Result]: ...
+
+    @overload
+    def run(self, inputs: Iterable[tuple[str, Any]], *, return_errors: bool) -> Iterator[Result | Exception]: ...
+
+    def run(
+        self, inputs: Iterable[tuple[str, Any]], *, return_errors: bool = False
+    ) -> Iterator[Result] | Iterator[Result | Exception]:
+        """The results of (kind, value) pairs, in their order, each as soon as it is there.
+
+        Args:
+          inputs: any number; taken while fewer than `IN_FLIGHT` are on their way, and no more may wait than do.
+          return_errors: give the error of an input in place of its result and go on, instead of raising it, which gives
+            up those that follow.
+        """
+        under_way: deque[Future[Result]] = deque()
+
+        def first() -> Result | Exception:
+            try:
+                found = under_way[0].result()
+            except Exception as error:
+                if not return_errors:
+                    raise
+                found = error
+            under_way.popleft()
+            return found
+
         try:
             for kind, value in inputs:
-                futures.append(self.submit(kind, value))
-            for future in futures:
-                yield future.result()
+                while (future := self._try_submit(kind, value, alone=not under_way)) is None:
+                    yield first()
+                under_way.append(future)
+                while under_way and (under_way[0].done() or len(under_way) >= IN_FLIGHT):
+                    yield first()
+            while under_way:
+                yield first()
         finally:
-            for future in futures:
+            for future in under_way:
                 future.cancel()
+
+    def _try_submit(self, kind: str, value: Any, *, alone: bool) -> Future[Result] | None:
+        """`submit`, its errors in the future; None if too many wait, unless none of the caller's does (`alone`)."""
+        try:
+            return self.submit(kind, value)
+        except Exception as error:
+            if isinstance(error, OverloadedError) and not alone:
+                return None
+            failed: Future[Result] = Future()
+            failed.set_exception(error)
+            return failed
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import itertools
 import shutil
 import threading
 import time
@@ -20,6 +21,7 @@ from jaxinfer.collaboration.scheduling import scheduler
 from jaxinfer.collaboration.scheduling.policy import POLICIES, Policy
 from jaxinfer.collaboration.scheduling.replay import Recorder, Replayer
 from jaxinfer.collaboration.simulator import Simulator
+from jaxinfer.collaboration.system import IN_FLIGHT
 from jaxinfer.collaboration.traces import draw_trace
 from tests.collaboration.boards import (
     CLASSIFIERS,
@@ -125,6 +127,24 @@ def test_inputs_that_cannot_be_are_refused_at_once(start):
     assert len(list(system.run([("c0", image(0))]))) == 1
     with pytest.raises(InvalidInputError):
         list(system.run([("c0", image(0)), ("c0", None)]))
+    bad = [("c0", None), ("c0", image(0)), ("c9", image(0)), (None, 5), ("c0", image(1))]
+    found = [type(result).__name__ for result in system.run(bad, return_errors=True)]
+    assert found == ["InvalidInputError", "Result", "RoutingError", "InvalidInputError", "Result"]
+
+
+def test_a_run_waits_where_too_many_would(board, start):
+    system = start(*CLASSIFIERS, max_queued=3)
+    given = inputs(50)
+    for (name, value), result in zip(given, system.run(iter(given)), strict=True):
+        check(board, name, value, result)
+
+
+def test_a_run_takes_inputs_as_it_gives_results(start):
+    system, taken = start(*CLASSIFIERS), itertools.count()
+    results = system.run((next(taken), ("c0", image(0)))[1] for _ in itertools.repeat(None))
+    assert [type(result).__name__ for result in itertools.islice(results, 2000)] == ["Result"] * 2000
+    results.close()
+    assert next(taken) <= 2000 + IN_FLIGHT
 
 
 def test_an_input_that_changes_after_it_was_given_changes_nothing(start):

@@ -5,20 +5,17 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxinfer.collaboration.errors import OverloadedError, RoutingError
+from jaxinfer.collaboration.errors import RoutingError
 from jaxinfer.collaboration.execution.executors import Result
 from jaxinfer.collaboration.system import System
 from jaxinfer.collaboration.traces import draw_kinds
 from jaxinfer.models.config import EncoderConfig
 
-IN_FLIGHT = 1024
-"""Most inputs that are in memory at a time."""
 PILLOW = {".png", ".jpg", ".jpeg"}
 
 
@@ -79,27 +76,33 @@ def random_inputs(system: System, count: int, seed: int) -> Iterator[Input]:
 
 def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None], *, as_json: bool) -> Summary:
     """Have all inputs judged; writes a line for each, in their order."""
-    begun, under_way = time.perf_counter(), deque[tuple[Input, Future[Result] | Exception]]()
-    judged = failed = 0
+    begun, judged, failed = time.perf_counter(), 0, 0
+    given = deque[tuple[Input, Exception | None]]()  # those without a line yet, and why they could not be read
 
-    def finish() -> None:
-        nonlocal judged, failed
-        item, future = under_way.popleft()
-        try:
-            if isinstance(future, Exception):
-                raise future
-            write(_line(item, future.result(), as_json))
-            judged += 1
-        except Exception as error:  # of whatever kind: it is this input's
-            write(_error_line(item, error, as_json))
+    def readable() -> Iterator[tuple[str, Any]]:
+        for item in inputs:
+            try:
+                value = item.read()
+            except Exception as error:  # files can be broken in any way
+                given.append((item, error))
+            else:
+                given.append((item, None))
+                yield item.kind, value
+
+    def finish(results: Iterator[Result | Exception]) -> Iterator[tuple[Input, Result | Exception]]:
+        for result in results:
+            while (first := given.popleft())[1] is not None:
+                yield first[0], first[1]
+            yield first[0], result
+        yield from ((item, error) for item, error in given if error is not None)
+
+    for item, result in finish(system.run(readable(), return_errors=True)):
+        if isinstance(result, Exception):
+            write(_error_line(item, result, as_json))
             failed += 1
-
-    for item in inputs:
-        while len(under_way) >= IN_FLIGHT:
-            finish()
-        under_way.append((item, _submit(system, item, finish, under_way)))
-    while under_way:
-        finish()
+        else:
+            write(_line(item, result, as_json))
+            judged += 1
     seconds = time.perf_counter() - begun
     loads = system.statistics.loads
     text = (
@@ -108,21 +111,6 @@ def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None],
         f"the host); managing experts took {system.times.management_share:.2%} of the executors' time."
     )
     return Summary(text, failed)
-
-
-def _submit(system: System, item: Input, finish: Callable[[], None], under_way: Sequence) -> Future[Result] | Exception:
-    """The input's future, or why it has none; where too many wait, when there is room."""
-    try:
-        value = item.read()
-        while True:
-            try:
-                return system.submit(item.kind, value)
-            except OverloadedError:
-                if not under_way:
-                    raise
-                finish()
-    except Exception as error:  # files can be broken in any way: it is this input's
-        return error
 
 
 def _line(item: Input, result: Result, as_json: bool) -> str:
