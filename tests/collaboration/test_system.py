@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import itertools
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -137,6 +139,26 @@ def test_a_run_waits_where_too_many_would(board, start):
     given = inputs(50)
     for (name, value), result in zip(given, system.run(iter(given)), strict=True):
         check(board, name, value, result)
+
+
+LEFT = """
+import sys, threading
+from pathlib import Path
+from jaxinfer.collaboration import System
+from tests.collaboration.boards import AnyProfiles, config, image
+
+system = System(config(Path(sys.argv[1]), ["c0", "c1"], slots=1), profiles=AnyProfiles())
+futures = [system.submit(f"c{number % 2}", image(0)) for number in range(400)]
+futures[0].result()
+del system
+print(len(threading.enumerate()) > 2)
+"""
+
+
+def test_leaving_without_close_is_clean(board):
+    command = [sys.executable, "-c", LEFT, str(board)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 def test_a_run_takes_inputs_as_it_gives_results(start):

@@ -3,10 +3,12 @@
 All decisions are made under one lock, between compiled steps: they take microseconds.
 """
 
+import atexit
 import dataclasses
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -143,6 +145,7 @@ class Executors:
             for kind, loop in (("executor", self._run_batches), ("loader", self._run_loads)):
                 name = f"jaxinfer-{kind}-{executor.config.name}"
                 self._threads.append(threading.Thread(target=loop, args=(index,), name=name, daemon=True))
+        _open.add(self)
         for thread in self._threads:
             thread.start()
 
@@ -367,3 +370,13 @@ def _finish(future: Future[Result], result: Result | Exception) -> None:
         future.set_exception(result)
     else:
         future.set_result(result)
+
+
+_open: weakref.WeakSet[Executors] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that still ran while the interpreter is taken down could crash it."""
+    for executors in list(_open):
+        executors.close(drain=False)
