@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -139,6 +140,35 @@ def test_a_run_waits_where_too_many_would(board, start):
     given = inputs(50)
     for (name, value), result in zip(given, system.run(iter(given)), strict=True):
         check(board, name, value, result)
+
+
+def test_a_callback_that_takes_long_holds_up_nobody(start):
+    system, go, slow = start("c0", "c1", executors=2, slots=2), threading.Event(), threading.Event()
+
+    def wait(future):
+        slow.set()
+        go.wait(60)
+
+    system.submit("c0", image(0)).add_done_callback(wait)
+    try:
+        assert slow.wait(60)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(system.submit, "c1", image(0)).result(10).cancel()
+    finally:
+        go.set()
+
+
+def test_a_callback_that_raises_harms_nobody(start):
+    system = start("c0")
+
+    def interrupt(future):
+        raise KeyboardInterrupt
+
+    futures = [system.submit("c0", image(number)) for number in range(8)]
+    for future in futures[::2]:
+        future.add_done_callback(interrupt)
+    assert all(future.result(60).verdict for future in futures)
+    assert system.submit("c0", image(0)).result(60).verdict
 
 
 LEFT = """

@@ -4,12 +4,13 @@ All decisions are made under one lock, between compiled steps: they take microse
 """
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -134,6 +135,7 @@ class Executors:
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._inputs: dict[int, _Input] = {}
+        self._ended: list[tuple[Future[Result], Result | Exception]] = []  # since the lock was taken
         self._next_id, self._closed = 0, False
         self._origin = Origin("This system")
         self._batches: list[SimpleQueue[Batch | Callable[[], None] | None]] = []
@@ -160,7 +162,7 @@ class Executors:
         """
         self._origin.check(ShutdownError)
         now = self._clock()
-        with self._lock:
+        with self._deciding():
             if self._closed:
                 raise ShutdownError("the system is closed.")
             self._next_id += 1
@@ -183,7 +185,7 @@ class Executors:
         if self._origin.forked:
             return
         error = ShutdownError("the system was closed before the request was done.")
-        with self._lock:
+        with self._deciding():
             self._closed = True
             if drain:
                 self._idle.wait_for(lambda: not self._inputs, timeout)
@@ -193,10 +195,9 @@ class Executors:
         until = time.monotonic() + (GRACE if timeout is None else timeout)
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0.0))
-        with self._lock:
-            for found in list(self._inputs.values()):
-                _finish(found.future, error)
-            self._inputs.clear()
+        with self._deciding():
+            for number in list(self._inputs):
+                self._finish(number, error)
 
     def perform(self, action: Action) -> None:
         """Do an action here and now, with zeros as inputs: for a `Simulator` that has everything really done."""
@@ -209,6 +210,20 @@ class Executors:
                 self._judge(action.executor, action)
 
     # -- decisions, under the lock --
+
+    @contextlib.contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Holds the lock. Futures that end meanwhile do so after it: their callbacks may take long, or wait."""
+        ended = []
+        try:
+            with self._lock:
+                try:
+                    yield
+                finally:
+                    ended, self._ended = self._ended, []
+        finally:
+            for future, result in ended:
+                _finish(future, result)
 
     def _submit(self, request: Request, now: float) -> None:
         begun = time.thread_time()
@@ -247,12 +262,12 @@ class Executors:
     def _finish(self, number: int, result: Result | Exception) -> None:
         found = self._inputs.pop(number, None)
         if found is not None:
-            _finish(found.future, result)
+            self._ended.append((found.future, result))
         if not self._inputs:
             self._idle.notify_all()
 
     def _cancel(self, number: int) -> None:
-        with self._lock:
+        with self._deciding():
             found = self._inputs.get(number)
             if found is not None and found.request is not None and self.scheduler.cancel(found.request):
                 self._finish(number, ShutdownError("cancelled"))
@@ -273,7 +288,7 @@ class Executors:
         except BaseException as raised:  # of whatever kind: the expert cannot be used, the others can
             error = raised if isinstance(raised, Exception) else LoadError(f"its load has ended with {raised!r}.")
             log.warning("expert %s: %s", load.expert, raised)
-        with self._lock:
+        with self._deciding():
             now = self._clock()
             self.times.loading += now - begun
             self._end(self._manage(self.scheduler.loaded, load, now, error))
@@ -282,7 +297,7 @@ class Executors:
     def _die(self, index: int) -> None:
         """A thread of an executor ends by an error that is nobody's: others do its work."""
         log.exception("executor %s has ended", self.scheduler.executors[index].config.name)
-        with self._lock:
+        with self._deciding():
             now = self._clock()
             self._end(self.scheduler.remove_executor(index, now))
             self._begin(now)
@@ -304,7 +319,7 @@ class Executors:
             judgements = self._judge(index, batch)
         except Exception as raised:
             error = raised
-        with self._lock:
+        with self._deciding():
             now = self._clock()
             self.times.running += now - begun
             self._end(self._manage(self.scheduler.executed, batch, now, error))
@@ -363,13 +378,16 @@ class Executors:
 
 
 def _finish(future: Future[Result], result: Result | Exception) -> None:
-    """End a future, unless whoever waits has given up."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+    """End a future, unless whoever waits has given up; what its callbacks raise concerns nobody else."""
+    try:
+        if not future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+    except BaseException as error:  # `Future` itself keeps those that are an Exception
+        log.error("A callback has failed.", exc_info=error)
 
 
 _open: weakref.WeakSet[Executors] = weakref.WeakSet()
