@@ -13,7 +13,7 @@ from checkpoints.stores import Staging
 from jaxinfer.collaboration.config import ExecutorOptions, ExpertConfig, SystemConfig
 from jaxinfer.collaboration.errors import ConfigError, LoadError
 from jaxinfer.collaboration.execution.architectures import Architecture, ArchitecturePrograms
-from jaxinfer.collaboration.execution.kinds import kind_of
+from jaxinfer.collaboration.execution.kinds import ExpertKind, kind_of
 from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
 from jaxinfer.collaboration.execution.profiler import Measured, measure
 from jaxinfer.collaboration.scheduling.executor_state import ExecutorConfig
@@ -158,9 +158,9 @@ class OpenedSystem:
     def _open_expert(self, name: str) -> OpenedExpert:
         expert = self._configs[name]
         opened = open_model(expert.checkpoint, dtype=self.config.dtype)
-        return OpenedExpert(
-            name=name, opened=opened, kind=kind_of(opened, size=expert.image_size, tokens=expert.tokens)
-        )
+        kind = kind_of(opened, size=expert.image_size, tokens=expert.tokens)
+        _check_verdicts(name, kind, self.config.rules)
+        return OpenedExpert(name=name, opened=opened, kind=kind)
 
     def _break(self, name: str, error: Exception) -> None:
         self.broken[name] = error
@@ -175,14 +175,10 @@ class OpenedSystem:
         if name not in self.experts:
             try:
                 expert = self._open_expert(name)
-            except (CheckpointError, OSError) as error:
+            except (CheckpointError, ConfigError, OSError) as error:
                 raise LoadError(str(error)) from error
             if expert.architecture != self._like(name).architecture:
                 raise LoadError(f"its architecture is {expert.architecture.name}, which was not known at the start.")
-            try:
-                _check_verdicts(expert, self.config.rules)
-            except ConfigError as error:
-                raise LoadError(str(error)) from error
             self.experts[name] = expert
         return self.experts[name]
 
@@ -198,8 +194,6 @@ class OpenedSystem:
     def _graph(self, config: SystemConfig) -> ExpertGraph:
         graph = ExpertGraph((self._info(expert) for expert in config.experts), config.inputs, config.rules)
         usage = {expert.name: expert.usage for expert in config.experts if expert.usage is not None}
-        for expert in self.experts.values():
-            _check_verdicts(expert, config.rules)
         for rule in config.rules:
             first, following = (self.experts.get(name) for name in (rule.expert, rule.next))
             if first and following and first.kind.shape != following.kind.shape:
@@ -242,11 +236,11 @@ class OpenedSystem:
         return ExpertLoader(self._find, devices, staging=Staging(keep=keep), preadv=self._preadv)
 
 
-def _check_verdicts(expert: OpenedExpert, rules: Iterable[Rule]) -> None:
-    """Raise ConfigError for a rule with a verdict that the expert cannot give: its next expert would never run."""
+def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
+    """Raise ConfigError for a rule with a verdict that its expert cannot give: the next expert would never run."""
     for rule in rules:
-        if rule.expert == expert.name and rule.verdict not in expert.kind.verdicts:
-            known = ", ".join(map(repr, expert.kind.verdicts[:8])) + (", ..." if len(expert.kind.verdicts) > 8 else "")
+        if rule.expert == name and rule.verdict not in kind.verdicts:
+            known = ", ".join(map(repr, kind.verdicts[:8])) + (", ..." if len(kind.verdicts) > 8 else "")
             raise ConfigError(f"rule {rule.expert!r}: it never answers {rule.verdict!r}; its verdicts: {known}.")
 
 

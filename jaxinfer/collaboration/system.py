@@ -100,7 +100,7 @@ class System(OpenedSystem):
         """
         under_way: deque[Future[Result]] = deque()
 
-        def first() -> Result | Exception:
+        def take() -> Result | Exception:
             try:
                 found = under_way[0].result()
             except Exception as error:
@@ -113,12 +113,12 @@ class System(OpenedSystem):
         try:
             for kind, value in inputs:
                 while (future := self._try_submit(kind, value, alone=not under_way)) is None:
-                    yield first()
+                    yield take()
                 under_way.append(future)
                 while under_way and (under_way[0].done() or len(under_way) >= IN_FLIGHT):
-                    yield first()
+                    yield take()
             while under_way:
-                yield first()
+                yield take()
         finally:
             for future in under_way:
                 future.cancel()

@@ -12,6 +12,7 @@ from jaxinfer.compiled.options import compiler_options
 from jaxinfer.compiled.origin import Origin
 from jaxinfer.compiled.program import Bucket, MemoryUse, Program
 from jaxinfer.compiled.spec import ProgramSpec, Sizes
+from jaxinfer.compiled.threads import close_at_exit, end_future
 from jaxinfer.disk_cache import cache_folder
 
 __all__ = [
@@ -28,5 +29,7 @@ __all__ = [
     "ProgramSpec",
     "Sizes",
     "cache_folder",
+    "close_at_exit",
     "compiler_options",
+    "end_future",
 ]

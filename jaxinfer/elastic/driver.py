@@ -1,11 +1,9 @@
 """The thread that serves queries: between compiled batches the controller says what runs next, and at which level."""
 
-import atexit
 import dataclasses
 import logging
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxinfer.compiled import Origin
+from jaxinfer.compiled import Origin, close_at_exit
 from jaxinfer.elastic.answers import Answer
 from jaxinfer.elastic.errors import ElasticError, OverloadedError, ShedError, ShutdownError
 from jaxinfer.elastic.scheduling.controller import Controller
@@ -109,7 +107,7 @@ class Driver:
         self._origin = Origin("This service")
         self._thread = threading.Thread(target=self._run, name="jaxinfer-elastic", daemon=True)
         self._thread.start()
-        _drivers.add(self)
+        close_at_exit(self, lambda driver: driver.close(drain=False))
 
     def submit(self, task: str, payload: Any, *, latency: float, utility: float) -> "Future[Answer]":
         """Let a query wait for its answer.
@@ -273,12 +271,3 @@ class Driver:
     def _pop(self, query: Query) -> "Future[Answer]":
         with self._changed:
             return self._futures.pop(query.id)
-
-
-_drivers: "weakref.WeakSet[Driver]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for driver in list(_drivers):
-        driver.close(drain=False)

@@ -77,7 +77,26 @@ def random_inputs(system: System, count: int, seed: int) -> Iterator[Input]:
 def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None], *, as_json: bool) -> Summary:
     """Have all inputs judged; writes a line for each, in their order."""
     begun, judged, failed = time.perf_counter(), 0, 0
-    given = deque[tuple[Input, Exception | None]]()  # those without a line yet, and why they could not be read
+    for item, found in _outcomes(system, inputs):
+        if isinstance(found, Exception):
+            write(_error_line(item, found, as_json))
+            failed += 1
+        else:
+            write(_line(item, found, as_json))
+            judged += 1
+    seconds = time.perf_counter() - begun
+    loads = system.statistics.loads
+    text = (
+        f"{judged} inputs in {seconds:.3g} s: {judged / seconds:.4g} a second; {failed} failed; "
+        f"{system.statistics.batches} batches; {loads.total()} loads ({loads['disk']} from disk, {loads['host']} from "
+        f"the host); managing experts took {system.times.management_share:.2%} of the executors' time."
+    )
+    return Summary(text, failed)
+
+
+def _outcomes(system: System, inputs: Iterable[Input]) -> Iterator[tuple[Input, Result | Exception]]:
+    """The inputs in their order, each with its result, or with why it has none."""
+    given = deque[tuple[Input, Exception | None]]()  # whose turn has not come, with why they cannot be read
 
     def readable() -> Iterator[tuple[str, Any]]:
         for item in inputs:
@@ -89,28 +108,14 @@ def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None],
                 given.append((item, None))
                 yield item.kind, value
 
-    def finish(results: Iterator[Result | Exception]) -> Iterator[tuple[Input, Result | Exception]]:
-        for result in results:
-            while (first := given.popleft())[1] is not None:
-                yield first[0], first[1]
-            yield first[0], result
-        yield from ((item, error) for item, error in given if error is not None)
+    def unreadable() -> Iterator[tuple[Input, Exception]]:
+        while given and (error := given[0][1]) is not None:
+            yield given.popleft()[0], error
 
-    for item, result in finish(system.run(readable(), return_errors=True)):
-        if isinstance(result, Exception):
-            write(_error_line(item, result, as_json))
-            failed += 1
-        else:
-            write(_line(item, result, as_json))
-            judged += 1
-    seconds = time.perf_counter() - begun
-    loads = system.statistics.loads
-    text = (
-        f"{judged} inputs in {seconds:.3g} s: {judged / seconds:.4g} a second; {failed} failed; "
-        f"{system.statistics.batches} batches; {loads.total()} loads ({loads['disk']} from disk, {loads['host']} from "
-        f"the host); managing experts took {system.times.management_share:.2%} of the executors' time."
-    )
-    return Summary(text, failed)
+    for result in system.run(readable(), return_errors=True):
+        yield from unreadable()
+        yield given.popleft()[0], result
+    yield from unreadable()
 
 
 def _line(item: Input, result: Result, as_json: bool) -> str:

@@ -3,13 +3,12 @@
 All decisions are made under one lock, between compiled steps: they take microseconds.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import logging
 import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -24,7 +23,7 @@ from jaxinfer.collaboration.execution.kinds import Judgement
 from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert
 from jaxinfer.collaboration.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
-from jaxinfer.compiled import Origin
+from jaxinfer.compiled import Origin, close_at_exit, end_future
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class Executors:
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._inputs: dict[int, _Input] = {}
-        self._ended: list[tuple[Future[Result], Result | Exception]] = []  # since the lock was taken
+        self._ended: deque[tuple[Future[Result], Result | Exception]] = deque()  # to be told once the lock is free
         self._next_id, self._closed = 0, False
         self._origin = Origin("This system")
         self._batches: list[SimpleQueue[Batch | Callable[[], None] | None]] = []
@@ -147,7 +146,7 @@ class Executors:
             for kind, loop in (("executor", self._run_batches), ("loader", self._run_loads)):
                 name = f"jaxinfer-{kind}-{executor.config.name}"
                 self._threads.append(threading.Thread(target=loop, args=(index,), name=name, daemon=True))
-        _open.add(self)
+        close_at_exit(self, lambda executors: executors.close(drain=False))
         for thread in self._threads:
             thread.start()
 
@@ -214,16 +213,13 @@ class Executors:
     @contextlib.contextmanager
     def _deciding(self) -> Iterator[None]:
         """Holds the lock. Futures that end meanwhile do so after it: their callbacks may take long, or wait."""
-        ended = []
         try:
             with self._lock:
-                try:
-                    yield
-                finally:
-                    ended, self._ended = self._ended, []
+                yield
         finally:
-            for future, result in ended:
-                _finish(future, result)
+            with contextlib.suppress(IndexError):  # there are no more
+                while True:
+                    end_future(*self._ended.popleft(), "an input")
 
     def _submit(self, request: Request, now: float) -> None:
         begun = time.thread_time()
@@ -375,26 +371,3 @@ class Executors:
             found.request = follow_up
         except CollaborationError as error:
             self._finish(request.id, error)
-
-
-def _finish(future: Future[Result], result: Result | Exception) -> None:
-    """End a future, unless whoever waits has given up; what its callbacks raise concerns nobody else."""
-    try:
-        if not future.set_running_or_notify_cancel():
-            return
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-    except BaseException as error:  # `Future` itself keeps those that are an Exception
-        log.error("A callback has failed.", exc_info=error)
-
-
-_open: weakref.WeakSet[Executors] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A thread that still ran while the interpreter is taken down could crash it."""
-    for executors in list(_open):
-        executors.close(drain=False)

@@ -1,6 +1,5 @@
 """The thread that steps an engine, for requests that come from any thread and any event loop."""
 
-import atexit
 import contextlib
 import functools
 import logging
@@ -11,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from jaxinfer.compiled import Origin
+from jaxinfer.compiled import Origin, close_at_exit
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.pending import EngineGenerateError, PendingRequest, tell_readers
 from jaxinfer.generation.engine.request import Sequence
@@ -50,7 +49,7 @@ class Driver:
         self._origin = Origin("This AsyncLLM")
         self._num_turns = 0  # of the thread
         self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
-        _drivers.add(self)
+        close_at_exit(self, Driver.close)
         self._thread.start()
 
     # From any thread
@@ -106,13 +105,13 @@ class Driver:
             self.abort(request_id, pending)
             raise
 
-    def abort(self, request_id: str, request: PendingRequest | Future | None = None) -> None:
-        """Give a request up; does nothing if it has ended, or if it is another one than this, or than this future's."""
+    def abort(self, request_id: str, only: PendingRequest | Future | None = None) -> None:
+        """Give a request up; does nothing if it has ended, or is not this one (`only`), or this future's."""
         if self._origin.forked:
             return
         with self._lock:
             pending = self._line.get(request_id) or self._accepted.get(request_id)
-            if pending is None or request not in (None, pending, pending.future):
+            if pending is None or only not in (None, pending, pending.future):
                 return
             if request_id in self._line:  # beyond `max_requests`, but only to end at once
                 self._leave_line(request_id)
@@ -282,16 +281,3 @@ def _abort_if_cancelled(driver: weakref.ref[Driver], request_id: str, future: Fu
     """A future's callback; it does not keep the driver, and so the model, alive."""
     if future.cancelled() and (running := driver()) is not None:
         running.abort(request_id, future)
-
-
-_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A thread that still ran while the interpreter is taken down could crash it."""
-    for driver in list(_drivers):
-        try:
-            driver.close()
-        except EngineDeadError as error:
-            log.warning("%s", error)

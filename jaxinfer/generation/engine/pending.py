@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -10,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.compiled import end_future
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.view import RequestSnapshot, RequestView
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
-
-log = logging.getLogger(__name__)
 
 
 class EngineGenerateError(RuntimeError):
@@ -123,19 +121,10 @@ class PendingRequest:
         return vector
 
     def end(self, outcome: RequestOutput | np.ndarray | Exception) -> None:
-        """End, unless the caller has cancelled it; what a future's callbacks raise concerns nobody else."""
+        """Let callers know what has come of it."""
         self.outcome = outcome
-        if self.future is None:
-            return
-        try:
-            if not self.future.set_running_or_notify_cancel():
-                return
-            if isinstance(outcome, Exception):
-                self.future.set_exception(outcome)
-            else:
-                self.future.set_result(outcome)
-        except BaseException as error:  # `Future` itself keeps those that are an Exception
-            log.error("A callback of request %s has failed.", self.request_id, exc_info=error)
+        if self.future is not None:
+            end_future(self.future, outcome, f"request {self.request_id}")
 
     async def wait(self) -> Any:
         """What has come of it, for the task that reads. Raises the error that it ended with."""

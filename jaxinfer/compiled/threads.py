@@ -1,0 +1,45 @@
+"""What the owner of threads owes those who wait for them, and the end of the process."""
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_owners: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
+
+
+def close_at_exit[Owner](owner: Owner, close: Callable[[Owner], object]) -> None:
+    """Have an owner of threads closed before the interpreter is taken down: one that still ran could crash it.
+
+    Does not keep the owner alive, as long as `close` does not.
+    """
+    _owners[owner] = close
+
+
+@atexit.register
+def _close_all() -> None:
+    for owner, close in list(_owners.items()):
+        try:
+            close(owner)
+        except Exception as error:
+            log.warning("%s", error)
+
+
+def end_future[Outcome](future: Future[Outcome], outcome: Outcome | Exception, what: str) -> None:
+    """End a future, unless its caller has cancelled it; what its callbacks raise concerns nobody else.
+
+    what: it is of, for the log.
+    """
+    try:
+        if not future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except BaseException as error:  # `Future` itself keeps those that are an Exception
+        log.error("A callback of %s has failed.", what, exc_info=error)
