@@ -9,6 +9,7 @@ import typer
 KINDS = {
     "executables": "compiled programs; without them a start compiles",
     "leaves": "what weights a model has; without it a start builds the model to know",
+    "experts": "files of experts whose model directories may not be written to",
     "costs": "measured times of programs",
 }
 """The folders of the cache."""

@@ -24,6 +24,7 @@ class _Expert(_Strict):
     usage: float | None = None
     image_size: tuple[int, int] | None = None
     tokens: int | None = None
+    like: str | None = None
 
 
 class _Input(_Strict):
@@ -36,7 +37,7 @@ class _Rule(_Strict):
     expert: str
     verdict: str
     next: str
-    probability: float = 1.0
+    probability: float | None = None
 
 
 class _Executor(_Strict):
@@ -70,6 +71,7 @@ class ExpertConfig:
       usage: how many of all inputs come to it; None: as inputs and rules say.
       image_size: height and width of its images; None: as its model takes them.
       tokens: of an encoder, most tokens of a text; None: its context.
+      like: an expert with the same architecture, which counts while the checkpoint is not there; None: the first one.
     """
 
     name: str
@@ -78,6 +80,7 @@ class ExpertConfig:
     usage: float | None = None
     image_size: tuple[int, int] | None = None
     tokens: int | None = None
+    like: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,9 +127,13 @@ class SystemConfig:
         for name in ("experts", "inputs", "executors"):
             if not getattr(self, name):
                 raise ConfigError(f"{name}: there are none; a system needs at least one.")
-        names = [expert.name for expert in self.experts]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"experts: two have the name {max(names, key=names.count)!r}; names must be unique.")
+        for what in ("experts", "executors"):
+            names = [each.name for each in getattr(self, what)]
+            if len(set(names)) < len(names):
+                raise ConfigError(f"{what}: two have the name {max(names, key=names.count)!r}; names must be unique.")
+        for expert in self.experts:
+            if expert.like is not None and expert.like not in {other.name for other in self.experts}:
+                raise ConfigError(f"experts.{expert.name}.like: there is no expert {expert.like!r}.")
         if self.max_batch < 1:
             raise ConfigError(f"max_batch must be at least 1, got {self.max_batch}.")
         if self.max_queued is not None and self.max_queued < 1:

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import jax
@@ -22,6 +22,7 @@ from jaxinfer.collaboration.scheduling.policy import Policy
 from jaxinfer.collaboration.scheduling.profile import Profiles
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 from jaxinfer.compiled import ExecutableStore
+from jaxinfer.models.devices import device_available_bytes, host_available_bytes
 from jaxinfer.models.loading import open_model
 from jaxinfer.streaming.model import map_large_arrays
 
@@ -71,6 +72,7 @@ class OpenedSystem:
         self.experts: dict[str, OpenedExpert] = {}
         self.devices = [_device(executor) for executor in config.executors]
         self._open()
+        _check_budgets(config, self.devices, sum(self._like(name).architecture.bytes for name in self._configs))
         self.graph = self._graph(config)
         self._prepare()
         self._programs: dict[tuple[Architecture, Any], ArchitecturePrograms] = {}
@@ -160,15 +162,28 @@ class OpenedSystem:
         opened = open_model(expert.checkpoint, dtype=self.config.dtype)
         kind = kind_of(opened, size=expert.image_size, tokens=expert.tokens)
         _check_verdicts(name, kind, self.config.rules)
+        self._check_inputs(name, kind)
         return OpenedExpert(name=name, opened=opened, kind=kind)
+
+    def _check_inputs(self, name: str, kind: ExpertKind) -> None:
+        """Raise ConfigError unless those that this expert follows, or is followed by, take what it takes."""
+        for rule in self.config.rules:
+            if name in (rule.expert, rule.next):
+                other = self.experts.get(rule.next if name == rule.expert else rule.expert)
+                if other is not None and other.kind.takes != kind.takes:
+                    raise ConfigError(
+                        f"rule {rule.expert!r}: expert {other.name!r} takes {other.kind.takes}, and {name!r} "
+                        f"{kind.takes}; an input goes on as it is: give both the same image_size, or tokenizer."
+                    )
 
     def _break(self, name: str, error: Exception) -> None:
         self.broken[name] = error
         log.warning("expert %s cannot be used: %s", name, error)
 
     def _like(self, name: str) -> OpenedExpert:
-        """The expert; if it cannot be opened, one that it is taken to be like."""
-        return self.experts.get(name) or next(iter(self.experts.values()))
+        """The expert; if it cannot be opened, one that it is taken to be like: the one that is named, or the first."""
+        named = self._configs[name].like or name
+        return self.experts.get(name) or self.experts.get(named) or next(iter(self.experts.values()))
 
     def _find(self, name: str) -> OpenedExpert:
         """The expert; one that could not be opened before is tried again. Raises LoadError."""
@@ -177,10 +192,27 @@ class OpenedSystem:
                 expert = self._open_expert(name)
             except (CheckpointError, ConfigError, OSError) as error:
                 raise LoadError(str(error)) from error
-            if expert.architecture != self._like(name).architecture:
-                raise LoadError(f"its architecture is {expert.architecture.name}, which was not known at the start.")
+            if expert.architecture not in {other.architecture for other in self.experts.values()}:
+                raise LoadError(
+                    f"its architecture is {expert.architecture.name}, which no expert had that was there at the start; "
+                    "start the system again."
+                )
+            differs = expert.architecture != self._like(name).architecture
             self.experts[name] = expert
+            self.broken.pop(name, None)
+            if differs:
+                self.graph.experts[name] = self._info(self._configs[name])
         return self.experts[name]
+
+    def _find_to_load(self, name: str) -> OpenedExpert:
+        """The same for a load, which has got room for what the expert was taken to be. Raises LoadError."""
+        assumed, expert = self.graph.experts[name], self._find(name)
+        if self.graph.experts[name].architecture != assumed.architecture:
+            raise LoadError(
+                f"it was not there at the start, was taken to be a {assumed.architecture}, and is a "
+                f"{expert.architecture.name}, which is known from now on; `like` in the config says so beforehand."
+            )
+        return expert
 
     def _prepare(self) -> None:
         """Write the files of experts that have none yet."""
@@ -194,13 +226,6 @@ class OpenedSystem:
     def _graph(self, config: SystemConfig) -> ExpertGraph:
         graph = ExpertGraph((self._info(expert) for expert in config.experts), config.inputs, config.rules)
         usage = {expert.name: expert.usage for expert in config.experts if expert.usage is not None}
-        for rule in config.rules:
-            first, following = (self.experts.get(name) for name in (rule.expert, rule.next))
-            if first and following and first.kind.shape != following.kind.shape:
-                raise ConfigError(
-                    f"expert {rule.expert!r} takes inputs of {list(first.kind.shape)} and {rule.next!r}, which follows "
-                    f"it, of {list(following.kind.shape)}; give both the same image_size."
-                )
         return graph.with_usage(usage)
 
     def _info(self, expert: ExpertConfig) -> ExpertInfo:
@@ -233,7 +258,24 @@ class OpenedSystem:
     def _loader(self, devices: list[Any]) -> ExpertLoader:
         """One with a pool on each of these devices; it keeps one buffer, of the largest expert."""
         keep = max(file_bytes(expert.architecture) for expert in self.experts.values())
-        return ExpertLoader(self._find, devices, staging=Staging(keep=keep), preadv=self._preadv)
+        return ExpertLoader(self._find_to_load, devices, staging=Staging(keep=keep), preadv=self._preadv)
+
+
+def _check_budgets(config: SystemConfig, devices: Sequence[Any], all_experts: int) -> None:
+    """Raise ConfigError where a device, or the host, has less memory than could be used of what was given."""
+    given = Counter[Any]()
+    for executor, device in zip(config.executors, devices, strict=True):
+        where = "the host" if device.platform == "cpu" else device
+        given[where] += min(executor.expert_memory, all_experts) + (executor.activation_memory or 0)
+    if config.policy.host_cache:
+        given["the host"] += min(config.host_memory, all_experts)
+    for where, size in given.items():
+        free = host_available_bytes() if where == "the host" else device_available_bytes(where)
+        if size > free:
+            raise ConfigError(
+                f"{where} has {free / 2**30:.4g} GiB of memory free, and executors and the host cache would use up to "
+                f"{size / 2**30:.4g} GiB; give them less (expert_memory, activation_memory, host_memory)."
+            )
 
 
 def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
@@ -250,9 +292,8 @@ def _device(executor: ExecutorOptions) -> Any:
         return jax.local_devices()[0]
     platform, _, index = executor.device.partition(":")
     try:
-        found = jax.local_devices(backend=platform)
-        return found[int(index or 0)]
-    except (RuntimeError, ValueError, IndexError) as error:
+        return dict(enumerate(jax.local_devices(backend=platform)))[int(index or 0)]
+    except (RuntimeError, ValueError, KeyError) as error:
         here = ", ".join(f"{device.platform}:{device.id}" for device in jax.local_devices())
         raise ConfigError(
             f"executor {executor.name!r}: there is no device {executor.device!r}; here: {here}."

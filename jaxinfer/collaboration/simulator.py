@@ -16,7 +16,7 @@ import numpy as np
 from jaxinfer.collaboration.errors import CollaborationError
 from jaxinfer.collaboration.scheduling.executor_state import Statistics
 from jaxinfer.collaboration.scheduling.profile import Tier
-from jaxinfer.collaboration.scheduling.request import Action, Batch, Failure, Load, Request
+from jaxinfer.collaboration.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 
 
@@ -111,6 +111,7 @@ class Simulator:
         self._count = itertools.count()
         self._decisions: list[float] = []
         self._busy = 0.0
+        self._leaving: dict[int, float] = {}  # of executors, until when experts leave for their next batch
 
     def run(self, trace: Iterable[TraceRequest]) -> Outcome:
         """Run until nothing is left to do."""
@@ -170,7 +171,7 @@ class Simulator:
                 case Load():
                     expert = self._scheduler.graph.experts[action.expert]
                     processor = self._scheduler.executors[action.executor].config.processor
-                    begun = now + self._evict(action, processor)
+                    begun = now + self._leave(action, processor)
                     end = self._hardware.load(expert.architecture, expert.bytes, processor, action.tier, begun)
                     self._push(end, action)
                 case Batch():
@@ -178,15 +179,18 @@ class Simulator:
                     processor = self._scheduler.executors[action.executor].config.processor
                     seconds = self._hardware.execute(expert.architecture, processor, len(action.requests))
                     self._busy += seconds
-                    self._push(now + seconds, action)
+                    self._push(max(now, self._leaving.pop(action.executor, now)) + seconds, action)
+                case Evict():
+                    processor = self._scheduler.executors[action.executor].config.processor
+                    self._leaving[action.executor] = now + self._leave(action, processor)
                 case Failure():
                     failed += 1
         return failed
 
-    def _evict(self, load: Load, processor: str) -> float:
+    def _leave(self, action: Load | Evict, processor: str) -> float:
         """Seconds until the experts have left that make room."""
         scheduler = self._scheduler
-        leaving = [scheduler.graph.experts[x.expert].architecture for x in load.evictions if x.to_host]
+        leaving = [scheduler.graph.experts[x.expert].architecture for x in action.evictions if x.to_host]
         return sum(scheduler.profiles[architecture, processor].evict for architecture in leaving)
 
     def _push(self, at: float, event: Load | Batch | Request) -> None:

@@ -1,6 +1,7 @@
 """A system of experts, as its users hold it."""
 
 import asyncio
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,14 +9,17 @@ from concurrent.futures import Future
 from typing import Any, Literal, Self, overload
 
 from jaxinfer.collaboration.config import SystemConfig
-from jaxinfer.collaboration.errors import InvalidInputError, LoadError, OverloadedError
+from jaxinfer.collaboration.errors import InsufficientMemoryError, InvalidInputError, LoadError, OverloadedError
 from jaxinfer.collaboration.execution.executors import Executors, Result, Times
+from jaxinfer.collaboration.execution.observed import ObservedProfiles
 from jaxinfer.collaboration.opened import OpenedSystem, Progress, log_progress
 from jaxinfer.collaboration.scheduling.executor_state import Statistics
 from jaxinfer.collaboration.scheduling.profile import Profile
 from jaxinfer.collaboration.scheduling.request import Action, Load
 from jaxinfer.collaboration.scheduling.scheduler import Decision, Scheduler
 from jaxinfer.generation.fields import NotNegative, check
+
+log = logging.getLogger(__name__)
 
 IN_FLIGHT = 1024
 """Most inputs of one `System.run` on their way, which are in memory."""
@@ -33,7 +37,7 @@ class System(OpenedSystem):
 
     Args:
       config: what there is.
-      profiles: what experts cost, by architecture and device, instead of measuring it.
+      profiles: what experts cost at first, by architecture and device, instead of measuring it.
       preadv: reads experts' files; benchmarks give one that is slower.
       on_decision: told of every assignment of a request to an executor, with the times it was chosen by.
       scheduler: makes the scheduler; benchmarks give one that records, or that replays (`scheduling/replay.py`).
@@ -54,11 +58,13 @@ class System(OpenedSystem):
         progress: Progress = log_progress,
     ):
         super().__init__(config, preadv=preadv, progress=progress)
-        self.profiles = profiles if profiles is not None else self.measure()
+        self.profiles = ObservedProfiles(profiles if profiles is not None else self.measure())
         self.scheduler = self.make_scheduler(self.profiles, scheduler=scheduler, on_decision=on_decision)
         self._compile(self.profiles, self.devices[: len(self.scheduler.executors)])
         self._start()
-        self._executors = Executors(self.scheduler, self.experts, self._programs, self._weights, self.devices)
+        self._executors = Executors(
+            self.scheduler, self.profiles, self.experts, self._programs, self._weights, self.devices
+        )
 
     # -- what users do --
 
@@ -134,6 +140,10 @@ class System(OpenedSystem):
             failed.set_exception(error)
             return failed
 
+    def retry(self, expert: str) -> None:
+        """Have an expert that could not be loaded tried again at once, as after its checkpoint was repaired."""
+        self._executors.retry(self.graph.require(expert).name)
+
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
 
@@ -165,18 +175,22 @@ class System(OpenedSystem):
     @property
     def initially(self) -> set[str]:
         """The experts that were loaded at the start."""
-        return {name for names in self._placed.values() for name in names}
+        return self._initially
 
     def _start(self) -> None:
         """Load the experts that are there at the start."""
         devices = {x.pool.index: device for x, device in zip(self.scheduler.executors, self.devices, strict=False)}
         self._weights = self._loader([devices[pool.index] for pool in self.scheduler.manager.pools])
-        self._placed = self.scheduler.manager.place()
-        total = sum(map(len, self._placed.values()))
-        for done, (pool, name) in enumerate((pool, name) for pool, names in self._placed.items() for name in names):
-            self._progress("loading experts", done, total)
+        placed = [(pool, name) for pool, names in self.scheduler.manager.place().items() for name in names]
+        self._initially: set[str] = set()
+        for done, (pool, name) in enumerate(placed):
+            self._progress("loading experts", done, len(placed))
             try:
                 self._weights.prepare(Load(executor=0, pool=pool, expert=name, tier="disk"))()
+                self._initially.add(name)
+            except InsufficientMemoryError as error:
+                log.warning("%s", error)
+                self.scheduler.manager.remove_placed(pool, name)
             except LoadError as error:
                 self._break(name, error)
                 self.scheduler.manager.remove_placed(pool, name)

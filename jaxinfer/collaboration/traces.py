@@ -40,8 +40,7 @@ def _draw_route(graph: ExpertGraph, first: str, rng: np.random.Generator) -> tup
     """The experts that an input comes to."""
     route = [first]
     while rules := graph.rules_of(route[-1]):
-        chances = np.array([rule.probability for rule in rules])
-        bounds = np.cumsum(chances / max(chances.sum(), 1.0))  # rules that say nothing of chances are equally probable
+        bounds = np.cumsum(np.array([rule.probability for rule in rules], float))
         place = int(np.searchsorted(bounds, rng.random(), side="right"))
         if place == len(rules):
             break

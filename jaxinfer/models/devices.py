@@ -110,10 +110,16 @@ def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
 def available_bytes(mesh: Mesh | None = None) -> int:
     """Bytes that are free for arrays on each device; CPU devices share the host's."""
     devices = devices_of(mesh)
-    stats = devices[0].memory_stats()
+    free = device_available_bytes(devices[0])
+    return free // len(devices) if devices[0].platform == "cpu" else free
+
+
+def device_available_bytes(device: Any) -> int:
+    """Bytes that are free on a device; a CPU has the host's."""
+    stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return host_available_bytes() // len(devices)
+    return host_available_bytes()
 
 
 def host_available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:

@@ -125,3 +125,16 @@ def test_refuses(arguments, error, problem):
 def test_refuses_experts_without_bytes():
     with pytest.raises(ConfigError, match="bytes must be at least 1, got 0"):
         ExpertInfo(name="a", architecture="resnet", bytes=0)
+
+
+def test_usage_that_is_known_goes_on_along_the_rules():
+    graph = ExpertGraph(experts("abd"), kinds(a=1), [rule("a", "b", 0.5), rule("b", "d", 0.5)]).with_usage({"b": 0.8})
+    assert graph.usage == pytest.approx({"a": 1, "b": 0.8, "d": 0.4})
+
+
+def test_rules_without_a_probability_share_what_is_left():
+    rules = [rule("a", "b", None, "x"), rule("a", "c", None, "y"), rule("a", "d", 0.4, "z")]
+    graph = ExpertGraph(experts("abcd"), kinds(a=1), rules)
+    assert graph.usage == pytest.approx({"a": 1, "b": 0.3, "c": 0.3, "d": 0.4})
+    with pytest.raises(ConfigError, match="of 'a''s verdicts are more than 1 together"):
+        ExpertGraph(experts("ab"), kinds(a=1), [rule("a", "b", 1.0, "x"), rule("a", "b", 1.0, "y")])

@@ -113,3 +113,23 @@ def test_requests_for_an_expert_stay_in_order(experts, arranged):
         assert text(queue) == "".join(expert * experts.count(expert) for expert in dict.fromkeys(experts))
     else:
         assert text(queue) == "".join(experts)
+
+
+def test_taking_very_many_out_from_the_back_looks_at_each_once():
+    compared = []
+
+    class Compared(Request):
+        def __eq__(self, other):
+            compared.append(other)
+            return self is other
+
+        __hash__ = object.__hash__
+
+    queue = ExecutorQueue(arranged=True)
+    requests = [Compared(id=number, expert="a", arrival=0) for number in range(500)]
+    for each in requests:
+        queue.add(each)
+    assert all(queue.remove(each) for each in reversed(requests))
+    assert not queue.remove(requests[0])
+    assert len(compared) <= 500
+    assert len(queue) == 0

@@ -160,6 +160,16 @@ def test_batches_that_fit_a_compiled_size():
         assert [count for *_, count in done] == expected
 
 
+def test_experts_that_make_room_for_a_batch_take_time():
+    """ "b" leaves for the host's memory, in 4 s, before "a" runs for 3."""
+    costs = dataclasses.replace(GPU, activation_bytes=10, evict=4.0)
+    policy = policy_of("paper", host_cache=True)
+    system = scheduler("ab", gpu(2, activations=5), costs=profiles(costs), policy=policy, options={"host_bytes": 10})
+    outcome, done = simulate(system, "a")
+    assert done == [("evict", "b"), ("batch", "a", 0, 1)]
+    assert outcome.seconds == 7.0
+
+
 def test_equal_traces_have_equal_outcomes():
     rng = np.random.default_rng(0)
     routes = ["abcdef"[n] for n in rng.integers(0, 6, 100)]

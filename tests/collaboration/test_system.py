@@ -224,7 +224,7 @@ def test_configs_that_cannot_work(board, start, tmp_path):
         options = ExecutorOptions(**{"name": "x", "expert_memory": 10**6, **changes})
         with pytest.raises(error, match=message):
             start("c0", executors=1, **{"executors_given": (options,)})
-    with pytest.raises(ConfigError, match=r"'c0' takes inputs of \[32, 32, 3\] and 'larger', .* \[64, 64, 3\]"):
+    with pytest.raises(ConfigError, match=r"'c0' takes images of \[32, 32, 3\], and 'larger' images of \[64, 64, 3\]"):
         start("c0", "larger", folder=tmp_path, rules=[("c0", "ok", "larger")])
     for name, verdict, known in (("c0", "OK", "'ok', 'defect'"), ("e0", "ok", "'done'"), ("d0", "", "'none'")):
         with pytest.raises(ConfigError, match=f"rule '{name}': it never answers '{verdict}'; .*{known}"):

@@ -130,12 +130,14 @@ class ArchitecturePrograms:
         return jax.block_until_ready(self.cache.get(PROGRAM, batch=size)(list(leaves), padded))
 
 
-def open_costs(architecture: Architecture, device: Any, *, beside: int) -> Costs:
+def open_costs(architecture: Architecture, device: Any, *, beside: int, disk: str) -> Costs:
     """The record of what an architecture costs on a device, kept on disk.
 
-    beside: how many executors share the device: they slow one another.
+    Args:
+      beside: how many executors share the device: they slow one another.
+      disk: which one the experts are on.
     """
-    key = {"architecture": str(architecture), "executors": str(beside)}
+    key = {"architecture": str(architecture), "executors": str(beside), "disk": disk}
     return Costs.open(device=device_name(device), model=key)
 
 

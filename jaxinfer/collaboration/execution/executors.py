@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxinfer.collaboration.errors import CollaborationError, LoadError, ShutdownError
 from jaxinfer.collaboration.execution.architectures import Architecture, ArchitecturePrograms
 from jaxinfer.collaboration.execution.kinds import Judgement
-from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert
+from jaxinfer.collaboration.execution.loader import ExpertLoader, OpenedExpert, is_out_of_memory
+from jaxinfer.collaboration.execution.observed import LoadTimes, ObservedProfiles
 from jaxinfer.collaboration.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
 from jaxinfer.compiled import Origin, close_at_exit, end_future
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 GRACE = 30.0
 """Seconds that a batch or a load which has begun is waited for when a system is closed."""
+SOON = 1e-3
+"""Seconds after a deadline that it counts as passed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ class Executors:
 
     Args:
       scheduler: with its experts placed.
+      profiles: the scheduler's; told of what loads and batches take.
       experts: by name.
       programs: by architecture and device.
       loader: has the weights of the experts that are placed.
@@ -121,6 +124,7 @@ class Executors:
     def __init__(
         self,
         scheduler: Scheduler,
+        profiles: ObservedProfiles,
         experts: Mapping[str, OpenedExpert],
         programs: Mapping[tuple[Architecture, Any], ArchitecturePrograms],
         loader: ExpertLoader,
@@ -128,14 +132,15 @@ class Executors:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.scheduler, self.times = scheduler, Times()
+        self.scheduler, self.times, self._profiles = scheduler, Times(), profiles
         self._experts, self._programs, self._loader, self._devices = experts, programs, loader, list(devices)
-        self._clock = clock
+        self._clock, self._load_times = clock, LoadTimes()
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
+        self._deadline = threading.Condition(self._lock)  # notified of one that is earlier than all before, and the end
         self._inputs: dict[int, _Input] = {}
         self._ended: deque[tuple[Future[Result], Result | Exception]] = deque()  # to be told once the lock is free
-        self._next_id, self._closed = 0, False
+        self._next_id, self._closed, self._ending = 0, False, False
         self._origin = Origin("This system")
         self._batches: list[SimpleQueue[Batch | Callable[[], None] | None]] = []
         self._loads: list[SimpleQueue[tuple[Load, Callable[[], None]] | None]] = []
@@ -146,6 +151,7 @@ class Executors:
             for kind, loop in (("executor", self._run_batches), ("loader", self._run_loads)):
                 name = f"jaxinfer-{kind}-{executor.config.name}"
                 self._threads.append(threading.Thread(target=loop, args=(index,), name=name, daemon=True))
+        self._threads.append(threading.Thread(target=self._run_deadlines, name="jaxinfer-deadlines", daemon=True))
         close_at_exit(self, lambda executors: executors.close(drain=False))
         for thread in self._threads:
             thread.start()
@@ -171,6 +177,8 @@ class Executors:
             self._submit(request, now)
             self._inputs[request.id], found.request = found, request
             self._begin(now)
+            if until is not None and until == self.scheduler.next_deadline:
+                self._deadline.notify()
         number = request.id
         found.future.add_done_callback(lambda future: self._cancel(number) if future.cancelled() else None)
         return found.future
@@ -191,12 +199,19 @@ class Executors:
             self._end(self.scheduler.drain(error))
             for queue in (*self._batches, *self._loads):
                 queue.put(None)
+            self._ending = True
+            self._deadline.notify()
         until = time.monotonic() + (GRACE if timeout is None else timeout)
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0.0))
         with self._deciding():
             for number in list(self._inputs):
                 self._finish(number, error)
+
+    def retry(self, expert: str) -> None:
+        """As of `Scheduler`."""
+        with self._lock:
+            self.scheduler.retry(expert)
 
     def perform(self, action: Action) -> None:
         """Do an action here and now, with zeros as inputs: for a `Simulator` that has everything really done."""
@@ -267,8 +282,20 @@ class Executors:
             found = self._inputs.get(number)
             if found is not None and found.request is not None and self.scheduler.cancel(found.request):
                 self._finish(number, ShutdownError("cancelled"))
+                self._begin(self._clock())
 
     # -- threads --
+
+    def _run_deadlines(self) -> None:
+        """End requests as soon as their deadlines have passed, whatever else happens."""
+        while not self._ending:
+            with self._deciding():
+                until = self.scheduler.next_deadline
+                left = None if until is None else until - self._clock()
+                if left is not None and left < 0:
+                    self._begin(self._clock())
+                elif not self._ending:
+                    self._deadline.wait(None if left is None else left + SOON)
 
     def _run_loads(self, index: int) -> None:
         try:
@@ -278,7 +305,10 @@ class Executors:
             self._die(index)
 
     def _run_load(self, load: Load, run: Callable[[], None]) -> None:
-        begun, error = self._clock(), None
+        error = None
+        with self._lock:
+            begun = self._clock()
+            self._load_times.begin(load, begun)
         try:
             run()
         except BaseException as raised:  # of whatever kind: the expert cannot be used, the others can
@@ -287,6 +317,9 @@ class Executors:
         with self._deciding():
             now = self._clock()
             self.times.loading += now - begun
+            alone = self._load_times.end(load, now)
+            if error is None and not load.evictions:
+                self._profiles.note_load(self._cost_key(load), load.tier, alone)
             self._end(self._manage(self.scheduler.loaded, load, now, error))
             self._begin(now)
 
@@ -318,6 +351,8 @@ class Executors:
         with self._deciding():
             now = self._clock()
             self.times.running += now - begun
+            if error is None:
+                self._profiles.note_batch(self._cost_key(batch), len(batch.requests), now - begun)
             self._end(self._manage(self.scheduler.executed, batch, now, error))
             for request, judgement in zip(batch.requests if not error else (), judgements, strict=True):
                 stage = Stage(
@@ -330,6 +365,11 @@ class Executors:
                 )
                 self._follow(request, stage, now)
             self._begin(now)
+
+    def _cost_key(self, action: Load | Batch) -> tuple[str, str]:
+        """Which profile says what it costs."""
+        config = self.scheduler.executors[action.executor].config
+        return self.scheduler.graph.experts[action.expert].architecture, config.processor
 
     def _judge(self, index: int, batch: Batch) -> Sequence[Judgement]:
         """The answers of a batch; if the device has too little memory, of its halves."""
@@ -345,8 +385,8 @@ class Executors:
 
         try:
             return judge(values)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or len(values) == 1:
+        except Exception as error:
+            if not is_out_of_memory(error) or len(values) == 1:
                 raise
             log.warning("a batch of %d does not fit the device; it runs in halves", len(values))
             half = len(values) // 2

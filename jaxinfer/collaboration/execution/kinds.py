@@ -1,6 +1,7 @@
 """The kinds of experts: what each takes as an input, how it runs, and what it answers."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -86,6 +87,11 @@ class ExpertKind(Protocol):
         ...
 
     @property
+    def takes(self) -> str:
+        """What its inputs are, for people; only experts that take the same can follow one another."""
+        ...
+
+    @property
     def verdicts(self) -> tuple[str, ...]:
         """All that its answers can say."""
         ...
@@ -116,6 +122,7 @@ class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
         self.labels, self.config = config.labels, _without_labels(config)
         self.shape = (*(size or (config.image_size, config.image_size)), 3)
         self.dtype = np.dtype(np.uint8)
+        self.takes = f"images of {list(self.shape)}"
 
     def check(self, payload: Any) -> np.ndarray:
         image = _array(payload)
@@ -185,6 +192,8 @@ class TextEncoder:
         self.config, self._tokenizer = config, tokenizer
         self.shape = (min(tokens or config.context, config.context),)
         self.dtype = np.dtype(np.int32)
+        vocabulary = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:8] if tokenizer else config.vocab
+        self.takes = f"{self.shape[0]} token ids (vocabulary {vocabulary})"
 
     def check(self, payload: Any) -> np.ndarray:
         if isinstance(payload, str):

@@ -20,13 +20,14 @@ from jax.sharding import SingleDeviceSharding
 from checkpoints import CheckpointError
 from checkpoints.layer_files import aligned
 from checkpoints.stores import DiskStore, Fetch, Staging
-from jaxinfer.collaboration.errors import LoadError
+from jaxinfer.collaboration.errors import InsufficientMemoryError, LoadError
 from jaxinfer.collaboration.execution.architectures import Architecture
 from jaxinfer.collaboration.execution.kinds import ExpertKind
 from jaxinfer.collaboration.scheduling.request import Eviction, Load
+from jaxinfer.compiled import cache_folder
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.loading import OpenedModel
-from jaxinfer.streaming.layer_folders import open_layer_files, write_layer_files
+from jaxinfer.streaming.layer_folders import layer_folder, open_layer_files, write_layer_files
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,15 @@ class OpenedExpert:
 
 def write_expert(opened: OpenedModel) -> pathlib.Path:
     """Write the file of an expert, unless it is there; returns its folder. Raises CheckpointError."""
-    return write_layer_files(opened, whole=True)
+    return write_layer_files(opened, _base(opened), whole=True)
+
+
+def _base(opened: OpenedModel) -> pathlib.Path:
+    """Where an expert's file is: beside its checkpoint; where that may not be written to, in the cache folder."""
+    folder = layer_folder(opened, whole=True)
+    if folder.exists() or os.access(folder.parent, os.W_OK):
+        return folder.parent
+    return cache_folder() / "experts"
 
 
 def file_bytes(architecture: Architecture) -> int:
@@ -94,6 +103,10 @@ class ExpertLoader:
         """The weights of an expert that is in a pool, in the order in which programs take them."""
         return self._resident[pool, name].settle()
 
+    def disk(self, name: str) -> str:
+        """Which disk an expert is read from, as the system numbers them. Raises LoadError."""
+        return str(os.stat(_base(self._find(name).opened)).st_dev)
+
     def prepare(self, load: Load) -> Callable[[], None]:
         """Note what a load will change, in the order of the scheduler's decisions; returns what does it.
 
@@ -124,9 +137,11 @@ class ExpertLoader:
                 before.result()  # of a pool that executors share, memory is given back in the order of the decisions
             try:
                 for fetch, copy in leaving:
-                    if copy is not None:
-                        copy.set_result(_to_host(fetch.settle()))
-                    fetch.release()
+                    try:
+                        if copy is not None:
+                            copy.set_result(_to_host(fetch.settle()))
+                    finally:
+                        fetch.release()
                 for copy in gone:
                     _delete(copy.result())
             finally:  # whatever happened, nobody waits for it for ever
@@ -146,15 +161,23 @@ class ExpertLoader:
         self._staging.readers.close()
 
     def _load(self, load: Load, source: _HostCopy | None) -> None:
+        try:
+            self._resident[load.pool, load.expert] = self._fetch(load, source)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise InsufficientMemoryError(f"there is no memory for expert {load.expert!r}: {error}") from error
+            raise
+
+    def _fetch(self, load: Load, source: _HostCopy | None) -> "Fetch | _Copy":
         device = self._devices[load.pool]
         if load.source is not None:
-            fetch = _Copy(self.leaves(load.source, load.expert), device)
-        elif source is not None and (copies := source.result()) is not None:
-            fetch = _Copy(copies, device)
-            _delete(copies)
-        else:
-            fetch = self._read(load.expert, device)
-        self._resident[load.pool, load.expert] = fetch
+            return _Copy(self.leaves(load.source, load.expert), device)
+        if source is not None and (copies := source.result()) is not None:
+            try:
+                return _Copy(copies, device)
+            finally:
+                _delete(copies)
+        return self._read(load.expert, device)
 
     def _read(self, name: str, device: Any) -> Fetch:
         try:
@@ -174,7 +197,8 @@ class ExpertLoader:
     def _store(self, name: str, device: Any) -> DiskStore:
         if (found := self._stores.get((name, device))) is not None:
             return found
-        files = open_layer_files(self._find(name).opened, whole=True, preadv=self._preadv)
+        opened = self._find(name).opened
+        files = open_layer_files(opened, _base(opened), whole=True, preadv=self._preadv)
         shardings = [SingleDeviceSharding(device)] * len(files.layers[0].leaves)
         store = DiskStore(files, shardings, aliases=device.platform == "cpu", staging=self._staging)
         self._stores[name, device] = store
@@ -201,9 +225,16 @@ def _to_host(leaves: list[jax.Array]) -> list[jax.Array] | None:
     shardings = [leaf.sharding.with_memory_kind("pinned_host") for leaf in leaves]
     try:
         return jax.block_until_ready(jax.device_put(leaves, shardings, may_alias=False))
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+    except Exception as error:  # whatever it is, it is not the fault of the expert that comes in its place
         log.warning("an expert does not stay in the host's memory: %s; the next load is from disk.", error)
         return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had no memory left."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    )
 
 
 def _delete(arrays: list[jax.Array] | None) -> None:

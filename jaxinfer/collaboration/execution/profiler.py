@@ -66,7 +66,7 @@ def measure(
       anew: measure all again.
     Raises LoadError if the expert cannot be loaded.
     """
-    costs = open_costs(programs.architecture, programs.device, beside=beside)
+    costs = open_costs(programs.architecture, programs.device, beside=beside, disk=loader.disk(expert))
     sizes = powers(2, 1, max(2, max_batch))
     programs.compile_ahead(sizes[-1])
     known = all((cost := cost_of(costs, size)) and cost.calls >= REPEATS for size in sizes)
@@ -88,6 +88,7 @@ def measure(
         evict=_median(costs, EVICT),
         activation_bytes=max(one_more, 1),
         latency={size: seconds for size, seconds in latency.items() if size <= best},
+        workspace={size: number for size, number in workspace.items() if size <= best},
     )
     costs.save()
     return Measured(profile=profile, r_squared=r_squared, workspace=workspace)

@@ -32,6 +32,8 @@ class ExpertManager:
       executors: their states.
       statistics: what has been done.
 
+    A pinned expert has a pool where it stays once it is there; copies of it elsewhere leave as others do.
+
     Raises ConfigError or ProfileError if there is an expert that can never run.
     """
 
@@ -53,6 +55,9 @@ class ExpertManager:
         self.pools: list[ModelPool] = []
         self.executors: list[ExecutorState] = []
         self._host: Residents[str, None] = Residents(host_bytes if policy.host_cache else 0, order=self._host_order)
+        self._homes: dict[str, int] = {}
+        self._pinned: Counter[int] = Counter()  # bytes of the experts at home in each pool
+        self._limited: dict[int, float] = {}  # pools that have less memory than was given, until when
         self._taken: set[str] = set()  # copies in the host cache that are on their way to a pool
         self._sources: Counter[int] = Counter()  # loads under way from each pool
         budgets: Counter[str] = Counter()
@@ -67,29 +72,37 @@ class ExpertManager:
             else:
                 shared[config.device] = self._add(config, self._new_pool(budgets[config.device])).pool
         self._check()
+        self._choose_homes()
 
     def place(self) -> dict[int, list[str]]:
         """The experts that each pool has at the start, by the pool's index; they count as loaded from now on."""
-        experts = [self.graph.experts[name] for name in self.graph.by_usage]
-        placed = place(experts, [pool.budget for pool in self.pools], self._can_run)
+        others = [self.graph.experts[name] for name in self.graph.by_usage if name not in self._homes]
+        free = [pool.budget - self._pinned[pool.index] for pool in self.pools]
+        placed = place(others, free, lambda expert, pool: self._serving(expert, pool))
         for pool, names in zip(self.pools, placed, strict=True):
+            names[:0] = [name for name, home in self._homes.items() if home == pool.index]
             for name in reversed(names):  # the most used one counts as the one used last
                 pool.begin_load(name, self.graph.experts[name].bytes)
-                pool.end_load(name, loaded=True, pinned=self.graph.experts[name].pinned)
+                pool.end_load(name, loaded=True, pinned=name in self._homes)
         return dict(enumerate(placed))
 
     def remove_placed(self, pool: int, name: str) -> None:
         """An expert that `place` has put into a pool could not be loaded."""
-        if self.graph.experts[name].pinned:
+        if name in self._homes:
             self.pools[pool].release(name)
         self.pools[pool].drop(name)
 
-    def _can_run(self, expert: ExpertInfo, pool: int) -> bool:
-        return any(x.pool.index == pool for x in self._able(expert))
+    def can_serve(self, executor: ExecutorState, expert: ExpertInfo) -> bool:
+        """Whether an executor can run an expert: there is room for it and one request beside what never leaves."""
+        profile, pool = self.profiles.get((expert.architecture, executor.config.processor)), executor.pool
+        if profile is None:
+            return False
+        stays = self._pinned[pool.index] - (expert.bytes if self._homes.get(expert.name) == pool.index else 0)
+        return stays + expert.bytes + missing_bytes(executor, profile) <= pool.budget
 
-    def _able(self, expert: ExpertInfo) -> list[ExecutorState]:
-        """The executors that could run an expert, as far as processors go."""
-        return [x for x in self.executors if (expert.architecture, x.config.processor) in self.profiles]
+    def _serving(self, expert: ExpertInfo, pool: int | None = None) -> bool:
+        """Whether an executor, of this pool if one is named, can run an expert."""
+        return any(self.can_serve(x, expert) for x in self.executors if pool in (None, x.pool.index))
 
     def add_executor(self, config: ExecutorConfig) -> int:
         """Have one more executor, with a pool of its own; returns its index."""
@@ -106,7 +119,7 @@ class ExpertManager:
 
     def _check(self) -> None:
         for expert in self.graph.experts.values():
-            able = self._able(expert)
+            able = [x for x in self.executors if (expert.architecture, x.config.processor) in self.profiles]
             if not able:
                 processors = sorted({x.config.processor for x in self.executors})
                 raise ProfileError(
@@ -118,6 +131,62 @@ class ExpertManager:
                     f"expert {expert.name!r} takes {expert.bytes} bytes and the largest pool has {largest}; give an "
                     "executor more memory for experts."
                 )
+            if not self._serving(expert):
+                least = min(missing_bytes(x, self.profile(x, expert.name)) for x in able)
+                raise ConfigError(
+                    f"expert {expert.name!r} takes {expert.bytes} bytes and one request at least {least} more than an "
+                    "executor has for activations, which no pool has room for together; give an executor more memory."
+                )
+
+    def _choose_homes(self) -> None:
+        """Choose the pools where pinned experts stay, in turn, so that every expert can still run somewhere."""
+        pinned = [expert for name in self.graph.by_usage if (expert := self.graph.experts[name]).pinned]
+        kinds = {(x.architecture, x.bytes): x for x in self.graph.experts.values() if not x.pinned}
+        turn = 0
+        for expert in pinned:
+            for step in range(len(self.pools)):
+                home = (turn + step) % len(self.pools)
+                if self._serving(expert, home):
+                    self._homes[expert.name] = home
+                    self._pinned[home] += expert.bytes
+                    if all(map(self._serving, (*kinds.values(), *pinned))):
+                        turn = home + 1
+                        break
+                    self._pinned[home] -= expert.bytes
+                    del self._homes[expert.name]
+            else:
+                raise ConfigError(
+                    f"expert {expert.name!r} is pinned, and in whichever pool it stays, it leaves too little room for "
+                    "another expert to run; pin fewer, or give an executor more memory for experts."
+                )
+
+    # -- memory that is not there --
+
+    def limit(self, load: Load, until: float) -> bool:
+        """A load, which has ended, found less memory than its pool was given: have the pool keep to what it has.
+
+        until: when all that was given is tried again.
+        Returns False if what it has would not do for that expert.
+        """
+        executor, expert = self.executors[load.executor], self.graph.experts[load.expert]
+        executor.pool.limit(executor.pool.used)
+        room = executor.pool.victims(expert.bytes) is not None or self.will_free(executor)
+        if not (room and self.can_serve(executor, expert)):
+            executor.pool.limit(None)
+            return False
+        self._limited[load.pool] = until
+        return True
+
+    @property
+    def limited(self) -> bool:
+        """Whether a pool has less memory than was given."""
+        return bool(self._limited)
+
+    def lift_limits(self, now: float) -> None:
+        """Have pools try again what they were given."""
+        for index in [index for index, until in self._limited.items() if until <= now]:
+            self.pools[index].limit(None)
+            del self._limited[index]
 
     # -- loads --
 
@@ -182,7 +251,7 @@ class ExpertManager:
 
     def end_load(self, load: Load, *, loaded: bool) -> None:
         """A load has ended, and the expert is there unless it failed."""
-        pinned = self.graph.experts[load.expert].pinned
+        pinned = self._homes.get(load.expert) == load.pool
         self.pools[load.pool].end_load(load.expert, loaded=loaded, pinned=pinned)
         self.executors[load.executor].loading = None
         if load.source is not None:
@@ -196,8 +265,11 @@ class ExpertManager:
     # -- memory of batches --
 
     def lend(self, executor: ExecutorState, size: int, expert: str) -> Evict | None:
-        """Have experts, but not the batch's own, make room for a batch until `take_back`; None if they cannot."""
-        victims = executor.pool.reserve(_activations(executor), size, keep=[expert])
+        """Have experts make room for a batch, until `take_back`, and for its expert; None if they cannot."""
+        pool = executor.pool
+        beside = 0 if pool.has(expert) else self.graph.experts[expert].bytes
+        keep = [expert, *self._about_to_run(pool)]
+        victims = pool.reserve(_activations(executor), size, beside=beside, keep=keep)
         if victims is None:
             return None
         evictions, dropped = self._leave(executor, victims)
@@ -241,6 +313,12 @@ class ExpertManager:
     def profile(self, executor: ExecutorState, name: str) -> Profile:
         """What an expert costs on an executor."""
         return self.profiles[self.graph.experts[name].architecture, executor.config.processor]
+
+
+def missing_bytes(executor: ExecutorState, profile: Profile) -> int:
+    """What one request takes beyond the executor's memory for activations."""
+    limit = executor.config.activation_bytes
+    return 0 if limit is None else max(profile.activations(1) - limit, 0)
 
 
 def _joined(configs: list[ExecutorConfig]) -> ExecutorConfig:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -41,13 +42,13 @@ class Rule:
       expert: the one that has judged.
       verdict: its answer.
       next: the expert that gets the input then.
-      probability: how often the expert answers so.
+      probability: how often the expert answers so; None: rules that do not say share what is left of 1.
     """
 
     expert: str
     verdict: str
     next: str
-    probability: float = 1.0
+    probability: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,11 +76,17 @@ class ExpertGraph:
         (paper section 2.1).
     """
 
-    def __init__(self, experts: Iterable[ExpertInfo], inputs: Iterable[InputKind], rules: Iterable[Rule] = ()):
+    def __init__(
+        self,
+        experts: Iterable[ExpertInfo],
+        inputs: Iterable[InputKind],
+        rules: Iterable[Rule] = (),
+        *,
+        usage: Mapping[str, float] | None = None,
+    ):
         experts, inputs, rules = list(experts), list(inputs), list(rules)
         self.experts = {expert.name: expert for expert in experts}
         self._inputs = {kind.name: kind for kind in inputs}
-        self._rules = {(rule.expert, rule.verdict): rule for rule in rules}
         _require_unique("expert", [expert.name for expert in experts])
         _require_unique("input", [kind.name for kind in inputs])
         _require_unique("rule", [(rule.expert, rule.verdict) for rule in rules])
@@ -90,10 +97,11 @@ class ExpertGraph:
         for rule in rules:
             for name in (rule.expert, rule.next):
                 self._require_expert(name, f"rule {rule.expert!r} with verdict {rule.verdict!r}")
+        self._rules = {(rule.expert, rule.verdict): rule for rule in _with_probabilities(rules)}
         self.predecessors = {name: frozenset(r.expert for r in rules if r.next == name) for name in self.experts}
         self.successors = {name: frozenset(r.next for r in rules if r.expert == name) for name in self.experts}
         self._order = self._topological_order()
-        self.usage = self._usage()
+        self.usage = self._usage(usage or {})
 
     def first(self, kind: str) -> str:
         """The expert that an input of this kind begins with. Raises RoutingError."""
@@ -122,14 +130,12 @@ class ExpertGraph:
         return self.experts[name]
 
     def with_usage(self, usage: Mapping[str, float]) -> "ExpertGraph":
-        """The same graph with usage as it was counted, or as the user says; experts that are not named keep theirs."""
+        """The same graph with usage as it was counted, or as the user says; what follows is used accordingly."""
         for name, value in usage.items():
             self.require(name)
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(f"the usage of expert {name!r} must be at least 0, got {value}.")
-        graph = ExpertGraph(self.experts.values(), self._inputs.values(), self._rules.values())
-        graph.usage = self.usage | dict(usage)
-        return graph
+        return ExpertGraph(self.experts.values(), self._inputs.values(), self._rules.values(), usage=usage)
 
     @cached_property
     def by_usage(self) -> list[str]:
@@ -147,23 +153,44 @@ class ExpertGraph:
             cycle = " -> ".join(error.args[1])
             raise ConfigError(f"the rules make a cycle: {cycle}; an input would never have a result.") from error
 
-    def _usage(self) -> dict[str, float]:
-        """How many inputs come to each expert: inputs by their shares, and on along the rules (paper section 4.5)."""
+    def _usage(self, given: Mapping[str, float]) -> dict[str, float]:
+        """How many inputs come to each expert: inputs by their shares, and on along the rules (paper section 4.5).
+
+        given: of experts for which it is known.
+        """
         usage = dict.fromkeys(self.experts, 0.0)
         for kind, share in self.shares.items():
             usage[self._inputs[kind].expert] += share
         for name in self._order:
-            rules = self.rules_of(name)
-            for rule in rules:
-                if not 0 <= rule.probability <= 1:
-                    raise ConfigError(
-                        f"the probability of {name!r} answering {rule.verdict!r} must be in [0, 1], "
-                        f"got {rule.probability}."
-                    )
+            usage[name] = given.get(name, usage[name])
+            for rule in self.rules_of(name):
+                assert rule.probability is not None, "see _with_probabilities"
                 usage[rule.next] += usage[name] * rule.probability
-            if sum(rule.probability for rule in rules) > 1 + 1e-6 and any(rule.probability < 1 for rule in rules):
-                raise ConfigError(f"the probabilities of {name!r}'s verdicts are more than 1 together.")
         return usage
+
+
+def _with_probabilities(rules: list[Rule]) -> list[Rule]:
+    """The rules, each with a probability: those without share what the others of their expert leave of 1."""
+    left, without = defaultdict[str, float](lambda: 1.0), Counter[str]()
+    for rule in rules:
+        if rule.probability is None:
+            without[rule.expert] += 1
+        elif not 0 <= rule.probability <= 1:
+            raise ConfigError(
+                f"the probability of {rule.expert!r} answering {rule.verdict!r} must be in [0, 1], "
+                f"got {rule.probability}."
+            )
+        else:
+            left[rule.expert] -= rule.probability
+    for name, rest in left.items():
+        if rest < -1e-6:
+            raise ConfigError(f"the probabilities of {name!r}'s verdicts are more than 1 together.")
+    return [
+        dataclasses.replace(rule, probability=max(left[rule.expert], 0.0) / without[rule.expert])
+        if rule.probability is None
+        else rule
+        for rule in rules
+    ]
 
 
 def _shares(inputs: list[InputKind]) -> list[float]:

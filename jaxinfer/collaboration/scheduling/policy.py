@@ -26,8 +26,9 @@ class Policy:
       counts_batches: predict B for each batch of a group, not once for the group.
       avoids_padding: take as many requests as the next smaller compiled batch size has, rather than compute more than
         25% padding.
-      max_age: no request goes before one that has waited longer than so many seconds, so that none waits for ever;
+      max_age: no request goes before one that came more than so many seconds earlier, so that none waits for ever;
         None: before any (the paper's "window" has no end).
+      by_deadline: a group with a deadline that can be kept, but not in its turn, runs first, the earliest one.
     """
 
     assign: Literal["makespan", "round_robin"] = "makespan"
@@ -42,6 +43,7 @@ class Policy:
     counts_batches: bool = False
     avoids_padding: bool = False
     max_age: float | None = None
+    by_deadline: bool = False
 
     def __post_init__(self) -> None:
         if self.max_batch is not None and self.max_batch < 1:
@@ -70,7 +72,8 @@ POLICIES = {
         prefetch=4,
         resident_first=True,
         avoids_padding=True,
-        max_age=60.0,
+        max_age=10.0,
+        by_deadline=True,
     ),
 }
 """By name."""

@@ -22,7 +22,7 @@ class ModelPool:
 
     def __init__(self, index: int, budget: int, order: EvictionOrder):
         self.index, self.loading = index, set[str]()
-        self._order, self._keep = order, frozenset[str]()
+        self._given, self._order, self._keep = budget, order, frozenset[str]()
         self._residents: Residents[str, None] = Residents(budget, order=self._may_leave)
         self._loads: dict[str, int] = {}  # when each was loaded: the first is 0
         self._reserved: dict[str, int] = {}
@@ -31,6 +31,10 @@ class ModelPool:
     def budget(self) -> int:
         """Bytes."""
         return self._residents.budget
+
+    def limit(self, size: int | None) -> None:
+        """Have a smaller budget, not less than what is there; None: the one that was given."""
+        self._residents.budget = self._given if size is None else min(self._given, size)
 
     @property
     def used(self) -> int:
@@ -58,6 +62,10 @@ class ModelPool:
     def load_order(self, name: str) -> int:
         """A number that is larger for an expert that was loaded later."""
         return self._loads[name]
+
+    def victims(self, size: int) -> list[str] | None:
+        """Who would leave for this many bytes; None if even then there is no room. Nothing changes."""
+        return self._residents.victims(size)
 
     def begin_load(self, name: str, size: int, *, keep: Iterable[str] = ()) -> list[str] | None:
         """Make room for an expert and have it on its way; returns those that left.
@@ -95,9 +103,12 @@ class ModelPool:
         """Undo `use`."""
         self._residents.unpin(name)
 
-    def reserve(self, owner: str, size: int, *, keep: Iterable[str] = ()) -> list[str] | None:
-        """Take bytes for something else than experts until `give_back`; returns experts that left, None: no room."""
-        victims = self._make_room(size, keep)
+    def reserve(self, owner: str, size: int, *, beside: int = 0, keep: Iterable[str] = ()) -> list[str] | None:
+        """Take bytes for something else than experts until `give_back`; returns experts that left, None: no room.
+
+        beside: bytes that are free then, for the expert that will be loaded.
+        """
+        victims = self._make_room(size + beside, keep)
         if victims is not None:
             self._residents.add(owner, None, size)
             self._residents.pin(owner)
@@ -117,7 +128,7 @@ class ModelPool:
 
     def _make_room(self, size: int, keep: Iterable[str]) -> list[str] | None:
         self._keep = frozenset(keep)
-        victims = self._residents.victims(size)
+        victims = self.victims(size)
         for victim in victims or ():
             self._residents.remove(victim)
             del self._loads[victim]

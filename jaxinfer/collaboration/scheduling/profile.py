@@ -27,8 +27,9 @@ class Profile:
       max_batch: the largest batch worth making.
       load: seconds to load an expert, by where it comes from.
       evict: seconds to copy an expert to the host's memory when it leaves a pool.
-      activation_bytes: of one request in a batch.
-      latency: seconds of batches as measured, by size; between them, and where there are none, the line counts.
+      activation_bytes: of one more request in a batch.
+      latency: seconds of batches as measured, by size; beyond them, and where there are none, the line counts.
+      workspace: bytes of batches as measured, by size; where there are none, `activation_bytes` of each request count.
     """
 
     k: float
@@ -38,6 +39,7 @@ class Profile:
     evict: float = 0.0
     activation_bytes: int = 0
     latency: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    workspace: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.k) and self.k > 0):
@@ -58,10 +60,29 @@ class Profile:
         """Seconds to load an expert from there; from disk where nothing else is known."""
         return self.load.get(tier, self.load["disk"])
 
+    def padded(self, batch: int) -> int:
+        """The size that a batch really runs as: the next larger measured one, if there is one."""
+        return min((size for size in self.latency if size >= batch), default=batch)
+
     def seconds(self, batch: int) -> float:
-        """Seconds of a batch of this size: that of the next larger measured size, else K n + B."""
-        padded = min((size for size in self.latency if size >= batch), default=None)
-        return self.latency[padded] if padded is not None else self.k * batch + self.b
+        """Seconds of a batch of this size, with its padding: as measured, else K n + B."""
+        padded = self.padded(batch)
+        return self.latency.get(padded, self.k * padded + self.b)
+
+    def scaled(self, batch: float, load: Mapping[Tier, float]) -> "Profile":
+        """The same where batches, and loads from each tier, take so many times as long."""
+        return dataclasses.replace(
+            self,
+            k=self.k * batch,
+            b=self.b * batch,
+            latency={size: seconds * batch for size, seconds in self.latency.items()},
+            load={tier: seconds * load[tier] for tier, seconds in self.load.items()},
+        )
+
+    def activations(self, batch: int) -> int:
+        """Bytes that a batch of this size takes beside its expert, with its padding."""
+        padded = self.padded(batch)
+        return self.workspace.get(padded, self.activation_bytes * padded)
 
 
 Profiles = Mapping[tuple[str, str], Profile]

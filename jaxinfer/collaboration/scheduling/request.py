@@ -18,7 +18,7 @@ class Request:
       payload: the input; the scheduler never looks at it.
       deadline: by when its expert must have begun.
       latency: the additional inference latency that it was predicted to cost (paper section 4.2).
-      requeued: whether its executor has died once.
+      requeued: whether its executor could not run it, so that another one got it.
     """
 
     id: int

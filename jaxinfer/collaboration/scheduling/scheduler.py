@@ -5,6 +5,9 @@ It has no thread and no clock. Whoever drives it (the simulator, or real executo
 """
 
 import dataclasses
+import heapq
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxinfer.collaboration.errors import (
@@ -17,7 +20,7 @@ from jaxinfer.collaboration.errors import (
 )
 from jaxinfer.collaboration.scheduling.assignment import assign
 from jaxinfer.collaboration.scheduling.executor_state import ExecutorConfig, ExecutorState
-from jaxinfer.collaboration.scheduling.expert_manager import ExpertManager
+from jaxinfer.collaboration.scheduling.expert_manager import ExpertManager, missing_bytes
 from jaxinfer.collaboration.scheduling.experts import ExpertGraph, ExpertInfo
 from jaxinfer.collaboration.scheduling.policy import Policy
 from jaxinfer.collaboration.scheduling.profile import Profile, Profiles
@@ -27,6 +30,9 @@ from jaxinfer.collaboration.scheduling.request import Action, Batch, Failure, Lo
 MAX_PADDING = 0.25
 FIRST_BACK_OFF = 1.0
 """Seconds before an expert that could not be loaded is tried again; each further failure doubles them."""
+MAX_BACK_OFF = 60.0
+LIMITED = 60.0
+"""Seconds for which a pool keeps to less memory, after a load has found less than was given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +93,9 @@ class Scheduler:
         self.manager = ExpertManager(graph, profiles, executors, policy, host_bytes=host_bytes)
         self.executors, self.statistics = self.manager.executors, self.manager.statistics
         self._max_queued, self._on_decision = max_queued, on_decision
-        self._quarantined: dict[str, _Quarantine] = {}
+        self._quarantined: dict[tuple[str, int], _Quarantine] = {}  # by expert and pool
+        self._deadlines: list[tuple[float, int, Request]] = []  # of requests that may have begun; a heap
+        self._count = itertools.count()
         self._turn = 0
         self._settled = False  # whether nothing can begin before something happens
 
@@ -104,17 +112,29 @@ class Scheduler:
             raise OverloadedError(
                 f"{self.queued} requests wait, the limit is {self._max_queued}; try again in {wait:.1f} s.", wait
             )
-        self._require_loadable(expert.name, now)
-        return self._assign(request, expert, now)
+        index = self._assign(request, expert, now)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, next(self._count), request))
+        return index
 
     def loaded(self, load: Load, now: float, error: Exception | None = None) -> list[Failure]:
-        """A load has ended; returns the requests that its error ends."""
+        """A load has ended; returns the requests that its error ends.
+
+        After an InsufficientMemoryError other experts leave, if they can, and it is tried again. Any other error
+        concerns this expert in this pool: what waited for it goes to other executors, once.
+        """
         self._settled = False
         self.manager.end_load(load, loaded=error is None)
         if error is None:
-            self._quarantined.pop(load.expert, None)
+            self._quarantined.pop((load.expert, load.pool), None)
             return []
-        return self._quarantine(load.expert, error, now)
+        if isinstance(error, InsufficientMemoryError) and self.manager.limit(load, now + LIMITED):
+            return []
+        return self._quarantine(load, error, now)
+
+    def retry(self, expert: str) -> None:
+        """Have an expert that could not be loaded tried again at once."""
+        self._quarantined = {key: found for key, found in self._quarantined.items() if key[0] != expert}
 
     def executed(self, batch: Batch, now: float, error: Exception | None = None) -> list[Failure]:
         """A batch has ended; returns the requests that its error ends. What follows them is submitted anew."""
@@ -127,9 +147,18 @@ class Scheduler:
         return []
 
     def cancel(self, request: Request) -> bool:
-        """Take a request out of its queue; False if it has begun."""
+        """Take a request out of its queue, or of a batch that waits for its expert; False if it has begun."""
         self._settled = False
-        return any(executor.queue.remove(request) for executor in self.executors)
+        for executor in self.executors:
+            batch = executor.batch
+            if executor.queue.remove(request):
+                return True
+            if batch is not None and not executor.executing and request in batch.requests:
+                batch.requests.remove(request)
+                if not batch.requests:
+                    self._end_batch(executor)
+                return True
+        return False
 
     def drain(self, error: Exception) -> list[Failure]:
         """End all requests that have not begun."""
@@ -151,15 +180,13 @@ class Scheduler:
             else:
                 waiting = started + waiting
             self._end_batch(executor)
-        for request in waiting:
-            try:
-                if request.requeued:
-                    raise ExecutorDiedError(f"two executors of request {request.id} have ended.")
-                request.requeued = True
-                self._assign(request, self.graph.experts[request.expert], now)
-            except CollaborationError as error:
-                failures += self._fail([request], error)
-        return failures
+        died = ExecutorDiedError(f"executor {executor.config.name!r} has ended, and no other one can take its request.")
+        return failures + self._requeue(waiting, died, now)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `poll` has something to end, if nothing else happens before."""
+        return self._deadlines[0][0] if self._deadlines else None
 
     @property
     def queued(self) -> int:
@@ -169,10 +196,11 @@ class Scheduler:
     # -- assignment (paper section 4.2) --
 
     def _assign(self, request: Request, expert: ExpertInfo, now: float) -> int:
-        additions = [self._addition(x, expert) for x in self.executors]
+        self.manager.lift_limits(now)
+        additions = [self._addition(x, expert, now) for x in self.executors]
         totals = [x.total(now) if x.alive else 0.0 for x in self.executors]
         if all(addition is None for addition in additions):
-            raise ExecutorDiedError(f"no executor that is left can run expert {expert.name!r}.")
+            raise self._why_none(expert, now)
         if self.policy.assign == "makespan":
             index = assign(totals, additions)
         else:
@@ -187,11 +215,13 @@ class Scheduler:
             self._on_decision(Decision(request=request, totals=totals, additions=additions, executor=index))
         return index
 
-    def _addition(self, executor: ExecutorState, expert: ExpertInfo) -> float | None:
+    def _addition(self, executor: ExecutorState, expert: ExpertInfo, now: float) -> float | None:
         """The additional inference latency of a request for this expert; None if the executor cannot run it."""
-        profile = self.profiles.get((expert.architecture, executor.config.processor))
-        if profile is None or not executor.alive or expert.bytes > executor.pool.budget:
+        if not executor.alive or not self.manager.can_serve(executor, expert):
             return None
+        if (found := self._quarantined.get((expert.name, executor.pool.index))) and now < found.until:
+            return None
+        profile = self.manager.profile(executor, expert.name)
         queued = executor.queue.count(expert.name)
         starts = queued % self._max_batch(executor, profile) == 0 if self.policy.counts_batches else queued == 0
         seconds = profile.k + (profile.b if starts else 0.0)
@@ -203,10 +233,10 @@ class Scheduler:
 
     def poll(self, now: float) -> list[Action]:
         """What is to be done now; `Load`s and `Batch`es are under way from here on."""
+        actions: list[Action] = [*self._expire(now)]
         if self._settled:
-            return []
+            return actions
         self._settled = True
-        actions: list[Action] = []
         for executor in self.executors:
             if executor.alive:
                 self._advance(executor, now, actions)
@@ -218,30 +248,44 @@ class Scheduler:
             if executor.batch is not None:
                 goes_on = self._begin_execution(executor, now, actions)
             elif group := self._next_group(executor, now):
-                actions += self._expire(executor, group, now)
-                goes_on = not group.requests or self._begin_batch(executor, group, now, actions)
+                goes_on = self._begin_batch(executor, group, now, actions)
             else:
                 goes_on = False
         if self.policy.prefetch and executor.executing and executor.loading is None:
             self._prefetch(executor, now, actions)
 
     def _next_group(self, executor: ExecutorState, now: float) -> Group | None:
-        """The queue's first group; or the first whose expert is there, if that may go before others."""
-        first, limit = executor.queue.first(), self.policy.max_age
-        if first is None or not self.policy.resident_first or executor.pool.is_ready(first.expert):
+        """The first group; or one that may go before it, for its deadline or because its expert is there."""
+        queue, first = executor.queue, executor.queue.first()
+        if first is None:
+            return None
+        if self.policy.by_deadline and self._deadlines and (urgent := self._urgent(executor, now)):
+            return urgent
+        if not self.policy.resident_first or executor.pool.is_ready(first.expert):
             return first
-        if limit is not None and now - first.requests[0].arrival > limit:
-            return first
-        ready = (group for group in executor.queue.groups() if executor.pool.is_ready(group.expert))
-        return next(ready, first)
+        ready = (group for group in queue.groups() if executor.pool.is_ready(group.expert))
+        found = next(ready, first)
+        return found if queue.may_overtake(found.first, first.first) else first
 
-    def _expire(self, executor: ExecutorState, group: Group, now: float) -> list[Action]:
-        late = [request for request in group.requests if request.deadline is not None and request.deadline < now]
-        for request in late:
-            executor.queue.remove(request)
-        return [
-            *self._fail(late, DeadlineExceededError("the deadline passed before the request's expert could begin."))
-        ]
+    def _urgent(self, executor: ExecutorState, now: float) -> Group | None:
+        """Of the groups whose deadlines pass unless they go before others, and can be kept, that with the earliest."""
+        found, earliest, before = None, math.inf, 0.0
+        for group in executor.queue.groups():
+            request = group.first
+            if request.deadline is not None and request.deadline < earliest:
+                needed = request.latency
+                if now + needed <= request.deadline < now + before + needed:
+                    found, earliest = group, request.deadline
+            before += group.latency
+        return found
+
+    def _expire(self, now: float) -> list[Failure]:
+        """End the requests whose deadlines have passed before they began."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] < now:
+            request = heapq.heappop(self._deadlines)[-1]
+            late += [request] if self.cancel(request) else []
+        return self._fail(late, DeadlineExceededError("the deadline passed before the request's expert could begin."))
 
     def _begin_batch(self, executor: ExecutorState, group: Group, now: float, actions: list[Action]) -> bool:
         """Take a batch from a group (paper section 4.2, splitting); or all of it, if not even one request fits.
@@ -251,11 +295,12 @@ class Scheduler:
         profile, pool = self.manager.profile(executor, group.expert), executor.pool
         count = self._batch_size(executor, profile, len(group.requests))
         if count == 0:  # experts make room for one request
-            missing = profile.activation_bytes - (executor.config.activation_bytes or 0)
-            never = missing + self.graph.experts[group.expert].bytes > pool.budget
-            evict = None if never else self.manager.lend(executor, missing, group.expert)
+            if executor.loading is not None and not pool.has(group.expert):
+                return False  # else it had the room of one, and waited for that of the other
+            missing = missing_bytes(executor, profile)
+            evict = self.manager.lend(executor, missing, group.expert)
             if evict is None:
-                if not never and self.manager.will_free(executor):
+                if self.manager.will_free(executor):
                     return False
                 problem = f"one request takes {missing} bytes more than the executor has beside its experts"
                 requests = executor.queue.take(group, len(group.requests))
@@ -271,11 +316,11 @@ class Scheduler:
     def _batch_size(self, executor: ExecutorState, profile: Profile, waiting: int) -> int:
         """How many of the requests that wait go into a batch; 0 if not even one fits the memory for activations."""
         count, limit = min(waiting, self._max_batch(executor, profile)), executor.config.activation_bytes
-        if limit is not None and profile.activation_bytes:
-            count = min(count, limit // profile.activation_bytes)
+        while count and limit is not None and profile.activations(count) > limit:
+            count -= 1
         if not self.policy.avoids_padding or count == 0:
             return count
-        padded = min((size for size in profile.latency if size >= count), default=count)
+        padded = profile.padded(count)
         smaller = max((size for size in profile.latency if size <= count), default=count)
         return smaller if (padded - count) / padded > MAX_PADDING else count
 
@@ -331,24 +376,46 @@ class Scheduler:
 
     # -- what goes wrong --
 
-    def _require_loadable(self, name: str, now: float) -> None:
-        found = self._quarantined.get(name)
-        if found is not None and now < found.until:
-            raise LoadError(f"expert {name!r} is tried again in {found.until - now:.1f} s: {found.reason}")
+    def _why_none(self, expert: ExpertInfo, now: float) -> CollaborationError:
+        """Why no executor can run an expert now."""
+        alive = [x for x in self.executors if x.alive]
+        found = [self._quarantined.get((expert.name, x.pool.index)) for x in alive]
+        waiting = [each for each in found if each and now < each.until]
+        if waiting:
+            soonest = min(waiting, key=lambda each: each.until)
+            return LoadError(f"expert {expert.name!r} is tried again in {soonest.until - now:.1f} s: {soonest.reason}")
+        if self.manager.limited and alive:
+            return InsufficientMemoryError(f"expert {expert.name!r}: its device has less memory free than was given.")
+        return ExecutorDiedError(f"no executor that is left can run expert {expert.name!r}.")
 
-    def _quarantine(self, name: str, error: Exception, now: float) -> list[Failure]:
-        """Have an expert not be loaded for a while; all that waits for it ends."""
-        before = self._quarantined.get(name)
-        back_off = before.back_off * 2 if before else FIRST_BACK_OFF
-        self._quarantined[name] = _Quarantine(now + back_off, back_off, str(error))
-        failed = [request for x in self.executors for request in x.queue.remove_expert(name)]
+    def _quarantine(self, load: Load, error: Exception, now: float) -> list[Failure]:
+        """Have an expert not be loaded to a pool for a while; what waits for it goes elsewhere, or ends."""
+        name, before = load.expert, self._quarantined.get((load.expert, load.pool))
+        back_off = min(before.back_off * 2, MAX_BACK_OFF) if before else FIRST_BACK_OFF
+        self._quarantined[name, load.pool] = _Quarantine(now + back_off, back_off, str(error))
+        waiting = []
         for executor in self.executors:
-            if executor.batch is not None and executor.batch.expert == name and not executor.executing:
-                failed += executor.batch.requests
-                self._end_batch(executor)
+            if executor.pool.index == load.pool:
+                if executor.batch is not None and executor.batch.expert == name and not executor.executing:
+                    waiting += executor.batch.requests
+                    self._end_batch(executor)
+                waiting += executor.queue.remove_expert(name)
         shown = LoadError(f"expert {name!r} cannot be loaded: {error}")
         shown.__cause__ = error
-        return self._fail(failed, shown)
+        return self._requeue(waiting, shown, now)
+
+    def _requeue(self, requests: Iterable[Request], error: Exception, now: float) -> list[Failure]:
+        """Have other executors run requests, once; those that none can run end with this error."""
+        failed = []
+        for request in requests:
+            try:
+                if request.requeued:
+                    raise error
+                request.requeued = True
+                self._assign(request, self.graph.experts[request.expert], now)
+            except CollaborationError:
+                failed.append(request)
+        return self._fail(failed, error)
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> list[Failure]:
         failures = [Failure(request=request, error=error) for request in requests]
