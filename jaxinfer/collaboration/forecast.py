@@ -86,7 +86,7 @@ def advise_memory(opened: OpenedSystem, profiles: Profiles, trace: Sequence[Trac
     experts = opened.graph.experts
     largest = max(expert.bytes for expert in experts.values())
     room = list(itertools.accumulate(experts[name].bytes for name in opened.graph.by_usage))
-    one = max(profile.activation_bytes for profile in profiles.values()) or 1
+    one = max(profile.activations(1) for profile in profiles.values()) or 1
 
     def divided(count: int) -> list[int]:
         """Room for so many experts, in the executors' order; each has room for the largest."""

@@ -61,8 +61,13 @@ def save_board(folder):
         patch_size=8,
     )
     save(folder / "v0", ViT, config, "vit", 7)
+    save_encoder(folder / "e0", tokenizer={"tokenizer.json": byte_tokenizer().to_str().encode()})
+    return folder
+
+
+def save_encoder(folder, vocab=257, **options):
     config = EncoderConfig(
-        vocab=257,
+        vocab=vocab,
         embed=16,
         layers=1,
         context=12,
@@ -71,8 +76,7 @@ def save_board(folder):
         mlp=MlpConfig(hidden=16, activation=Activation.GELU, gated=False),
         norm=NormConfig(kind=NormKind.LAYER),
     )
-    save(folder / "e0", Encoder, config, "tiny", 8, tokenizer={"tokenizer.json": byte_tokenizer().to_str().encode()})
-    return folder
+    save(folder, Encoder, config, "tiny", 8, **options)
 
 
 def save(folder, model, config, family, seed, **options):

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jaxinfer
-from jaxinfer.collaboration.config import ExecutorOptions
+from jaxinfer.collaboration.config import ExecutorOptions, ExpertConfig
 from jaxinfer.collaboration.errors import ConfigError, InvalidInputError, LoadError, RoutingError
+from jaxinfer.collaboration.execution import profiler
+from jaxinfer.collaboration.execution.loader import ExpertLoader
 from jaxinfer.collaboration.opened import OpenedSystem
 from jaxinfer.collaboration.scheduling import scheduler
 from jaxinfer.collaboration.scheduling.policy import POLICIES, Policy
@@ -28,6 +31,7 @@ from jaxinfer.collaboration.scheduling.replay import Recorder, Replayer
 from jaxinfer.collaboration.simulator import Simulator
 from jaxinfer.collaboration.system import IN_FLIGHT
 from jaxinfer.collaboration.traces import draw_trace
+from jaxinfer.compiled import Costs
 from tests.collaboration.boards import (
     CLASSIFIERS,
     COSTS,
@@ -37,6 +41,7 @@ from tests.collaboration.boards import (
     image,
     probabilities,
     save_classifiers,
+    save_encoder,
 )
 
 
@@ -211,6 +216,13 @@ def test_an_input_that_changes_after_it_was_given_changes_nothing(start):
 # Configs that cannot work
 
 
+def encoders(board, folder):
+    """e0, and one of its size with another vocabulary."""
+    shutil.copytree(board / "e0", folder / "e0")
+    save_encoder(folder / "e1", vocab=300)
+    return folder
+
+
 def test_configs_that_cannot_work(board, start, tmp_path):
     save_classifiers([tmp_path / "larger"], size=64)
     shutil.copytree(board / "c0", tmp_path / "c0")
@@ -218,6 +230,7 @@ def test_configs_that_cannot_work(board, start, tmp_path):
         (ConfigError, "there is no device 'tpu:0'; here: cpu:0", {"device": "tpu:0"}),
         (ConfigError, "there is no device 'cpu:99'", {"device": "cpu:99"}),
         (ConfigError, "there is no device 'cpu:x'", {"device": "cpu:x"}),
+        (ConfigError, "there is no device 'cpu:-1'", {"device": "cpu:-1"}),
         (ConfigError, "the largest pool has 7", {"expert_memory": 7}),
         (ConfigError, "expert_bytes must be at least 1", {"expert_memory": 0}),
     ):
@@ -229,6 +242,12 @@ def test_configs_that_cannot_work(board, start, tmp_path):
     for name, verdict, known in (("c0", "OK", "'ok', 'defect'"), ("e0", "ok", "'done'"), ("d0", "", "'none'")):
         with pytest.raises(ConfigError, match=f"rule '{name}': it never answers '{verdict}'; .*{known}"):
             start("c1", name, rules=[(name, verdict, "c1")])
+    with pytest.raises(ConfigError, match=r"'e0' takes 12 token ids .*, and 'e1' 12 token ids \(vocabulary 300\)"):
+        start("e0", "e1", folder=encoders(board, tmp_path), memory=10**6, rules=[("e0", "done", "e1")])
+    with pytest.raises(ConfigError, match=r"the host has .* of memory free, .* would use up to .*; give them less"):
+        start("c0", "c1", activation=10**15)
+    with pytest.raises(ConfigError, match=r"executors: two have the name 'x0'"):
+        start("c0", executors_given=(ExecutorOptions(name="x0", expert_memory=10**6),) * 2)
     with pytest.raises(ConfigError, match="the rules make a cycle"):
         start("c0", "c1", rules=[("c0", "ok", "c1"), ("c1", "ok", "c0")])
     with pytest.raises(RoutingError, match="'c9', which is no expert"):
@@ -252,6 +271,61 @@ def test_a_missing_expert_is_the_only_one_that_fails(board, start, tmp_path, mon
     shutil.copytree(board / "c0", tmp_path / "c0")
     time.sleep(0.02)
     check(board, "c0", image(0), system.submit("c0", image(0)).result())
+
+
+def test_an_expert_that_comes_late_is_what_it_is(board, start, tmp_path, monkeypatch):
+    """A detector that is missing at the start, in a system that has others of its kind; said beforehand, or not."""
+    monkeypatch.setattr(scheduler, "FIRST_BACK_OFF", 0.01)
+    for name in ("c0", "d0"):
+        shutil.copytree(board / name, tmp_path / name)
+    shutil.copytree(board / "d0", tmp_path / "spare")
+    for like in (None, "d0"):
+        shutil.rmtree(tmp_path / "d1", ignore_errors=True)
+        experts = [ExpertConfig(name=name, checkpoint=tmp_path / name) for name in ("c0", "d0")]
+        experts.append(ExpertConfig(name="d1", checkpoint=tmp_path / "d1", like=like))
+        rules = [("c0", verdict, "d1") for verdict in ("ok", "defect")]
+        system = start("c0", "d0", "d1", folder=tmp_path, experts=tuple(experts), memory=10**7, rules=rules)
+        assert list(system.broken) == ["d1"]
+        shutil.copytree(tmp_path / "spare", tmp_path / "d1")
+        if like is None:
+            with pytest.raises(LoadError, match=r"was taken to be a classifier.*, and is a detector"):
+                system.submit("c0", image(0)).result()
+            time.sleep(0.02)
+        found = system.submit("c0", image(0)).result()
+        assert [stage.expert for stage in found.stages] == ["c0", "d1"]
+        assert system.graph.experts["d1"].bytes == system.graph.experts["d0"].bytes
+        assert not system.broken
+
+
+READ_ONLY = """
+set -e
+mount --bind "$1" "$1"
+mount -o remount,ro,bind "$1"
+exec "$2" -c "$3" "$1"
+"""
+RUN_EXPERT = """
+import pathlib, sys
+from tests.collaboration.boards import AnyProfiles, config, image
+from jaxinfer.collaboration import System
+with System(config(pathlib.Path(sys.argv[1]), ["c0"]), profiles=AnyProfiles()) as system:
+    print(system.broken, next(system.run([("c0", image(0))])).verdict)
+"""
+
+
+def test_a_model_directory_that_may_not_be_written_to(board, tmp_path):
+    shutil.copytree(board / "c0", tmp_path / "models" / "c0", ignore=shutil.ignore_patterns("layers-*"))
+    namespace = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*namespace, "mount", "--bind", tmp_path, tmp_path], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount")
+    done = subprocess.run(
+        [*namespace, "bash", "-c", READ_ONLY, "-", tmp_path / "models", sys.executable, RUN_EXPERT],
+        env=os.environ | {"JAXINFER_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split()[0] == "{}", done.stderr
+    assert done.stdout.split()[1] in ("ok", "defect")
+    assert list((tmp_path / "cache" / "experts").glob("layers-*/layer-00000.bin"))
 
 
 # The simulator's schedule, and recorded ones
@@ -303,6 +377,30 @@ def test_costs_are_measured_before_anything_runs(board):
     assert not any(thread.name.startswith("jaxinfer-executor") for thread in threading.enumerate())
 
 
+def test_costs_are_of_a_disk(board, monkeypatch):
+    """The same expert on another disk is measured anew."""
+    opened = OpenedSystem(config(board, ["c0"]))
+    monkeypatch.setattr(profiler, "_run", lambda *_, **__: pytest.fail("measured"))
+    keys = []
+    monkeypatch.setattr(Costs, "open", lambda **options: keys.append(options["model"]) or Costs.fixed({}))
+    for disk in ("1", "2"):
+        monkeypatch.setattr(ExpertLoader, "disk", lambda self, name, disk=disk: disk)
+        with pytest.raises(pytest.fail.Exception, match="measured"):
+            opened.measured()
+    assert [key["disk"] for key in keys] == ["1", "2"]
+
+
+def test_what_loads_and_batches_take_is_followed(board, start):
+    """Costs that were given are far too high: they come down to what is seen."""
+    costs = dataclasses.replace(COSTS, k=100.0, latency={}, load={"disk": 1e3, "host": 1e3})
+    system = start(*CLASSIFIERS, slots=2, mode="paper", costs=costs)
+    list(system.run(inputs(60)))
+    key = architecture(board / "c0").name, "cpu"
+    assert 0 < system.profiles[key].load["disk"] < 100.0
+    assert 0 < system.profiles[key].k < 10.0
+    assert system.scheduler.profiles[key] is system.profiles[key]
+
+
 def test_public_names():
     for name in jaxinfer.collaboration.__all__:
         assert getattr(jaxinfer.collaboration, name) is not None
@@ -321,8 +419,8 @@ class Probe:
         loader = system._weights
         prepare = loader.prepare
 
-        def probed(load):
-            run = prepare(load)
+        def probed(load, on_begin):
+            run = prepare(load, on_begin)
 
             def then():
                 run()

@@ -5,6 +5,7 @@ All decisions are made under one lock, between compiled steps: they take microse
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -257,7 +258,8 @@ class Executors:
         for action in self._manage(self.scheduler.poll, now):
             match action:
                 case Load():
-                    self._loads[action.executor].put((action, self._loader.prepare(action)))
+                    begin = functools.partial(self._note_begin, action)
+                    self._loads[action.executor].put((action, self._loader.prepare(action, begin)))
                 case Batch():
                     self._batches[action.executor].put(action)
                 case Evict():  # before its batch; not here: it may wait for other evictions
@@ -305,10 +307,7 @@ class Executors:
             self._die(index)
 
     def _run_load(self, load: Load, run: Callable[[], None]) -> None:
-        error = None
-        with self._lock:
-            begun = self._clock()
-            self._load_times.begin(load, begun)
+        begun, error = self._clock(), None
         try:
             run()
         except BaseException as raised:  # of whatever kind: the expert cannot be used, the others can
@@ -317,11 +316,14 @@ class Executors:
         with self._deciding():
             now = self._clock()
             self.times.loading += now - begun
-            alone = self._load_times.end(load, now)
-            if error is None and not load.evictions:
+            if (alone := self._load_times.end(load, now)) is not None and error is None:
                 self._profiles.note_load(self._cost_key(load), load.tier, alone)
             self._end(self._manage(self.scheduler.loaded, load, now, error))
             self._begin(now)
+
+    def _note_begin(self, load: Load) -> None:
+        with self._lock:
+            self._load_times.begin(load, self._clock())
 
     def _die(self, index: int) -> None:
         """A thread of an executor ends by an error that is nobody's: others do its work."""

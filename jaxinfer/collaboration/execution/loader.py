@@ -107,9 +107,10 @@ class ExpertLoader:
         """Which disk an expert is read from, as the system numbers them. Raises LoadError."""
         return str(os.stat(_base(self._find(name).opened)).st_dev)
 
-    def prepare(self, load: Load) -> Callable[[], None]:
+    def prepare(self, load: Load, on_begin: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Note what a load will change, in the order of the scheduler's decisions; returns what does it.
 
+        on_begin: called when those that make room have left.
         Copies on the host are known from here on, so that a later load from there waits for the one that makes them.
         """
         changes = self.note(load.pool, load.evictions, load.dropped)
@@ -118,6 +119,7 @@ class ExpertLoader:
 
         def run() -> None:
             changes()
+            on_begin()
             self._load(load, source)
 
         return run
@@ -137,11 +139,9 @@ class ExpertLoader:
                 before.result()  # of a pool that executors share, memory is given back in the order of the decisions
             try:
                 for fetch, copy in leaving:
-                    try:
-                        if copy is not None:
-                            copy.set_result(_to_host(fetch.settle()))
-                    finally:
-                        fetch.release()
+                    if copy is not None:
+                        copy.set_result(_to_host(fetch))
+                    fetch.release()
                 for copy in gone:
                     _delete(copy.result())
             finally:  # whatever happened, nobody waits for it for ever
@@ -220,10 +220,11 @@ class _Copy:
             leaf.delete()
 
 
-def _to_host(leaves: list[jax.Array]) -> list[jax.Array] | None:
-    """Copies in the host's memory, pinned where the device is a GPU; None if the host has too little for them."""
-    shardings = [leaf.sharding.with_memory_kind("pinned_host") for leaf in leaves]
+def _to_host(fetch: "Fetch | _Copy") -> list[jax.Array] | None:
+    """Copies in the host's memory, pinned where the device is a GPU; None if there can be none."""
     try:
+        leaves = fetch.settle()
+        shardings = [leaf.sharding.with_memory_kind("pinned_host") for leaf in leaves]
         return jax.block_until_ready(jax.device_put(leaves, shardings, may_alias=False))
     except Exception as error:  # whatever it is, it is not the fault of the expert that comes in its place
         log.warning("an expert does not stay in the host's memory: %s; the next load is from disk.", error)

@@ -80,10 +80,10 @@ class LoadTimes:
         self._count(now)
         self._seconds[load] = 0.0
 
-    def end(self, load: Load, now: float) -> float:
-        """A load has ended: its seconds."""
+    def end(self, load: Load, now: float) -> float | None:
+        """A load has ended: its seconds; None if it never began."""
         self._count(now)
-        return self._seconds.pop(load)
+        return self._seconds.pop(load, None)
 
     def _count(self, now: float) -> None:
         for load in self._seconds:

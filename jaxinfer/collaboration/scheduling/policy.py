@@ -1,7 +1,7 @@
 """Which rules a scheduler follows: CoServe's, those that it is compared with, and ours."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -55,12 +55,16 @@ class Policy:
 
 
 _SAMBA = Policy(assign="round_robin", arrange=False, evict="lru", max_batch=1, one_executor=True, host_cache=True)
+_PARALLEL = dataclasses.replace(_SAMBA, one_executor=False)
+_GROUPING: dict[str, Any] = {"arrange": True, "max_batch": None}
 _NONE = Policy(assign="round_robin", arrange=False, evict="fifo")
 
 POLICIES = {
     "samba": _SAMBA,  # Samba-CoE: in the order of arrival, the least recently used expert leaves
     "fifo": dataclasses.replace(_SAMBA, evict="fifo"),  # Samba-CoE FIFO
-    "parallel": dataclasses.replace(_SAMBA, one_executor=False),  # Samba-CoE Parallel
+    "parallel": _PARALLEL,  # Samba-CoE Parallel
+    "samba_grouping": dataclasses.replace(_SAMBA, **_GROUPING),  # and requests for one expert run together,
+    "parallel_grouping": dataclasses.replace(_PARALLEL, **_GROUPING),  # as servers that swap models collect them
     "none": _NONE,  # the ablations of paper section 5.3
     "em": dataclasses.replace(_NONE, evict="two_stage"),  # expert management
     "em_ra": dataclasses.replace(_NONE, evict="two_stage", arrange=True),  # and request arranging

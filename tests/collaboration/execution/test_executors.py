@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from checkpoints import layer_files
+from checkpoints import layer_files, stores
 from jaxinfer.collaboration.errors import (
     DeadlineExceededError,
     ExecutorDiedError,
+    InvalidInputError,
     LoadError,
     OverloadedError,
     ShutdownError,
@@ -24,7 +25,7 @@ from jaxinfer.collaboration.execution.kinds import Classifier
 from jaxinfer.collaboration.execution.loader import write_expert
 from jaxinfer.collaboration.scheduling import scheduler
 from jaxinfer.models.loading import open_model
-from tests.collaboration.boards import COSTS, image, probabilities
+from tests.collaboration.boards import CLASSIFIERS, COSTS, architecture, image, probabilities
 
 SECONDS = 20
 
@@ -107,6 +108,23 @@ def test_deadline(blocked, gate):
         late.result(SECONDS)
     assert first.result(SECONDS).verdict
     assert patient.result(SECONDS).verdict
+
+
+def test_a_deadline_ends_a_request_while_nothing_else_happens(blocked, gate):
+    """The only executor waits for its expert, and goes on waiting."""
+    system, first = blocked()
+    with pytest.raises(DeadlineExceededError):
+        system.submit("c0", image(1), deadline=0.05).result(SECONDS)
+    assert not first.done()
+    gate.open.set()
+    assert first.result(SECONDS).verdict
+    assert system.statistics.switches == 1  # none for the one that was late
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), -1.0, "soon", True])
+def test_deadlines_that_cannot_be(start, deadline):
+    with pytest.raises(InvalidInputError, match="deadline must be a finite number >= 0"):
+        start("c0").submit("c0", image(0), deadline=deadline)
 
 
 def test_cancel(board, blocked, gate):
@@ -211,6 +229,55 @@ def test_no_expert_can_be_loaded(start, copies):
         with pytest.raises(LoadError):
             future.result(SECONDS)
     assert system.statistics.failed == 3
+
+
+def without_memory(monkeypatch, when):
+    """Have arrays come to the device as if it had no memory left, where `when` says so of how many came before."""
+    call, count = stores._FromDisk.place, [0]
+
+    def place(self):
+        count[0] += 1
+        if when(count[0] - 1):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
+        return call(self)
+
+    monkeypatch.setattr(stores._FromDisk, "place", place)
+    return count
+
+
+def test_a_load_that_finds_no_memory_is_tried_again(board, start, monkeypatch):
+    system = start(*CLASSIFIERS, slots=3, mode="paper")
+    count = without_memory(monkeypatch, lambda number: number == 0)
+    others = [name for name in CLASSIFIERS if name not in system.initially]
+    for name in (others[0], *sorted(system.initially)):
+        assert is_right(board, name, image(0), system.submit(name, image(0)).result(SECONDS))
+    assert count[0] >= 2
+    assert system.statistics.failed == 0
+    assert system.scheduler.manager.limited
+    assert system.scheduler.manager.pools[0].budget < 3 * architecture(board / "c0").bytes
+
+
+def test_a_device_with_less_memory_than_was_given_at_the_start(board, start, monkeypatch):
+    without_memory(monkeypatch, lambda number: number == 1)
+    system = start("c0", "c1", slots=2, mode="paper")
+    assert len(system.initially) == 1
+    assert not system.broken
+    for name in ("c0", "c1"):
+        assert is_right(board, name, image(0), system.submit(name, image(0)).result(SECONDS))
+
+
+def test_a_repaired_expert_can_be_asked_for_at_once(board, start, copies, monkeypatch):
+    monkeypatch.setattr(scheduler, "FIRST_BACK_OFF", 1000.0)
+    folder, files = copies
+    system = start("c0", "c1", folder=folder, slots=1, mode="paper")
+    content = damage(files["c1"], "flipped")
+    with pytest.raises(LoadError):
+        system.submit("c1", image(0)).result(SECONDS)
+    files["c1"].write_bytes(content)
+    with pytest.raises(LoadError, match="is tried again in"):
+        system.submit("c1", image(0))
+    system.retry("c1")
+    assert is_right(board, "c1", image(0), system.submit("c1", image(0)).result(SECONDS))
 
 
 # Batches that fail

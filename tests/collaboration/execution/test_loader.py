@@ -168,6 +168,24 @@ def test_where_the_host_has_no_memory_experts_come_from_disk(board, is_right, mo
     loader.close()
 
 
+def test_an_expert_that_cannot_be_copied_leaves_alone(board, is_right, monkeypatch):
+    """Whatever happens to it, its memory is free, and the one that comes in its place comes."""
+    loader, block = make(board), jax.block_until_ready
+    load(loader, "c0")
+
+    def broken(leaves):
+        raise OSError("broken")
+
+    monkeypatch.setattr(loader_module.jax, "block_until_ready", broken)
+    loader.note(0, [Eviction(expert="c0", to_host=True)], ())()
+    monkeypatch.setattr(loader_module.jax, "block_until_ready", block)
+    load(loader, "c1")
+    load(loader, "c0", tier="host")
+    assert is_right(loader, "c1")
+    assert is_right(loader, "c0")
+    loader.close()
+
+
 def test_damage_ends_in_an_error_until_it_is_repaired(copied, is_right):
     folder, file = copied
     content = file.read_bytes()
