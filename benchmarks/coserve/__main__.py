@@ -3,8 +3,8 @@
     python -m benchmarks.coserve [--quick] [--part simulated|real] [--json FILE]
 
 The simulated part runs the paper's tasks through the scheduler that real executors use, on a simulated clock. The real
-part runs systems of 38 models of ResNet-101's size on this machine, each in a process of its own, for about two hours
-on two cores; runs that are done are kept in the folder, so that it can be interrupted.
+part runs systems of 38 models of ResNet-101's size on this machine, each in a process of its own, for about an hour on
+two cores; runs that are done are kept in the folder, so that it can be interrupted.
 """
 
 import argparse
@@ -19,14 +19,12 @@ from benchmarks.report import Report
 
 
 def simulated(report: Report, args: argparse.Namespace) -> None:
-    Simulation(report, quick=args.quick, plots=args.plots).run_all()
-    print_tables(report.rows)
+    Simulation(report, quick=args.quick).run_all()
 
 
 def real(report: Report, args: argparse.Namespace) -> None:
     rounds = 1 if args.quick else args.rounds
     measure(report, args.folder, quick=args.quick, rounds=rounds, ratios=args.ratios)
-    print_tables(report.rows)
 
 
 PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {"simulated": simulated, "real": real}
@@ -40,14 +38,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, two tasks, fewer points")
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures into this folder")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/jaxinfer-coserve"), help="of real experts: 28 GB")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/jaxinfer-coserve"), help="of real experts: 14 GB")
     parser.add_argument("--rounds", type=int, default=3, help="of all real systems in turn (default: %(default)s)")
     parser.add_argument(
         "--ratios",
-        type=int,
+        type=float,
         nargs="*",
-        default=[1, 20, 40],
-        help="of loading to execution, beside 10 (default: 1 20 40)",
+        default=[20.0, 40.0],
+        help="of loading to execution, beside 10 (default: 20 40)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
@@ -56,8 +54,13 @@ def main() -> None:
     for name in PARTS if args.part == "all" else [args.part]:
         start = time.monotonic()
         PARTS[name](report, args)
+        print_tables(report.rows)
         report.row(figure="part", part=name, seconds=round(time.monotonic() - start))
         report.save(args.json)
+    if args.plots is not None:
+        from benchmarks.coserve.plots import draw_all  # matplotlib is in the extra `bench`
+
+        draw_all(report.rows, args.plots)
     report.finish(args.json)
 
 

@@ -5,6 +5,7 @@ goes on to. Weights are random, but for the heads, which have every classifier s
 depend on what experts say, and inputs take the same way in every run.
 """
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,11 @@ from jaxinfer.models.resnet import ResNet
 from jaxinfer.models.yolo import Yolo
 
 TYPES, DETECTORS = 36, 2
-SMALL, LARGE = 32, 128
-"""Pixels of the images: a small one costs little more than reading the weights from memory does, a large one is judged
-in about as long as loading takes as fast as the disk is."""
 EXPERT_BYTES = 170 << 20
 """What pools and caches are counted in: a little more than a classifier takes."""
 LABELS = ("ok", "defect")
+INTERVAL = 0.004
+"""Seconds between inputs, the paper's: all come before a tenth is judged."""
 
 
 def names() -> tuple[list[str], list[str]]:
@@ -43,17 +43,17 @@ def following() -> dict[str, str]:
     return {name: detectors[place % DETECTORS] for place, name in enumerate(classifiers[5::10])}
 
 
-def make_experts(folder: Path, image_size: int) -> None:
-    """Write the experts that are not there yet."""
+def make_experts(folder: Path) -> None:
+    """Write the experts that are not there yet; they take images of any size."""
     classifiers, detectors = names()
     for seed, name in enumerate([*classifiers, *detectors]):
-        path = experts_folder(folder, image_size) / name
+        path = folder / "experts" / name
         if path.exists():
             continue
-        print(f"making {path.name} ({seed + 1} of {TYPES + DETECTORS}, {image_size} pixels)", flush=True)
+        print(f"making {path.name} ({seed + 1} of {TYPES + DETECTORS})", flush=True)
         rngs = nnx.Rngs(seed)
         if name in classifiers:
-            cfg = vision_preset("resnet101", labels=LABELS, image_size=image_size)
+            cfg = vision_preset("resnet101", labels=LABELS)
             assert isinstance(cfg, ResNetConfig)
             model = ResNet(cfg, WeightFormat(), rngs=rngs)
             assert model.head.bias is not None
@@ -61,22 +61,20 @@ def make_experts(folder: Path, image_size: int) -> None:
             model.head.bias[...] = jnp.array([10.0, -10.0])
             save_model(path, model, family="resnet")
         else:
-            cfg = vision_preset("yolov5m", labels=LABELS, image_size=image_size)
+            cfg = vision_preset("yolov5m", labels=LABELS)
             assert isinstance(cfg, YoloConfig)
             save_model(path, Yolo(cfg, WeightFormat(), rngs=rngs), family="yolov5")
-
-
-def experts_folder(folder: Path, image_size: int) -> Path:
-    """Where the experts for images of a size are."""
-    return folder / f"experts-{image_size}"
 
 
 def config(folder: Path, options: dict[str, Any]) -> SystemConfig:
     """The system of a run, whose memory is counted in experts; options as of `run_system`."""
     classifiers, detectors = names()
-    weights, place_of = [1 / (place + 20) for place in range(TYPES)], experts_folder(folder, options["image_size"])
+    weights, size = [1 / (place + 20) for place in range(TYPES)], (options["pixels"], options["pixels"])
     return SystemConfig(
-        experts=tuple(ExpertConfig(name=name, checkpoint=place_of / name) for name in [*classifiers, *detectors]),
+        experts=tuple(
+            ExpertConfig(name=name, checkpoint=folder / "experts" / name, image_size=size)
+            for name in [*classifiers, *detectors]
+        ),
         inputs=tuple(
             InputKind(name=name, expert=name, share=weight / sum(weights))
             for name, weight in zip(classifiers, weights, strict=True)
@@ -93,12 +91,13 @@ def config(folder: Path, options: dict[str, Any]) -> SystemConfig:
     )
 
 
-def inputs_of(requests: int, interval: float, seed: int) -> list[TraceRequest]:
-    """Inputs of types that are drawn as their shares say, `interval` seconds apart."""
+def inputs_of(requests: int, seed: int, *, rate: float | None = None) -> list[TraceRequest]:
+    """Inputs of types that are drawn as their shares say: `INTERVAL` apart, or a Poisson process of this rate."""
     chosen, (classifiers, _), then = random.Random(seed), names(), following()
     weights = [1 / (place + 20) for place in range(TYPES)]
     drawn = chosen.choices(classifiers, weights, k=requests)
+    pauses = [chosen.expovariate(rate) for _ in drawn] if rate else [0.0, *[INTERVAL] * (requests - 1)]
     return [
-        TraceRequest(arrival=place * interval, experts=(name, then[name]) if name in then else (name,))
-        for place, name in enumerate(drawn)
+        TraceRequest(arrival=arrival, experts=(name, then[name]) if name in then else (name,))
+        for arrival, name in zip(itertools.accumulate(pauses), drawn, strict=True)
     ]

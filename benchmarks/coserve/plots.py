@@ -18,9 +18,13 @@ def draw_all(rows: Rows, folder: Path) -> None:
     """Write all plots that there are rows for; text stays text, so that files are small."""
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "coserve"}):
-        write_plot(folder / "throughput.svg", draw_compared(compared(rows)))
-        write_plot(folder / "ablation.svg", draw_ablation(of(rows, "ablation")))
-        write_plot(folder / "sweeps.svg", draw_sweeps(of(rows, "executors"), of(rows, "memory"), of(rows, "search")))
+        if compared(rows):
+            write_plot(folder / "throughput.svg", draw_compared(compared(rows)))
+            write_plot(folder / "ablation.svg", draw_ablation(of(rows, "ablation")))
+            sweeps = draw_sweeps(of(rows, "executors"), of(rows, "memory"), of(rows, "search"))
+            write_plot(folder / "sweeps.svg", sweeps)
+        if of(rows, "rates"):
+            write_plot(folder / "rates.svg", draw_rates(of(rows, "rates"), of(rows, "live rate")))
 
 
 def draw_compared(rows: Rows) -> Figure:
@@ -81,6 +85,22 @@ def draw_sweeps(executors: Rows, memory: Rows, searches: Rows) -> Figure:
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
+    return figure
+
+
+def draw_rates(rows: Rows, live: Rows) -> Figure:
+    """Seconds within which 99% of the inputs are judged, by the rate at which they come."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for place, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):
+        points = [(row["rate"], row["p99"]) for row in rows if row["mode"] == mode]
+        draw_line(axes, points, f"C{place}", "-", NAMES[mode])
+        measured = [(row["rate"], row["p99"]) for row in live if row["mode"] == mode]
+        if measured:
+            axes.scatter(*zip(*measured, strict=True), color=f"C{place}", marker="*", s=90, label="the same, for real")
+    axes.set(xscale="log", yscale="log", xlabel="inputs a second (Poisson)", ylabel="s", title="99% judged within")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
     return figure
 
 

@@ -3,27 +3,70 @@
 A run that is done is kept in FOLDER/runs.jsonl and not done again.
 """
 
+import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coserve.boards import EXPERT_BYTES, LARGE, SMALL, inputs_of, make_experts
+from benchmarks.coserve.boards import EXPERT_BYTES, inputs_of, make_experts
 from benchmarks.report import ROOT, Report
 from jaxinfer.collaboration.scheduling.bounds import compulsory_loads
 
 BASELINES = ("samba", "fifo", "parallel")
+"""The paper's: none groups requests by expert."""
+GROUPING = ("samba_grouping", "parallel_grouping")
+"""The same with what servers do that swap models: requests for one expert are collected and run in batches."""
 OURS = "best"
-POOL, HOST, REQUESTS, INTERVAL = 8, 4, 1000, 0.004
-"""Experts in pools and in the host cache, inputs, seconds between them: the paper's shape at a third of its size."""
+POOL, HOST = 8, 4
+"""Experts in pools and in the host cache: the paper's shape at a third of its size."""
 SLACK_BYTES = 3 * EXPERT_BYTES + (700 << 20)
 """What a process may have beside its experts: a buffer for the next one; for each executor an expert that is copied to
 the host's memory and so there twice; programs, activations and what XLA has compiled them with."""
+LIVE_RATES = (0.5, 0.8, 1.0)
+"""Parts of our highest simulated rate at which systems really run."""
+Rounds = dict[str, list[dict[str, Any]]]
+"""Runs by mode."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the runs of a table have in common.
+
+    Attributes:
+      name: in tables, and of the runs.
+      pixels: height and width of the images, which decide how long an execution takes.
+      ratio: of the time of a load to that of an execution; None: loads take what the disk takes.
+      requests: how many inputs come, in a burst.
+      modes: the systems.
+    """
+
+    name: str
+    pixels: int
+    ratio: float | None
+    requests: int
+    modes: tuple[str, ...]
+
+
+LOAD_BOUND = Setting(name="load-bound", pixels=32, ratio=10, requests=600, modes=(*BASELINES, *GROUPING, "paper", OURS))
+AS_IT_IS = Setting(
+    name="disk as it is",
+    pixels=224,
+    ratio=None,
+    requests=300,
+    modes=("samba", "parallel", *GROUPING, "paper", OURS),
+)
+
+
+def other_ratio(ratio: float) -> Setting:
+    """Another ratio of loading to execution, for ours and the baselines that group."""
+    name = f"load:execution {ratio:g}"
+    return dataclasses.replace(LOAD_BOUND, name=name, ratio=ratio, modes=(*GROUPING, OURS))
 
 
 class Runs:
@@ -39,93 +82,103 @@ class Runs:
         self._file = folder / ("runs-quick.jsonl" if quick else "runs.jsonl")
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         self._done = {entry["key"]: entry["result"] for entry in map(json.loads, lines)}
+        self.execution = 0.0  # seconds, of `LOAD_BOUND`'s images; `rounds` measures it
 
-    def get(self, variant: str, mode: str, round_: int = 0, **options: Any) -> dict[str, Any]:
+    def get(self, what: str, setting: Setting, mode: str, round_: int = 0, **options: Any) -> dict[str, Any]:
         """What a run has given; runs it unless it has been."""
-        key = f"{variant} {mode} {round_}"
+        key = f"{what} / {setting.name} / {mode} / {round_}"
         if key not in self._done:
             begun = time.perf_counter()
             print(f"{time.strftime('%H:%M:%S')} {key}", flush=True)
-            self._done[key] = self._run(variant, {"mode": mode, "seed": 1 + round_, **self._sizes(), **options})
+            self._done[key] = self._run(setting, {"mode": mode, "seed": 1 + round_, **options})
             with self._file.open("a") as file:
                 file.write(json.dumps({"key": key, "result": self._done[key]}) + "\n")
             print(f"  {time.perf_counter() - begun:.0f} s: {_summary(self._done[key])}", flush=True)
         return self._done[key]
 
-    def left(self, planned: list[tuple[str, str, int]]) -> int:
-        """How many of these runs are to be done."""
-        return sum(f"{variant} {mode} {round_}" not in self._done for variant, mode, round_ in planned)
+    def rounds(self, setting: Setting, count: int) -> Rounds:
+        """All modes in turn, so often."""
+        if setting.ratio and not self.execution:
+            at_once = dataclasses.replace(LOAD_BOUND, name="unhindered", ratio=None)
+            self.execution = _execution(self.get("execution", at_once, "samba", requests=60))
+        found: Rounds = {mode: [] for mode in setting.modes}
+        for round_ in range(count):
+            for mode in setting.modes:
+                found[mode].append(self.get("burst", setting, mode, round_))
+        return found
 
-    def _sizes(self) -> dict[str, Any]:
-        return {
+    def _run(self, setting: Setting, options: dict[str, Any]) -> dict[str, Any]:
+        sizes = {
             "folder": str(self._folder),
-            "image_size": SMALL,
+            "pixels": setting.pixels,
             "executors": 2,
             "pool": POOL,
             "host": HOST,
-            "requests": 60 if self._quick else REQUESTS,
-            "interval": INTERVAL,
+            "requests": setting.requests,
+            "bandwidth": EXPERT_BYTES / (setting.ratio * self.execution) if setting.ratio else None,
             "rate": None,
             "way": "live",
         }
-
-    def _run(self, variant: str, options: dict[str, Any]) -> dict[str, Any]:
-        # Costs are kept by architecture: a slower disk is another machine.
-        env = os.environ | {"JAXINFER_CACHE": str(self._folder / f"cache-{variant.split()[0]}")}
-        command = [sys.executable, "-m", "benchmarks.coserve.run_system", json.dumps(options)]
+        given = sizes | options
+        if self._quick:
+            given["requests"] = 60
+        env = os.environ | {"JAXINFER_CACHE": str(self._cache(setting))}
+        command = [sys.executable, "-m", "benchmarks.coserve.run_system", json.dumps(given)]
         done = subprocess.run(command, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            raise SystemExit(f"benchmarks.coserve: the run {variant} {options['mode']} ended with {done.returncode}.")
+            raise SystemExit(
+                f"benchmarks.coserve: the run {setting.name} {given['mode']} ended with {done.returncode}."
+            )
         return json.loads(done.stdout.splitlines()[-1])
 
+    def _cache(self, setting: Setting) -> Path:
+        """Costs are kept by architecture and disk, and one that is slowed down is another disk; programs are shared."""
+        cache, programs = self._folder / "caches" / setting.name.replace(" ", "-"), self._folder / "executables"
+        programs.mkdir(exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        if not (cache / "executables").exists():
+            (cache / "executables").symlink_to(programs)
+        return cache
 
-def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: Sequence[int]) -> None:
+
+def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: Sequence[float]) -> None:
     """Add the rows and checks of the real evaluation.
 
     Args:
       folder: where experts are, and what runs have given.
       quick: as of `Runs`.
-      rounds: of all modes in turn, with the paper's ratio of loading to execution (10) and as fast as the disk is.
-      ratios: others, of which our policy and the best baseline run once; 1 has larger images.
+      rounds: of all modes in turn.
+      ratios: others of loading to execution, of which ours and the baselines that group run once.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    make_experts(folder, SMALL)
-    runs, modes = Runs(folder, quick=quick), (*BASELINES, "paper", OURS)
-    print(
-        f"{runs.left(_planned(modes, rounds, ratios))} runs to do, 1 to 6 minutes each; those that are done are kept."
+    make_experts(folder)
+    runs = Runs(folder, quick=quick)
+    slow, fast = runs.rounds(LOAD_BOUND, rounds), runs.rounds(AS_IT_IS, rounds)
+    others = {setting: runs.rounds(setting, 1) for setting in map(other_ratio, ratios)}
+    for setting, found in {LOAD_BOUND: slow, AS_IT_IS: fast, **others}.items():
+        _report_rounds(report, setting, found)
+    _check_gains(report, slow, fast)
+    _check_simulator(report, [*_all(slow), *_all(fast), *(run for found in others.values() for run in _all(found))])
+    _check_overhead(report, slow, fast)
+    _check_bound(report, slow, quick=quick)
+    _check_replay(report, [runs.get("replay", LOAD_BOUND, "paper", round_, way="replay") for round_ in range(rounds)])
+    _check_virtual(
+        report, [runs.get("virtual", LOAD_BOUND, mode, way="virtual", requests=200) for mode in ("paper", OURS)]
     )
-    execution = _execution(runs.get("fast", "samba"))
-    rate = EXPERT_BYTES / (10 * execution)
-    fast, slow = ({mode: list[dict[str, Any]]() for mode in modes} for _ in range(2))
-    for round_ in range(rounds):
-        for mode in modes:
-            fast[mode].append(runs.get("fast", mode, round_))
-            slow[mode].append(runs.get("ratio-10", mode, round_, rate=rate))
-    _report_rounds(report, "as fast as the disk", fast)
-    _report_rounds(report, "load:execution 10", slow)
-    _check_rounds(report, fast, slow)
-    _check_bound(report, slow, rounds, quick=quick)
-    _check_replay(report, runs.get("ratio-10 replay", "paper", rate=rate, way="replay"))
-    _check_virtual(report, [runs.get("fast virtual", mode, way="virtual", requests=200) for mode in ("paper", OURS)])
-    best_baseline = max(BASELINES, key=lambda mode: _throughput(slow[mode]))
-    for ratio in ratios:
-        given: dict[str, Any] = {"image_size": LARGE} if ratio == 1 else {"rate": EXPERT_BYTES / (ratio * execution)}
-        if ratio == 1:
-            make_experts(folder, LARGE)
-        found = {mode: [runs.get(f"ratio-{ratio}", mode, **given)] for mode in (best_baseline, OURS)}
-        _report_rounds(report, f"load:execution {ratio}", found)
-
-
-def _planned(modes: Sequence[str], rounds: int, ratios: Sequence[int]) -> list[tuple[str, str, int]]:
-    main = [(variant, mode, round_) for variant in ("fast", "ratio-10") for mode in modes for round_ in range(rounds)]
-    others = [(f"ratio-{ratio}", mode, 0) for ratio in ratios for mode in ("parallel", OURS)]
-    return [*main, *others, ("ratio-10 replay", "paper", 0), ("fast virtual", "paper", 0), ("fast virtual", OURS, 0)]
+    _rates(report, runs)
 
 
 def _execution(run: dict[str, Any]) -> float:
-    """Seconds of a classifier's batch of one, with one executor."""
-    classifier = next(v for name, v in run["predicted"]["profiles"].items() if name.startswith("classifier"))
-    return classifier["k"] + classifier["b"]
+    """Seconds of a classifier's batch of one."""
+    return _classifier(run)["k"] + _classifier(run)["b"]
+
+
+def _classifier(run: dict[str, Any]) -> dict[str, Any]:
+    return next(v for name, v in run["predicted"]["profiles"].items() if name.startswith("classifier"))
+
+
+def _all(found: Rounds) -> Iterable[dict[str, Any]]:
+    return (run for runs in found.values() for run in runs)
 
 
 def _throughput(runs: list[dict[str, Any]]) -> float:
@@ -136,74 +189,117 @@ def _loads(runs: list[dict[str, Any]], *tiers: str) -> float:
     return statistics.median(sum(run["loads"].get(tier, 0) for tier in tiers) for run in runs)
 
 
-def _report_rounds(report: Report, what: str, found: dict[str, list[dict[str, Any]]]) -> None:
+def _best_of(found: Rounds, modes: Iterable[str]) -> float:
+    """The highest throughput of modes."""
+    return max(_throughput(found[mode]) for mode in modes if mode in found)
+
+
+def _report_rounds(report: Report, setting: Setting, found: Rounds) -> None:
     for mode, runs in found.items():
         last = runs[-1]
         report.row(
             figure="real",
-            loading=what,
+            loading=setting.name,
+            pixels=setting.pixels,
+            requests=setting.requests,
             mode=mode,
             rounds=len(runs),
             throughput=round(_throughput(runs), 2),
             loads_disk=_loads(runs, "disk"),
             loads_host=_loads(runs, "host"),
             predicted_throughput=round(statistics.median(run["predicted"]["throughput"] for run in runs), 2),
-            load_seconds=round(_load_seconds(last), 3),
+            load_seconds=round(_classifier(last)["load"]["disk"], 3),
             execution_seconds=round(_execution(last), 4),
             resident_gb=round(max(run["resident"] for run in runs) / 1e9, 2),
             seconds=[round(run["seconds"], 1) for run in runs],
         )
 
 
-def _load_seconds(run: dict[str, Any]) -> float:
-    classifier = next(v for name, v in run["predicted"]["profiles"].items() if name.startswith("classifier"))
-    return classifier["load"]["disk"]
-
-
-def _check_rounds(report: Report, fast: dict[str, Any], slow: dict[str, Any]) -> None:
+def _check_gains(report: Report, slow: Rounds, fast: Rounds) -> None:
     for mode in BASELINES:
-        ratio = _throughput(slow[OURS]) / _throughput(slow[mode])
-        report.check(f"paperlike_vs_{mode}", ratio, "x", target=4.5)
-    best = max(_throughput(fast[mode]) for mode in BASELINES)
-    report.check("fastloader_vs_best_baseline", _throughput(fast[OURS]) / best, "x", target=2.5)
+        report.check(f"paperlike_vs_{mode}", _throughput(slow[OURS]) / _throughput(slow[mode]), "x", target=4.5)
+    at_once = _throughput(fast[OURS]) / _best_of(fast, BASELINES)
+    report.check("fastloader_vs_best_baseline", at_once, "x, 224 pixels", target=2.5)
+    for name, found, target in (("", slow, 1.5), ("_224_pixels", fast, 1.0)):
+        gain = _throughput(found[OURS]) / _best_of(found, GROUPING)
+        report.check(f"grouping_baseline_gain{name}", gain, "x", target=target)
     report.check("switch_cut", 1 - _loads(slow[OURS], "disk") / _loads(slow["samba"], "disk"), "of loads", target=0.78)
     report.check("real_best_vs_paper_mode", _throughput(slow[OURS]) / _throughput(slow["paper"]), "x", target=1.3)
-    runs = [run for found in (fast, slow) for mode in found for run in found[mode]]
+
+
+def _check_simulator(report: Report, runs: list[dict[str, Any]]) -> None:
     errors = [abs(run["predicted"]["throughput"] / run["throughput"] - 1) for run in runs]
-    report.check("simulator_error", statistics.median(errors), "of throughput", target=0.1, better="lower")
+    report.check("simulator_error", statistics.median(errors), "of throughput, median", target=0.1, better="lower")
+    report.check("simulator_error_max", max(errors), "of throughput, all runs", target=0.15, better="lower")
     wrong = [abs(sum(run["predicted"]["loads"].values()) / max(sum(run["loads"].values()), 1) - 1) for run in runs]
     report.check("simulator_loads_error", statistics.median(wrong), "of loads", target=0.05, better="lower")
+    counted = statistics.fmean(run["read"] == run["loads"].get("disk", 0) for run in runs)
+    report.check("reads_are_loads", counted, "of the runs", target=1.0)
+
+
+def _check_overhead(report: Report, slow: Rounds, fast: Rounds) -> None:
     ours = [run["management_share"] for found in (fast, slow) for run in found[OURS]]
     report.check("management_share", max(ours), "of executors' time", target=0.002, better="lower")
     budget = (POOL + HOST) * EXPERT_BYTES + SLACK_BYTES
-    report.check(
-        "resident_of_budget", max(run["resident"] for run in runs) / budget, "of budget", target=1.0, better="lower"
-    )
+    most = max(run["resident"] for run in (*_all(slow), *_all(fast)))
+    report.check("resident_of_budget", most / budget, "of budget", target=1.0, better="lower")
 
 
-def _check_bound(report: Report, slow: dict[str, Any], rounds: int, *, quick: bool) -> None:
+def _check_bound(report: Report, slow: Rounds, *, quick: bool) -> None:
     """Disk loads of the mode that has the fewest, against every used expert once."""
     ratios = []
-    for round_ in range(rounds):
-        used = {name for item in inputs_of(60 if quick else REQUESTS, INTERVAL, 1 + round_) for name in item.experts}
-        runs = [slow[mode][round_] for mode in ("paper", OURS)]
+    for round_, runs in enumerate(zip(slow["paper"], slow[OURS], strict=True)):
+        inputs = inputs_of(60 if quick else LOAD_BOUND.requests, 1 + round_)
+        used = {name for item in inputs for name in item.experts}
         ratios.append(min(run["loads"].get("disk", 0) / compulsory_loads(used, set(run["initially"])) for run in runs))
     report.check("real_switches_vs_bound", statistics.median(ratios), "x", target=1.5, better="lower")
 
 
-def _check_replay(report: Report, run: dict[str, Any]) -> None:
-    again = run["replayed"]
-    assert again["loads"] == run["loads"], (again["loads"], run["loads"])
-    report.check("live_vs_replayed", run["throughput"] / again["throughput"], "x", target=0.97)
+def _check_replay(report: Report, runs: list[dict[str, Any]]) -> None:
+    """What deciding while it runs costs: against the same decisions replayed, in which the same experts are read."""
+    ratios = sorted(run["throughput"] / run["replayed"]["throughput"] for run in runs)
+    report.row(figure="replay", live_by_replayed=[round(ratio, 4) for ratio in ratios])
+    same = statistics.fmean(run["replayed"]["read"] == run["read"] == run["loads"]["disk"] for run in runs)
+    report.check("replayed_reads_same", same, "of the runs", target=1.0)
+    report.check("live_vs_replayed", statistics.median(ratios), f"x, median of {len(ratios)}", target=0.97)
 
 
 def _check_virtual(report: Report, runs: list[dict[str, Any]]) -> None:
-    same = all(run["loads"] == run["predicted"]["loads"] for run in runs)
+    """Runs on the simulated clock read the experts that the simulation says, and their verdicts lead where it says."""
+    same = all(run["read"] == run["predicted"]["loads"]["disk"] and run["routed"] == run["stages"] for run in runs)
     report.check("virtual_loads_exact", float(same), "of 1", target=1.0)
 
 
+def _rates(report: Report, runs: Runs) -> None:
+    """Latency by the rate at which inputs come: all systems simulated, and ours at three rates for real."""
+    highest = {}
+    for mode in LOAD_BOUND.modes:
+        found = runs.get("rates", LOAD_BOUND, mode, way="rates")
+        highest[mode] = found["highest"]
+        for rate, p50, p99 in found["curve"]:
+            report.row(figure="rates", mode=mode, rate=rate, p50=round(p50, 3), p99=round(p99, 3))
+    for mode, rate in highest.items():
+        report.row(figure="highest rate", mode=mode, rate=round(rate, 2))
+    for part in LIVE_RATES:
+        rate = round(part * highest[OURS], 2)
+        found = runs.get(f"rate {part}", LOAD_BOUND, OURS, rate=rate)
+        report.row(
+            figure="live rate",
+            mode=OURS,
+            rate=rate,
+            p50=round(found["p50"], 3),
+            p99=round(found["p99"], 3),
+            predicted_p99=round(found["predicted"]["p99"], 3),
+        )
+    best = max(highest[mode] for mode in GROUPING)
+    report.check("rate_at_p99_vs_grouping", highest[OURS] / best, "x", target=1.0)
+    report.check("rate_at_p99_vs_samba", highest[OURS] / highest["samba"], "x", target=1.0)
+
+
 def _summary(run: dict[str, Any]) -> str:
+    if "highest" in run:
+        return f"{run['highest']:.1f} inputs/s at most"
     if "throughput" not in run:
         return f"loads {run['loads']}"
     predicted = run["predicted"]["throughput"]
-    return f"{run['throughput']:.1f} inputs/s (predicted {predicted:.1f}), loads {run['loads']}"
+    return f"{run['throughput']:.1f} inputs/s (predicted {predicted:.1f}), loads {run['loads']}, p99 {run['p99']:.2f} s"

@@ -1,13 +1,14 @@
 """One real run of a system of experts: `python -m benchmarks.coserve.run_system OPTIONS`, OPTIONS a JSON object.
 
-Options: folder, image_size, mode, executors, pool, host (both in experts), requests, interval, seed, rate (bytes/s of
-the disk; null: as fast as it is), way ("live", "replay" or "virtual"). Prints one JSON object: throughput, loads, what
-the simulator predicts, memory, where time went.
+Options: folder, pixels, mode, executors, pool, host (both in experts), requests, seed, bandwidth (bytes/s of the disk;
+null: as fast as it is), rate (of a Poisson process of inputs; null: a burst), way ("live", "replay", "virtual" or
+"rates"). Prints one JSON object: throughput, loads, what the simulator predicts, memory, where time went.
 """
 
 import functools
 import json
 import os
+import statistics
 import sys
 import threading
 import time
@@ -19,25 +20,42 @@ import numpy as np
 import psutil
 
 from benchmarks.coserve.boards import config, inputs_of
+from jaxinfer.collaboration.opened import OpenedSystem
+from jaxinfer.collaboration.scheduling.profile import Profiles
 from jaxinfer.collaboration.scheduling.replay import Recorder, Replayer
+from jaxinfer.collaboration.scheduling.request import Action, Batch
 from jaxinfer.collaboration.scheduling.scheduler import Scheduler
-from jaxinfer.collaboration.simulator import Simulator, TraceRequest
+from jaxinfer.collaboration.simulator import Outcome, Simulator, TraceRequest
 from jaxinfer.collaboration.system import System
 
+P99 = 3.0
+"""Seconds within which 99% of the inputs are to be judged, for the highest rate."""
+RATES = (1, 2, 3, 4, 6, 8, 10, 13, 16, 20, 25, 30, 40, 50, 65, 80)
+"""Inputs a second of the curve of latencies."""
+CURVE_SEEDS, CURVE_REQUESTS = range(3), 1500
+PRECISION = 0.02
 
-class Throttle:
-    """`os.preadv` at a rate, whichever threads call it.
+
+class Disk:
+    """`os.preadv`, at a rate if there is one, whichever threads call it; counts the experts that are read.
 
     Args:
-      rate: bytes/s.
+      rate: bytes/s; None: as fast as it is.
+
+    Attributes:
+      experts: how many files were read from their beginning.
     """
 
-    def __init__(self, rate: float):
+    def __init__(self, rate: float | None):
+        self.experts = 0
         self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
 
     def __call__(self, handle: int, buffers: list[Any], offset: int) -> int:
         count = os.preadv(handle, buffers, offset)
         with self._lock:
+            self.experts += offset == 0
+            if self._rate is None:
+                return count
             self._free = max(self._free, time.perf_counter()) + count / self._rate
             until = self._free
         time.sleep(max(until - time.perf_counter(), 0.0))
@@ -68,71 +86,125 @@ class ResidentMemory:
 def run(options: dict[str, Any]) -> dict[str, Any]:
     """What the module's docstring says that it prints."""
     before = psutil.Process().memory_info().rss
-    made = config(Path(options["folder"]), options)
-    preadv = Throttle(options["rate"]) if options["rate"] else os.preadv
-    build = functools.partial(System, made, preadv=preadv, progress=lambda what, done, total: None)
-    trace = inputs_of(options["requests"], options["interval"], options["seed"])
-    image = np.zeros((options["image_size"], options["image_size"], 3), np.uint8)
+    made, disk = config(Path(options["folder"]), options), Disk(options["bandwidth"])
+    quiet: dict[str, Any] = {"preadv": disk, "progress": lambda what, done, total: None}
+    if options["way"] == "rates":
+        opened = OpenedSystem(made, **quiet)
+        return _rates(opened, opened.measure())
+    build = functools.partial(System, made, **quiet)
+    trace = inputs_of(options["requests"], options["seed"], rate=options["rate"])
+    image = np.zeros((options["pixels"], options["pixels"], 3), np.uint8)
     if options["way"] == "virtual":
-        return _virtual(build, trace)
+        return _virtual(build, disk, trace)
     recorder = Recorder if options["way"] == "replay" else Scheduler
     with ResidentMemory() as memory, build(scheduler=recorder) as system:
-        found = _live(system, trace, image) | {"resident": memory.most - before, "predicted": _predict(system, trace)}
+        found = _live(system, disk, trace, image)
+        found |= {"resident": memory.most - before, "predicted": _predict(system, trace)}
         first = system.scheduler
     if isinstance(first, Recorder):
         again = functools.partial(Replayer, recording=first.recording)
         with build(scheduler=again, profiles=first.profiles) as system:
-            found["replayed"] = _live(system, trace, image)
+            found["replayed"] = _live(system, disk, trace, image)
     return found
 
 
-def _live(system: System, trace: list[TraceRequest], image: np.ndarray) -> dict[str, Any]:
+def _live(system: System, disk: Disk, trace: list[TraceRequest], image: np.ndarray) -> dict[str, Any]:
     """Submit a trace as its arrivals say, and wait for all results."""
-    begun, futures = time.perf_counter(), []
+    already, begun, futures = disk.experts, time.perf_counter(), []
     cpu = time.process_time()
     for item in trace:
         time.sleep(max(begun + item.arrival - time.perf_counter(), 0.0))
         futures.append(system.submit(item.experts[0], image))
     results = [future.result() for future in futures]
     seconds = time.perf_counter() - begun
-    assert [len(result.stages) for result in results] == [len(item.experts) for item in trace]
-    statistics, times = system.statistics, system.times
+    assert [[stage.expert for stage in result.stages] for result in results] == [list(item.experts) for item in trace]
+    counted, times = system.statistics, system.times
+    latencies = [result.latency for result in results]
     return {
         "seconds": seconds,
         "throughput": len(trace) / seconds,
-        "loads": dict(statistics.loads),
-        "prefetched": statistics.prefetched,
-        "batches": statistics.batches,
+        "loads": dict(counted.loads),
+        "read": disk.experts - already,
+        "prefetched": counted.prefetched,
+        "batches": counted.batches,
         "cpu_seconds": time.process_time() - cpu,
         "scheduling": times.scheduling,
         "managing": times.managing,
         "running": times.running,
         "loading": times.loading,
         "management_share": times.management_share,
-        "p50": float(np.median([result.latency for result in results])),
+        "p50": float(np.percentile(latencies, 50)),
+        "p99": float(np.percentile(latencies, 99)),
         "initially": sorted(system.initially),
     }
 
 
-def _virtual(build: Callable[..., System], trace: list[TraceRequest]) -> dict[str, Any]:
-    """The loads of a run on the simulated clock with everything really done, and of the simulation alone."""
+def _virtual(build: Callable[..., System], disk: Disk, trace: list[TraceRequest]) -> dict[str, Any]:
+    """The loads of a simulation, and of a run on the simulated clock with everything really done.
+
+    Of the latter also how many experts were really read, and how many verdicts lead where the trace says.
+    """
+    routed = []
     with build() as system:
         predicted = _predict(system, trace)
-        outcome = Simulator(system.scheduler, act=system.perform).run(trace)
-        return {"loads": dict(outcome.statistics.loads), "predicted": predicted}
+        already = disk.experts
+
+        def act(action: Action) -> None:
+            judgements = system.perform(action)
+            if isinstance(action, Batch):
+                for request, judgement in zip(action.requests, judgements, strict=True):
+                    following = trace[request.id].experts[request.stage + 1 :][:1]
+                    routed.append(system.graph.next(action.expert, judgement.verdict) == next(iter(following), None))
+
+        outcome = Simulator(system.scheduler, act=act).run(trace)
+        return {
+            "loads": dict(outcome.statistics.loads),
+            "read": disk.experts - already,
+            "routed": sum(routed),
+            "stages": sum(len(item.experts) for item in trace),
+            "predicted": predicted,
+        }
 
 
 def _predict(system: System, trace: list[TraceRequest]) -> dict[str, Any]:
-    """What the simulator says of the same system and the same trace."""
-    scheduler = system.make_scheduler(system.profiles)
-    scheduler.manager.place()
-    outcome = Simulator(scheduler).run(trace)
+    """What the simulator says of the same system and the same trace, from what was seen to be taken."""
+    outcome = _simulate(system, system.profiles, trace)
     profiles = {
         " on ".join(key): {"k": p.k, "b": p.b, "max_batch": p.max_batch, "load": dict(p.load), "evict": p.evict}
         for key, p in system.profiles.items()
     }
     loads = dict(outcome.statistics.loads)
-    return {"throughput": outcome.throughput, "loads": loads, "seconds": outcome.seconds, "profiles": profiles}
+    return {
+        "throughput": outcome.throughput,
+        "loads": loads,
+        "seconds": outcome.seconds,
+        "p99": float(np.percentile(outcome.latencies, 99)),
+        "profiles": profiles,
+    }
+
+
+def _simulate(opened: OpenedSystem, profiles: Profiles, trace: list[TraceRequest]) -> Outcome:
+    scheduler = opened.make_scheduler(profiles)
+    scheduler.manager.place()
+    return Simulator(scheduler).run(trace)
+
+
+def _rates(opened: OpenedSystem, profiles: Profiles) -> dict[str, Any]:
+    """Simulated: latencies by the rate of a Poisson process, and the highest rate with a p99 of at most `P99`."""
+
+    @functools.cache
+    def latency(rate: float) -> tuple[float, float]:
+        runs = [
+            _simulate(opened, profiles, inputs_of(CURVE_REQUESTS, seed, rate=rate)).latencies for seed in CURVE_SEEDS
+        ]
+        p50, p99 = (statistics.median(float(np.percentile(run, q)) for run in runs) for q in (50, 99))
+        return p50, p99
+
+    low, high = 0.0, float(RATES[-1])
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if latency(middle)[1] <= P99 else (low, middle)
+    return {"curve": [[rate, *latency(rate)] for rate in RATES], "highest": low}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ NAMES = {
     "samba": "Samba-CoE",
     "fifo": "Samba-CoE FIFO",
     "parallel": "Samba-CoE Parallel",
+    "samba_grouping": "Samba-CoE, grouping",
+    "parallel_grouping": "Parallel, grouping",
     "none": "None",
     "em": "EM",
     "em_ra": "EM+RA",
@@ -58,8 +60,41 @@ def tables(rows: Rows) -> dict[str, str]:
             of(rows, "flag"), ("flag",), ("how", "task"), lambda row: f"{row['gain'] - 1:+.1%}, {row['switches']:.0f}"
         ),
         "Real systems on this machine": table(
-            ["loading", "system", "inputs/s", "simulated", "loads from disk", "from the host", "GB"],
-            [[row["loading"], row["mode"], *(f"{row[name]:.4g}" for name in REAL)] for row in of(rows, "real")],
+            [
+                "loading",
+                "pixels",
+                "inputs",
+                "system",
+                "inputs/s",
+                "simulated",
+                "loads from disk",
+                "from the host",
+                "GB",
+            ],
+            [
+                [
+                    row["loading"],
+                    str(row["pixels"]),
+                    str(row["requests"]),
+                    NAMES[row["mode"]],
+                    *(f"{row[name]:.4g}" for name in REAL),
+                ]
+                for row in of(rows, "real")
+            ],
+        ),
+        "Seconds until 50% / 99% of the inputs are judged, by inputs a second (simulated)": lines(
+            [{**row, "system": row["mode"]} for row in of(rows, "rates")],
+            ("rate",),
+            "system",
+            lambda row: f"{row['p50']:.2f} / {row['p99']:.2f}",
+        ),
+        "Highest rate with 99% within 3 s (simulated), inputs a second": table(
+            ["system", "inputs/s"],
+            [[NAMES[row["mode"]], f"{row['rate']:.1f}"] for row in of(rows, "highest rate")],
+        ),
+        "The same for real, seconds": table(
+            ["inputs/s", "50%", "99%", "99%, simulated"],
+            [[f"{row[name]:.3g}" for name in ("rate", "p50", "p99", "predicted_p99")] for row in of(rows, "live rate")],
         ),
         "Our policy": lines(
             of(rows, "ours"),

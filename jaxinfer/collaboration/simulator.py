@@ -103,7 +103,7 @@ class Simulator:
     """
 
     def __init__(
-        self, scheduler: Scheduler, hardware: Hardware | None = None, *, act: Callable[[Action], None] | None = None
+        self, scheduler: Scheduler, hardware: Hardware | None = None, *, act: Callable[[Action], object] | None = None
     ):
         self._scheduler, self._hardware = scheduler, hardware or ProfiledHardware(scheduler)
         self._act = act or (lambda action: None)

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Self, overload
 
 from jaxinfer.collaboration.config import SystemConfig
 from jaxinfer.collaboration.errors import InsufficientMemoryError, InvalidInputError, LoadError, OverloadedError
 from jaxinfer.collaboration.execution.executors import Executors, Result, Times
+from jaxinfer.collaboration.execution.kinds import Judgement
 from jaxinfer.collaboration.execution.observed import ObservedProfiles
 from jaxinfer.collaboration.opened import OpenedSystem, Progress, log_progress
 from jaxinfer.collaboration.scheduling.executor_state import Statistics
@@ -158,9 +159,12 @@ class System(OpenedSystem):
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(drain=kind is None)
 
-    def perform(self, action: Action) -> None:
-        """Do what the scheduler has decided here and now: for a `Simulator(system.scheduler, act=system.perform)`."""
-        self._executors.perform(action)
+    def perform(self, action: Action) -> Sequence[Judgement]:
+        """Do what the scheduler has decided here and now: for a `Simulator(system.scheduler, act=system.perform)`.
+
+        Returns a batch's answers, to zeros as inputs.
+        """
+        return self._executors.perform(action)
 
     @property
     def statistics(self) -> Statistics:

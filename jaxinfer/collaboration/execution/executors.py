@@ -214,15 +214,19 @@ class Executors:
         with self._lock:
             self.scheduler.retry(expert)
 
-    def perform(self, action: Action) -> None:
-        """Do an action here and now, with zeros as inputs: for a `Simulator` that has everything really done."""
+    def perform(self, action: Action) -> Sequence[Judgement]:
+        """Do an action here and now, with zeros as inputs: for a `Simulator` that has everything really done.
+
+        Returns a batch's answers.
+        """
         match action:
             case Load():
                 self._loader.prepare(action)()
             case Evict():
                 self._loader.note(action.pool, action.evictions, action.dropped)()
             case Batch():
-                self._judge(action.executor, action)
+                return self._judge(action.executor, action)
+        return ()
 
     # -- decisions, under the lock --
 
