@@ -122,7 +122,7 @@ class Runs:
         given = sizes | options
         if self._quick:
             given["requests"] = 60
-        env = os.environ | {"JAXINFER_CACHE": str(self._cache(setting))}
+        env = os.environ | {"JAXINFER_CACHE": str(self._folder / "cache")}
         command = [sys.executable, "-m", "benchmarks.coserve.run_system", json.dumps(given)]
         done = subprocess.run(command, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
         if done.returncode:
@@ -130,15 +130,6 @@ class Runs:
                 f"benchmarks.coserve: the run {setting.name} {given['mode']} ended with {done.returncode}."
             )
         return json.loads(done.stdout.splitlines()[-1])
-
-    def _cache(self, setting: Setting) -> Path:
-        """Costs are kept by architecture and disk, and one that is slowed down is another disk; programs are shared."""
-        cache, programs = self._folder / "caches" / setting.name.replace(" ", "-"), self._folder / "executables"
-        programs.mkdir(exist_ok=True)
-        cache.mkdir(parents=True, exist_ok=True)
-        if not (cache / "executables").exists():
-            (cache / "executables").symlink_to(programs)
-        return cache
 
 
 def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: Sequence[float]) -> None:

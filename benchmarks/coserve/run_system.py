@@ -50,6 +50,10 @@ class Disk:
         self.experts = 0
         self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
 
+    def __repr__(self) -> str:
+        """What costs are kept by: another rate is another disk."""
+        return f"Disk({self._rate})"
+
     def __call__(self, handle: int, buffers: list[Any], offset: int) -> int:
         count = os.preadv(handle, buffers, offset)
         with self._lock:

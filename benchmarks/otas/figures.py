@@ -11,7 +11,7 @@ from jaxinfer.elastic.reporting import plots
 from jaxinfer.elastic.reporting.runs import Run
 from jaxinfer.elastic.scheduling.simulator import Served
 
-SHOWN: tuple[Cell, ...] = (("bursty", 0.8), ("wandering", 1.1))
+SHOWN = (Cell("bursty", 0.8), Cell("wandering", 1.1))
 
 
 def draw_all(setting: Setting, runs: Mapping[tuple[Cell, str], Sequence[Served]], folder: Path) -> None:
@@ -21,7 +21,7 @@ def draw_all(setting: Setting, runs: Mapping[tuple[Cell, str], Sequence[Served]]
         write_plot(folder / "levels.svg", plots.draw_levels(setting.levels.profile))
         write_plot(folder / "batches.svg", plots.draw_batches(setting.levels.profile))
         for cell in SHOWN:
-            own, trace = _recorded(setting, cell, runs), cell[0]
+            own, trace = _recorded(setting, cell, runs), cell.trace
             write_plot(folder / f"{trace}-arrivals.svg", plots.draw_arrivals(own[0]))
             write_plot(folder / f"{trace}-utility.svg", plots.draw_utility(own))
             write_plot(folder / f"{trace}-outcomes.svg", plots.draw_outcomes(own))
@@ -35,9 +35,9 @@ def _recorded(setting: Setting, cell: Cell, runs: Mapping[tuple[Cell, str], Sequ
     for (of, policy), served in runs.items():
         if of != cell:
             continue
-        measured, (arrivals, load) = setting.models if policy == INFAAS else setting.levels, cell
+        measured = setting.models if policy == INFAAS else setting.levels
         found += [
-            Run.of(run, measured, policy=policy, arrivals=arrivals, load=load, seed=seed, clock="simulated")
+            Run.of(run, measured, policy=policy, arrivals=cell.trace, load=cell.load, seed=seed, clock="simulated")
             for seed, run in enumerate(served)
         ]
     return found

@@ -1,5 +1,6 @@
 """What is served: the committed tasks, how long their batches take here, and which images each level gets right."""
 
+import dataclasses
 import gzip
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,15 +15,46 @@ from jaxinfer.elastic.measurements import Measurements, measure
 from jaxinfer.elastic.scheduling.policies import POLICIES, ModelSwitching, Policy, make_policy
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.elastic.scheduling.simulator import Served
-from jaxinfer.elastic.scheduling.workloads import ARRIVALS, arrivals_at, table_ii
+from jaxinfer.elastic.scheduling.workloads import ARRIVALS, QueryKind, arrivals_at, table_ii
 
 BACKBONE, DATA = ROOT / "examples" / "elastic_vit", ROOT / "benchmarks" / "data"
 TASKS = ("digits", "mnist", "textures")
 """In place of CIFAR-10, CIFAR-100 and EuroSAT."""
 INFAAS = "infaas"
+LOW, HIGH, SWING_SECONDS = 0.3, 1.6, 20.0
+"""Of swinging arrivals: loads, and how long each lasts, in the paper's seconds."""
+LONGER = {"swinging": 4}
+"""Of which traces there are so many times as many queries, to see several swings."""
 
-Cell = tuple[str, float]
-"""A trace, and a load as a multiple of the capacity at level 0."""
+FAR_SHARE, FAR_SECONDS = 0.003, 60.0
+"""Of the queries with far deadlines, and these, in the paper's seconds."""
+TABLE_II, EQUAL_WORTH, FAR_DEADLINES = "table II", "equal worth", "far deadlines"
+MIXES: Mapping[str, list[QueryKind]] = {
+    TABLE_II: table_ii(TASKS),
+    EQUAL_WORTH: [dataclasses.replace(kind, utility=1.0) for kind in table_ii(TASKS)],
+    FAR_DEADLINES: [
+        *(dataclasses.replace(kind, share=1 - FAR_SHARE) for kind in table_ii(TASKS)),
+        *(dataclasses.replace(kind, latency=FAR_SECONDS, share=FAR_SHARE) for kind in table_ii(TASKS)),
+    ],
+}
+"""What queries ask for."""
+
+
+class Cell(NamedTuple):
+    """What policies are compared in.
+
+    Attributes:
+      trace: how queries arrive.
+      load: as a multiple of the capacity at level 0.
+      mix: one of `MIXES`.
+    """
+
+    trace: str
+    load: float
+    mix: str = TABLE_II
+
+    def __str__(self) -> str:
+        return f"{self.trace} {self.load}x" + (f", {self.mix}" if self.mix != TABLE_II else "")
 
 
 class Setting(NamedTuple):
@@ -55,10 +87,10 @@ class Setting(NamedTuple):
 
     def queries(self, cell: Cell, *, seed: int, count: int) -> list[Query]:
         """About so many queries of a cell, of the paper's mix. The seed draws them, the same for all policies."""
-        trace, load = cell
-        rate, measured = load * self.levels.capacity, self.levels
-        arrivals = arrivals_at(TRACES[trace], rate, count / rate, seed=seed, scale=measured.scale)
-        return measured.queries(arrivals, seed=seed, kinds=table_ii(TASKS))
+        rate, measured = cell.load * self.levels.capacity, self.levels
+        count *= LONGER.get(cell.trace, 1)
+        arrivals = arrivals_at(TRACES[cell.trace], rate, count / rate, seed=seed, scale=measured.scale)
+        return measured.queries(arrivals, seed=seed, kinds=MIXES[cell.mix])
 
     def simulate(self, cell: Cell, policy: str, *, seed: int, count: int) -> Served:
         """One run on a simulated clock."""
@@ -94,8 +126,19 @@ def azure_arrivals(name: str, rate: float, seconds: float, *, seed: int) -> np.n
     return (part - part[0]) * (seconds / (part[-1] - part[0]))
 
 
+def swinging_arrivals(rate: float, seconds: float, *, seed: int) -> np.ndarray:
+    """Poisson arrivals at `LOW` and `HIGH` in turn, as multiples of the capacity if `rate` is their mean."""
+    rng, found = np.random.default_rng((seed, 6)), []
+    for place, begin in enumerate(np.arange(0.0, seconds, SWING_SECONDS)):
+        length = min(SWING_SECONDS, seconds - begin)
+        now = rate * (LOW, HIGH)[place % 2] / ((LOW + HIGH) / 2)
+        found.append(begin + length * np.sort(rng.random(rng.poisson(now * length))))
+    return np.concatenate(found)
+
+
 TRACES: dict[str, Callable[..., np.ndarray]] = {
     **ARRIVALS,
+    "swinging": swinging_arrivals,
     "azure code": lambda rate, seconds, *, seed: azure_arrivals("code", rate, seconds, seed=seed),
     "azure conv": lambda rate, seconds, *, seed: azure_arrivals("conv", rate, seconds, seed=seed),
 }

@@ -5,14 +5,27 @@ import dataclasses
 import numpy as np
 import pytest
 
+from benchmarks.otas.fragile import FRAGILE, fragile_profile
 from benchmarks.otas.infaas import LINKS, as_levels, paper_profile, simulated_gain, vits_profile
 from benchmarks.otas.live import with_times_of
 from benchmarks.otas.planning import brute_force, draw, earned
-from benchmarks.otas.setting import TASKS, Setting, azure_arrivals
+from benchmarks.otas.setting import (
+    FAR_DEADLINES,
+    FAR_SHARE,
+    HIGH,
+    LOW,
+    SWING_SECONDS,
+    TASKS,
+    Cell,
+    Setting,
+    azure_arrivals,
+    swinging_arrivals,
+)
 from benchmarks.otas.virtual import mean_interval, virtual
 from benchmarks.report import Report
 from jaxinfer.elastic.measurements import PAPER_BATCH_SECONDS, Measurements
 from jaxinfer.elastic.scheduling.planner import plan_exact, plan_paper
+from jaxinfer.elastic.scheduling.workloads import table_ii
 from tests.elastic.serving import TASKS as PAPERS
 from tests.elastic.serving import models, profile
 
@@ -38,9 +51,9 @@ def setting():
 
 
 def test_all_policies_serve_the_same_queries(setting):
-    assert setting.policies[:6] == ["elastic", "paper", "pets", "slack", "slackfit", "infaas"]
-    assert setting.policies[6:] == ["level-20", "level-15", "level-10", "level-5", "level+2", "level+4", "level+8"]
-    runs = {name: setting.simulate(("wandering", 1.1), name, seed=1, count=2000) for name in setting.policies}
+    assert setting.policies[:7] == ["elastic", "paper", "paper_profiled", "pets", "slack", "slackfit", "infaas"]
+    assert setting.policies[7:] == ["level-20", "level-15", "level-10", "level-5", "level+2", "level+4", "level+8"]
+    runs = {name: setting.simulate(Cell("wandering", 1.1), name, seed=1, count=2000) for name in setting.policies}
     ids = sorted(answer.query.id for answer in runs["elastic"].answers)
     assert 1900 < len(ids) < 2100
     for name, run in runs.items():
@@ -51,7 +64,7 @@ def test_all_policies_serve_the_same_queries(setting):
 
 
 def test_a_run_is_simulated_with_its_own_times(setting):
-    cell = ("wandering", 0.5)
+    cell = Cell("wandering", 0.5)
     usual = setting.levels
     slow = dataclasses.replace(usual, samples={key: 1.2 * seconds for key, seconds in usual.samples.items()})
     served = setting._replace(levels=slow).simulate(cell, "pets", seed=0, count=1000)
@@ -68,7 +81,8 @@ def test_what_is_checked(setting, tmp_path):
     names = {check.name for check in report.checks}
     assert names == {
         *("utility_1_1x", "utility_1_3x", "utility_bursty", "gain_vs_pets", "gain_vs_paper_mode", "late_share_virtual"),
-        *("gain_vs_infaas_real", "gain_vs_infaas_simulated"),
+        *("gain_vs_infaas_real", "gain_vs_infaas_simulated", "gain_vs_paper_profiled", "type1_share"),
+        *("utility_far_deadlines", "gain_vs_best_fixed_swing", "gain_vs_best_fixed_fragile"),
         *(f"gain_vs_{rival}{where}" for rival in ("best_fixed", "slack", "slackfit") for where in ("", "_bursty")),
     }
     values = {check.name: check.value for check in report.checks}
@@ -76,6 +90,27 @@ def test_what_is_checked(setting, tmp_path):
     assert 0.5 < values["utility_1_1x"] <= 1.05
     pytest.importorskip("benchmarks.otas.figures").draw_all(setting, runs, tmp_path)
     assert len(list(tmp_path.glob("*.svg"))) == 12
+
+
+def test_some_deadlines_are_far(setting):
+    queries = setting.queries(Cell("wandering", 1.1, FAR_DEADLINES), seed=0, count=20_000)
+    far = [query for query in queries if query.latency > 10 * setting.levels.scale]
+    assert len(far) / len(queries) == pytest.approx(FAR_SHARE, rel=0.5)
+
+
+def test_arrivals_swing():
+    arrivals = swinging_arrivals(100.0, 4 * SWING_SECONDS, seed=0)
+    counts, _ = np.histogram(arrivals, bins=4, range=(0, 4 * SWING_SECONDS))
+    assert counts / 100 / SWING_SECONDS == pytest.approx(np.array([LOW, HIGH] * 2) / (LOW + HIGH) * 2, rel=0.1)
+    assert (np.diff(arrivals) >= 0).all()
+
+
+def test_one_task_is_fragile_and_worth_most():
+    found = fragile_profile()
+    lost = {task: found.right(task, 0) - found.right(task, -20) for task in found.tasks}
+    assert max(lost, key=lost.get) == FRAGILE
+    assert lost[FRAGILE] > 0.5
+    assert sum(kind.utility for kind in table_ii(found.tasks) if kind.task == FRAGILE) > 1
 
 
 def test_models_as_levels():

@@ -104,8 +104,8 @@ class ExpertLoader:
         return self._resident[pool, name].settle()
 
     def disk(self, name: str) -> str:
-        """Which disk an expert is read from, as the system numbers them. Raises LoadError."""
-        return str(os.stat(_base(self._find(name).opened)).st_dev)
+        """Which disk an expert is read from, as the system numbers them, and how. Raises LoadError."""
+        return f"{os.stat(_base(self._find(name).opened)).st_dev}, {self._preadv!r}"
 
     def prepare(self, load: Load, on_begin: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Note what a load will change, in the order of the scheduler's decisions; returns what does it.

@@ -241,19 +241,31 @@ PAPER_RATES = (
     (0.0, 8),
 )
 """Table I: from which rate on, as a multiple of the paper's capacity at level 0 (580 a second), which level."""
+UTILISATION = 0.8
+"""Of what a level can serve, how much Table I has it serve: 520 of 700 a second (Fig. 4b) at level -5, and so on."""
 
 
 class Paper(_ByProfile):
     """OTAS as it is printed: Algorithm 2, and Algorithm 3 where few batches wait.
 
-    Table I's levels are those of `PAPER_RATES`, or the nearest that there are.
+    Args:
+      profile: of the levels.
+      batching: how queries are put into batches.
+      config: its parameters.
+      profiled: whether Algorithm 3's function from rates to levels (f) is made from the profile's throughput, as the
+        paper says that its own was; otherwise it is Table I, with the nearest levels that there are.
     """
 
     def __init__(
-        self, profile: ServingProfile, batching: BatchingConfig | None = None, config: PaperConfig | None = None
+        self,
+        profile: ServingProfile,
+        batching: BatchingConfig | None = None,
+        config: PaperConfig | None = None,
+        *,
+        profiled: bool = False,
     ):
         super().__init__(profile, batching or BatchingConfig(max_batch=profile.sizes[-1], paper=True))
-        self._config = config or PaperConfig()
+        self._config, self._profiled = config or PaperConfig(), profiled
         self._begun: float | None = None
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
@@ -270,9 +282,7 @@ class Paper(_ByProfile):
     def _by_rate(self, batches: Sequence[Batch], start: float, rate: float) -> list[int | None]:
         """Algorithm 3."""
         profile, levels, clock = self._profile, list[int | None](), start
-        relative = rate / profile.capacity(0)
-        wanted = next(level for least, level in PAPER_RATES if relative >= least)
-        usual = min(profile.levels, key=lambda level: abs(level - wanted))
+        usual = self._of_rate(rate)
         for batch in batches:
             level = usual
             mean = sum(query.utility for query in batch.queries) / len(batch)
@@ -283,6 +293,15 @@ class Paper(_ByProfile):
             levels.append(level)
             clock += profile.batch_seconds(level, len(batch))
         return levels
+
+    def _of_rate(self, rate: float) -> int:
+        """Algorithm 3's f."""
+        profile = self._profile
+        if self._profiled:
+            enough = [level for level in profile.levels if UTILISATION * profile.capacity(level) >= rate]
+            return max(enough, default=profile.levels[0])
+        wanted = next(level for least, level in PAPER_RATES if rate / profile.capacity(0) >= least)
+        return min(profile.levels, key=lambda level: abs(level - wanted))
 
 
 def make_policy(name: str, profile: ServingProfile, *, scale: float = 1.0, time_limit: float | None = None) -> Policy:
@@ -298,9 +317,10 @@ def make_policy(name: str, profile: ServingProfile, *, scale: float = 1.0, time_
     batching = BatchingConfig(max_batch=profile.sizes[-1]).scaled(scale)
     if name == "elastic":
         return Elastic(profile, batching, time_limit=time_limit)
-    if name == "paper":
+    if name in ("paper", "paper_profiled"):
         config = PaperConfig(initial=scale * PaperConfig().initial)
-        return Paper(profile, dataclasses.replace(batching, paper=True), config)
+        printed = dataclasses.replace(batching, paper=True)
+        return Paper(profile, printed, config, profiled=name == "paper_profiled")
     if name in _SIMPLE:
         return _SIMPLE[name](profile, batching)
     if found := re.fullmatch(r"level([+-]\d+)", name):
@@ -313,7 +333,7 @@ _SIMPLE: Mapping[str, Callable[[ServingProfile, BatchingConfig], Policy]] = {
     "slack": LargestThatFits,
     "slackfit": SlackFit,
 }
-POLICIES = ("elastic", "paper", *_SIMPLE)
+POLICIES = ("elastic", "paper", "paper_profiled", *_SIMPLE)
 """Names of those that choose levels, and of PetS, which always takes level 0."""
 
 
