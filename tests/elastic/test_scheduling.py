@@ -265,6 +265,14 @@ def test_it_earns_what_the_paper_promises():
         assert serve("elastic", load).outcomes[Outcome.LATE] == 0
 
 
+def test_a_few_distant_deadlines_leave_the_other_plans_as_they_were():
+    """Queries that are in no hurry, one in 300, among many that are."""
+    given = make_queries(wandering_arrivals(1.3 * PROFILE.capacity(), 15, seed=0), table_ii(TASKS), seed=0)
+    mixed = [dataclasses.replace(each, latency=60.0) if each.id % 300 == 0 else each for each in given]
+    without, found = (simulate(queries, Elastic(PROFILE), PROFILE).normalised for queries in (given, mixed))
+    assert found > without - 0.01
+
+
 def test_it_uses_prompts_when_idle_and_merges_when_busy():
     idle, busy = serve("elastic", 0.3).levels, serve("elastic", 1.4).levels
     assert sum(count for level, count in idle.items() if level > 0) > 0.9 * idle.total()

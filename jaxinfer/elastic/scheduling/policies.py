@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxinfer.elastic.scheduling.batching import Batch, BatchingConfig
-from jaxinfer.elastic.scheduling.planner import Job, Option, PlanTimeoutError, plan_exact, plan_paper
+from jaxinfer.elastic.scheduling.planner import POINTS, Job, Option, PlanTimeoutError, plan_exact, plan_paper
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 
 
@@ -104,7 +104,6 @@ class Elastic(_ByProfile):
       profile: of the levels.
       batching: how queries are put into batches.
       max_jobs: batches that are planned, those with the earliest deadlines.
-      points: on the Pareto front; fewer are faster.
       time_limit: seconds that a plan may take; else `LargestThatFits` decides. None: any.
     """
 
@@ -114,10 +113,9 @@ class Elastic(_ByProfile):
         batching: BatchingConfig | None = None,
         *,
         max_jobs: int = 40,
-        points: int = 400,
         time_limit: float | None = None,
     ):
-        self._max_jobs, self._points, self._time_limit = max_jobs, points, time_limit
+        self._max_jobs, self._time_limit = max_jobs, time_limit
         self._fallback = LargestThatFits(profile, batching)
         super().__init__(profile, batching)
 
@@ -128,9 +126,8 @@ class Elastic(_ByProfile):
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         planned = by_deadline(batches)[: self._max_jobs]
         jobs = [job_of(batch, self._profile) for batch in planned]
-        resolution = max(jobs[-1].deadline - start, 0.0) / self._points
         try:
-            levels = plan_exact(jobs, start, resolution=resolution, time_limit=self._time_limit).levels
+            levels = plan_exact(jobs, start, points=POINTS, time_limit=self._time_limit).levels
         except PlanTimeoutError:
             decision = self._fallback.choose(batches, start, rate)
             return None if decision is None else decision._replace(fell_back=True)
