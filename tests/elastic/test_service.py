@@ -302,27 +302,54 @@ def test_isolated_tokens_are_protected(vit, registered, options):
         protecting.accuracy("stripes", -4)
 
 
-def test_latency_follows_the_machine(service):
-    latency = service.latency
-    latency.observe(0, 1, 0.01)
-    latency.observe(0, 1, 0.01)
-    known, refreshed = latency.of(0, 1).p50, latency.refreshed
-    for _ in range(NEWEST):
-        latency.observe(0, 1, 50 * known)
-    assert latency.refreshed == refreshed + 1
-    assert latency.of(0, 1).p50 == pytest.approx(50 * known, rel=0.03)  # times are kept in steps of 5%
-
-
-def test_latency_that_drifted_stays_so_in_later_processes(tmp_path, monkeypatch):
+@pytest.fixture
+def latency(tmp_path, monkeypatch):
+    """Of a device of which batches of 1 and 2 were measured at two levels; made again, it reads what is kept."""
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
-    latency = LatencyProfile(Costs.open(device="a device", model={}), lambda level: 0)
-    latency.renew(0, 1, [0.010] * 40)
-    assert latency.of(0, 1).p50 == pytest.approx(0.010, rel=0.03)
-    assert not any(latency.observe(0, 1, 0.012) for _ in range(2 * NEWEST))
-    assert sum(latency.observe(0, 1, 0.020) for _ in range(NEWEST)) == 1
-    latency.costs.save()
-    later = LatencyProfile(Costs.open(device="a device", model={}), lambda level: 0)
-    assert later.of(0, 1).p95 == latency.of(0, 1).p95 == pytest.approx(0.020, rel=0.03)
+
+    def made():
+        return LatencyProfile(Costs.open(device="a device", model={}), lambda level: 0)
+
+    first = made()
+    for level in (-4, 0):
+        for batch in (1, 2):
+            first.renew(level, batch, [0.010 * batch] * 40)
+    first.costs.save()
+    return made
+
+
+def observe(latency, level, batch, seconds):
+    return sum(latency.observe(level, batch, seconds) for _ in range(NEWEST))
+
+
+def test_latency_follows_the_machine(latency):
+    found = latency()
+    assert found.of(0, 1).p50 == pytest.approx(0.010, rel=0.03)  # times are kept in steps of 5%
+    assert observe(found, 0, 1, 0.012) == 0
+    assert observe(found, 0, 1, 0.500) == found.refreshed == 1
+    assert found.of(0, 1) == pytest.approx((0.500, 0.500))
+    assert observe(found, 0, 1, 0.001) == 1
+    assert found.of(0, 1) == pytest.approx((0.001, 0.001))
+
+
+def test_a_slowdown_is_forgotten_when_it_is_over(latency):
+    """Of all levels and sizes, though only one was seen to be quick again: the others would not be chosen."""
+    found, wanted = latency(), latency()
+    observe(found, -4, 1, 0.002)  # quicker than measured, slowdown or not
+    for level, batch in ((0, 1), (0, 2), (-4, 2)):
+        assert observe(found, level, batch, 0.1 * batch) == 1
+    assert observe(found, 0, 1, 0.010) == 1
+    assert found.of(-4, 1).p50 == pytest.approx(0.002)
+    for level, batch in ((0, 1), (0, 2), (-4, 2)):
+        assert found.of(level, batch) == wanted.of(level, batch)
+
+
+def test_later_processes_go_by_what_was_measured(latency):
+    slow, wanted = latency(), latency().of(0, 1)
+    for _ in range(20):
+        observe(slow, 0, 1, 0.100)
+    slow.costs.save()
+    assert latency().of(0, 1) == wanted
 
 
 def test_latency_measured_anew_takes_the_place_of_what_was(service):
