@@ -31,7 +31,6 @@ from jaxinfer.elastic.scheduling.policies import Elastic, Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.tasks import Head, Task, TaskRepository
 from jaxinfer.elastic.training import Trainer, TrainingConfig, fit_head
-from jaxinfer.generation.engine.buckets import round_up
 from jaxinfer.generation.fields import check
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
@@ -135,7 +134,6 @@ class Service:
         self._policy, self._max_waiting = policy, max_waiting
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._driver: Driver | None = None
-        self._served: frozenset[str] = frozenset()  # the tasks that the driver can plan for
         for task in self._tasks.values():
             self._programs.put(task)
         if self._tasks:
@@ -219,9 +217,7 @@ class Service:
         return answers
 
     def _classify(self, images: np.ndarray, tasks: list[str], level: int) -> list[Classification]:
-        begun = time.perf_counter()
         logits = self._programs.run(level, tasks, images)
-        self.latency.observe(level, round_up(len(images), self.batch_sizes), time.perf_counter() - begun)
         answers = []
         for name, row in zip(tasks, logits, strict=True):
             label, probabilities = best_label(row, self._tasks[name].labels)
@@ -269,10 +265,7 @@ class Service:
         if len(pixels) != 1:
             raise ElasticError(f"a query is a single image, got {len(pixels)}.")
         task = self.task(task).name
-        driver = self._started()
-        if task not in self._served:
-            raise ProfileError(f"task {task!r} is being registered, or the policy cannot serve it at its levels.")
-        return driver.submit(task, pixels[0].copy(), latency=latency, utility=utility)
+        return self._started().submit(task, pixels[0].copy(), latency=latency, utility=utility)
 
     async def query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> Answer:
         """`make_query` in a coroutine, which gives the query up when it is cancelled."""
@@ -298,6 +291,11 @@ class Service:
         self.close(drain=kind is None)
 
     @property
+    def is_running(self) -> bool:
+        """Whether queries are taken: not once it is closed, nor if the thread that serves them has died."""
+        return self._driver is None or self._driver.is_running
+
+    @property
     def statistics(self) -> Statistics:
         """What became of queries so far."""
         return Statistics() if self._driver is None else self._driver.statistics
@@ -317,7 +315,6 @@ class Service:
                     runner = LevelRunner(
                         self._programs, self.latency, lambda name: self._tasks[name].labels, self._follow_drift
                     )
-                    self._served = frozenset(profile.tasks)
                     self._driver = Driver(runner, self._policy(profile), max_waiting=self._max_waiting)
         return self._driver
 
@@ -327,7 +324,6 @@ class Service:
             profile = self.serving_profile()
             self._programs.warm_up(profile.levels)
             self._driver.use(profile)
-            self._served = frozenset(profile.tasks)
 
     def _follow_drift(self) -> None:
         """The same from the driver's thread, which goes on by what it has while a task is being registered."""

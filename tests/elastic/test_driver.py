@@ -31,17 +31,18 @@ from tests.generation.wrong import JSON
 
 
 class Device:
-    """Takes as long as the profile says; can be held, and can fail."""
+    """Takes `slower` times as long as the profile says; can be held, and can fail."""
 
-    def __init__(self, scale=0.1):
+    def __init__(self, scale=0.1, slower=1.0):
         self.profile, self.open, self.fails, self.ran = profile(scale), threading.Event(), None, []
+        self.slower, self.observed = slower, []
         self.open.set()
 
     def launch(self, level, queries):
         if self.fails:
             raise self.fails
         self.ran.append((level, [query.payload for query in queries]))
-        return time.perf_counter() + self.profile.batch_seconds(level, len(queries))
+        return time.perf_counter() + self.slower * self.profile.batch_seconds(level, len(queries))
 
     def collect(self, launched, queries):
         assert self.open.wait(10)
@@ -52,7 +53,7 @@ class Device:
         return self.profile.batch_seconds(level, count)
 
     def observe(self, level, count, seconds):
-        pass
+        self.observed.append(seconds)
 
 
 @pytest.fixture
@@ -71,6 +72,14 @@ def start():
 
 def ask(driver, payload, latency=5.0, utility=1.0, task="cifar10"):
     return driver.submit(task, payload, latency=latency, utility=utility)
+
+
+def until(holds):
+    """Wait for what another thread does."""
+    give_up = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(1e-3)
 
 
 def test_answers(start):
@@ -164,8 +173,7 @@ def test_cancelled_queries_do_not_run(start):
     driver = start(device)
     device.open.clear()
     first = ask(driver, "first")
-    while not device.ran:
-        time.sleep(1e-3)
+    until(lambda: device.ran)
     others = [ask(driver, i) for i in range(4)]
     assert others[1].cancel()
     assert not first.cancel()  # it runs
@@ -178,12 +186,37 @@ def test_cancelled_queries_do_not_run(start):
     assert all(1 not in payloads for _, payloads in device.ran)
 
 
+def test_cancelled_queries_count_in_no_plan(start):
+    """Sixty-three of a batch of 64 are cancelled while the device is held: one is planned, and it runs alone."""
+    device = Device()
+    driver = start(device, max_waiting=64)
+    device.open.clear()
+    first, seen = ask(driver, "first"), []
+    until(lambda: device.ran)
+    policy = driver._controller.policy
+    choose = policy.choose
+
+    def watched(batches, start, rate):
+        seen.append(sum(map(len, batches)))
+        return choose(batches, start, rate)
+
+    policy.choose = watched
+    others = [ask(driver, i) for i in range(63)]
+    assert all(future.cancel() for future in others[1:])
+    assert driver.waiting == 2  # there is room for others
+    device.open.set()
+    assert (first.result(10).label, others[0].result(10).label) == ("first", 0)
+    assert set(seen) <= {1}
+    assert driver.statistics.cancelled == 62
+
+
 @pytest.mark.parametrize("drain", [True, False])
 def test_closing(start, drain):
     device = Device()
     driver = start(device)
     device.open.clear()
     futures = [ask(driver, i) for i in range(100)]
+    assert driver.is_running
     threading.Timer(0.1, device.open.set).start()
     driver.close(drain=drain)
     assert all(future.done() for future in futures)
@@ -197,16 +230,150 @@ def test_closing(start, drain):
     driver.close()
 
 
-def test_a_mistake_of_the_thread_ends_all(start, caplog):
-    class Broken(FixedLevel):
-        def choose(self, batches, start, rate):
-            raise AssertionError("a mistake")
+def test_an_answer_does_not_wait_for_what_a_batch_was_expected_to_take(start):
+    """Batches are said to take minutes, and take milliseconds."""
+    device = Device(scale=1e4, slower=1e-6)
+    driver = start(device)
+    for number in range(3):
+        assert ask(driver, number, latency=1e4).result(10).label == number
+    driver.close()
+    assert max(device.observed) < 0.01 * device.profile.batch_seconds(-20, 1)
 
+
+class Held(Elastic):
+    """Plans as often as it may."""
+
+    def __init__(self, profile):
+        super().__init__(profile)
+        self.may, self.plans = threading.Semaphore(0), 0
+
+    def choose(self, batches, start, rate):
+        self.plans += 1
+        assert self.may.acquire(timeout=10)
+        return super().choose(batches, start, rate)
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self):
+        self.now, self.reads = 0.0, 0
+
+    def __call__(self):
+        self.reads += 1
+        return self.now
+
+
+def test_a_batch_ends_when_it_ends_whatever_the_planner_does():
+    """A plan that takes long is no part of how long the batch took that runs beside it."""
+    device, clock = Device(scale=0.1), Clock()
+    policy = Held(device.profile)
+    driver = Driver(device, policy, max_waiting=10, clock=clock)
+    device.open.clear()
+    first = ask(driver, "first")
+    until(lambda: policy.plans == 1)
+    second = ask(driver, "second", latency=1000.0)
+    policy.may.release()
+    until(lambda: policy.plans == 2)  # while the first one runs
+    reads = clock.reads
+    device.open.set()
+    until(lambda: clock.reads > reads)
+    clock.now = 100.0
+    policy.may.release()
+    assert [future.result(10).compute_seconds for future in (first, second)] == device.observed == [0.0, 0.0]
+    assert (first.result().in_time, second.result().queue_seconds) == (True, 100.0)
+    driver.close()
+
+
+def test_a_callback_holds_nothing_up_and_harms_nobody(start, caplog):
+    device, release, called = Device(), threading.Event(), []
+    driver = start(device)
+
+    def slow(future):
+        assert release.wait(10)
+
+    def fails(future):
+        called.append(future)
+        raise SystemExit
+
+    device.open.clear()
+    ask(driver, "slow").add_done_callback(slow)
+    device.open.set()
+    first = ask(driver, "fails")
+    first.add_done_callback(fails)
+    until(lambda: not driver.waiting)  # while the first callback still runs
+    release.set()
+    assert ask(driver, "next").result(10).label == "next"
+    assert called == [first]
+    assert "A callback of a query has failed" in caplog.text
+
+
+def test_a_callback_may_close(start):
+    driver = start(Device())
+    closed = threading.Event()
+
+    def close(future):
+        driver.close()
+        closed.set()
+
+    ask(driver, "image").add_done_callback(close)
+    assert closed.wait(10)
+    driver.close()
+
+
+class Broken(FixedLevel):
+    """Cannot plan for the first query."""
+
+    def choose(self, batches, start, rate):
+        if batches[0].queries[0].id == 0:
+            raise AssertionError("a mistake")
+        return super().choose(batches, start, rate)
+
+
+def test_a_mistake_of_the_policy_ends_what_waits_and_no_more(start, caplog):
     driver = start(Device(), lambda profile: Broken(profile, 0))
-    with pytest.raises(ElasticError, match="has died: AssertionError"):
+    with pytest.raises(ElasticError, match="the policy has failed at the queries that waited: AssertionError"):
         ask(driver, "image").result(10)
+    assert "The policy has failed" in caplog.text
+    assert ask(driver, "image").result(10).label == "image"
+    assert (driver.statistics.failed, driver.statistics.answered, driver.waiting) == (1, 1, 0)
+
+
+def test_a_task_that_the_profile_has_not_is_refused(start):
+    driver = start(Device())
+    with pytest.raises(ProfileError, match="task 'imagenet' is being registered, or the policy cannot serve it"):
+        ask(driver, "image", task="imagenet")
+    assert ask(driver, "image").result(10).label == "image"
+
+
+def test_what_cannot_be_observed_harms_nobody(start, caplog):
+    device = Device()
+
+    def fail(level, count, seconds):
+        raise ValueError("a mistake")
+
+    device.observe = fail
+    driver = start(device)
+    for number in range(2):
+        assert ask(driver, number).result(10).label == number
+    driver.close()
+    assert "What a batch took could not be taken in" in caplog.text
+
+
+def test_a_mistake_of_the_thread_ends_all(start, caplog):
+    device = Device()
+
+    def leave(level, count, seconds):
+        raise SystemExit
+
+    device.observe = leave
+    driver = start(device)
+    assert driver.is_running
+    assert ask(driver, "image").result(10).label == "image"
+    driver.close()
     assert "has died" in caplog.text
-    with pytest.raises(ShutdownError):
+    assert not driver.is_running
+    with pytest.raises(ElasticError, match=r"the thread that serves queries has died: SystemExit\(\)"):
         ask(driver, "image")
 
 

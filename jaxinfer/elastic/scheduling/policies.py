@@ -31,9 +31,11 @@ class Policy(Protocol):
 
     Attributes:
       batching: how queries are put into batches.
+      profile: that it goes by now.
     """
 
     batching: BatchingConfig
+    profile: ServingProfile
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         """What runs next; None if no batch can end in time.
@@ -91,10 +93,10 @@ class _ByProfile:
         self.use(profile)
 
     def least_seconds(self, count: int) -> float:
-        return self._profile.fastest(count)
+        return self.profile.fastest(count)
 
     def use(self, profile: ServingProfile) -> None:
-        self._profile = profile
+        self.profile = profile
 
 
 class Elastic(_ByProfile):
@@ -125,7 +127,7 @@ class Elastic(_ByProfile):
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         planned = by_deadline(batches)[: self._max_jobs]
-        jobs = [job_of(batch, self._profile) for batch in planned]
+        jobs = [job_of(batch, self.profile) for batch in planned]
         try:
             levels = plan_exact(jobs, start, points=POINTS, time_limit=self._time_limit).levels
         except PlanTimeoutError:
@@ -151,12 +153,12 @@ class FixedLevel(_ByProfile):
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         del rate
         for batch in by_deadline(batches):
-            if start + self._profile.batch_seconds(self._level, len(batch)) < batch.deadline:
+            if start + self.profile.batch_seconds(self._level, len(batch)) < batch.deadline:
                 return Decision(batch, self._level)
         return None
 
     def least_seconds(self, count: int) -> float:
-        return self._profile.batch_seconds(self._level, count)
+        return self.profile.batch_seconds(self._level, count)
 
 
 class LargestThatFits(_ByProfile):
@@ -165,7 +167,7 @@ class LargestThatFits(_ByProfile):
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         del rate
         for batch in by_deadline(batches):
-            options = [o for o in job_of(batch, self._profile).options if start + o.seconds < batch.deadline]
+            options = [o for o in job_of(batch, self.profile).options if start + o.seconds < batch.deadline]
             if options:
                 return Decision(batch, max(options, key=lambda option: (option.utility, -option.seconds)).level)
         return None
@@ -204,10 +206,10 @@ class SlackFit(_ByProfile):
                 continue
             bucket = [one for one in fits if one[0] > fits[-1][0] - self._width]
             wanted = max(bucket, key=lambda one: (min(one[1], len(batch)), one[2]))
-            if start + self._profile.batch_seconds(wanted[3], len(batch)) < batch.deadline:
+            if start + self.profile.batch_seconds(wanted[3], len(batch)) < batch.deadline:
                 return Decision(batch, wanted[3])
-            quickest = min(self._profile.levels, key=lambda n: self._profile.batch_seconds(n, len(batch)))
-            if start + self._profile.batch_seconds(quickest, len(batch)) < batch.deadline:
+            quickest = min(self.profile.levels, key=lambda n: self.profile.batch_seconds(n, len(batch)))
+            if start + self.profile.batch_seconds(quickest, len(batch)) < batch.deadline:
                 return Decision(batch, quickest)
         return None
 
@@ -256,7 +258,7 @@ class Paper(_ByProfile):
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         self._begun = start if self._begun is None else self._begun
         waiting = by_deadline(batches)
-        jobs = [job_of(batch, self._profile) for batch in waiting]
+        jobs = [job_of(batch, self.profile) for batch in waiting]
         if len(jobs) <= self._config.min_jobs or start - self._begun < self._config.initial:
             levels = self._by_rate(waiting, start, rate)
         else:
@@ -266,7 +268,7 @@ class Paper(_ByProfile):
 
     def _by_rate(self, batches: Sequence[Batch], start: float, rate: float) -> list[int | None]:
         """Algorithm 3."""
-        profile, levels, clock = self._profile, list[int | None](), start
+        profile, levels, clock = self.profile, list[int | None](), start
         relative = rate / profile.capacity(0)
         wanted = next(level for least, level in PAPER_RATES if relative >= least)
         usual = min(profile.levels, key=lambda level: abs(level - wanted))
@@ -330,7 +332,7 @@ class ModelSwitching(_ByProfile):
         self._loads, self._model = load_seconds, profile.levels[-1]
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
-        profile = self._profile
+        profile = self.profile
         wanted = max((n for n in profile.levels if profile.capacity(n) >= rate), default=profile.levels[0])
         setup = self._setup(wanted)
         for batch in by_deadline(batches):
@@ -340,7 +342,7 @@ class ModelSwitching(_ByProfile):
         return None
 
     def least_seconds(self, count: int) -> float:
-        return min(self._setup(n) + self._profile.batch_seconds(n, count) for n in self._profile.levels)
+        return min(self._setup(n) + self.profile.batch_seconds(n, count) for n in self.profile.levels)
 
     def _setup(self, model: int) -> float:
         return 0.0 if model == self._model else self._loads[model]
