@@ -360,7 +360,7 @@ class Service:
           name: of the task.
           dataset: its images and labels.
           prompts: numbers of prompts, each a level > 0.
-          validation: images that accuracy is measured on; None: a fifth of the data set.
+          validation: images that accuracy is measured on, of classes of the same names; None: a fifth of the data set.
           training: how prompts are trained.
           new_version: whether it takes the place of a task of this name, which else is an error.
           progress: see `Progress`.
@@ -374,7 +374,7 @@ class Service:
             self._programs.check_room(name, dataset.names)
             if validation is None:
                 dataset, validation = dataset.split(VALIDATION)
-            check_images(validation.images, self.config.image_size)
+            validation = self._checked_validation(validation, dataset.names)
             training = training or TrainingConfig()
             progress("head", 0, 1)
             features = self._trainer.features(dataset.images)
@@ -412,12 +412,13 @@ class Service:
 
         Args:
           name: of the task.
-          validation: images that it was not trained on.
+          validation: images that it was not trained on, of classes of the same names.
           progress: see `Progress`.
+        Raises UnknownTaskError, InvalidImageError.
         """
         with self._registering:
             task = self.task(name)
-            check_images(validation.images, self.config.image_size)
+            validation = self._checked_validation(validation, task.labels)
             version = self._repository.next_version(name, new_version=True)
             task = self._install(dataclasses.replace(task, version=version), validation, progress, choose=True)
         self.measure_latency(anew=True, progress=progress)
@@ -484,6 +485,11 @@ class Service:
         self._programs.put(task)
         self._tasks = self._tasks | {task.name: task}
         return task
+
+    def _checked_validation(self, validation: Dataset, labels: Sequence[str]) -> Dataset:
+        """Images to measure accuracy on, classes numbered as a task's labels."""
+        check_images(validation.images, self.config.image_size)
+        return validation.with_names(labels)
 
     def _compile_ahead(self, *tasks: Task) -> None:
         """Compile all levels that there are with these tasks, and keep the batch sizes that fit into memory."""

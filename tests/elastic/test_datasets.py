@@ -45,6 +45,7 @@ def test_all_names_are_known():
         (IMAGES, [0.0, 1, 0, 1], "ab", "labels must be integers"),
         (IMAGES, [0, 1, 0, 2], "ab", r"labels must be in \[0, 2\), got 0 to 2"),
         (IMAGES[:0], np.zeros(0, int), "ab", "got no images"),
+        (IMAGES, [0, 1, 0, 1], "aba", "names must be different from each other, got 'a' twice"),
     ],
 )
 def test_wrong_sets(images, labels, names, message):
@@ -60,6 +61,13 @@ def test_splits_keep_the_shares_of_classes():
     assert sorted([*rest.images[:, 0, 0, 0], *part.images[:, 0, 0, 0]]) == list(range(61))
     again = Dataset(images, labels, ("a", "b", "c")).split(0.2)[1]
     np.testing.assert_array_equal(part.images, again.images)
+
+
+def test_classes_are_known_by_name():
+    found = Dataset(IMAGES, [0, 1, 1, 0], ("dog", "cat", "unused")).with_names(("bird", "cat", "dog"))
+    assert (found.labels.tolist(), found.names) == ([2, 1, 1, 2], ("bird", "cat", "dog"))
+    with pytest.raises(InvalidImageError, match="images of the class 'dog'; known classes: bird, cat"):
+        Dataset(IMAGES, [0, 1, 1, 0], ("dog", "cat")).with_names(("bird", "cat"))
 
 
 def save(path, colour, size=(5, 4)):

@@ -18,6 +18,7 @@ from checkpoints import CheckpointError
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.elastic import (
+    Dataset,
     ElasticError,
     InvalidImageError,
     LevelError,
@@ -274,6 +275,21 @@ def test_a_profile_of_something_else_is_stale(vit, registered, options):
     more = Service.from_checkpoint(vit, repository=registered, **{**options, "merge_levels": (-3,)})
     with pytest.raises(ProfileError, match="was not profiled at level -3"):
         more.accuracy("stripes", -3)
+
+
+def test_validation_images_are_of_classes_by_name(vit, registered, options, tmp_path):
+    """In another order, and where one is missing, as a folder of images has them."""
+    found = Service.from_checkpoint(vit, repository=shutil.copytree(registered, tmp_path / "tasks"), **options)
+    given = stripes(60, seed=4)
+    swapped = Dataset(given.images, 1 - given.labels, given.names[::-1])
+    alone = swapped.take(np.flatnonzero(swapped.labels == 0))
+    for validation in (swapped, dataclasses.replace(alone, names=alone.names[:1])):
+        found.profile("stripes", validation)
+        assert found.accuracy("stripes", 0).accuracy > 0.8
+    with pytest.raises(InvalidImageError, match="images of the class 'dots'; known classes: rows, columns"):
+        found.profile("stripes", dataclasses.replace(given, names=("rows", "dots")))
+    task = found.register_task("other", given, validation=swapped, training=QUICK)
+    assert found.accuracy(task.name, 0).accuracy > 0.8
 
 
 def test_schedules_are_chosen_by_profiling(vit, tmp_path, options):
