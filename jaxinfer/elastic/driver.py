@@ -35,7 +35,7 @@ class Runner(Protocol):
         """Send a batch to the device, without waiting for it."""
         ...
 
-    def collect(self, launched: Any, queries: Sequence[Query]) -> list[tuple[str, np.ndarray]]:
+    def collect(self, launched: Any) -> list[tuple[str, np.ndarray]]:
         """Wait for a batch; label and probabilities of each query."""
         ...
 
@@ -228,7 +228,7 @@ class Driver:
 
     def _collect(self, batch: _InFlight) -> None:
         try:
-            answers = self._runner.collect(batch.launched, batch.queries)
+            answers = self._runner.collect(batch.launched)
             batch.results.set_result(_Results(answers, self._clock()))
         except BaseException as error:
             batch.results.set_exception(error)

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
+import shutil
 import threading
 import time
 import weakref
@@ -24,6 +26,7 @@ from jaxinfer.elastic import (
 from jaxinfer.elastic.driver import Driver
 from jaxinfer.elastic.errors import OverloadedError, ShedError, ShutdownError
 from jaxinfer.elastic.latency import NEWEST
+from jaxinfer.elastic.runner import LevelRunner
 from jaxinfer.elastic.scheduling.policies import Elastic, FixedLevel
 from tests.elastic.serving import profile
 from tests.elastic.vits import stripes
@@ -42,11 +45,12 @@ class Device:
         if self.fails:
             raise self.fails
         self.ran.append((level, [query.payload for query in queries]))
-        return time.perf_counter() + self.slower * self.profile.batch_seconds(level, len(queries))
+        return time.perf_counter() + self.slower * self.profile.batch_seconds(level, len(queries)), queries
 
-    def collect(self, launched, queries):
+    def collect(self, launched):
+        ends, queries = launched
         assert self.open.wait(10)
-        time.sleep(max(launched - time.perf_counter(), 0))
+        time.sleep(max(ends - time.perf_counter(), 0))
         return [(query.payload, np.ones(1)) for query in queries]
 
     def expected_seconds(self, level, count):
@@ -388,13 +392,13 @@ def serving(vit, registered, options):
 
 
 def test_every_program_runs_once_before_queries_are_served(serving, monkeypatch):
-    ran, run = [], serving._programs.run
+    ran, rehearse = [], serving._programs.rehearse
 
-    def spy(level, tasks, images):
+    def spy(level, images):
         ran.append((level, len(images)))
-        return run(level, tasks, images)
+        return rehearse(level, images)
 
-    monkeypatch.setattr(serving._programs, "run", spy)
+    monkeypatch.setattr(serving._programs, "rehearse", spy)
     serving.start()
     assert sorted(ran) == [(level, size) for level in serving.levels for size in serving.batch_sizes]
     serving.start()
@@ -452,6 +456,93 @@ def test_drift_while_the_profile_is_incomplete(serving, monkeypatch):
     assert serving.make_query(image, "stripes", latency=30.0).result(30).label
 
 
+@pytest.fixture
+def two(vit, registered, options, tmp_path):
+    """How to open a repository of one's own, with room for a second task."""
+
+    def opened(**changed):
+        folder = tmp_path / "tasks"
+        if not folder.exists():
+            shutil.copytree(registered, folder)
+        services.append(Service.from_checkpoint(vit, repository=folder, **options, **changed))
+        services[-1].measure_latency()
+        return services[-1]
+
+    services = []
+    yield opened
+    for service in services:
+        service.close(drain=False)
+
+
+def test_labels_are_those_of_the_version_that_ran(two, monkeypatch):
+    """A version whose classes are in another order comes while a batch runs."""
+    service, release, images = two(), threading.Event(), stripes(30, seed=12)
+    collect, held = LevelRunner.collect, threading.Event()
+
+    def slow(self, *batch):
+        held.set()
+        assert release.wait(60)
+        return collect(self, *batch)
+
+    image = images.images[0]
+    (wanted,) = service.classify(image, "stripes", 0)
+    monkeypatch.setattr(LevelRunner, "collect", slow)
+    monkeypatch.setattr(Driver, "use", lambda self, profile: None)  # which may be for another level
+    answer = service.make_query(image, "stripes", latency=120.0)
+    assert held.wait(30)
+    version = dataclasses.replace(service.task("stripes"), labels=("columns", "rows"), version=2)
+    service._programs.put(version)
+    service._tasks = {"stripes": version}
+    release.set()
+    assert answer.result(30).label == wanted.label
+
+
+def test_queries_do_not_wait_for_a_task_that_is_trained(two):
+    service, ended = two(), []
+
+    def meanwhile(what, done, total):
+        if what == "head" and not done:
+            thread = threading.Thread(target=serve)
+            thread.start()
+            ended.append(thread.join(30) or not thread.is_alive())
+
+    def serve():
+        service.start()
+        assert service.make_query(stripes(1).images[0], "stripes", latency=30.0).result(30).label
+        service.close()
+
+    service.register_task("other", stripes(40), training=TrainingConfig(steps=1), progress=meanwhile)
+    assert ended == [True]
+    assert service.statistics.answered == 1
+
+
+def test_a_task_that_the_policy_cannot_serve_is_refused_before_it_is_kept(two, caplog):
+    """It has no prompts, and the policy no other level; then batches drift."""
+    service, image = two(policy=lambda profile: FixedLevel(profile, 2)), stripes(1).images[0]
+    assert service.make_query(image, "stripes", latency=30.0).result(30).level == 2
+    with pytest.raises(ValueError, match="level 2 is not in the profile, which has -4, 0"):
+        service.register_task("plain", stripes(40), training=TrainingConfig(steps=1))
+    assert service.tasks.keys() == {"stripes"}
+    known, refreshed = service.latency.of(2, 1).p50, service.latency.refreshed
+    for _ in range(NEWEST):
+        service._driver._runner.observe(2, 1, 50 * known)
+    assert service.latency.refreshed > refreshed
+    assert service.make_query(image, "stripes", latency=300.0).result(30).level == 2
+    service.close()
+    assert two().tasks.keys() == {"stripes"}
+    assert two().register_task("plain", stripes(40), training=TrainingConfig(steps=1)).version == 1
+    assert "Queries run no more at the levels 2: task 'plain' has no such prompts." in caplog.text
+
+
+def test_a_service_that_was_closed_does_not_start(two):
+    service = two()
+    assert service.is_running
+    service.close()
+    assert not service.is_running
+    with pytest.raises(ShutdownError, match="the service was closed: it takes no queries"):
+        service.make_query(stripes(1).images[0], "stripes", latency=30.0)
+
+
 def test_a_task_is_served_once_it_is_registered(vit, options, tmp_path, monkeypatch):
     with Service.from_checkpoint(vit, repository=tmp_path, **options) as service:
         service.register_task("first", stripes(40), training=TrainingConfig(steps=1))
@@ -460,7 +551,7 @@ def test_a_task_is_served_once_it_is_registered(vit, options, tmp_path, monkeypa
         refused = []
 
         def meanwhile(**given):
-            with pytest.raises(ProfileError, match="task 'second' is being registered") as error:
+            with pytest.raises(UnknownTaskError, match="no task 'second'; registered: first") as error:
                 service.make_query(image, "second", latency=30.0)
             refused.append(error)
             return measure_latency(**given)
