@@ -35,8 +35,8 @@ class Runner(Protocol):
         """Send a batch to the device, without waiting for it."""
         ...
 
-    def collect(self, launched: Any) -> list[tuple[str, np.ndarray]]:
-        """Wait for a batch; label and probabilities of each query."""
+    def collect(self, launched: Any) -> list[tuple[str, np.ndarray] | ElasticError]:
+        """Wait for a batch; label and probabilities of each query, or why it has none."""
         ...
 
     def expected_seconds(self, level: int, count: int) -> float:
@@ -52,11 +52,11 @@ class _Results(NamedTuple):
     """Of a batch.
 
     Attributes:
-      answers: label and probabilities of each query.
+      answers: as of `Runner.collect`.
       ended: when they were there.
     """
 
-    answers: list[tuple[str, np.ndarray]]
+    answers: list[tuple[str, np.ndarray] | ElasticError]
     ended: float
 
 
@@ -319,9 +319,13 @@ class Driver:
         self._free = ended
         self.statistics.batches += 1
         self.statistics.levels[batch.level] += len(batch.queries)
-        found = []
-        for query, (label, probabilities) in zip(batch.queries, answers, strict=True):
-            in_time = ended < query.deadline
+        found: list[Answer | Exception] = []
+        for query, answered in zip(batch.queries, answers, strict=True):
+            if isinstance(answered, ElasticError):
+                self.statistics.failed += 1
+                found.append(answered)
+                continue
+            (label, probabilities), in_time = answered, ended < query.deadline
             self.statistics.answered += 1
             self.statistics.late += not in_time
             self.statistics.utility += query.utility if in_time else 0.0

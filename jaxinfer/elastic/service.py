@@ -79,6 +79,7 @@ class Service:
     Attributes:
       config: of the model.
       latency: what batches take.
+      refused: tasks of the repository that are not served, since they are damaged or of another model, and why.
     """
 
     def __init__(
@@ -118,7 +119,14 @@ class Service:
             schedules={},
         )
         self._backbone, self._format = _digest(model), str(model.weights.quantized or model.weights.dtype)
-        self._tasks = {name: self._checked(repository.read(name), levels) for name in repository.names()}
+        self._tasks: dict[str, Task] = {}
+        self.refused: dict[str, Exception] = {}
+        for name in repository.names():
+            try:
+                self._tasks |= {name: self._checked(repository.read(name), levels)}
+            except Exception as error:  # whatever is wrong with one task is none of the others' business
+                log.warning("Task %r is not served: %s", name, error)
+                self.refused[name] = error
         schedules = schedules_of(self._tasks.values(), levels, self._format)
         self._levels = dataclasses.replace(levels, schedules=schedules)
         self._trainer = Trainer(config, model.weights, list(model.leaves.values()))
@@ -193,8 +201,10 @@ class Service:
         return self._programs.adaptation(level)
 
     def task(self, name: str) -> Task:
-        """A task. Raises UnknownTaskError."""
+        """A task. Raises UnknownTaskError, or ElasticError for one that is refused."""
         name = check("task", name, str)
+        if (why := self.refused.get(name)) is not None:
+            raise ElasticError(f"task {name!r} is not served: {why}") from why
         if name not in self._tasks:
             raise UnknownTaskError(f"no task {name!r}; registered: {', '.join(self._tasks) or 'none'}.")
         return self._tasks[name]
@@ -208,7 +218,8 @@ class Service:
           images: uint8 [B, size, size, 3], RGB, of the model's size; any number of them, or a single one.
           task: whose classes; or one for each image, which are then computed together.
           level: one of `levels` that the tasks have.
-        Raises InvalidImageError, UnknownTaskError or LevelError before anything runs.
+        Raises InvalidImageError, UnknownTaskError or LevelError before anything runs, ElasticError for logits that are
+        not finite.
         """
         images = check_images(images, self.config.image_size)
         tasks, level = check("task", task, _TaskOrTasks), check("level", level, int)
@@ -224,8 +235,12 @@ class Service:
         return answers
 
     def _classify(self, images: np.ndarray, tasks: list[str], level: int) -> list[Classification]:
-        found = best_labels(self._programs.launch(level, tasks, images))
-        return [Classification(label=label, probabilities=found, level=level) for label, found in found]
+        answers = []
+        for answered in best_labels(self._programs.launch(level, tasks, images)):
+            if isinstance(answered, ElasticError):
+                raise answered
+            answers.append(Classification(label=answered[0], probabilities=answered[1], level=level))
+        return answers
 
     def _check_has_level(self, task: Task, level: int) -> None:
         self.adaptation(level)
@@ -513,6 +528,7 @@ class Service:
             lost = set(self._shared_levels(self._tasks)) - set(self._shared_levels(tasks))
             self._programs.put(task)
             self._tasks = tasks
+            self.refused.pop(task.name, None)
             if self._driver is not None and profile is not None:
                 self._driver.use(profile)
         if lost and len(tasks) > 1:

@@ -47,6 +47,7 @@ class Task:
       accuracy: on the validation images, by what ran (`profiling.what_runs`): a level that is run in another way, or
         with weights in another format, has an accuracy of its own.
       version: counted from 1.
+    Raises ElasticError if a head does not fit the labels, or what was trained is not finite.
     """
 
     name: str
@@ -57,6 +58,20 @@ class Task:
     prompts: Mapping[int, np.ndarray]
     accuracy: Mapping[str, LevelAccuracy]
     version: int = 1
+
+    def __post_init__(self) -> None:
+        for n, head in self.heads.items():
+            trained = {"kernel": head.kernel, "bias": head.bias}
+            if n:
+                trained["prompts"] = self.prompts[n]
+            for what, values in trained.items():
+                if not np.isfinite(values).all():
+                    raise ElasticError(
+                        f"task {self.name!r}: the {what} trained for {n} prompts have values that are not finite; "
+                        "register it again, with a lower TrainingConfig.learning_rate."
+                    )
+            if len(head.kernel) != len(self.labels) or len(head.bias) != len(self.labels):
+                raise ElasticError(f"task {self.name!r} has {len(self.labels)} labels and {len(head.bias)} logits.")
 
 
 class _TaskFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

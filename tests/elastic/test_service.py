@@ -163,13 +163,15 @@ def test_other_models_are_refused(model_dir):
 
 def test_tasks_of_another_backbone_are_refused(registered, tmp_path, options):
     other = save_vit(tmp_path / "other", seed=1)
-    with pytest.raises(ElasticError, match="'stripes' was trained with another model"):
-        Service.from_checkpoint(other, repository=registered, **options)
+    found = Service.from_checkpoint(other, repository=registered, **options)
+    with pytest.raises(ElasticError, match=r"'stripes' is not served: .* was trained with another model"):
+        found.classify(stripes(1).images, "stripes")
 
 
 def test_prompts_of_another_mode_are_refused(vit, registered, options):
+    found = Service.from_checkpoint(vit, repository=registered, prompt_mode="accumulate", **options)
     with pytest.raises(ElasticError, match="trained with prompt_mode='replace'"):
-        Service.from_checkpoint(vit, repository=registered, prompt_mode="accumulate", **options)
+        found.task("stripes")
 
 
 def test_registering(empty, vit, options):
@@ -250,11 +252,56 @@ def test_killed_while_it_trains(vit, registered, options, tmp_path):
     assert found.register_task("stripes", stripes(40), training=QUICK, new_version=True).version == 2
 
 
-def test_a_damaged_task(vit, registered, options, tmp_path):
+def test_a_damaged_task_leaves_the_others_serving(vit, registered, options, tmp_path, caplog):
     folder = shutil.copytree(registered, tmp_path / "tasks")
-    (folder / "stripes" / "v1" / "task.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"task\.json"):
-        Service.from_checkpoint(vit, repository=folder, **options)
+    for name in ("cut", "without"):
+        shutil.copytree(registered / "stripes", folder / name)
+    (folder / "cut" / "v1" / "task.json").write_text("{")
+    for file in (folder / "without" / "v1" / "state").rglob("*"):
+        if file.is_file():
+            file.unlink()
+    with Service.from_checkpoint(vit, repository=folder, **options) as found:
+        assert (found.tasks.keys(), found.refused.keys()) == ({"stripes"}, {"cut", "without"})
+        assert isinstance(found.refused["cut"], CheckpointError)
+        assert "Task 'cut' is not served" in caplog.text
+        with pytest.raises(ElasticError, match=r"task 'cut' is not served: .*task\.json is damaged"):
+            found.classify(stripes(1).images, "cut")
+        found.measure_latency()
+        assert found.make_query(stripes(1).images[0], "stripes", latency=60.0).result(60).label
+        assert found.register_task("cut", stripes(40), training=QUICK, new_version=True).version == 2
+        assert found.refused.keys() == {"without"}
+        assert found.classify(stripes(1).images, "cut")
+
+
+def test_what_is_not_finite_is_refused(empty, vit, options):
+    steep = TrainingConfig(steps=20, batch=8, learning_rate=1e30)
+    with pytest.raises(ElasticError, match=r"'a': the .* trained for 1 prompts .* lower TrainingConfig.learning_rate"):
+        empty.register_task("a", stripes(40), prompts=[1], training=steep)
+    assert empty.tasks == {}
+    assert Service.from_checkpoint(vit, repository=empty._repository.folder, **options).tasks == {}
+    with pytest.raises(ValueError, match=r"learning_rate must be a finite number > 0, got nan"):
+        TrainingConfig(learning_rate=float("nan"))
+
+
+def test_logits_that_are_not_finite_are_no_answer(vit, registered, options, monkeypatch):
+    """And only those: other queries of their batch are answered."""
+    with Service.from_checkpoint(vit, repository=registered, **options) as found:
+        found.measure_latency()
+        launch, (bad, good) = found._programs.launch, stripes(2).images
+
+        def overflow(level, tasks, images):
+            launched = launch(level, tasks, images)
+            places = np.flatnonzero((images == bad).all((1, 2, 3)))
+            return launched._replace(logits=launched.logits.at[places, 1].set(np.nan))
+
+        monkeypatch.setattr(found._programs, "launch", overflow)
+        with pytest.raises(ElasticError, match="the logits of an image are not finite"):
+            found.classify([good, bad], "stripes")
+        futures = [found.make_query(image, "stripes", latency=60.0) for image in (bad, good, good)]
+        with pytest.raises(ElasticError, match="the logits of an image are not finite"):
+            futures[0].result(60)
+        assert [future.result(60).in_time for future in futures[1:]] == [True, True]
+        assert (found.statistics.failed, found.statistics.answered) == (1, 2)
 
 
 def test_profiles(service):
