@@ -147,6 +147,33 @@ def test_image_files(tmp_path):
         load_image(tmp_path / "cut.png", 4)
 
 
+def test_images_of_16_bits(tmp_path):
+    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+    Image.fromarray(pixels).save(tmp_path / "8.png")
+    for name in ("16.png", "16.tif"):
+        Image.fromarray(pixels.astype(np.uint16) * 257).save(tmp_path / name)
+        np.testing.assert_array_equal(load_image(tmp_path / name, 8), load_image(tmp_path / "8.png", 8))
+    np.testing.assert_array_equal(load_image(tmp_path / "8.png", 8)[..., 0], pixels)
+    for name, dtype in (("float.tif", np.float32), ("32.tif", np.int32)):
+        Image.fromarray(pixels.astype(dtype) * 1000).save(tmp_path / name)
+        with pytest.raises(InvalidImageError, match=r"pixels are \w+32; save the image with 8 or 16 bits a channel"):
+            load_image(tmp_path / name, 8)
+
+
+def test_rotated_images_are_upright(tmp_path):
+    """As cameras save them: with the orientation beside the pixels."""
+    pixels, exif = np.arange(192, dtype=np.uint8).reshape(8, 8, 3), Image.Exif()
+    exif[0x0112] = 6  # the top is on the right
+    Image.fromarray(np.rot90(pixels)).save(tmp_path / "a.png", exif=exif)
+    np.testing.assert_array_equal(load_image(tmp_path / "a.png", 8), pixels)
+
+
+def test_formats_that_run_other_programs_are_refused(tmp_path):
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "a.eps")
+    with pytest.raises(InvalidImageError, match="not an image that can be read"):
+        load_image(tmp_path / "a.eps", 8)
+
+
 @pytest.mark.parametrize("side", [8000, 20_000])
 def test_decompression_bombs(tmp_path, side):
     """A file of a few kB that would fill hundreds of MB."""
