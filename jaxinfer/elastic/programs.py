@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
-from jaxinfer.compiled import ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.compiled import ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes, check_mappings
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks import Head, Task
 from jaxinfer.generation.engine.buckets import powers, round_up
@@ -129,9 +129,10 @@ class LevelPrograms:
         return self._levels[level].adaptation
 
     def compile_ahead(self, level: int, adaptation: TokenAdaptation) -> None:
-        """Compile a level for all batch sizes, unless it is, with this adaptation."""
+        """Compile a level for all batch sizes, unless it is, with this adaptation. Raises MappingsError."""
         if level in self._levels and self._levels[level].adaptation == adaptation:
             return
+        check_mappings()
         cache = self._cache_of(adaptation)
         self.compiled += cache.compile_ahead(self.sizes)
         tasks, arrays = self._served
@@ -151,11 +152,14 @@ class LevelPrograms:
             raise
 
     def bytes_needed(self, batch: int) -> int:
-        """What the model, the tasks and a batch of this size take at the level that takes most."""
+        """What the model, the tasks and two batches of this size take at the level that takes most.
+
+        Two, since one is sent while another runs.
+        """
         kept = sum(leaf.nbytes for leaf in jax.tree.leaves((self._leaves, self._served.arrays)))
         images = batch * self._config.image_size**2 * 3
         programs = (level.cache.get(PROGRAM, batch=batch) for level in self._levels.values())
-        return kept + images + max(program.memory.workspace_bytes for program in programs)
+        return kept + 2 * (images + max(program.memory.workspace_bytes for program in programs))
 
     def fit(self, device_memory: int, *, may_shrink: bool = True) -> None:
         """Keep the batch sizes that fit. Raises ElasticError if none does, or sizes would go and may not."""

@@ -46,6 +46,9 @@ VALIDATION = 0.2
 
 _TaskOrTasks = Annotated[str | list[str], Meta(description="the name of a task, or one for each image")]
 
+MAX_WAITING, WAITING_BYTES = 10_000, 512 << 20
+"""How many queries wait at a time, and the bytes of their images."""
+
 PLAN_SECONDS = 0.01
 """What planning may take between batches, until a simpler rule decides."""
 
@@ -72,8 +75,9 @@ class Service:
       max_batch: images that are classified at once.
       max_tasks, max_classes: how many tasks there can be, and classes of one.
       policy: makes what decides, of the profile, which queries run next and at which level; follows changes of it.
-      max_waiting: queries that wait at a time; more are refused.
-      device_memory: that the model, its tasks and the largest batch may take: bytes, or such as "8GiB"; where
+      max_waiting: queries that wait at a time; more are refused. None: `MAX_WAITING`, or as many as have images of
+        `WAITING_BYTES` together.
+      device_memory: that the model, its tasks and the two batches in flight may take: bytes, or such as "8GiB"; where
         `max_batch` does not fit, batches are smaller. None: any.
 
     Attributes:
@@ -95,7 +99,7 @@ class Service:
         max_tasks: int = 8,
         max_classes: int = 100,
         policy: Callable[[ServingProfile], Policy] = plan_in_time,
-        max_waiting: int = 10_000,
+        max_waiting: int | None = None,
         device_memory: int | str | None = None,
     ):
         config = model.config
@@ -105,7 +109,6 @@ class Service:
             ("max_batch", max_batch),
             ("max_tasks", max_tasks),
             ("max_classes", max_classes),
-            ("max_waiting", max_waiting),
         ):
             if value < 1:
                 raise ElasticError(f"Service.{name} must be >= 1, got {value}.")
@@ -145,7 +148,11 @@ class Service:
         self.latency = LatencyProfile(costs, lambda level: sum(programs.adaptation(level).merges))
         self._registering = threading.Lock()  # held for as long as a task is trained and profiled
         self._serving = threading.Lock()  # held while what is served changes
-        self._policy, self._max_waiting = policy, max_waiting
+        image_bytes = config.image_size**2 * 3
+        self._max_waiting = min(MAX_WAITING, WAITING_BYTES // image_bytes) if max_waiting is None else max_waiting
+        if self._max_waiting < 1:
+            raise ElasticError(f"Service.max_waiting must be >= 1, got {max_waiting}.")
+        self._policy = policy
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._driver: Driver | None = None
         self._closed = False

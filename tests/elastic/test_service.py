@@ -1,6 +1,7 @@
 """Services: the model's own answers at every level, tasks that come and go, nothing compiled while they classify."""
 
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from jaxinfer.elastic import (
     InvalidImageError,
     LevelError,
     MergeSchedule,
+    OverloadedError,
     ProfileError,
     Service,
     TaskExistsError,
@@ -29,6 +31,8 @@ from jaxinfer.elastic import (
     UnknownTaskError,
 )
 from jaxinfer.elastic.latency import NEWEST, LatencyProfile
+from jaxinfer.elastic.programs import PROGRAM
+from jaxinfer.elastic.scheduling.policies import FixedLevel
 from jaxinfer.models.loading import load_model
 from tests.elastic.vits import CONFIG, SIZE, logits, save_vit, stripes, tiny_vit
 
@@ -494,13 +498,49 @@ def test_latency_measured_anew_takes_the_place_of_what_was(service):
 
 def test_batches_fit_into_device_memory(vit, registered, options):
     options = options | {"max_batch": 4}
-    needed = Service.from_checkpoint(vit, repository=registered, **options)._programs.bytes_needed
+    programs = Service.from_checkpoint(vit, repository=registered, **options)._programs
+    needed = programs.bytes_needed
     assert needed(4) > needed(2) > needed(1)
+    batch = max(level.cache.get(PROGRAM, batch=4).memory.workspace_bytes for level in programs._levels.values())
+    weights = sum(leaf.nbytes for leaf in load_model(vit).leaves.values())
+    assert needed(4) > weights + 2 * batch  # one runs while the next one is sent
     small = Service.from_checkpoint(vit, repository=registered, device_memory=needed(4) - 1, **options)
     assert small.batch_sizes == (1, 2)
     assert len(small.classify(stripes(5).images, "stripes")) == 5
     with pytest.raises(ElasticError, match=r"is too little for batches of 1, which need .* at the levels -4, 0, 2"):
         Service.from_checkpoint(vit, repository=registered, device_memory=str(needed(1) - 1), **options)
+
+
+def test_images_that_wait_are_bounded(vit, registered, options, monkeypatch):
+    """By number, and where images are large by bytes."""
+    released = threading.Event()
+
+    class Held(FixedLevel):
+        def choose(self, batches, start, rate):
+            assert released.wait(30)
+            return super().choose(batches, start, rate)
+
+    opened = functools.partial(Service.from_checkpoint, vit, repository=registered, **options)
+    assert opened()._max_waiting == 10_000
+    assert opened(max_waiting=7)._max_waiting == 7
+    monkeypatch.setattr("jaxinfer.elastic.service.WAITING_BYTES", 2 * SIZE**2 * 3)
+    with opened(policy=lambda profile: Held(profile, 0)) as found:
+        found.measure_latency()
+        image = stripes(1).images[0]
+        futures = [found.make_query(image, "stripes", latency=60.0) for _ in range(2)]
+        with pytest.raises(OverloadedError, match="2 queries wait"):
+            found.make_query(image, "stripes", latency=60.0)
+        released.set()
+        assert [future.result(60).in_time for future in futures] == [True, True]
+
+
+def test_a_process_with_too_many_memory_mappings_compiles_no_more(vit, registered, options, monkeypatch, tmp_path):
+    (tmp_path / "limit").write_text("100\n")
+    monkeypatch.setattr("jaxinfer.compiled.mappings._LIMIT", tmp_path / "limit")
+    with pytest.raises(RuntimeError, match=r"memory mappings, and Linux ends it at 100 \(vm.max_map_count\)"):
+        Service.from_checkpoint(vit, repository=registered, **options)
+    monkeypatch.setattr("jaxinfer.compiled.mappings._LIMIT", tmp_path / "missing")
+    assert Service.from_checkpoint(vit, repository=registered, **options).tasks
 
 
 def test_a_task_whose_prompts_do_not_fit_into_device_memory(empty, vit, options, tmp_path):
