@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.report import Report
-from jaxinfer.elastic.scheduling.planner import Job, Option, Plan, plan_exact, plan_paper
+from jaxinfer.elastic.scheduling.planner import POINTS, Job, Option, Plan, plan_exact, plan_paper
 
 INSTANCES, TIMED = 1000, 500
 BATCHES, LEVELS = 10, 8
@@ -20,7 +20,7 @@ def planning(report: Report) -> None:
     equal, shares = 0, []
     for _ in range(INSTANCES):
         jobs = draw(rng, int(rng.integers(1, 6)), int(rng.integers(1, 4)), span=0.4)
-        plan, best = plan_exact(jobs, 0.0), brute_force(jobs)
+        plan, best = plan_exact(jobs, 0.0, points=POINTS), brute_force(jobs)
         equal += abs(plan.utility - best) < 1e-9
         shares.append(earned(jobs, plan_paper(jobs, 0.0)) / best if best else 1.0)
     report.check("planner_optimal", equal / INSTANCES, "of instances", target=1.0)
@@ -33,7 +33,7 @@ def planning(report: Report) -> None:
             jobs = draw(rng, batches, LEVELS, span=span)
             gc.disable()
             begun = time.perf_counter()
-            plan_exact(jobs, 0.0, resolution=span / 400)
+            plan_exact(jobs, 0.0, points=POINTS)
             taken.append(1e3 * (time.perf_counter() - begun))
             gc.enable()
         p50, p99 = np.percentile(taken, (50, 99))

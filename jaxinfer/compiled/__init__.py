@@ -8,6 +8,7 @@ Knows nothing of requests or models. Start at `spec.py` (what a program is), the
 from jaxinfer.compiled.cache import CompileMissError, ProgramCache
 from jaxinfer.compiled.costs import Cost, Costs, LinearFit
 from jaxinfer.compiled.executables import ExecutableStore
+from jaxinfer.compiled.mappings import MappingsError, check_mappings
 from jaxinfer.compiled.options import compiler_options
 from jaxinfer.compiled.origin import Origin
 from jaxinfer.compiled.program import Bucket, MemoryUse, Program
@@ -22,6 +23,7 @@ __all__ = [
     "Costs",
     "ExecutableStore",
     "LinearFit",
+    "MappingsError",
     "MemoryUse",
     "Origin",
     "Program",
@@ -29,6 +31,7 @@ __all__ = [
     "ProgramSpec",
     "Sizes",
     "cache_folder",
+    "check_mappings",
     "close_at_exit",
     "compiler_options",
     "end_future",

@@ -35,7 +35,7 @@ def end_future[Outcome](future: Future[Outcome], outcome: Outcome | Exception, w
     what: it is of, for the log.
     """
     try:
-        if not future.set_running_or_notify_cancel():
+        if not future.running() and not future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, Exception):
             future.set_exception(outcome)

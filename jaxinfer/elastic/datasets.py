@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +41,8 @@ class Dataset:
         if not len(labels) or labels.min() < 0 or labels.max() >= len(names):
             found = f"{labels.min()} to {labels.max()}" if len(labels) else "no images"
             raise InvalidImageError(f"Dataset.labels must be in [0, {len(names)}), got {found}.")
+        if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+            raise InvalidImageError(f"Dataset.names must be different from each other, got {twice[0]!r} twice.")
         for name, value in (("images", images), ("labels", labels), ("names", names)):
             object.__setattr__(self, name, value)
 
@@ -50,6 +52,17 @@ class Dataset:
     def take(self, indices: np.ndarray) -> Self:
         """The images at these indices."""
         return dataclasses.replace(self, images=self.images[indices], labels=self.labels[indices])
+
+    def with_names(self, names: Sequence[str]) -> Self:
+        """The same images with the classes in another order, or among more of them.
+
+        Raises InvalidImageError if there are images of a class that is not one of these.
+        """
+        own = [self.names[label] for label in np.unique(self.labels)]
+        if unknown := [name for name in own if name not in names]:
+            raise InvalidImageError(f"there are images of the class {unknown[0]!r}; known classes: {', '.join(names)}.")
+        places = np.array([names.index(name) if name in own else 0 for name in self.names])
+        return dataclasses.replace(self, labels=places[self.labels], names=tuple(names))
 
     def split(self, share: float, *, seed: int = 0) -> tuple[Self, Self]:
         """Two sets, the second with this share of each class, at least one image of those that have two."""

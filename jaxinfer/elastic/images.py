@@ -10,6 +10,9 @@ from jaxinfer.elastic.errors import InvalidImageError
 MAX_PIXELS = 50_000_000
 """Of an image file; a larger one is not decoded, since a small file can hold an image that fills the memory."""
 
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Of image files that are read: those that Pillow decodes itself, and that hold nothing but pixels."""
+
 INSTALL = "pip install 'jaxinfer[elastic]'"
 
 
@@ -41,28 +44,39 @@ def check_images(images: object, size: int) -> np.ndarray:
 
 
 def load_image(path: str | Path, size: int) -> np.ndarray:
-    """An image file, resized without keeping its ratio: uint8 [size, size, 3]. Needs the extra `elastic`.
+    """An image file, upright and resized without keeping its ratio: uint8 [size, size, 3]. Needs the extra `elastic`.
 
-    Raises InvalidImageError if it is not an image, or has more than `MAX_PIXELS`.
+    Of 16-bit pixels the upper 8 bits count. Raises InvalidImageError if it is not an image of one of `FORMATS`, or has
+    more than `MAX_PIXELS`.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ImportError(f"Reading image files needs Pillow: {INSTALL}.") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is stricter
         try:
-            with Image.open(path) as image:
+            with Image.open(path, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
                     raise InvalidImageError(
                         f"{path}: {width} x {height} are more than {MAX_PIXELS} pixels; make the image smaller."
                     )
-                return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+                upright = ImageOps.exif_transpose(image)
+                if upright.mode[0] in "IF":  # 16 or 32 bits, which `convert` would cut off at 255
+                    upright = Image.fromarray(_upper_bits(np.asarray(upright), path))
+                return np.asarray(upright.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
         except FileNotFoundError:
             raise InvalidImageError(f"{path}: no such file.") from None
         except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
             raise InvalidImageError(f"{path}: not an image that can be read ({error}).") from error
+
+
+def _upper_bits(pixels: np.ndarray, path: str | Path) -> np.ndarray:
+    """16-bit pixels as uint8."""
+    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 0xFFFF:
+        raise InvalidImageError(f"{path}: pixels are {pixels.dtype.name}; save the image with 8 or 16 bits a channel.")
+    return (pixels >> 8).astype(np.uint8)
 
 
 def resize_images(images: np.ndarray, size: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 import logging
 import math
 import statistics
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -16,8 +17,8 @@ log = logging.getLogger(__name__)
 REPEATS = 5
 """How often a batch is timed for the profile at least."""
 DRIFT = 1.3
-"""Where the median of the newest batches is this many times longer or shorter than the profile's, they take the place
-of all before."""
+"""Where the median of the newest batches of a level and size is this many times longer or shorter than what is known,
+they take its place."""
 NEWEST = 16
 
 
@@ -37,7 +38,11 @@ class Latency(NamedTuple):
 
 
 class LatencyProfile:
-    """What batches take, by level and batch size; follows a machine that becomes slower or faster.
+    """What batches take, by level and batch size: as measured, or where serving finds otherwise, as found there.
+
+    The record of costs has what was measured alone. What serving finds holds for this process, and a slowdown no longer
+    than until a batch of any level and size is quick again: it is the machine's, and levels that it has made look slow
+    are not chosen, and so could not be seen to be quick.
 
     Args:
       costs: the record of costs, which earlier processes have added to.
@@ -49,8 +54,10 @@ class LatencyProfile:
 
     def __init__(self, costs: Costs, merged: Callable[[int], int]):
         self.costs, self.refreshed, self._merged = costs, 0, merged
-        self._known: dict[LevelAndSize, Latency] = {}
+        self._measured: dict[LevelAndSize, Latency] = {}
+        self._slower: dict[LevelAndSize, float] = {}  # how many times than was measured, where it has drifted
         self._newest: dict[LevelAndSize, deque[float]] = {}
+        self._lock = threading.Lock()
 
     def missing(self, levels: Iterable[int], sizes: Iterable[int]) -> list[LevelAndSize]:
         """Levels with batch sizes of which too few batches were timed."""
@@ -64,19 +71,54 @@ class LatencyProfile:
 
     def of(self, level: int, batch: int) -> Latency:
         """Of a batch that a program is compiled for. Raises ProfileError if it was not measured."""
-        if (known := self._known.get((level, batch))) is None:
-            known = self._known[level, batch] = self._on_record(level, batch)
-        return known
+        with self._lock:
+            measured, slower = self._measured_of(level, batch), self._slower.get((level, batch), 1.0)
+            return Latency(slower * measured.p50, slower * measured.p95)
 
     def renew(self, level: int, batch: int, seconds: Iterable[float]) -> None:
         """Go by these batches alone from now on, in later processes too."""
-        self.costs.replace(PROGRAM, self._bucket(level, batch), seconds)
-        self._known[level, batch] = self._on_record(level, batch)
+        with self._lock:
+            self.costs.replace(PROGRAM, self._bucket(level, batch), seconds)
+            for known in (self._measured, self._slower, self._newest):
+                known.pop((level, batch), None)
 
-    def _on_record(self, level: int, batch: int) -> Latency:
-        if (cost := self._cost(level, batch)) is None:
-            raise ProfileError(f"batches of {batch} at level {level} were never timed here: call `profile`.")
-        return Latency(cost.p50, cost.p95)
+    def observe(self, level: int, batch: int, seconds: float) -> bool:
+        """Take in what a batch took; whether that has changed what batches are said to take.
+
+        Raises ProfileError if its level and size were not measured.
+        """
+        with self._lock:
+            newest = self._newest.setdefault((level, batch), deque(maxlen=NEWEST))
+            newest.append(seconds)
+            if len(newest) < NEWEST:
+                return False
+            measured = self._measured_of(level, batch).p50
+            found, known = statistics.median_low(newest) / measured, self._slower.get((level, batch), 1.0)
+            if not _differ(found, known):
+                return False
+            log.info(
+                "Batches of %d at level %d take %.3g times as long as measured, not %.3g.", batch, level, found, known
+            )
+            if found < known:
+                self._forget_slowdown()
+            self._slower.pop((level, batch), None)
+            if _differ(found, 1.0):
+                self._slower[level, batch] = found
+            newest.clear()
+            self.refreshed += 1
+            return True
+
+    def _forget_slowdown(self) -> None:
+        for key in [key for key, slower in self._slower.items() if slower > 1]:
+            del self._slower[key]
+            self._newest[key].clear()
+
+    def _measured_of(self, level: int, batch: int) -> Latency:
+        if (known := self._measured.get((level, batch))) is None:
+            if (cost := self._cost(level, batch)) is None:
+                raise ProfileError(f"batches of {batch} at level {level} were never timed here: call `profile`.")
+            known = self._measured[level, batch] = Latency(cost.p50, cost.p95)
+        return known
 
     def _bucket(self, level: int, batch: int) -> Bucket:
         return ("level", level), ("merged", self._merged(level)), ("batch", batch)
@@ -84,18 +126,6 @@ class LatencyProfile:
     def _cost(self, level: int, batch: int) -> Cost | None:
         return self.costs.of(PROGRAM, level=level, merged=self._merged(level), batch=batch)
 
-    def observe(self, level: int, batch: int, seconds: float) -> bool:
-        """Count a batch; where its level and size have drifted, take their profile anew and say so."""
-        self.costs.record(PROGRAM, self._bucket(level, batch), seconds)
-        newest = self._newest.setdefault((level, batch), deque(maxlen=NEWEST))
-        newest.append(seconds)
-        if len(newest) < NEWEST or (known := self._known.get((level, batch))) is None:
-            return False
-        median = statistics.median(newest)
-        if abs(math.log(median / known.p50)) <= math.log(DRIFT):
-            return False
-        log.info("Batches of %d at level %d take %.3g s, not %.3g.", batch, level, median, known.p50)
-        self.renew(level, batch, newest)
-        self.refreshed += 1
-        newest.clear()
-        return True
+
+def _differ(one: float, other: float) -> bool:
+    return abs(math.log(one / other)) > math.log(DRIFT)

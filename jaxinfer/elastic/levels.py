@@ -27,7 +27,7 @@ class Levels:
       prompt_mode: what becomes of a layer's prompts in the next one.
       protect_isolated: as of `merge_tokens`.
       forced: how merges are divided over the layers, at all levels; None: as `schedules` says.
-      schedules: what was chosen for merging levels; others are constant.
+      schedules: what was chosen for merging levels (`profiling.schedules_of`); others are constant.
     Raises LevelError if a level does not merge, or more than the model can.
     """
 

@@ -1,6 +1,7 @@
 """What is measured when a task is registered: its accuracy at each level, and how levels best divide their merges."""
 
 import time
+from collections.abc import Collection
 
 import numpy as np
 
@@ -29,10 +30,24 @@ def choose_schedule(
     return MergeSchedule.CONSTANT if is_worse else MergeSchedule.DECREASING
 
 
+def schedules_of(tasks: Collection[Task], levels: Levels, weights: str) -> dict[int, MergeSchedule]:
+    """How merging levels divide their merges: as most tasks were profiled; without those at which none was.
+
+    Tasks share batches, and so schedules. weights: the format of the weights.
+    """
+    found = {}
+    for level in levels.merge_levels:
+        ran = {schedule: what_runs(levels.adaptation(level, schedule), weights) for schedule in MergeSchedule}
+        profiled = {schedule: sum(ran[schedule] in task.accuracy for task in tasks) for schedule in MergeSchedule}
+        if any(profiled.values()):
+            found[level] = max(profiled, key=profiled.__getitem__)
+    return found
+
+
 def profile_accuracy(
     programs: LevelPrograms, task: Task, validation: Dataset, weights: str, progress: Progress
-) -> dict[int, LevelAccuracy]:
-    """A task's accuracy at all levels that are compiled and that it has.
+) -> dict[str, LevelAccuracy]:
+    """A task's accuracy at all levels that are compiled and that it has, by what ran.
 
     Args:
       programs: of the levels.
@@ -47,7 +62,8 @@ def profile_accuracy(
     for done, level in enumerate(levels):
         adaptation = programs.adaptation(level)
         correct = _evaluate(programs, task, adaptation, validation)[0] if level else plain
-        found[level] = LevelAccuracy.of(correct, plain, what_runs(adaptation, weights))
+        ran = what_runs(adaptation, weights)
+        found[ran] = LevelAccuracy.of(correct, plain, ran)
         progress("accuracy", done + 1, len(levels))
     return found
 

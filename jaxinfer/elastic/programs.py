@@ -1,8 +1,9 @@
 """`classify`: a batch of images at a level, each for its own task. One executable for each level and batch size."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
-from jaxinfer.compiled import ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.compiled import ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes, check_mappings
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks import Head, Task
 from jaxinfer.generation.engine.buckets import powers, round_up
@@ -111,8 +112,7 @@ class LevelPrograms:
         self._most = {"max_tasks": max_tasks, "max_classes": max_classes}
         self.sizes = powers(2, 1, max_batch)
         self._levels: dict[int, _Level] = {}
-        self._tasks: dict[str, Task] = {}
-        self._arrays: dict[int, TaskArrays] = {}
+        self._served = _Served({}, {})
         self.compiled = 0
         self._warm: set[Program] = set()
 
@@ -129,20 +129,37 @@ class LevelPrograms:
         return self._levels[level].adaptation
 
     def compile_ahead(self, level: int, adaptation: TokenAdaptation) -> None:
-        """Compile a level for all batch sizes, unless it is, with this adaptation."""
+        """Compile a level for all batch sizes, unless it is, with this adaptation. Raises MappingsError."""
         if level in self._levels and self._levels[level].adaptation == adaptation:
             return
+        check_mappings()
         cache = self._cache_of(adaptation)
         self.compiled += cache.compile_ahead(self.sizes)
-        self._arrays.setdefault(adaptation.prompts, self._arrays_of(self._tasks.values(), adaptation.prompts))
-        self._levels[level] = _Level(adaptation, cache)
+        tasks, arrays = self._served
+        if adaptation.prompts not in arrays:
+            arrays = arrays | {adaptation.prompts: self._arrays_of(tasks.values(), adaptation.prompts)}
+        self._served = _Served(tasks, arrays)
+        self._levels = self._levels | {level: _Level(adaptation, cache)}
+
+    @contextlib.contextmanager
+    def unchanged_by_errors(self) -> Iterator[None]:
+        """Levels and tasks are as they were before, if what is done meanwhile fails."""
+        before = self._levels, self._served
+        try:
+            yield
+        except BaseException:
+            self._levels, self._served = before
+            raise
 
     def bytes_needed(self, batch: int) -> int:
-        """What the model, the tasks and a batch of this size take at the level that takes most."""
-        kept = sum(leaf.nbytes for leaf in jax.tree.leaves((self._leaves, self._arrays)))
+        """What the model, the tasks and two batches of this size take at the level that takes most.
+
+        Two, since one is sent while another runs.
+        """
+        kept = sum(leaf.nbytes for leaf in jax.tree.leaves((self._leaves, self._served.arrays)))
         images = batch * self._config.image_size**2 * 3
         programs = (level.cache.get(PROGRAM, batch=batch) for level in self._levels.values())
-        return kept + images + max(program.memory.workspace_bytes for program in programs)
+        return kept + 2 * (images + max(program.memory.workspace_bytes for program in programs))
 
     def fit(self, device_memory: int, *, may_shrink: bool = True) -> None:
         """Keep the batch sizes that fit. Raises ElasticError if none does, or sizes would go and may not."""
@@ -158,41 +175,40 @@ class LevelPrograms:
             log.info("Batches of more than %d do not fit into %s.", fitting[-1], decimal(device_memory))
             self.sizes = fitting
 
-    def forget(self, levels: Iterable[int]) -> None:
-        """Be as if these levels had not been compiled."""
-        for level in levels:
-            del self._levels[level]
-        used = {level.adaptation.prompts for level in self._levels.values()}
-        self._arrays = {prompts: arrays for prompts, arrays in self._arrays.items() if prompts in used}
-
     def check_room(self, name: str, labels: Sequence[str]) -> None:
         """Raise ElasticError if a task cannot be put beside the others."""
         if len(labels) > (most := self._most["max_classes"]):
             raise ElasticError(f"task {name!r} has {len(labels)} classes and max_classes={most}: raise it.")
-        if name not in self._tasks and len(self._tasks) == (most := self._most["max_tasks"]):
+        tasks = self._served.tasks
+        if name not in tasks and len(tasks) == (most := self._most["max_tasks"]):
             raise ElasticError(f"task {name!r} is one more than max_tasks={most}: raise it.")
 
     def put(self, task: Task) -> None:
         """Make a task's heads and prompts those that run, in place of its version before."""
         self.check_room(task.name, task.labels)
-        tasks = self._tasks | {task.name: task}
+        tasks = self._served.tasks | {task.name: task}
         # Batches in flight keep the arrays that they have; a task's place never changes.
-        self._arrays = {prompts: self._arrays_of(tasks.values(), prompts) for prompts in self._arrays}
-        self._tasks = tasks
+        self._served = _Served(tasks, {n: self._arrays_of(tasks.values(), n) for n in self._served.arrays})
 
-    def run(self, level: int, tasks: Sequence[str], images: np.ndarray) -> np.ndarray:
-        """Logits of a batch of at most the largest size, float32 [B, max_classes], -inf for classes that are not.
+    def launch(self, level: int, tasks: Sequence[str], images: np.ndarray) -> "Launched":
+        """Send a batch of at most the largest size, without waiting for it.
 
         Nothing is compiled here. Raises LevelError for a level that was not.
         """
-        return np.asarray(self.launch(level, tasks, images))[: len(images)]
+        served = self._served
+        places = {name: place for place, name in enumerate(served.tasks)}
+        logits = self._launch(served, level, [places[task] for task in tasks], images)
+        return Launched(logits, [served.tasks[task].labels for task in tasks])
 
-    def launch(self, level: int, tasks: Sequence[str], images: np.ndarray) -> jax.Array:
-        """The same without waiting for it, padded to the size of a program."""
-        adaptation, known = self.adaptation(level), list(self._tasks)
+    def rehearse(self, level: int, images: np.ndarray) -> None:
+        """Run a batch whose answers nobody asks for, with whatever task there is, or none."""
+        np.asarray(self._launch(self._served, level, [0] * len(images), images))
+
+    def _launch(self, served: "_Served", level: int, places: Sequence[int], images: np.ndarray) -> jax.Array:
+        adaptation = self.adaptation(level)
         cache = self._levels[level].cache
         with cache.forbid_compile():
-            return self._call(cache, self._arrays[adaptation.prompts], [known.index(task) for task in tasks], images)
+            return self._call(cache, served.arrays[adaptation.prompts], places, images)
 
     def warm_up(self, levels: Iterable[int]) -> None:
         """Run each program of these levels once, if it has not been: the first call links what was compiled."""
@@ -201,7 +217,7 @@ class LevelPrograms:
             cache = self._levels[level].cache
             for batch in self.sizes:
                 if (program := cache.get(PROGRAM, batch=batch)) not in self._warm:
-                    self.run(level, [next(iter(self._tasks))] * batch, np.zeros((batch, size, size, 3), np.uint8))
+                    self.rehearse(level, np.zeros((batch, size, size, 3), np.uint8))
                     self._warm.add(program)
 
     def try_task(self, task: Task, adaptation: TokenAdaptation) -> Callable[[np.ndarray], np.ndarray]:
@@ -252,6 +268,29 @@ class LevelPrograms:
 
     def _arrays_of(self, tasks: Iterable[Task], prompts: int) -> TaskArrays:
         return task_arrays(tasks, self._config, prompts, **self._most)
+
+
+class Launched(NamedTuple):
+    """A batch on the device.
+
+    Attributes:
+      logits: float32 [size of the program, max_classes], -inf for classes that are not.
+      labels: of the classes of each image's task, as it was when the batch was sent.
+    """
+
+    logits: jax.Array
+    labels: list[tuple[str, ...]]
+
+    def rows(self) -> np.ndarray:
+        """The logits of the images, once they are there."""
+        return np.asarray(self.logits)[: len(self.labels)]
+
+
+class _Served(NamedTuple):
+    """Tasks, and their arrays by number of prompts: replaced at once, so that no batch runs with a part of a change."""
+
+    tasks: dict[str, Task]
+    arrays: dict[int, TaskArrays]
 
 
 class _Level(NamedTuple):

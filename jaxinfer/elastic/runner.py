@@ -2,18 +2,27 @@
 
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
+from jaxinfer.elastic.errors import ElasticError
 from jaxinfer.elastic.latency import LatencyProfile
-from jaxinfer.elastic.programs import LevelPrograms
+from jaxinfer.elastic.programs import Launched, LevelPrograms
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.generation.engine.buckets import round_up
 
 
-def best_label(logits: np.ndarray, labels: Sequence[str]) -> tuple[str, np.ndarray]:
-    """The label of the most probable class, and the probabilities of all, from a row of logits."""
+def best_labels(launched: Launched) -> list[tuple[str, np.ndarray] | ElasticError]:
+    """Of each image of a batch the label of the most probable class, and the probabilities of all.
+
+    An image whose logits are not finite has an error in their place.
+    """
+    return [_best_label(row, labels) for row, labels in zip(launched.rows(), launched.labels, strict=True)]
+
+
+def _best_label(logits: np.ndarray, labels: Sequence[str]) -> tuple[str, np.ndarray] | ElasticError:
     own = logits[: len(labels)]
+    if not np.isfinite(own).all():
+        return ElasticError(f"the logits of an image are not finite ({own}): the model's weights or format overflow.")
     exponentials = np.exp(own - own.max())
     probabilities = exponentials / exponentials.sum()
     return labels[int(probabilities.argmax())], probabilities
@@ -25,7 +34,6 @@ class LevelRunner:
     Args:
       programs: of all levels.
       latency: what batches take, which it adds to.
-      labels_of: a task's.
       on_drift: called when what batches take has changed.
     """
 
@@ -33,17 +41,15 @@ class LevelRunner:
         self,
         programs: LevelPrograms,
         latency: LatencyProfile,
-        labels_of: Callable[[str], Sequence[str]],
         on_drift: Callable[[], None],
     ):
-        self._programs, self._latency, self._labels_of, self._on_drift = programs, latency, labels_of, on_drift
+        self._programs, self._latency, self._on_drift = programs, latency, on_drift
 
-    def launch(self, level: int, queries: Sequence[Query]) -> jax.Array:
+    def launch(self, level: int, queries: Sequence[Query]) -> Launched:
         return self._programs.launch(level, [query.task for query in queries], np.stack([q.payload for q in queries]))
 
-    def collect(self, launched: jax.Array, queries: Sequence[Query]) -> list[tuple[str, np.ndarray]]:
-        rows = np.asarray(launched)
-        return [best_label(row, self._labels_of(query.task)) for row, query in zip(rows, queries, strict=False)]
+    def collect(self, launched: Launched) -> list[tuple[str, np.ndarray] | ElasticError]:
+        return best_labels(launched)
 
     def expected_seconds(self, level: int, count: int) -> float:
         return self._latency.of(level, round_up(count, self._programs.sizes)).p50

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,19 +20,18 @@ from jaxinfer.elastic.accuracy import LevelAccuracy
 from jaxinfer.elastic.answers import Answer, Classification
 from jaxinfer.elastic.datasets import Dataset
 from jaxinfer.elastic.driver import Driver, Statistics
-from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
+from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, ShutdownError, UnknownTaskError
 from jaxinfer.elastic.images import check_images
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile, LevelAndSize
 from jaxinfer.elastic.levels import Levels, default_merge_levels
-from jaxinfer.elastic.profiling import choose_schedule, profile_accuracy, what_runs
+from jaxinfer.elastic.profiling import choose_schedule, profile_accuracy, schedules_of, what_runs
 from jaxinfer.elastic.programs import LevelPrograms
 from jaxinfer.elastic.progress import Progress, no_progress
-from jaxinfer.elastic.runner import LevelRunner, best_label
+from jaxinfer.elastic.runner import LevelRunner, best_labels
 from jaxinfer.elastic.scheduling.policies import Elastic, Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.tasks import Head, Task, TaskRepository
 from jaxinfer.elastic.training import Trainer, TrainingConfig, fit_head
-from jaxinfer.generation.engine.buckets import round_up
 from jaxinfer.generation.fields import check
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
@@ -39,10 +39,15 @@ from jaxinfer.models.loading import LoadedModel, load_model
 from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
 from jaxinfer.streaming.config import parse_bytes
 
+log = logging.getLogger(__name__)
+
 VALIDATION = 0.2
 """The share of a task's images that accuracy is measured on, rather than trained on (OTAS, section V)."""
 
 _TaskOrTasks = Annotated[str | list[str], Meta(description="the name of a task, or one for each image")]
+
+MAX_WAITING, WAITING_BYTES = 10_000, 512 << 20
+"""How many queries wait at a time, and the bytes of their images."""
 
 PLAN_SECONDS = 0.01
 """What planning may take between batches, until a simpler rule decides."""
@@ -70,13 +75,15 @@ class Service:
       max_batch: images that are classified at once.
       max_tasks, max_classes: how many tasks there can be, and classes of one.
       policy: makes what decides, of the profile, which queries run next and at which level; follows changes of it.
-      max_waiting: queries that wait at a time; more are refused.
-      device_memory: that the model, its tasks and the largest batch may take: bytes, or such as "8GiB"; where
+      max_waiting: queries that wait at a time; more are refused. None: `MAX_WAITING`, or as many as have images of
+        `WAITING_BYTES` together.
+      device_memory: that the model, its tasks and the two batches in flight may take: bytes, or such as "8GiB"; where
         `max_batch` does not fit, batches are smaller. None: any.
 
     Attributes:
       config: of the model.
       latency: what batches take.
+      refused: tasks of the repository that are not served, since they are damaged or of another model, and why.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class Service:
         max_tasks: int = 8,
         max_classes: int = 100,
         policy: Callable[[ServingProfile], Policy] = plan_in_time,
-        max_waiting: int = 10_000,
+        max_waiting: int | None = None,
         device_memory: int | str | None = None,
     ):
         config = model.config
@@ -102,20 +109,29 @@ class Service:
             ("max_batch", max_batch),
             ("max_tasks", max_tasks),
             ("max_classes", max_classes),
-            ("max_waiting", max_waiting),
         ):
             if value < 1:
                 raise ElasticError(f"Service.{name} must be >= 1, got {value}.")
         self.config, self._repository = config, repository
-        self._levels = Levels(
+        levels = Levels(
             config=config,
             merge_levels=tuple(sorted(set(default_merge_levels(config) if merge_levels is None else merge_levels))),
             prompt_mode=PromptMode(prompt_mode),
             protect_isolated=protect_isolated,
             forced=None if schedule is None else MergeSchedule(schedule),
-            schedules=repository.read_schedules(),
+            schedules={},
         )
         self._backbone, self._format = _digest(model), str(model.weights.quantized or model.weights.dtype)
+        self._tasks: dict[str, Task] = {}
+        self.refused: dict[str, Exception] = {}
+        for name in repository.names():
+            try:
+                self._tasks |= {name: self._checked(repository.read(name), levels)}
+            except Exception as error:  # whatever is wrong with one task is none of the others' business
+                log.warning("Task %r is not served: %s", name, error)
+                self.refused[name] = error
+        schedules = schedules_of(self._tasks.values(), levels, self._format)
+        self._levels = dataclasses.replace(levels, schedules=schedules)
         self._trainer = Trainer(config, model.weights, list(model.leaves.values()))
         self._programs = LevelPrograms(
             model, max_batch=max_batch, max_tasks=max_tasks, max_classes=max_classes, store=ExecutableStore()
@@ -130,12 +146,16 @@ class Service:
         )
         programs = self._programs  # a service is no part of what it has, so that its programs leave with it
         self.latency = LatencyProfile(costs, lambda level: sum(programs.adaptation(level).merges))
-        self._tasks = {name: self._checked(repository.read(name)) for name in repository.names()}
-        self._registering = threading.RLock()
-        self._policy, self._max_waiting = policy, max_waiting
+        self._registering = threading.Lock()  # held for as long as a task is trained and profiled
+        self._serving = threading.Lock()  # held while what is served changes
+        image_bytes = config.image_size**2 * 3
+        self._max_waiting = min(MAX_WAITING, WAITING_BYTES // image_bytes) if max_waiting is None else max_waiting
+        if self._max_waiting < 1:
+            raise ElasticError(f"Service.max_waiting must be >= 1, got {max_waiting}.")
+        self._policy = policy
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._driver: Driver | None = None
-        self._served: frozenset[str] = frozenset()  # the tasks that the driver can plan for
+        self._closed = False
         for task in self._tasks.values():
             self._programs.put(task)
         if self._tasks:
@@ -188,8 +208,10 @@ class Service:
         return self._programs.adaptation(level)
 
     def task(self, name: str) -> Task:
-        """A task. Raises UnknownTaskError."""
+        """A task. Raises UnknownTaskError, or ElasticError for one that is refused."""
         name = check("task", name, str)
+        if (why := self.refused.get(name)) is not None:
+            raise ElasticError(f"task {name!r} is not served: {why}") from why
         if name not in self._tasks:
             raise UnknownTaskError(f"no task {name!r}; registered: {', '.join(self._tasks) or 'none'}.")
         return self._tasks[name]
@@ -203,7 +225,8 @@ class Service:
           images: uint8 [B, size, size, 3], RGB, of the model's size; any number of them, or a single one.
           task: whose classes; or one for each image, which are then computed together.
           level: one of `levels` that the tasks have.
-        Raises InvalidImageError, UnknownTaskError or LevelError before anything runs.
+        Raises InvalidImageError, UnknownTaskError or LevelError before anything runs, ElasticError for logits that are
+        not finite.
         """
         images = check_images(images, self.config.image_size)
         tasks, level = check("task", task, _TaskOrTasks), check("level", level, int)
@@ -219,13 +242,11 @@ class Service:
         return answers
 
     def _classify(self, images: np.ndarray, tasks: list[str], level: int) -> list[Classification]:
-        begun = time.perf_counter()
-        logits = self._programs.run(level, tasks, images)
-        self.latency.observe(level, round_up(len(images), self.batch_sizes), time.perf_counter() - begun)
         answers = []
-        for name, row in zip(tasks, logits, strict=True):
-            label, probabilities = best_label(row, self._tasks[name].labels)
-            answers.append(Classification(label=label, probabilities=probabilities, level=level))
+        for answered in best_labels(self._programs.launch(level, tasks, images)):
+            if isinstance(answered, ElasticError):
+                raise answered
+            answers.append(Classification(label=answered[0], probabilities=answered[1], level=level))
         return answers
 
     def _check_has_level(self, task: Task, level: int) -> None:
@@ -241,8 +262,10 @@ class Service:
           levels: ascending; None: those that all tasks have.
         Raises ProfileError for what was not measured, or has changed since.
         """
-        if levels is None:
-            levels = [n for n in self.levels if n <= 0 or all(n in task.prompts for task in self._tasks.values())]
+        return self._serving_profile(self._tasks, levels)
+
+    def _serving_profile(self, tasks: Mapping[str, Task], levels: Sequence[int] | None = None) -> ServingProfile:
+        levels = self._shared_levels(tasks) if levels is None else levels
         if missing := self.latency.missing(levels, self.batch_sizes):
             level, batch = missing[0]
             raise ProfileError(f"batches of {batch} at level {level} were not timed here: call `measure_latency`.")
@@ -250,8 +273,12 @@ class Service:
             levels=tuple(levels),
             sizes=self.batch_sizes,
             seconds={(n, b): self.latency.of(n, b).p95 for n in levels for b in self.batch_sizes},
-            accuracy={(name, n): self.accuracy(name, n).accuracy for name in self._tasks for n in levels},
+            accuracy={(name, n): self._accuracy(task, n).accuracy for name, task in tasks.items() for n in levels},
         )
+
+    def _shared_levels(self, tasks: Mapping[str, Task]) -> list[int]:
+        """Those that all of these tasks have."""
+        return [n for n in self.levels if n <= 0 or all(n in task.prompts for task in tasks.values())]
 
     def make_query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> "Future[Answer]":
         """Classify an image within a time, at a level that is chosen when it runs (OTAS's Make_Query).
@@ -269,10 +296,7 @@ class Service:
         if len(pixels) != 1:
             raise ElasticError(f"a query is a single image, got {len(pixels)}.")
         task = self.task(task).name
-        driver = self._started()
-        if task not in self._served:
-            raise ProfileError(f"task {task!r} is being registered, or the policy cannot serve it at its levels.")
-        return driver.submit(task, pixels[0].copy(), latency=latency, utility=utility)
+        return self._started().submit(task, pixels[0].copy(), latency=latency, utility=utility)
 
     async def query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> Answer:
         """`make_query` in a coroutine, which gives the query up when it is cancelled."""
@@ -287,15 +311,21 @@ class Service:
 
     def close(self, *, drain: bool = True) -> None:
         """Take no more queries, and wait for those there are (`drain`), or end them with ShutdownError."""
-        with self._registering:
-            if self._driver is not None:
-                self._driver.close(drain=drain)
+        with self._serving:
+            self._closed, driver = True, self._driver
+        if driver is not None:
+            driver.close(drain=drain)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(drain=kind is None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether queries are taken: not once it is closed, nor if the thread that serves them has died."""
+        return not self._closed and (self._driver is None or self._driver.is_running)
 
     @property
     def statistics(self) -> Statistics:
@@ -310,42 +340,36 @@ class Service:
     def _started(self) -> Driver:
         """The driver, which starts with the first query."""
         if self._driver is None:
-            with self._registering:
+            with self._serving:
+                if self._closed:
+                    raise ShutdownError("the service was closed: it takes no queries.")
                 if self._driver is None:
                     profile = self.serving_profile()
                     self._programs.warm_up(profile.levels)
-                    runner = LevelRunner(
-                        self._programs, self.latency, lambda name: self._tasks[name].labels, self._follow_drift
-                    )
-                    self._served = frozenset(profile.tasks)
+                    runner = LevelRunner(self._programs, self.latency, self._plan_anew)
                     self._driver = Driver(runner, self._policy(profile), max_waiting=self._max_waiting)
         return self._driver
 
     def _plan_anew(self) -> None:
-        """Let the driver go by what is known now."""
-        if self._driver is not None:
-            profile = self.serving_profile()
-            self._programs.warm_up(profile.levels)
-            self._driver.use(profile)
-            self._served = frozenset(profile.tasks)
-
-    def _follow_drift(self) -> None:
-        """The same from the driver's thread, which goes on by what it has while a task is being registered."""
-        with contextlib.suppress(ProfileError):
-            self._plan_anew()
+        """Let the driver go by latencies that have changed; by what it has if not all is measured."""
+        with self._serving, contextlib.suppress(ProfileError):
+            if self._driver is not None:
+                self._driver.use(self.serving_profile())
 
     def accuracy(self, task: str, level: int) -> LevelAccuracy:
         """What profiling has found. Raises ProfileError if it has not, or if the level has changed since."""
-        found = self.task(task).accuracy.get(level)
-        self._check_has_level(self.task(task), level)
-        if found is None:
-            raise ProfileError(f"task {task!r} was not profiled at level {level}: call `profile` with its images.")
-        if found.adaptation != (now := what_runs(self.adaptation(level), self._format)):
+        return self._accuracy(self.task(task), level)
+
+    def _accuracy(self, task: Task, level: int) -> LevelAccuracy:
+        self._check_has_level(task, level)
+        now = what_runs(self.adaptation(level), self._format)
+        if now not in task.accuracy:
+            profiled = "; ".join(task.accuracy) or "nothing"
             raise ProfileError(
-                f"task {task!r} was profiled at level {level} with {found.adaptation}, and now it is {now}: call "
-                "`profile`."
+                f"task {task.name!r} was not profiled at level {level} as it is now, {now}: call `profile` with its "
+                f"images. Profiled: {profiled}."
             )
-        return found
+        return task.accuracy[now]
 
     def register_task(
         self,
@@ -364,7 +388,7 @@ class Service:
           name: of the task.
           dataset: its images and labels.
           prompts: numbers of prompts, each a level > 0.
-          validation: images that accuracy is measured on; None: a fifth of the data set.
+          validation: images that accuracy is measured on, of classes of the same names; None: a fifth of the data set.
           training: how prompts are trained.
           new_version: whether it takes the place of a task of this name, which else is an error.
           progress: see `Progress`.
@@ -378,7 +402,7 @@ class Service:
             self._programs.check_room(name, dataset.names)
             if validation is None:
                 dataset, validation = dataset.split(VALIDATION)
-            check_images(validation.images, self.config.image_size)
+            validation = self._checked_validation(validation, dataset.names)
             training = training or TrainingConfig()
             progress("head", 0, 1)
             features = self._trainer.features(dataset.images)
@@ -406,27 +430,25 @@ class Service:
                 accuracy={},
                 version=version,
             )
-            task = self._install(task, validation, progress)
-        self.measure_latency(progress=progress)
-        self._plan_anew()
-        return task
+            return self._install(task, validation, progress)
 
     def profile(self, name: str, validation: Dataset, *, progress: Progress = no_progress) -> Task:
-        """Measure a task's accuracy at all levels anew, and what batches take; kept as a new version.
+        """Measure a task's accuracy at all levels anew; kept as a new version.
+
+        What batches take is measured anew, too, unless queries are served meanwhile, which would count as slow batches.
 
         Args:
           name: of the task.
-          validation: images that it was not trained on.
+          validation: images that it was not trained on, of classes of the same names.
           progress: see `Progress`.
+        Raises UnknownTaskError, InvalidImageError.
         """
         with self._registering:
             task = self.task(name)
-            check_images(validation.images, self.config.image_size)
+            validation = self._checked_validation(validation, task.labels)
             version = self._repository.next_version(name, new_version=True)
-            task = self._install(dataclasses.replace(task, version=version), validation, progress, choose=True)
-        self.measure_latency(anew=True, progress=progress)
-        self._plan_anew()
-        return task
+            anew = self._driver is None
+            return self._install(dataclasses.replace(task, version=version), validation, progress, anew=anew)
 
     def measure_latency(
         self,
@@ -436,7 +458,7 @@ class Service:
         repeats: int = REPEATS,
         progress: Progress = no_progress,
     ) -> dict[LevelAndSize, np.ndarray]:
-        """Time batches of all sizes, those on record excepted unless `anew`. Needs a task.
+        """Time batches of all sizes, those on record excepted unless `anew`.
 
         Each runs once in a round, and rounds are in different orders, as when serving: a program that has just run
         takes up to a tenth less, since its code and buffers are in caches.
@@ -460,56 +482,87 @@ class Service:
         for done in range(1 + repeats):  # the first round links programs, and is not counted
             for level, count in rng.permutation(wanted).tolist():
                 begun = time.perf_counter()
-                self._programs.run(level, [next(iter(self._tasks))] * count, images[:count])
+                self._programs.rehearse(level, images[:count])
                 found[level, count].append(time.perf_counter() - begun)
             progress("latency", done, repeats)
         for (level, count), seconds in found.items():
             self.latency.renew(level, count, seconds[1:])
         self.latency.costs.save()
+        self._plan_anew()
         return {batch: np.array(seconds[1:]) for batch, seconds in found.items()}
 
-    def _install(self, task: Task, validation: Dataset, progress: Progress, *, choose: bool = False) -> Task:
+    def _install(self, task: Task, validation: Dataset, progress: Progress, *, anew: bool = False) -> Task:
         """Profile a task, keep it, and let it serve; what serves stays as it is if that fails.
 
-        choose: how merging levels divide their merges, even where that has been decided.
+        What other tasks were profiled with stays, and so do other profiles of this version's prompts and heads.
+
+        anew: whether to time batches that were timed before.
         """
-        levels = self._levels
-        schedules = {} if choose else dict(levels.schedules)
+        before = self._levels
+        with self._programs.unchanged_by_errors():
+            try:
+                self._levels = dataclasses.replace(before, schedules=self._schedules(task, validation, progress))
+                self._compile_ahead(*self._tasks.values(), task)
+                found = profile_accuracy(self._programs, task, validation, self._format, progress)
+                task = dataclasses.replace(task, accuracy={**task.accuracy, **found})
+                self.measure_latency(anew=anew, progress=progress)
+                self._serve(task)
+            except BaseException:
+                self._levels = before
+                raise
+        return task
+
+    def _schedules(self, task: Task, validation: Dataset, progress: Progress) -> Mapping[int, MergeSchedule]:
+        """How merging levels divide their merges; chosen by this task where that is not decided."""
+        levels, schedules = self._levels, dict(self._levels.schedules)
         if levels.forced is None:
-            for done, level in enumerate(undecided := [n for n in levels.merge_levels if n not in schedules]):
+            undecided = [level for level in levels.merge_levels if level not in schedules]
+            for done, level in enumerate(undecided):
                 schedules[level] = choose_schedule(self._programs, levels, level, task, validation)
                 progress("schedules", done + 1, len(undecided))
-        self._repository.write_schedules(schedules)
-        self._levels = dataclasses.replace(levels, schedules=schedules)
-        self._compile_ahead(*self._tasks.values(), task)
-        accuracy = profile_accuracy(self._programs, task, validation, self._format, progress)
-        task = dataclasses.replace(task, accuracy=accuracy)
-        self._repository.write(task)
-        self._programs.put(task)
-        self._tasks = self._tasks | {task.name: task}
-        return task
+        return schedules
+
+    def _serve(self, task: Task) -> None:
+        """Keep a task and let it serve, at once. Raises ValueError if a policy at work cannot go by its levels."""
+        tasks = self._tasks | {task.name: task}
+        with self._serving:
+            profile = None
+            if self._driver is not None:
+                profile = self._serving_profile(tasks)
+                self._policy(profile)
+                self._programs.warm_up(profile.levels)
+            self._repository.write(task)
+            lost = set(self._shared_levels(self._tasks)) - set(self._shared_levels(tasks))
+            self._programs.put(task)
+            self._tasks = tasks
+            self.refused.pop(task.name, None)
+            if self._driver is not None and profile is not None:
+                self._driver.use(profile)
+        if lost and len(tasks) > 1:
+            levels = ", ".join(map(str, sorted(lost)))
+            log.warning("Queries run no more at the levels %s: task %r has no such prompts.", levels, task.name)
+
+    def _checked_validation(self, validation: Dataset, labels: Sequence[str]) -> Dataset:
+        """Images to measure accuracy on, classes numbered as a task's labels."""
+        check_images(validation.images, self.config.image_size)
+        return validation.with_names(labels)
 
     def _compile_ahead(self, *tasks: Task) -> None:
         """Compile all levels that there are with these tasks, and keep the batch sizes that fit into memory."""
-        before = self._programs.levels
         for level in sorted({0, *self._levels.merge_levels, *(count for task in tasks for count in task.prompts)}):
             self._programs.compile_ahead(level, self._levels.adaptation(level))
         if self._memory is not None:
-            try:
-                # Queries that wait are in batches of the sizes that there were.
+            with self._serving:  # queries that wait are in batches of the sizes that there were
                 self._programs.fit(self._memory, may_shrink=self._driver is None)
-            except ElasticError:
-                self._programs.forget(set(self._programs.levels) - set(before))
-                raise
 
-    def _checked(self, task: Task) -> Task:
+    def _checked(self, task: Task, levels: Levels) -> Task:
         """A task from the repository, if it fits this service."""
         if task.backbone != self._backbone:
             raise ElasticError(
                 f"task {task.name!r} was trained with another model than this one; name its repository, or register it "
                 "again elsewhere."
             )
-        if task.prompts and task.prompt_mode != self._levels.prompt_mode:
+        if task.prompts and task.prompt_mode != levels.prompt_mode:
             raise ElasticError(
                 f"the prompts of task {task.name!r} were trained with prompt_mode={task.prompt_mode.value!r}; open the "
                 "service with it."

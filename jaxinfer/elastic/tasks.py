@@ -11,13 +11,12 @@ import numpy as np
 
 import checkpoints
 from checkpoints import CheckpointError
-from jaxinfer.disk_cache import write_atomically
 from jaxinfer.elastic.accuracy import LevelAccuracy
 from jaxinfer.elastic.errors import ElasticError, TaskExistsError, UnknownTaskError
-from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode
+from jaxinfer.models.token_adaptation import PromptMode
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_TASK, _SCHEDULES = "task.json", "schedules.json"
+_TASK = "task.json"
 
 
 @jax.tree_util.register_dataclass
@@ -45,8 +44,10 @@ class Task:
       prompt_mode: how its prompts were trained.
       heads: by number of prompts; 0 is for the levels without any.
       prompts: by number P of prompts, those of each layer, float32 [layers, P, D].
-      accuracy: on the validation images, by level.
+      accuracy: on the validation images, by what ran (`profiling.what_runs`): a level that is run in another way, or
+        with weights in another format, has an accuracy of its own.
       version: counted from 1.
+    Raises ElasticError if a head does not fit the labels, or what was trained is not finite.
     """
 
     name: str
@@ -55,8 +56,22 @@ class Task:
     prompt_mode: PromptMode
     heads: Mapping[int, Head]
     prompts: Mapping[int, np.ndarray]
-    accuracy: Mapping[int, LevelAccuracy]
+    accuracy: Mapping[str, LevelAccuracy]
     version: int = 1
+
+    def __post_init__(self) -> None:
+        for n, head in self.heads.items():
+            trained = {"kernel": head.kernel, "bias": head.bias}
+            if n:
+                trained["prompts"] = self.prompts[n]
+            for what, values in trained.items():
+                if not np.isfinite(values).all():
+                    raise ElasticError(
+                        f"task {self.name!r}: the {what} trained for {n} prompts have values that are not finite; "
+                        "register it again, with a lower TrainingConfig.learning_rate."
+                    )
+            if len(head.kernel) != len(self.labels) or len(head.bias) != len(self.labels):
+                raise ElasticError(f"task {self.name!r} has {len(self.labels)} labels and {len(head.bias)} logits.")
 
 
 class _TaskFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +80,7 @@ class _TaskFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     labels: tuple[str, ...]
     backbone: str
     prompt_mode: PromptMode
-    accuracy: dict[int, LevelAccuracy]
+    accuracy: dict[str, LevelAccuracy]
 
 
 def check_name(name: str) -> None:
@@ -114,7 +129,7 @@ class TaskRepository:
             prompt_mode=described.prompt_mode,
             heads={n: Head(leaves[f"heads.{n}.kernel"], leaves[f"heads.{n}.bias"]) for n in sorted(heads)},
             prompts={int(n.split(".")[1]): leaves[n] for n in sorted(leaves) if n.startswith("prompts.")},
-            accuracy=described.accuracy,
+            accuracy={found.adaptation: found for found in described.accuracy.values()},
             version=versions[-1],
         )
 
@@ -138,7 +153,7 @@ class TaskRepository:
             labels=task.labels,
             backbone=task.backbone,
             prompt_mode=task.prompt_mode,
-            accuracy=dict(sorted(task.accuracy.items())),
+            accuracy=dict(task.accuracy),
         )
         checkpoints.save(
             self.folder / task.name / f"v{task.version}",
@@ -146,21 +161,6 @@ class TaskRepository:
             axes={name: (None,) * leaf.ndim for name, leaf in leaves.items()},
             files={_TASK: msgspec.json.format(msgspec.json.encode(described), indent=1) + b"\n"},
         )
-
-    def read_schedules(self) -> dict[int, MergeSchedule]:
-        """How each merging level divides its merges over the layers, of the levels for which that is decided."""
-        file = self.folder / _SCHEDULES
-        if not file.is_file():
-            return {}
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=dict[int, MergeSchedule])
-        except msgspec.MsgspecError as error:
-            raise CheckpointError(f"{file}: damaged ({error}); delete it and profile the tasks again.") from error
-
-    def write_schedules(self, schedules: Mapping[int, MergeSchedule]) -> None:
-        """Keep what was decided."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / _SCHEDULES, msgspec.json.encode(dict(sorted(schedules.items()))) + b"\n")
 
     def _versions(self, folder: Path) -> list[int]:
         """The versions that are complete, ascending."""

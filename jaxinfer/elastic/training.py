@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from jaxinfer.elastic.tasks import Head
+from jaxinfer.generation.fields import AtLeast1, Positive, check_fields
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.token_adaptation import PromptMode, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
@@ -30,16 +31,14 @@ class TrainingConfig:
       seed: of the prompts at the start, and of the batches.
     """
 
-    steps: int = 600
-    batch: int = 64
-    learning_rate: float = 2e-2
-    head_rate: float = 0.1
+    steps: AtLeast1 = 600
+    batch: AtLeast1 = 64
+    learning_rate: Positive = 2e-2
+    head_rate: Positive = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "learning_rate", "head_rate"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"TrainingConfig.{name} must be > 0, got {getattr(self, name)}.")
+        check_fields(self)
 
 
 STEPS_AT_ONCE = 20

@@ -45,6 +45,7 @@ def test_all_names_are_known():
         (IMAGES, [0.0, 1, 0, 1], "ab", "labels must be integers"),
         (IMAGES, [0, 1, 0, 2], "ab", r"labels must be in \[0, 2\), got 0 to 2"),
         (IMAGES[:0], np.zeros(0, int), "ab", "got no images"),
+        (IMAGES, [0, 1, 0, 1], "aba", "names must be different from each other, got 'a' twice"),
     ],
 )
 def test_wrong_sets(images, labels, names, message):
@@ -60,6 +61,13 @@ def test_splits_keep_the_shares_of_classes():
     assert sorted([*rest.images[:, 0, 0, 0], *part.images[:, 0, 0, 0]]) == list(range(61))
     again = Dataset(images, labels, ("a", "b", "c")).split(0.2)[1]
     np.testing.assert_array_equal(part.images, again.images)
+
+
+def test_classes_are_known_by_name():
+    found = Dataset(IMAGES, [0, 1, 1, 0], ("dog", "cat", "unused")).with_names(("bird", "cat", "dog"))
+    assert (found.labels.tolist(), found.names) == ([2, 1, 1, 2], ("bird", "cat", "dog"))
+    with pytest.raises(InvalidImageError, match="images of the class 'dog'; known classes: bird, cat"):
+        Dataset(IMAGES, [0, 1, 1, 0], ("dog", "cat")).with_names(("bird", "cat"))
 
 
 def save(path, colour, size=(5, 4)):
@@ -137,6 +145,33 @@ def test_image_files(tmp_path):
     (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(InvalidImageError, match="not an image that can be read"):
         load_image(tmp_path / "cut.png", 4)
+
+
+def test_images_of_16_bits(tmp_path):
+    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+    Image.fromarray(pixels).save(tmp_path / "8.png")
+    for name in ("16.png", "16.tif"):
+        Image.fromarray(pixels.astype(np.uint16) * 257).save(tmp_path / name)
+        np.testing.assert_array_equal(load_image(tmp_path / name, 8), load_image(tmp_path / "8.png", 8))
+    np.testing.assert_array_equal(load_image(tmp_path / "8.png", 8)[..., 0], pixels)
+    for name, dtype in (("float.tif", np.float32), ("32.tif", np.int32)):
+        Image.fromarray(pixels.astype(dtype) * 1000).save(tmp_path / name)
+        with pytest.raises(InvalidImageError, match=r"pixels are \w+32; save the image with 8 or 16 bits a channel"):
+            load_image(tmp_path / name, 8)
+
+
+def test_rotated_images_are_upright(tmp_path):
+    """As cameras save them: with the orientation beside the pixels."""
+    pixels, exif = np.arange(192, dtype=np.uint8).reshape(8, 8, 3), Image.Exif()
+    exif[0x0112] = 6  # the top is on the right
+    Image.fromarray(np.rot90(pixels)).save(tmp_path / "a.png", exif=exif)
+    np.testing.assert_array_equal(load_image(tmp_path / "a.png", 8), pixels)
+
+
+def test_formats_that_run_other_programs_are_refused(tmp_path):
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "a.eps")
+    with pytest.raises(InvalidImageError, match="not an image that can be read"):
+        load_image(tmp_path / "a.eps", 8)
 
 
 @pytest.mark.parametrize("side", [8000, 20_000])

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
+import shutil
 import threading
 import time
 import weakref
@@ -24,6 +26,7 @@ from jaxinfer.elastic import (
 from jaxinfer.elastic.driver import Driver
 from jaxinfer.elastic.errors import OverloadedError, ShedError, ShutdownError
 from jaxinfer.elastic.latency import NEWEST
+from jaxinfer.elastic.runner import LevelRunner
 from jaxinfer.elastic.scheduling.policies import Elastic, FixedLevel
 from tests.elastic.serving import profile
 from tests.elastic.vits import stripes
@@ -31,28 +34,30 @@ from tests.generation.wrong import JSON
 
 
 class Device:
-    """Takes as long as the profile says; can be held, and can fail."""
+    """Takes `slower` times as long as the profile says; can be held, and can fail."""
 
-    def __init__(self, scale=0.1):
+    def __init__(self, scale=0.1, slower=1.0):
         self.profile, self.open, self.fails, self.ran = profile(scale), threading.Event(), None, []
+        self.slower, self.observed = slower, []
         self.open.set()
 
     def launch(self, level, queries):
         if self.fails:
             raise self.fails
         self.ran.append((level, [query.payload for query in queries]))
-        return time.perf_counter() + self.profile.batch_seconds(level, len(queries))
+        return time.perf_counter() + self.slower * self.profile.batch_seconds(level, len(queries)), queries
 
-    def collect(self, launched, queries):
+    def collect(self, launched):
+        ends, queries = launched
         assert self.open.wait(10)
-        time.sleep(max(launched - time.perf_counter(), 0))
+        time.sleep(max(ends - time.perf_counter(), 0))
         return [(query.payload, np.ones(1)) for query in queries]
 
     def expected_seconds(self, level, count):
         return self.profile.batch_seconds(level, count)
 
     def observe(self, level, count, seconds):
-        pass
+        self.observed.append(seconds)
 
 
 @pytest.fixture
@@ -71,6 +76,14 @@ def start():
 
 def ask(driver, payload, latency=5.0, utility=1.0, task="cifar10"):
     return driver.submit(task, payload, latency=latency, utility=utility)
+
+
+def until(holds):
+    """Wait for what another thread does."""
+    give_up = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(1e-3)
 
 
 def test_answers(start):
@@ -164,8 +177,7 @@ def test_cancelled_queries_do_not_run(start):
     driver = start(device)
     device.open.clear()
     first = ask(driver, "first")
-    while not device.ran:
-        time.sleep(1e-3)
+    until(lambda: device.ran)
     others = [ask(driver, i) for i in range(4)]
     assert others[1].cancel()
     assert not first.cancel()  # it runs
@@ -178,12 +190,37 @@ def test_cancelled_queries_do_not_run(start):
     assert all(1 not in payloads for _, payloads in device.ran)
 
 
+def test_cancelled_queries_count_in_no_plan(start):
+    """Sixty-three of a batch of 64 are cancelled while the device is held: one is planned, and it runs alone."""
+    device = Device()
+    driver = start(device, max_waiting=64)
+    device.open.clear()
+    first, seen = ask(driver, "first"), []
+    until(lambda: device.ran)
+    policy = driver._controller.policy
+    choose = policy.choose
+
+    def watched(batches, start, rate):
+        seen.append(sum(map(len, batches)))
+        return choose(batches, start, rate)
+
+    policy.choose = watched
+    others = [ask(driver, i) for i in range(63)]
+    assert all(future.cancel() for future in others[1:])
+    assert driver.waiting == 2  # there is room for others
+    device.open.set()
+    assert (first.result(10).label, others[0].result(10).label) == ("first", 0)
+    assert set(seen) <= {1}
+    assert driver.statistics.cancelled == 62
+
+
 @pytest.mark.parametrize("drain", [True, False])
 def test_closing(start, drain):
     device = Device()
     driver = start(device)
     device.open.clear()
     futures = [ask(driver, i) for i in range(100)]
+    assert driver.is_running
     threading.Timer(0.1, device.open.set).start()
     driver.close(drain=drain)
     assert all(future.done() for future in futures)
@@ -197,16 +234,150 @@ def test_closing(start, drain):
     driver.close()
 
 
-def test_a_mistake_of_the_thread_ends_all(start, caplog):
-    class Broken(FixedLevel):
-        def choose(self, batches, start, rate):
-            raise AssertionError("a mistake")
+def test_an_answer_does_not_wait_for_what_a_batch_was_expected_to_take(start):
+    """Batches are said to take minutes, and take milliseconds."""
+    device = Device(scale=1e4, slower=1e-6)
+    driver = start(device)
+    for number in range(3):
+        assert ask(driver, number, latency=1e4).result(10).label == number
+    driver.close()
+    assert max(device.observed) < 0.01 * device.profile.batch_seconds(-20, 1)
 
+
+class Held(Elastic):
+    """Plans as often as it may."""
+
+    def __init__(self, profile):
+        super().__init__(profile)
+        self.may, self.plans = threading.Semaphore(0), 0
+
+    def choose(self, batches, start, rate):
+        self.plans += 1
+        assert self.may.acquire(timeout=10)
+        return super().choose(batches, start, rate)
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self):
+        self.now, self.reads = 0.0, 0
+
+    def __call__(self):
+        self.reads += 1
+        return self.now
+
+
+def test_a_batch_ends_when_it_ends_whatever_the_planner_does():
+    """A plan that takes long is no part of how long the batch took that runs beside it."""
+    device, clock = Device(scale=0.1), Clock()
+    policy = Held(device.profile)
+    driver = Driver(device, policy, max_waiting=10, clock=clock)
+    device.open.clear()
+    first = ask(driver, "first")
+    until(lambda: policy.plans == 1)
+    second = ask(driver, "second", latency=1000.0)
+    policy.may.release()
+    until(lambda: policy.plans == 2)  # while the first one runs
+    reads = clock.reads
+    device.open.set()
+    until(lambda: clock.reads > reads)
+    clock.now = 100.0
+    policy.may.release()
+    assert [future.result(10).compute_seconds for future in (first, second)] == device.observed == [0.0, 0.0]
+    assert (first.result().in_time, second.result().queue_seconds) == (True, 100.0)
+    driver.close()
+
+
+def test_a_callback_holds_nothing_up_and_harms_nobody(start, caplog):
+    device, release, called = Device(), threading.Event(), []
+    driver = start(device)
+
+    def slow(future):
+        assert release.wait(10)
+
+    def fails(future):
+        called.append(future)
+        raise SystemExit
+
+    device.open.clear()
+    ask(driver, "slow").add_done_callback(slow)
+    device.open.set()
+    first = ask(driver, "fails")
+    first.add_done_callback(fails)
+    until(lambda: not driver.waiting)  # while the first callback still runs
+    release.set()
+    assert ask(driver, "next").result(10).label == "next"
+    assert called == [first]
+    assert "A callback of a query has failed" in caplog.text
+
+
+def test_a_callback_may_close(start):
+    driver = start(Device())
+    closed = threading.Event()
+
+    def close(future):
+        driver.close()
+        closed.set()
+
+    ask(driver, "image").add_done_callback(close)
+    assert closed.wait(10)
+    driver.close()
+
+
+class Broken(FixedLevel):
+    """Cannot plan for the first query."""
+
+    def choose(self, batches, start, rate):
+        if batches[0].queries[0].id == 0:
+            raise AssertionError("a mistake")
+        return super().choose(batches, start, rate)
+
+
+def test_a_mistake_of_the_policy_ends_what_waits_and_no_more(start, caplog):
     driver = start(Device(), lambda profile: Broken(profile, 0))
-    with pytest.raises(ElasticError, match="has died: AssertionError"):
+    with pytest.raises(ElasticError, match="the policy has failed at the queries that waited: AssertionError"):
         ask(driver, "image").result(10)
+    assert "The policy has failed" in caplog.text
+    assert ask(driver, "image").result(10).label == "image"
+    assert (driver.statistics.failed, driver.statistics.answered, driver.waiting) == (1, 1, 0)
+
+
+def test_a_task_that_the_profile_has_not_is_refused(start):
+    driver = start(Device())
+    with pytest.raises(ProfileError, match="task 'imagenet' is being registered, or the policy cannot serve it"):
+        ask(driver, "image", task="imagenet")
+    assert ask(driver, "image").result(10).label == "image"
+
+
+def test_what_cannot_be_observed_harms_nobody(start, caplog):
+    device = Device()
+
+    def fail(level, count, seconds):
+        raise ValueError("a mistake")
+
+    device.observe = fail
+    driver = start(device)
+    for number in range(2):
+        assert ask(driver, number).result(10).label == number
+    driver.close()
+    assert "What a batch took could not be taken in" in caplog.text
+
+
+def test_a_mistake_of_the_thread_ends_all(start, caplog):
+    device = Device()
+
+    def leave(level, count, seconds):
+        raise SystemExit
+
+    device.observe = leave
+    driver = start(device)
+    assert driver.is_running
+    assert ask(driver, "image").result(10).label == "image"
+    driver.close()
     assert "has died" in caplog.text
-    with pytest.raises(ShutdownError):
+    assert not driver.is_running
+    with pytest.raises(ElasticError, match=r"the thread that serves queries has died: SystemExit\(\)"):
         ask(driver, "image")
 
 
@@ -221,13 +392,13 @@ def serving(vit, registered, options):
 
 
 def test_every_program_runs_once_before_queries_are_served(serving, monkeypatch):
-    ran, run = [], serving._programs.run
+    ran, rehearse = [], serving._programs.rehearse
 
-    def spy(level, tasks, images):
+    def spy(level, images):
         ran.append((level, len(images)))
-        return run(level, tasks, images)
+        return rehearse(level, images)
 
-    monkeypatch.setattr(serving._programs, "run", spy)
+    monkeypatch.setattr(serving._programs, "rehearse", spy)
     serving.start()
     assert sorted(ran) == [(level, size) for level in serving.levels for size in serving.batch_sizes]
     serving.start()
@@ -285,6 +456,93 @@ def test_drift_while_the_profile_is_incomplete(serving, monkeypatch):
     assert serving.make_query(image, "stripes", latency=30.0).result(30).label
 
 
+@pytest.fixture
+def two(vit, registered, options, tmp_path):
+    """How to open a repository of one's own, with room for a second task."""
+
+    def opened(**changed):
+        folder = tmp_path / "tasks"
+        if not folder.exists():
+            shutil.copytree(registered, folder)
+        services.append(Service.from_checkpoint(vit, repository=folder, **options, **changed))
+        services[-1].measure_latency()
+        return services[-1]
+
+    services = []
+    yield opened
+    for service in services:
+        service.close(drain=False)
+
+
+def test_labels_are_those_of_the_version_that_ran(two, monkeypatch):
+    """A version whose classes are in another order comes while a batch runs."""
+    service, release, images = two(), threading.Event(), stripes(30, seed=12)
+    collect, held = LevelRunner.collect, threading.Event()
+
+    def slow(self, *batch):
+        held.set()
+        assert release.wait(60)
+        return collect(self, *batch)
+
+    image = images.images[0]
+    (wanted,) = service.classify(image, "stripes", 0)
+    monkeypatch.setattr(LevelRunner, "collect", slow)
+    monkeypatch.setattr(Driver, "use", lambda self, profile: None)  # which may be for another level
+    answer = service.make_query(image, "stripes", latency=120.0)
+    assert held.wait(30)
+    version = dataclasses.replace(service.task("stripes"), labels=("columns", "rows"), version=2)
+    service._programs.put(version)
+    service._tasks = {"stripes": version}
+    release.set()
+    assert answer.result(30).label == wanted.label
+
+
+def test_queries_do_not_wait_for_a_task_that_is_trained(two):
+    service, ended = two(), []
+
+    def meanwhile(what, done, total):
+        if what == "head" and not done:
+            thread = threading.Thread(target=serve)
+            thread.start()
+            ended.append(thread.join(30) or not thread.is_alive())
+
+    def serve():
+        service.start()
+        assert service.make_query(stripes(1).images[0], "stripes", latency=30.0).result(30).label
+        service.close()
+
+    service.register_task("other", stripes(40), training=TrainingConfig(steps=1), progress=meanwhile)
+    assert ended == [True]
+    assert service.statistics.answered == 1
+
+
+def test_a_task_that_the_policy_cannot_serve_is_refused_before_it_is_kept(two, caplog):
+    """It has no prompts, and the policy no other level; then batches drift."""
+    service, image = two(policy=lambda profile: FixedLevel(profile, 2)), stripes(1).images[0]
+    assert service.make_query(image, "stripes", latency=30.0).result(30).level == 2
+    with pytest.raises(ValueError, match="level 2 is not in the profile, which has -4, 0"):
+        service.register_task("plain", stripes(40), training=TrainingConfig(steps=1))
+    assert service.tasks.keys() == {"stripes"}
+    known, refreshed = service.latency.of(2, 1).p50, service.latency.refreshed
+    for _ in range(NEWEST):
+        service._driver._runner.observe(2, 1, 50 * known)
+    assert service.latency.refreshed > refreshed
+    assert service.make_query(image, "stripes", latency=300.0).result(30).level == 2
+    service.close()
+    assert two().tasks.keys() == {"stripes"}
+    assert two().register_task("plain", stripes(40), training=TrainingConfig(steps=1)).version == 1
+    assert "Queries run no more at the levels 2: task 'plain' has no such prompts." in caplog.text
+
+
+def test_a_service_that_was_closed_does_not_start(two):
+    service = two()
+    assert service.is_running
+    service.close()
+    assert not service.is_running
+    with pytest.raises(ShutdownError, match="the service was closed: it takes no queries"):
+        service.make_query(stripes(1).images[0], "stripes", latency=30.0)
+
+
 def test_a_task_is_served_once_it_is_registered(vit, options, tmp_path, monkeypatch):
     with Service.from_checkpoint(vit, repository=tmp_path, **options) as service:
         service.register_task("first", stripes(40), training=TrainingConfig(steps=1))
@@ -293,7 +551,7 @@ def test_a_task_is_served_once_it_is_registered(vit, options, tmp_path, monkeypa
         refused = []
 
         def meanwhile(**given):
-            with pytest.raises(ProfileError, match="task 'second' is being registered") as error:
+            with pytest.raises(UnknownTaskError, match="no task 'second'; registered: first") as error:
                 service.make_query(image, "second", latency=30.0)
             refused.append(error)
             return measure_latency(**given)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.elastic.scheduling.planner import (
+    POINTS,
     Job,
     Option,
     PlanTimeoutError,
@@ -133,7 +134,7 @@ def test_what_always_holds(jobs, start, delay):
     assert plan_exact(jobs, start + delay).utility <= plan.utility + 1e-9  # a later start is never better
     fewer = [each._replace(options=each.options[:-1]) for each in jobs]
     assert plan_exact(fewer, start).utility <= plan.utility + 1e-9  # another level never hurts
-    rounded = plan_exact(jobs, start, resolution=0.01)
+    rounded = plan_exact(jobs, start, points=3)
     assert rounded.utility <= plan.utility + 1e-9
     assert run(jobs, rounded.levels, start) is not None
     near = plan_approximate(jobs, start, epsilon=0.05)
@@ -149,10 +150,17 @@ def test_planning_stops_at_its_time_limit():
 
 
 def test_rounding_loses_little():
+    """Also where one job has all the time in the world: that is no reason to plan the others coarsely."""
     rng = np.random.default_rng(3)
-    shares = []
-    for _ in range(50):
-        jobs = draw(rng, 10, 8, span=0.6)
-        shares.append(plan_exact(jobs, 0.0, resolution=1e-3).utility / plan_exact(jobs, 0.0).utility)
-    assert min(shares) > 0.97
-    assert np.mean(shares) > 0.995
+    for late in ([], [job(3600.0, (0.05, 0.4), (0.1, 0.5))]):
+        shares = []
+        for _ in range(30):
+            jobs = [*draw(rng, 16, 8, span=1.0), *late]
+            shares.append(plan_exact(jobs, 0.0, points=POINTS).utility / plan_exact(jobs, 0.0).utility)
+        assert min(shares) > 0.99
+        assert np.mean(shares) > 0.999
+
+
+def test_a_front_keeps_few_points_and_among_them_that_nothing_runs():
+    jobs = [*draw(np.random.default_rng(4), 30, 8, span=2.0), job(2.001, (2.0, 1e6))]
+    assert plan_exact(jobs, 0.0, points=5).utility >= 1e6

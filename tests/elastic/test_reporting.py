@@ -39,7 +39,7 @@ def runs():
 def test_policies_have_names():
     assert make_policy("level+8", PROFILE).least_seconds(64) == PROFILE.batch_seconds(8, 64)
     assert make_policy("elastic", PROFILE, scale=0.1).batching.max_wait == pytest.approx(0.05)
-    with pytest.raises(ValueError, match="no policy 'best'; known: elastic, paper, pets, slack, slackfit, or a fixed"):
+    with pytest.raises(ValueError, match="no policy 'best'; known: elastic, paper, paper_profiled, pets, slack"):
         make_policy("best", PROFILE)
     with pytest.raises(ValueError, match="level -3 is not in the profile"):
         make_policy("level-3", PROFILE)

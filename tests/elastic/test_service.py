@@ -1,7 +1,7 @@
 """Services: the model's own answers at every level, tasks that come and go, nothing compiled while they classify."""
 
 import dataclasses
-import json
+import functools
 import os
 import shutil
 import signal
@@ -18,9 +18,12 @@ from checkpoints import CheckpointError
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.elastic import (
+    Dataset,
     ElasticError,
     InvalidImageError,
     LevelError,
+    MergeSchedule,
+    OverloadedError,
     ProfileError,
     Service,
     TaskExistsError,
@@ -28,6 +31,8 @@ from jaxinfer.elastic import (
     UnknownTaskError,
 )
 from jaxinfer.elastic.latency import NEWEST, LatencyProfile
+from jaxinfer.elastic.programs import PROGRAM
+from jaxinfer.elastic.scheduling.policies import FixedLevel
 from jaxinfer.models.loading import load_model
 from tests.elastic.vits import CONFIG, SIZE, logits, save_vit, stripes, tiny_vit
 
@@ -66,11 +71,11 @@ def test_the_task_is_learnt(service):
 
 def test_level_0_is_the_plain_model_to_the_bit(vit, service):
     images = stripes(2).images
-    model, task = load_model(vit), service.task("stripes")
+    model = load_model(vit)
     plain = tiny_vit()
     np.testing.assert_array_equal(plain.features(images), plain.features(images, service.adaptation(0)))
     assert model.config == CONFIG
-    assert task.accuracy[0].difference == 0
+    assert service.accuracy("stripes", 0).difference == 0
 
 
 def test_nothing_is_compiled_while_it_classifies(service, monkeypatch):
@@ -162,13 +167,15 @@ def test_other_models_are_refused(model_dir):
 
 def test_tasks_of_another_backbone_are_refused(registered, tmp_path, options):
     other = save_vit(tmp_path / "other", seed=1)
-    with pytest.raises(ElasticError, match="'stripes' was trained with another model"):
-        Service.from_checkpoint(other, repository=registered, **options)
+    found = Service.from_checkpoint(other, repository=registered, **options)
+    with pytest.raises(ElasticError, match=r"'stripes' is not served: .* was trained with another model"):
+        found.classify(stripes(1).images, "stripes")
 
 
 def test_prompts_of_another_mode_are_refused(vit, registered, options):
+    found = Service.from_checkpoint(vit, repository=registered, prompt_mode="accumulate", **options)
     with pytest.raises(ElasticError, match="trained with prompt_mode='replace'"):
-        Service.from_checkpoint(vit, repository=registered, prompt_mode="accumulate", **options)
+        found.task("stripes")
 
 
 def test_registering(empty, vit, options):
@@ -193,7 +200,7 @@ def test_registering(empty, vit, options):
         empty.register_task("a", dataset)
     second = empty.register_task("a", stripes(60, seed=2), training=QUICK, new_version=True)
     assert second.version == 2
-    assert set(second.accuracy) == {-4, 0}
+    assert len(second.accuracy) == 2
     again = Service.from_checkpoint(vit, repository=empty._repository.folder, **options)
     assert again.task("a").version == 2
     image = dataset.images[0]
@@ -249,11 +256,56 @@ def test_killed_while_it_trains(vit, registered, options, tmp_path):
     assert found.register_task("stripes", stripes(40), training=QUICK, new_version=True).version == 2
 
 
-def test_a_damaged_task(vit, registered, options, tmp_path):
+def test_a_damaged_task_leaves_the_others_serving(vit, registered, options, tmp_path, caplog):
     folder = shutil.copytree(registered, tmp_path / "tasks")
-    (folder / "stripes" / "v1" / "task.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"task\.json"):
-        Service.from_checkpoint(vit, repository=folder, **options)
+    for name in ("cut", "without"):
+        shutil.copytree(registered / "stripes", folder / name)
+    (folder / "cut" / "v1" / "task.json").write_text("{")
+    for file in (folder / "without" / "v1" / "state").rglob("*"):
+        if file.is_file():
+            file.unlink()
+    with Service.from_checkpoint(vit, repository=folder, **options) as found:
+        assert (found.tasks.keys(), found.refused.keys()) == ({"stripes"}, {"cut", "without"})
+        assert isinstance(found.refused["cut"], CheckpointError)
+        assert "Task 'cut' is not served" in caplog.text
+        with pytest.raises(ElasticError, match=r"task 'cut' is not served: .*task\.json is damaged"):
+            found.classify(stripes(1).images, "cut")
+        found.measure_latency()
+        assert found.make_query(stripes(1).images[0], "stripes", latency=60.0).result(60).label
+        assert found.register_task("cut", stripes(40), training=QUICK, new_version=True).version == 2
+        assert found.refused.keys() == {"without"}
+        assert found.classify(stripes(1).images, "cut")
+
+
+def test_what_is_not_finite_is_refused(empty, vit, options):
+    steep = TrainingConfig(steps=20, batch=8, learning_rate=1e30)
+    with pytest.raises(ElasticError, match=r"'a': the .* trained for 1 prompts .* lower TrainingConfig.learning_rate"):
+        empty.register_task("a", stripes(40), prompts=[1], training=steep)
+    assert empty.tasks == {}
+    assert Service.from_checkpoint(vit, repository=empty._repository.folder, **options).tasks == {}
+    with pytest.raises(ValueError, match=r"learning_rate must be a finite number > 0, got nan"):
+        TrainingConfig(learning_rate=float("nan"))
+
+
+def test_logits_that_are_not_finite_are_no_answer(vit, registered, options, monkeypatch):
+    """And only those: other queries of their batch are answered."""
+    with Service.from_checkpoint(vit, repository=registered, **options) as found:
+        found.measure_latency()
+        launch, (bad, good) = found._programs.launch, stripes(2).images
+
+        def overflow(level, tasks, images):
+            launched = launch(level, tasks, images)
+            places = np.flatnonzero((images == bad).all((1, 2, 3)))
+            return launched._replace(logits=launched.logits.at[places, 1].set(np.nan))
+
+        monkeypatch.setattr(found._programs, "launch", overflow)
+        with pytest.raises(ElasticError, match="the logits of an image are not finite"):
+            found.classify([good, bad], "stripes")
+        futures = [found.make_query(image, "stripes", latency=60.0) for image in (bad, good, good)]
+        with pytest.raises(ElasticError, match="the logits of an image are not finite"):
+            futures[0].result(60)
+        assert [future.result(60).in_time for future in futures[1:]] == [True, True]
+        assert (found.statistics.failed, found.statistics.answered) == (1, 2)
 
 
 def test_profiles(service):
@@ -269,25 +321,104 @@ def test_profiles(service):
 def test_a_profile_of_something_else_is_stale(vit, registered, options):
     changed = Service.from_checkpoint(vit, repository=registered, **{**options, "schedule": "decreasing"})
     assert changed.accuracy("stripes", 0).accuracy > 0.8
-    with pytest.raises(ProfileError, match=r"was profiled at level -4 with .*\(4, 4\).* and now it is .*\(8, 0\)"):
+    with pytest.raises(
+        ProfileError, match=r"was not profiled at level -4 as it is now, .*\(8, 0\).* Profiled: .*\(4, 4\)"
+    ):
         changed.accuracy("stripes", -4)
     more = Service.from_checkpoint(vit, repository=registered, **{**options, "merge_levels": (-3,)})
     with pytest.raises(ProfileError, match="was not profiled at level -3"):
         more.accuracy("stripes", -3)
 
 
+def test_validation_images_are_of_classes_by_name(vit, registered, options, tmp_path):
+    """In another order, and where one is missing, as a folder of images has them."""
+    found = Service.from_checkpoint(vit, repository=shutil.copytree(registered, tmp_path / "tasks"), **options)
+    given = stripes(60, seed=4)
+    swapped = Dataset(given.images, 1 - given.labels, given.names[::-1])
+    alone = swapped.take(np.flatnonzero(swapped.labels == 0))
+    for validation in (swapped, dataclasses.replace(alone, names=alone.names[:1])):
+        found.profile("stripes", validation)
+        assert found.accuracy("stripes", 0).accuracy > 0.8
+    with pytest.raises(InvalidImageError, match="images of the class 'dots'; known classes: rows, columns"):
+        found.profile("stripes", dataclasses.replace(given, names=("rows", "dots")))
+    task = found.register_task("other", given, validation=swapped, training=QUICK)
+    assert found.accuracy(task.name, 0).accuracy > 0.8
+
+
 def test_schedules_are_chosen_by_profiling(vit, tmp_path, options):
     given = {**options, "schedule": None, "merge_levels": (-6,)}
     made = Service.from_checkpoint(vit, repository=tmp_path / "tasks", **given)
     made.register_task("a", stripes(80), training=QUICK)
-    chosen = json.loads((tmp_path / "tasks" / "schedules.json").read_text())
-    assert chosen.keys() == {"-6"}
-    assert made.adaptation(-6).merges == {"constant": (6, 6), "decreasing": (12, 0)}[chosen["-6"]]
+    assert made.adaptation(-6).merges in ((6, 6), (12, 0))
     again = Service.from_checkpoint(vit, repository=tmp_path / "tasks", **given)
     assert again.adaptation(-6) == made.adaptation(-6)
     profiled = again.profile("a", stripes(30, seed=4))
     assert profiled.version == 2
     assert again.accuracy("a", -6).images == 30
+
+
+@pytest.fixture
+def two_tasks(vit, tmp_path, options):
+    """How to open a repository with two tasks, whose merging level was chosen to be constant."""
+
+    def opened(**changed):
+        given = {**options, "schedule": None, "merge_levels": (-6,), "max_tasks": 3} | changed
+        return Service.from_checkpoint(vit, repository=tmp_path / "tasks", **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxinfer.elastic.service.choose_schedule", lambda *_: MergeSchedule.CONSTANT)
+        made = opened()
+        for seed, name in enumerate("ab"):
+            made.register_task(name, stripes(40, seed=seed), training=QUICK)
+    return opened
+
+
+def check_all_are_served(service, names):
+    service.measure_latency()
+    profile = service.serving_profile()
+    assert (profile.levels, profile.tasks) == ((-6, 0), tuple(names))
+    assert service.adaptation(-6).merges == (6, 6)
+
+
+@pytest.fixture
+def chooses_otherwise(monkeypatch):
+    """Whatever is timed now, what is decreasing wins."""
+    monkeypatch.setattr("jaxinfer.elastic.service.choose_schedule", lambda *_: MergeSchedule.DECREASING)
+
+
+@pytest.mark.parametrize("changed", [{}, {"schedule": "decreasing"}, {"merge_levels": (-2,)}])
+def test_profiling_a_task_leaves_the_others_as_they_were(two_tasks, chooses_otherwise, changed):
+    assert two_tasks(**changed).profile("a", stripes(30, seed=4)).version == 2
+    check_all_are_served(two_tasks(), "ab")
+
+
+def test_registering_a_task_leaves_the_others_as_they_were(two_tasks, chooses_otherwise, monkeypatch):
+    """Also a process that ends before the task is there."""
+    registering = two_tasks(merge_levels=(-6, -2))
+
+    def ends(task):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registering._repository, "write", ends)
+        with pytest.raises(KeyboardInterrupt):
+            registering.register_task("c", stripes(40), training=QUICK)
+    assert registering.tasks.keys() == {"a", "b"}
+    assert registering.adaptation(-2).merges == (2, 2)
+    check_all_are_served(two_tasks(), "ab")
+    registering.register_task("c", stripes(40), training=QUICK)
+    assert registering.adaptation(-2).merges == (4, 0)
+    check_all_are_served(two_tasks(), "abc")
+
+
+def test_accuracies_of_other_formats_are_kept(vit, registered, options, tmp_path):
+    folder = shutil.copytree(registered, tmp_path / "tasks")
+    half = Service.from_checkpoint(vit, repository=folder, dtype="bfloat16", **options)
+    with pytest.raises(ProfileError, match=r"in bfloat16: call `profile` .* Profiled: .* in float32"):
+        half.accuracy("stripes", 0)
+    half.profile("stripes", stripes(30, seed=4))
+    whole = Service.from_checkpoint(vit, repository=folder, **options)
+    assert (half.accuracy("stripes", -4).images, whole.accuracy("stripes", -4).images) == (30, 24)
 
 
 def test_isolated_tokens_are_protected(vit, registered, options):
@@ -302,27 +433,54 @@ def test_isolated_tokens_are_protected(vit, registered, options):
         protecting.accuracy("stripes", -4)
 
 
-def test_latency_follows_the_machine(service):
-    latency = service.latency
-    latency.observe(0, 1, 0.01)
-    latency.observe(0, 1, 0.01)
-    known, refreshed = latency.of(0, 1).p50, latency.refreshed
-    for _ in range(NEWEST):
-        latency.observe(0, 1, 50 * known)
-    assert latency.refreshed == refreshed + 1
-    assert latency.of(0, 1).p50 == pytest.approx(50 * known, rel=0.03)  # times are kept in steps of 5%
-
-
-def test_latency_that_drifted_stays_so_in_later_processes(tmp_path, monkeypatch):
+@pytest.fixture
+def latency(tmp_path, monkeypatch):
+    """Of a device of which batches of 1 and 2 were measured at two levels; made again, it reads what is kept."""
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
-    latency = LatencyProfile(Costs.open(device="a device", model={}), lambda level: 0)
-    latency.renew(0, 1, [0.010] * 40)
-    assert latency.of(0, 1).p50 == pytest.approx(0.010, rel=0.03)
-    assert not any(latency.observe(0, 1, 0.012) for _ in range(2 * NEWEST))
-    assert sum(latency.observe(0, 1, 0.020) for _ in range(NEWEST)) == 1
-    latency.costs.save()
-    later = LatencyProfile(Costs.open(device="a device", model={}), lambda level: 0)
-    assert later.of(0, 1).p95 == latency.of(0, 1).p95 == pytest.approx(0.020, rel=0.03)
+
+    def made():
+        return LatencyProfile(Costs.open(device="a device", model={}), lambda level: 0)
+
+    first = made()
+    for level in (-4, 0):
+        for batch in (1, 2):
+            first.renew(level, batch, [0.010 * batch] * 40)
+    first.costs.save()
+    return made
+
+
+def observe(latency, level, batch, seconds):
+    return sum(latency.observe(level, batch, seconds) for _ in range(NEWEST))
+
+
+def test_latency_follows_the_machine(latency):
+    found = latency()
+    assert found.of(0, 1).p50 == pytest.approx(0.010, rel=0.03)  # times are kept in steps of 5%
+    assert observe(found, 0, 1, 0.012) == 0
+    assert observe(found, 0, 1, 0.500) == found.refreshed == 1
+    assert found.of(0, 1) == pytest.approx((0.500, 0.500))
+    assert observe(found, 0, 1, 0.001) == 1
+    assert found.of(0, 1) == pytest.approx((0.001, 0.001))
+
+
+def test_a_slowdown_is_forgotten_when_it_is_over(latency):
+    """Of all levels and sizes, though only one was seen to be quick again: the others would not be chosen."""
+    found, wanted = latency(), latency()
+    observe(found, -4, 1, 0.002)  # quicker than measured, slowdown or not
+    for level, batch in ((0, 1), (0, 2), (-4, 2)):
+        assert observe(found, level, batch, 0.1 * batch) == 1
+    assert observe(found, 0, 1, 0.010) == 1
+    assert found.of(-4, 1).p50 == pytest.approx(0.002)
+    for level, batch in ((0, 1), (0, 2), (-4, 2)):
+        assert found.of(level, batch) == wanted.of(level, batch)
+
+
+def test_later_processes_go_by_what_was_measured(latency):
+    slow, wanted = latency(), latency().of(0, 1)
+    for _ in range(20):
+        observe(slow, 0, 1, 0.100)
+    slow.costs.save()
+    assert latency().of(0, 1) == wanted
 
 
 def test_latency_measured_anew_takes_the_place_of_what_was(service):
@@ -340,13 +498,49 @@ def test_latency_measured_anew_takes_the_place_of_what_was(service):
 
 def test_batches_fit_into_device_memory(vit, registered, options):
     options = options | {"max_batch": 4}
-    needed = Service.from_checkpoint(vit, repository=registered, **options)._programs.bytes_needed
+    programs = Service.from_checkpoint(vit, repository=registered, **options)._programs
+    needed = programs.bytes_needed
     assert needed(4) > needed(2) > needed(1)
+    batch = max(level.cache.get(PROGRAM, batch=4).memory.workspace_bytes for level in programs._levels.values())
+    weights = sum(leaf.nbytes for leaf in load_model(vit).leaves.values())
+    assert needed(4) > weights + 2 * batch  # one runs while the next one is sent
     small = Service.from_checkpoint(vit, repository=registered, device_memory=needed(4) - 1, **options)
     assert small.batch_sizes == (1, 2)
     assert len(small.classify(stripes(5).images, "stripes")) == 5
     with pytest.raises(ElasticError, match=r"is too little for batches of 1, which need .* at the levels -4, 0, 2"):
         Service.from_checkpoint(vit, repository=registered, device_memory=str(needed(1) - 1), **options)
+
+
+def test_images_that_wait_are_bounded(vit, registered, options, monkeypatch):
+    """By number, and where images are large by bytes."""
+    released = threading.Event()
+
+    class Held(FixedLevel):
+        def choose(self, batches, start, rate):
+            assert released.wait(30)
+            return super().choose(batches, start, rate)
+
+    opened = functools.partial(Service.from_checkpoint, vit, repository=registered, **options)
+    assert opened()._max_waiting == 10_000
+    assert opened(max_waiting=7)._max_waiting == 7
+    monkeypatch.setattr("jaxinfer.elastic.service.WAITING_BYTES", 2 * SIZE**2 * 3)
+    with opened(policy=lambda profile: Held(profile, 0)) as found:
+        found.measure_latency()
+        image = stripes(1).images[0]
+        futures = [found.make_query(image, "stripes", latency=60.0) for _ in range(2)]
+        with pytest.raises(OverloadedError, match="2 queries wait"):
+            found.make_query(image, "stripes", latency=60.0)
+        released.set()
+        assert [future.result(60).in_time for future in futures] == [True, True]
+
+
+def test_a_process_with_too_many_memory_mappings_compiles_no_more(vit, registered, options, monkeypatch, tmp_path):
+    (tmp_path / "limit").write_text("100\n")
+    monkeypatch.setattr("jaxinfer.compiled.mappings._LIMIT", tmp_path / "limit")
+    with pytest.raises(RuntimeError, match=r"memory mappings, and Linux ends it at 100 \(vm.max_map_count\)"):
+        Service.from_checkpoint(vit, repository=registered, **options)
+    monkeypatch.setattr("jaxinfer.compiled.mappings._LIMIT", tmp_path / "missing")
+    assert Service.from_checkpoint(vit, repository=registered, **options).tasks
 
 
 def test_a_task_whose_prompts_do_not_fit_into_device_memory(empty, vit, options, tmp_path):

@@ -20,7 +20,7 @@ def levels_table(service: Service, name: str) -> Table:
         f"batch of {largest}, ms",
         "images/s",
         box=SIMPLE_HEAD,
-        title=f"{name}: {next(iter(task.accuracy.values())).images} validation images; tokens in the last MLP",
+        title=f"{name}: {service.accuracy(name, 0).images} validation images; tokens in the last MLP",
         title_justify="left",
     )
     for column in table.columns:

@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxinfer.elastic.scheduling.query import Query
 
@@ -118,17 +118,24 @@ class BatchQueue:
 
     def shed(self, ends: float) -> list[Query]:
         """Take out the queries that must be answered by `ends`, at which the soonest answer can be there."""
-        found: list[Query] = []
-        for batch in [batch for batch in self._batches if batch.deadline <= ends]:
-            found += self.shed_of(batch, ends)
-        return found
+        late = [batch for batch in self._batches if batch.deadline <= ends]
+        return [query for batch in late for query in self.shed_of(batch, ends)]
 
     def shed_of(self, batch: Batch, ends: float) -> list[Query]:
         """The same of one batch."""
-        shed = [query for query in batch.queries if query.deadline <= ends]
-        batch.queries = [query for query in batch.queries if query.deadline > ends]
-        if batch.queries:
-            batch.deadline = min(query.deadline for query in batch.queries)
-        else:
+        return self._remove_from(batch, lambda query: query.deadline <= ends)
+
+    def remove_where(self, gone: Callable[[Query], bool]) -> None:
+        """Take out the queries of which this is true."""
+        for batch in list(self._batches):
+            self._remove_from(batch, gone)
+
+    def _remove_from(self, batch: Batch, gone: Callable[[Query], bool]) -> list[Query]:
+        removed = [query for query in batch.queries if gone(query)]
+        batch.queries = [query for query in batch.queries if not gone(query)]
+        if not batch.queries:
             self._batches.remove(batch)
-        return shed
+        elif removed:
+            deadlines = [query.deadline for query in batch.queries]
+            batch.deadline, batch.last_deadline = min(deadlines), max(deadlines)
+        return removed

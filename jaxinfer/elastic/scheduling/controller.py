@@ -1,6 +1,7 @@
 """The controller between batches: takes queries, gives up those that are hopeless, and says what runs next."""
 
 from collections import deque
+from collections.abc import Set
 from typing import NamedTuple
 
 from jaxinfer.elastic.scheduling.batching import BatchQueue
@@ -42,6 +43,10 @@ class Controller:
         """Let a query wait."""
         self._queue.add(query)
         self._arrivals.append(query.arrival)
+
+    def withdraw(self, ids: Set[int]) -> None:
+        """Take out the queries with these ids."""
+        self._queue.remove_where(lambda query: query.id in ids)
 
     def next(self, start: float) -> Next:
         """What runs when the device is free, which it is at `start`. A batch that is given is no longer waiting."""

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+POINTS = 400
+"""Of a Pareto front, where a plan must be there before the batch that runs has ended."""
+
 
 class Option(NamedTuple):
     """A level for a batch.
@@ -60,7 +63,7 @@ def plan_exact(
     jobs: Sequence[Job],
     start: float,
     *,
-    resolution: float = 0.0,
+    points: int | None = None,
     time_limit: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Plan:
@@ -73,8 +76,9 @@ def plan_exact(
     Args:
       jobs: any number of them.
       start: when the device is free.
-      resolution: of partial plans that end in the same interval of so many seconds only the one that earns most is
-        kept, which bounds the work; a plan still keeps its deadlines, and may miss a little utility. 0: exact.
+      points: that the front keeps after each job, which bounds the work: where it has more, the time that it spans is
+        cut into so many intervals, and of each the point that earns most is kept. A plan still keeps its deadlines, and
+        may miss a little utility; jobs with later deadlines change nothing in how those before are planned. None: all.
       time_limit: seconds that planning may take, looked at after each job; None: any.
       clock: that they are taken from.
     Raises ValueError for times that are negative or not finite, PlanTimeoutError.
@@ -97,8 +101,8 @@ def plan_exact(
         found = np.flatnonzero(feasible)
         found = found[np.argsort(new_ends[found], kind="stable")]
         kept = found[_rises(new_utilities[found])]
-        if resolution:
-            cells = np.floor((new_ends[kept] - start) / resolution)
+        if points is not None and len(kept) > points:
+            cells = np.searchsorted(np.linspace(start, new_ends[kept[-1]], points + 1), new_ends[kept])
             kept = kept[np.append(cells[1:] > cells[:-1], True)]
         steps.append((kept % count, kept // count))
         ends, utilities = new_ends[kept], new_utilities[kept]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxinfer.elastic.scheduling.batching import Batch, BatchingConfig
-from jaxinfer.elastic.scheduling.planner import Job, Option, PlanTimeoutError, plan_exact, plan_paper
+from jaxinfer.elastic.scheduling.planner import POINTS, Job, Option, PlanTimeoutError, plan_exact, plan_paper
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 
 
@@ -31,9 +31,11 @@ class Policy(Protocol):
 
     Attributes:
       batching: how queries are put into batches.
+      profile: that it goes by now.
     """
 
     batching: BatchingConfig
+    profile: ServingProfile
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         """What runs next; None if no batch can end in time.
@@ -91,10 +93,10 @@ class _ByProfile:
         self.use(profile)
 
     def least_seconds(self, count: int) -> float:
-        return self._profile.fastest(count)
+        return self.profile.fastest(count)
 
     def use(self, profile: ServingProfile) -> None:
-        self._profile = profile
+        self.profile = profile
 
 
 class Elastic(_ByProfile):
@@ -104,7 +106,6 @@ class Elastic(_ByProfile):
       profile: of the levels.
       batching: how queries are put into batches.
       max_jobs: batches that are planned, those with the earliest deadlines.
-      points: on the Pareto front; fewer are faster.
       time_limit: seconds that a plan may take; else `LargestThatFits` decides. None: any.
     """
 
@@ -114,10 +115,9 @@ class Elastic(_ByProfile):
         batching: BatchingConfig | None = None,
         *,
         max_jobs: int = 40,
-        points: int = 400,
         time_limit: float | None = None,
     ):
-        self._max_jobs, self._points, self._time_limit = max_jobs, points, time_limit
+        self._max_jobs, self._time_limit = max_jobs, time_limit
         self._fallback = LargestThatFits(profile, batching)
         super().__init__(profile, batching)
 
@@ -127,10 +127,9 @@ class Elastic(_ByProfile):
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         planned = by_deadline(batches)[: self._max_jobs]
-        jobs = [job_of(batch, self._profile) for batch in planned]
-        resolution = max(jobs[-1].deadline - start, 0.0) / self._points
+        jobs = [job_of(batch, self.profile) for batch in planned]
         try:
-            levels = plan_exact(jobs, start, resolution=resolution, time_limit=self._time_limit).levels
+            levels = plan_exact(jobs, start, points=POINTS, time_limit=self._time_limit).levels
         except PlanTimeoutError:
             decision = self._fallback.choose(batches, start, rate)
             return None if decision is None else decision._replace(fell_back=True)
@@ -154,12 +153,12 @@ class FixedLevel(_ByProfile):
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         del rate
         for batch in by_deadline(batches):
-            if start + self._profile.batch_seconds(self._level, len(batch)) < batch.deadline:
+            if start + self.profile.batch_seconds(self._level, len(batch)) < batch.deadline:
                 return Decision(batch, self._level)
         return None
 
     def least_seconds(self, count: int) -> float:
-        return self._profile.batch_seconds(self._level, count)
+        return self.profile.batch_seconds(self._level, count)
 
 
 class LargestThatFits(_ByProfile):
@@ -168,7 +167,7 @@ class LargestThatFits(_ByProfile):
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         del rate
         for batch in by_deadline(batches):
-            options = [o for o in job_of(batch, self._profile).options if start + o.seconds < batch.deadline]
+            options = [o for o in job_of(batch, self.profile).options if start + o.seconds < batch.deadline]
             if options:
                 return Decision(batch, max(options, key=lambda option: (option.utility, -option.seconds)).level)
         return None
@@ -207,10 +206,10 @@ class SlackFit(_ByProfile):
                 continue
             bucket = [one for one in fits if one[0] > fits[-1][0] - self._width]
             wanted = max(bucket, key=lambda one: (min(one[1], len(batch)), one[2]))
-            if start + self._profile.batch_seconds(wanted[3], len(batch)) < batch.deadline:
+            if start + self.profile.batch_seconds(wanted[3], len(batch)) < batch.deadline:
                 return Decision(batch, wanted[3])
-            quickest = min(self._profile.levels, key=lambda n: self._profile.batch_seconds(n, len(batch)))
-            if start + self._profile.batch_seconds(quickest, len(batch)) < batch.deadline:
+            quickest = min(self.profile.levels, key=lambda n: self.profile.batch_seconds(n, len(batch)))
+            if start + self.profile.batch_seconds(quickest, len(batch)) < batch.deadline:
                 return Decision(batch, quickest)
         return None
 
@@ -271,7 +270,7 @@ class Paper(_ByProfile):
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         self._begun = start if self._begun is None else self._begun
         waiting = by_deadline(batches)
-        jobs = [job_of(batch, self._profile) for batch in waiting]
+        jobs = [job_of(batch, self.profile) for batch in waiting]
         if len(jobs) <= self._config.min_jobs or start - self._begun < self._config.initial:
             levels = self._by_rate(waiting, start, rate)
         else:
@@ -281,7 +280,7 @@ class Paper(_ByProfile):
 
     def _by_rate(self, batches: Sequence[Batch], start: float, rate: float) -> list[int | None]:
         """Algorithm 3."""
-        profile, levels, clock = self._profile, list[int | None](), start
+        profile, levels, clock = self.profile, list[int | None](), start
         usual = self._of_rate(rate)
         for batch in batches:
             level = usual
@@ -296,7 +295,7 @@ class Paper(_ByProfile):
 
     def _of_rate(self, rate: float) -> int:
         """Algorithm 3's f."""
-        profile = self._profile
+        profile = self.profile
         if self._profiled:
             enough = [level for level in profile.levels if UTILISATION * profile.capacity(level) >= rate]
             return max(enough, default=profile.levels[0])
@@ -353,7 +352,7 @@ class ModelSwitching(_ByProfile):
         self._loads, self._model = load_seconds, profile.levels[-1]
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
-        profile = self._profile
+        profile = self.profile
         wanted = max((n for n in profile.levels if profile.capacity(n) >= rate), default=profile.levels[0])
         setup = self._setup(wanted)
         for batch in by_deadline(batches):
@@ -363,7 +362,7 @@ class ModelSwitching(_ByProfile):
         return None
 
     def least_seconds(self, count: int) -> float:
-        return min(self._setup(n) + self._profile.batch_seconds(n, count) for n in self._profile.levels)
+        return min(self._setup(n) + self.profile.batch_seconds(n, count) for n in self.profile.levels)
 
     def _setup(self, model: int) -> float:
         return 0.0 if model == self._model else self._loads[model]

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 
@@ -28,7 +29,7 @@ class ServingProfile:
             if missing := [key for key in wanted if key not in getattr(self, name)]:
                 raise ValueError(f"a profile needs the {name} of {missing[0]}, which were not measured.")
 
-    @property
+    @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
         """Those that it knows."""
         return tuple(dict.fromkeys(task for task, _ in self.accuracy))

@@ -1,0 +1,24 @@
+"""Memory mappings: each program takes some hundreds on a CPU, and Linux ends a process that asks for too many."""
+
+from pathlib import Path
+
+_MAPS, _LIMIT = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+_SHARE = 0.9
+"""Of the limit that programs may reach: threads, files and buffers need mappings, too."""
+
+
+class MappingsError(RuntimeError):
+    """This process has nearly as many memory mappings as it may have."""
+
+
+def check_mappings() -> None:
+    """Raise MappingsError if there is no room for more programs; does nothing where Linux does not tell."""
+    try:
+        used, limit = _MAPS.read_bytes().count(b"\n"), int(_LIMIT.read_text())
+    except (OSError, ValueError):
+        return
+    if used > _SHARE * limit:
+        raise MappingsError(
+            f"this process has {used:,} memory mappings, and Linux ends it at {limit:,} (vm.max_map_count): compile "
+            "fewer programs in it (fewer levels, or smaller batches), or raise the limit with `sysctl`."
+        )
