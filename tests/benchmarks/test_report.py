@@ -155,6 +155,13 @@ def test_a_column_that_only_some_dtypes_have_is_empty_in_the_others(tmp_path):
     assert "| **jaxinfer** | bfloat16 | **418.1** |  |" in lines
 
 
+def test_parts_of_another_commit_are_named(tmp_path):
+    parts = {"a": "a" * 40, "b": "b" * 40, "c": "b" * 40}
+    rows = [{"figure": "part", "part": part, "commit": commit} for part, commit in parts.items()]
+    write(tmp_path / "intel", "streaming", INTEL, rows=rows)
+    assert "commit aaaaaaaaaa (but b, c: commit bbbbbbbbbb), 2026-01-31" in readme.render(tmp_path)
+
+
 def test_results_of_two_machines_in_one_folder_are_refused(tmp_path):
     write(tmp_path / "mixed", "engine", INTEL, rows=[rate("jaxinfer", 1.0)])
     write(tmp_path / "mixed", "quality", AMD, rows=[{"name": "float32", "bytes": 1000, "bits_per_byte": 1.0}])
