@@ -143,12 +143,14 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, with "+changes" if the working tree differs from it."""
+    """The commit that was measured, with "+changes" if the working tree differs from it in more than results."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "-uno", "--", ":!benchmarks/results") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown (not a git checkout)"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import readme
+from benchmarks import readme, report
 from benchmarks.engine import __main__ as engine
 from benchmarks.engine.settings import Settings
 from benchmarks.engine.ways import Memory
@@ -42,6 +42,22 @@ def test_results_are_saved_as_they_come(tmp_path):
     report.finish(file)
     assert [check["name"] for check in json.loads(file.read_text())["checks"]] == ["b"]
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_result_that_is_written_anew_is_no_change_of_what_is_measured(tmp_path, monkeypatch):
+    result, source = tmp_path / "benchmarks/results/amd/streaming.json", tmp_path / "source.py"
+    result.parent.mkdir(parents=True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.com"]
+    for file in (result, source):
+        file.write_text("1")
+    for command in (["init"], ["add", "."], ["commit", "-m", "one"]):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    before = report.commit()
+    result.write_text("2")
+    assert report.commit() == before
+    source.write_text("2")
+    assert report.commit() == f"{before}+changes"
 
 
 def settings(tmp_path, **options):
