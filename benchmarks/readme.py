@@ -3,17 +3,19 @@
     python -m benchmarks.readme            # prints them
     python -m benchmarks.readme --write    # puts them into README.md, between its two markers
 
-A folder there is one kind of machine, with the files that `cpu_decode`, `engine` and `quality` wrote there. A result
+A folder there is one kind of machine, with the files that the commands below (`SECTIONS`) wrote there. A result
 that is measured anew replaces one file; the other machines' stay as they are.
 """
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT, Check, machine_kind, machine_text
+from benchmarks.streaming.summary import summary
 
 RESULTS, README = ROOT / "benchmarks/results", ROOT / "README.md"
 BEGIN = "<!-- Written by `python -m benchmarks.readme --write`, from benchmarks/results. -->"
@@ -39,10 +41,29 @@ CHECKS = {
     "speculation_worst": "speculation on text that cannot be predicted, the worse of two models",
     "step_gap_ms": "device waiting for the host between steps, demo model",
     "compile_misses": "compile misses in 200 random requests after compiling ahead",
-    "queues_linear": "CPU time of each of 20,000 queued items against each of 2,000, worst of six queues",
+    "queues_linear": "CPU time of each of 20,000 queued items against each of 2,000, worst of six queues, what "
+    "the process held before frozen for the collector (`gc.freeze`, as vLLM does; without that up to 2.1x)",
     "host_ms_256_streams": "host work of a step for 256 streams of 32,000 tokens",
+    "cap_ratio": "model bytes over the peak of memory, from disk, cap of 1 GiB",
+    "disk_of_fio": "read bandwidth from disk, of fio's",
+    "disk_cores": "cores that reading and verifying take",
+    "hidden_half": "computing takes about half as long as fetching: part of it hidden at depth 1",
+    "throughput_half": "the same: throughput, of max(fetch, compute)",
+    "hidden_balance": "computing takes about as long as fetching: part of the shorter hidden at depth 1",
+    "throughput_balance": "the same: throughput, of max(fetch, compute)",
+    "residents_overhead": "a decode pass with one of 32 layers (7 MB each) from the host's memory, of the whole "
+    "model's, the worse of CPU and wall time; median of 7 processes",
+    "streamed_speculation_gain": "tokens/s of the demo model from disk with speculation, against from disk without, on "
+    "text that repeats",
+    "plan_error": "what `jaxinfer plan` says of a pass at batch 1, off a measured one (768 MiB from disk, one device "
+    "and two)",
+    "vs_accelerate_b1": "tokens/s against accelerate's disk offload, same cap, batch 1",
+    "vs_accelerate_b8": "the same, batch 8",
+    "vs_llamacpp": "tokens/s against llama.cpp's mmap, same cap, batch 1",
 }
 """What a check is called in the table; those that are not here are not in it."""
+SHORT_UNITS = {"": "", "x": "x", "of": ""}
+"""The first word of a unit -> what stands in the table, whose names say of what."""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -111,15 +132,19 @@ def quality_section(result: Result) -> list[str]:
     ]
 
 
+def streaming_section(result: Result) -> list[str]:
+    """The checks, and what the rows say."""
+    return ["Larger than memory: 8 GiB of layers.", checks_table(result), " ".join(summary(result["rows"]))]
+
+
 def checks_table(result: Result) -> str:
     """Every check that has a name here, its target, and whether it was met."""
     found = [Check(**check) for check in result["checks"] if check["name"] in CHECKS]
     lines = []
     for check in found:
-        unit = check.unit if check.unit in ("", "x") else f" {check.unit}"
+        unit = SHORT_UNITS.get(check.unit.partition(" ")[0], f" {check.unit}")
         sign = "≥" if check.better == "higher" else "≤"
-        verdict = "met" if check.met else "missed"
-        lines.append([CHECKS[check.name], f"{check.value:.3g}{unit}", f"{sign} {check.target:g}{unit}", verdict])
+        lines.append([CHECKS[check.name], f"{check.value:.3g}{unit}", f"{sign} {check.target:g}{unit}", check.verdict])
     return table(["check", "value", "target", ""], lines)
 
 
@@ -127,14 +152,24 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "cpu_decode": decode_section,
     "engine": engine_section,
     "quality": quality_section,
+    "streaming": streaming_section,
 }
 """The command `benchmarks.NAME`, whose result is NAME.json -> its paragraphs."""
 
 
+def short(commit: str) -> str:
+    """A commit from `report.commit`."""
+    name, changed, _ = commit.partition("+")
+    return name[:10] + (" with changes" if changed else "")
+
+
 def source(command: str, result: Result) -> str:
     """Where a section's figures come from: command, commit, date and versions."""
-    commit, changed, _ = result["commit"].partition("+")
-    text = commit[:10] + (" with changes" if changed else "")
+    text, others = short(result["commit"]), defaultdict(list)
+    for row in result["rows"]:
+        if row.get("commit", result["commit"]) != result["commit"]:
+            others[row["commit"]].append(row["part"])
+    text += "".join(f" (but {', '.join(parts)}: commit {short(commit)})" for commit, parts in others.items())
     peers = [peer for name, peer in result["versions"].items() if " " in peer and name != "python"]
     versions = ", ".join([f"jax {result['versions']['jax']}", *peers])
     return f"`benchmarks.{command}`, commit {text}, {result['date']}; {versions}."

@@ -23,17 +23,28 @@ ROOT = Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One figure with a target, met by values at least ("higher") or at most ("lower") as large."""
+    """One figure with a target, met by values at least ("higher") or at most ("lower") as large.
+
+    Attributes:
+      invalid: why the value says nothing about the target, or "".
+    """
 
     name: str
     value: float
     unit: str
     target: float
     better: Literal["higher", "lower"]
+    invalid: str = ""
 
     @property
     def met(self) -> bool:
+        if self.invalid:
+            return False
         return self.value >= self.target if self.better == "higher" else self.value <= self.target
+
+    @property
+    def verdict(self) -> str:
+        return self.invalid or ("met" if self.met else "missed")
 
 
 class Report:
@@ -58,10 +69,18 @@ class Report:
         self.rows.append(fields)
 
     def check(
-        self, name: str, value: float, unit: str, *, target: float, better: Literal["higher", "lower"] = "higher"
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        *,
+        target: float,
+        better: Literal["higher", "lower"] = "higher",
+        invalid: str = "",
     ) -> None:
-        """Add a figure with a target."""
-        self.checks.append(Check(name=name, value=round(value, 4), unit=unit, target=target, better=better))
+        """Add a figure with a target; `invalid` as in `Check`."""
+        value = round(value, 4)
+        self.checks.append(Check(name=name, value=value, unit=unit, target=target, better=better, invalid=invalid))
 
     def print_header(self) -> None:
         """Print what is measured, and on which machine."""
@@ -88,7 +107,8 @@ class Report:
         table = Table("check", "value", "target", "", title=machine_text(machine()))
         for check in self.checks:
             sign = "≥" if check.better == "higher" else "≤"
-            verdict = "[green]met[/]" if check.met else "[red]missed[/]"
+            color = "yellow" if check.invalid else "green" if check.met else "red"
+            verdict = f"[{color}]{check.verdict}[/]"
             table.add_row(check.name, f"{check.value:.3g} {check.unit}", f"{sign} {check.target:g}", verdict)
         rich.print(table)
         self.save(json_file)
@@ -123,12 +143,14 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, with "+changes" if the working tree differs from it."""
+    """The commit that was measured, with "+changes" if the working tree differs from it in more than results."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "-uno", "--", ":!benchmarks/results") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown (not a git checkout)"

@@ -5,7 +5,8 @@
 The large model is a random Llama of 64 layers of 128 MiB in float32 (8 GiB) and an embedding of 8,192 rows (64 MiB); it
 takes 25 GiB of disk, and is written once a part needs it. Memory caps are the kernel's (cgroups, version 1 or 2): they
 count the interpreter and pages of files, and need root. Every process begins with none of its files in memory.
-`disk` needs `fio` for the disk's own speed, `peers` needs `make peers`. The JSON is written anew after every part.
+`disk` needs `fio` for the disk's own speed, `peers` needs `make peers`. The JSON is written anew after every part, and
+holds no part of an earlier run: parts that are to be compared are measured by one command, at one commit.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.report import ROOT, Report
+from benchmarks.report import ROOT, Report, commit
 from benchmarks.streaming.cgroup import NoCgroupError
 from benchmarks.streaming.curve import curve, draw_curve
 from benchmarks.streaming.disk import disk
@@ -25,6 +26,7 @@ from benchmarks.streaming.plan_error import plan_error
 from benchmarks.streaming.residents import residents
 from benchmarks.streaming.settings import Settings
 from benchmarks.streaming.speculation import speculation
+from benchmarks.streaming.summary import summary
 from benchmarks.workers import EngineError
 from jaxinfer.cli.bench.plots import write_plot
 from jaxinfer.compiled import cache_folder
@@ -72,6 +74,7 @@ def main() -> None:
     if args.plot and any(row["figure"] == "curve" for row in report.rows):
         write_plot(args.plot, draw_curve(report.rows))
     report.finish(args.json)
+    print(*summary(report.rows), sep="\n")
     if failed:
         raise SystemExit("\n".join(failed))
 
@@ -85,7 +88,8 @@ def run_part(name: str, report: Report, settings: Settings, json_file: Path | No
         absent = f"{name}: {error}"
         print(absent, flush=True)
     seconds = round(time.monotonic() - start)
-    report.row(figure="part", part=name, seconds=seconds, **({"absent": absent} if absent else {}))
+    absence = {"absent": absent} if absent else {}
+    report.row(figure="part", part=name, seconds=seconds, commit=commit(), **absence)
     report.save(json_file)
     print(f"{name} took {seconds} s", flush=True)
     return absent

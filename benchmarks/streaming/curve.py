@@ -1,5 +1,7 @@
-"""Tokens a second by batch."""
+"""Tokens a second by batch, until computing takes longer than fetching."""
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,24 +12,61 @@ from benchmarks.streaming.settings import Settings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+BATCHES, QUICK_BATCHES = (1, 4, 16, 64, 128, 256, 512), (1, 64, 512)
+"""Up to what the cap holds with its cache."""
+SIZES = {"prompt": 2, "passes": 4, "context": 16, "page_size": 8, "prefix_caching": False}
+"""The cache is small, and all sequences are admitted at once: there is a page to spare for each beside the one that it
+needs, and none waits for another's prompt that begins alike."""
+PAST = 2.0
+"""How many times as long as fetching computing takes where the curve ends."""
+
 
 def curve(report: Report, settings: Settings) -> None:
-    """Tokens a second by batch, from disk (the paper's figure 9a)."""
+    """Tokens a second by batch, from disk (the paper's figure 9a), past the knee."""
     model = settings.large_model()
-    for batch in (1, 4) if settings.quick else (1, 2, 4, 8, 16, 32):
-        found = run_ours(model, 4 * CAP, batch=batch, passes=3)
-        tokens_per_s = batch / decode_seconds(found)
-        report.row(figure="curve", batch=batch, tokens_per_s=round(tokens_per_s, 3), peak=found["peak"])
+    ratios: dict[int, float] = {}
+    for batch in QUICK_BATCHES if settings.quick else BATCHES:
+        found = run_ours(model, 4 * CAP, batch=batch, **SIZES)
+        passes = len(found["seconds"]) - 1
+        fetch, compute = found["fetch_seconds"] / passes, found["compute_seconds"] / passes
+        report.row(
+            figure="curve",
+            batch=batch,
+            tokens_per_s=round(batch / decode_seconds(found), 3),
+            fetch=round(fetch, 3),
+            compute=round(compute, 3),
+            peak=found["peak"],
+        )
+        ratios[batch] = compute / fetch
+        if compute >= PAST * fetch:
+            break
+    if found_knee := knee(ratios):
+        report.row(figure="knee", batch=round(found_knee))
+
+
+def knee(ratios: Mapping[int, float]) -> float | None:
+    """The batch at which computing takes as long as fetching, from that ratio by batch; None if it never does.
+
+    Between two batches the ratio is taken to be a power of the batch.
+    """
+    for (batch, below), (more, above) in itertools.pairwise(ratios.items()):
+        if below < 1 <= above:
+            return batch * (more / batch) ** (math.log(1 / below) / math.log(above / below))
+    return None
 
 
 def draw_curve(rows: Iterable[Mapping[str, Any]]) -> "Figure":
     """Draw what `curve` has put into a report."""
     from matplotlib.figure import Figure  # of the extra `bench`
 
+    rows = list(rows)
     points = [(row["batch"], row["tokens_per_s"]) for row in rows if row["figure"] == "curve"]
     figure = Figure(figsize=(4.5, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*points, strict=True), marker="o")
+    for batch in (row["batch"] for row in rows if row["figure"] == "knee"):
+        axes.axvline(batch, color="gray", linestyle="--", label=f"compute = fetch at {batch}")
+        axes.legend()
     axes.set(title="8 GiB of layers from disk", xlabel="sequences", ylabel="tokens/s", xscale="log", yscale="log")
     axes.grid(alpha=0.3)
     return figure

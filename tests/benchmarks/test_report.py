@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import readme
+from benchmarks import readme, report
 from benchmarks.engine import __main__ as engine
 from benchmarks.engine.settings import Settings
 from benchmarks.engine.ways import Memory
@@ -42,6 +42,22 @@ def test_results_are_saved_as_they_come(tmp_path):
     report.finish(file)
     assert [check["name"] for check in json.loads(file.read_text())["checks"]] == ["b"]
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_result_that_is_written_anew_is_no_change_of_what_is_measured(tmp_path, monkeypatch):
+    result, source = tmp_path / "benchmarks/results/amd/streaming.json", tmp_path / "source.py"
+    result.parent.mkdir(parents=True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.com"]
+    for file in (result, source):
+        file.write_text("1")
+    for command in (["init"], ["add", "."], ["commit", "-m", "one"]):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    before = report.commit()
+    result.write_text("2")
+    assert report.commit() == before
+    source.write_text("2")
+    assert report.commit() == f"{before}+changes"
 
 
 def settings(tmp_path, **options):
@@ -153,6 +169,13 @@ def test_a_column_that_only_some_dtypes_have_is_empty_in_the_others(tmp_path):
     assert "| **jaxinfer** | float32 | **938.9** | 38.9 |" in lines
     assert "| peer | float32 |  | **38.0** |" in lines
     assert "| **jaxinfer** | bfloat16 | **418.1** |  |" in lines
+
+
+def test_parts_of_another_commit_are_named(tmp_path):
+    parts = {"a": "a" * 40, "b": "b" * 40, "c": "b" * 40}
+    rows = [{"figure": "part", "part": part, "commit": commit} for part, commit in parts.items()]
+    write(tmp_path / "intel", "streaming", INTEL, rows=rows)
+    assert "commit aaaaaaaaaa (but b, c: commit bbbbbbbbbb), 2026-01-31" in readme.render(tmp_path)
 
 
 def test_results_of_two_machines_in_one_folder_are_refused(tmp_path):
