@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from jaxinfer.compiled import Costs, ExecutableStore
-from jaxinfer.elastic.accuracy import LevelAccuracy
+from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
 from jaxinfer.elastic.answers import Answer, Classification
 from jaxinfer.elastic.datasets import Dataset
 from jaxinfer.elastic.driver import Driver, Statistics
@@ -269,11 +269,15 @@ class Service:
         if missing := self.latency.missing(levels, self.batch_sizes):
             level, batch = missing[0]
             raise ProfileError(f"batches of {batch} at level {level} were not timed here: call `measure_latency`.")
+        accuracy = {}
+        for name, task in tasks.items():
+            expected = expected_accuracies([self._accuracy(task, level) for level in levels])
+            accuracy |= {(name, level): found for level, found in zip(levels, expected, strict=True)}
         return ServingProfile(
             levels=tuple(levels),
             sizes=self.batch_sizes,
             seconds={(n, b): self.latency.of(n, b).p95 for n in levels for b in self.batch_sizes},
-            accuracy={(name, n): self._accuracy(task, n).accuracy for name, task in tasks.items() for n in levels},
+            accuracy=accuracy,
         )
 
     def _shared_levels(self, tasks: Mapping[str, Task]) -> list[int]:
