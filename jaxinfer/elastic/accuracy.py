@@ -2,9 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
+
+TIE = 1e-6
+"""By which share each level is taken to be more accurate than the next lower one that is equal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,3 +68,21 @@ class LevelAccuracy:
         changed, fewer = self.gained + self.lost, min(self.gained, self.lost)
         tail = sum(math.comb(changed, k) for k in range(fewer + 1)) / 2**changed
         return min(1.0, 2 * tail)
+
+
+def expected_accuracies(levels: Sequence[LevelAccuracy]) -> list[float]:
+    """How often answers are right at each level, as plans take it, from what was measured.
+
+    More tokens are taken to be no worse: where a level was less accurate than a lower one by no more than its standard
+    error, that was chance. Of equal levels the one with more tokens is a little better, so that a device that is idle
+    takes it.
+
+    Args:
+      levels: of a task, ascending.
+    """
+    found: list[float] = []
+    for level in levels:
+        best = max(found, default=0.0)
+        chance = level.accuracy < best <= level.accuracy + level.standard_error
+        found.append((best if chance else level.accuracy) * (1 + TIE))
+    return found

@@ -224,7 +224,7 @@ class Driver:
         error.__cause__ = self._cause
         return error
 
-    # In the threads that wait for the device
+    # In the thread that waits for the device
 
     def _collect(self, batch: _InFlight) -> None:
         try:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from jaxinfer.compiled import Costs, ExecutableStore
-from jaxinfer.elastic.accuracy import LevelAccuracy
+from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
 from jaxinfer.elastic.answers import Answer, Classification
 from jaxinfer.elastic.datasets import Dataset
 from jaxinfer.elastic.driver import Driver, Statistics
@@ -105,10 +105,13 @@ class Service:
         config = model.config
         if not isinstance(config, ViTConfig):
             raise ElasticError(f"{model.folder} is no vision transformer; its tokens cannot be adapted for tasks.")
+        if max_waiting is None:
+            max_waiting = max(1, min(MAX_WAITING, WAITING_BYTES // (config.image_size**2 * 3)))
         for name, value in (
             ("max_batch", max_batch),
             ("max_tasks", max_tasks),
             ("max_classes", max_classes),
+            ("max_waiting", max_waiting),
         ):
             if value < 1:
                 raise ElasticError(f"Service.{name} must be >= 1, got {value}.")
@@ -148,11 +151,7 @@ class Service:
         self.latency = LatencyProfile(costs, lambda level: sum(programs.adaptation(level).merges))
         self._registering = threading.Lock()  # held for as long as a task is trained and profiled
         self._serving = threading.Lock()  # held while what is served changes
-        image_bytes = config.image_size**2 * 3
-        self._max_waiting = min(MAX_WAITING, WAITING_BYTES // image_bytes) if max_waiting is None else max_waiting
-        if self._max_waiting < 1:
-            raise ElasticError(f"Service.max_waiting must be >= 1, got {max_waiting}.")
-        self._policy = policy
+        self._policy, self._max_waiting = policy, max_waiting
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._driver: Driver | None = None
         self._closed = False
@@ -269,11 +268,15 @@ class Service:
         if missing := self.latency.missing(levels, self.batch_sizes):
             level, batch = missing[0]
             raise ProfileError(f"batches of {batch} at level {level} were not timed here: call `measure_latency`.")
+        accuracy = {}
+        for name, task in tasks.items():
+            expected = expected_accuracies([self._accuracy(task, level) for level in levels])
+            accuracy |= {(name, level): found for level, found in zip(levels, expected, strict=True)}
         return ServingProfile(
             levels=tuple(levels),
             sizes=self.batch_sizes,
             seconds={(n, b): self.latency.of(n, b).p95 for n in levels for b in self.batch_sizes},
-            accuracy={(name, n): self._accuracy(task, n).accuracy for name, task in tasks.items() for n in levels},
+            accuracy=accuracy,
         )
 
     def _shared_levels(self, tasks: Mapping[str, Task]) -> list[int]:
@@ -525,14 +528,13 @@ class Service:
     def _serve(self, task: Task) -> None:
         """Keep a task and let it serve, at once. Raises ValueError if a policy at work cannot go by its levels."""
         tasks = self._tasks | {task.name: task}
+        lost = set(self._shared_levels(self._tasks)) - set(self._shared_levels(tasks))
         with self._serving:
-            profile = None
-            if self._driver is not None:
-                profile = self._serving_profile(tasks)
+            profile = None if self._driver is None else self._serving_profile(tasks)
+            if profile is not None:
                 self._policy(profile)
                 self._programs.warm_up(profile.levels)
             self._repository.write(task)
-            lost = set(self._shared_levels(self._tasks)) - set(self._shared_levels(tasks))
             self._programs.put(task)
             self._tasks = tasks
             self.refused.pop(task.name, None)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from jaxinfer.elastic import LevelAccuracy
+from jaxinfer.elastic.accuracy import expected_accuracies
 
 
 def test_counts():
@@ -32,3 +33,16 @@ def test_errors_are_not_zero_where_all_is_right():
     assert 0 < found.standard_error < 0.05
     assert found.difference_error == 0
     assert found.p_value == 1
+
+
+def test_a_lower_accuracy_by_chance_is_not_believed():
+    def expected(*correct):
+        return expected_accuracies(
+            [LevelAccuracy(images=100, correct=n, gained=0, lost=0, adaptation="") for n in correct]
+        )
+
+    assert expected(60, 90, 95) == pytest.approx([0.60, 0.90, 0.95], rel=1e-4)
+    assert expected(60, 90, 88) == pytest.approx([0.60, 0.90, 0.90], rel=1e-4)
+    assert expected(60, 90, 80, 82) == pytest.approx([0.60, 0.90, 0.80, 0.82], rel=1e-4)  # worse indeed
+    for found in (expected(90, 90, 90), expected(90, 89, 88)):
+        assert found == sorted(set(found))  # more tokens are better where all is equal

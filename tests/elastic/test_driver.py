@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, wait
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -152,12 +153,13 @@ def test_what_is_worth_most_goes_first(start):
     assert answered[1] > 0.9 > answered[0]
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e308, np.ones(1), Decimal("NaN"), "1"])
 def test_bad_numbers(start, value):
     driver = start(Device())
     for name in ("latency", "utility"):
         with pytest.raises(ValueError, match=f"{name} must be a finite number >= 0"):
             ask(driver, "image", **{name: value})
+    assert ask(driver, "image", latency=Decimal(5), utility=np.float32(3e38)).result(10).label == "image"
     assert ask(driver, "image").result(10).label == "image"
 
 

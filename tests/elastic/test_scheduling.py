@@ -124,6 +124,33 @@ def test_bad_values(given, message):
         given()
 
 
+def test_what_waits_fills_a_batch_that_runs():
+    """The cheapest first, and of those the most urgent; not what would be late."""
+    queue = BatchQueue(BatchingConfig(max_utility_gap=0.0))
+    dear = [query(number, 0.0, utility=1.0) for number in range(3)]
+    cheap = [query(number, 0.0, latency=latency, utility=0.1) for number, latency in ((3, 0.5), (4, 0.3), (5, 0.4))]
+    for each in [*dear, *cheap, query(6, 0.0, utility=0.5)]:
+        queue.add(each)
+    first = next(iter(queue))
+    queue.remove(first)
+    queue.fill(first, 2, ends=0.35)
+    assert [each.id for each in first.queries] == [0, 1, 2, 5, 3]
+    assert [[each.id for each in batch.queries] for batch in queue] == [[4], [6]]
+    assert first.deadline == pytest.approx(0.4)
+    queue.fill(first, 9, ends=0.35)
+    assert [[each.id for each in batch.queries] for batch in queue] == [[4]]
+
+
+def test_padding_is_given_to_what_waits_except_as_printed():
+    sizes = {}
+    for name in ("elastic", "paper", "pets"):
+        controller = Controller(make_policy(name, PROFILE))
+        for number in range(40):
+            controller.submit(query(number, 0.0, utility=1.0 if number < 35 else 0.01))
+        sizes[name] = len(controller.next(0.0).decision.batch)
+    assert sizes == {"elastic": 40, "paper": 35, "pets": 35}
+
+
 # Policies and the controller
 
 
@@ -282,6 +309,15 @@ def test_a_few_distant_deadlines_leave_the_other_plans_as_they_were():
     mixed = [dataclasses.replace(each, latency=60.0) if each.id % 300 == 0 else each for each in given]
     without, found = (simulate(queries, Elastic(PROFILE), PROFILE).normalised for queries in (given, mixed))
     assert found > without - 0.01
+
+
+def test_batches_by_worth_earn_more_and_answer_as_many():
+    """Beside batches as the paper forms them, on a device that is too busy."""
+    given = make_queries(wandering_arrivals(1.3 * PROFILE.capacity(), 15, seed=0), table_ii(TASKS), seed=0)
+    policies = Elastic(PROFILE, BatchingConfig(max_batch=64)), Elastic(PROFILE)
+    usual, by_worth = (simulate(given, policy, PROFILE) for policy in policies)
+    assert by_worth.normalised > usual.normalised + 0.01
+    assert by_worth.share(Outcome.CORRECT) > usual.share(Outcome.CORRECT) - 0.01
 
 
 def test_it_uses_prompts_when_idle_and_merges_when_busy():

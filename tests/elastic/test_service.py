@@ -314,6 +314,9 @@ def test_profiles(service):
         assert found.images == 24  # a fifth of each class
         assert found.accuracy > 0.8
         assert 0 < found.standard_error < 0.2
+    service.measure_latency()
+    planned = [service.serving_profile().right("stripes", level) for level in service.levels]
+    assert planned == sorted(planned)
     with pytest.raises(ProfileError, match=r"batches of 64 at level 0 were never timed here"):
         service.latency.of(0, 64)
 

@@ -1,8 +1,10 @@
-"""Which queries share a batch (OTAS, Algorithm 1)."""
+"""Which queries share a batch: Algorithm 1 of OTAS when they come, and what the batch that runs has room for."""
 
 import bisect
 import dataclasses
+import heapq
 from collections.abc import Callable, Iterator
+from typing import Self
 
 from jaxinfer.elastic.scheduling.query import Query
 
@@ -17,6 +19,8 @@ class BatchingConfig:
       max_deadline_gap: seconds between the deadlines of a batch (eta).
       max_utility_gap: between a query's utility and that of the batch's first one (mu).
       rate_window: seconds over which the rate of arrivals is taken.
+      fill: give the places by which the batch that runs is padded to queries that wait, the cheapest first: they cost
+        nothing there, and are those that would be given up.
       paper: compare deadlines with the batch's earliest one alone, which lets a batch's deadlines drift apart.
     """
 
@@ -25,6 +29,7 @@ class BatchingConfig:
     max_deadline_gap: float = 0.5
     max_utility_gap: float = 0.8
     rate_window: float = 1.0
+    fill: bool = False
     paper: bool = False
 
     def __post_init__(self) -> None:
@@ -36,7 +41,12 @@ class BatchingConfig:
         if not self.rate_window > 0:
             raise ValueError(f"BatchingConfig.rate_window must be > 0, got {self.rate_window}.")
 
-    def scaled(self, factor: float) -> "BatchingConfig":
+    def by_worth(self) -> Self:
+        """Batches of queries that are worth about the same: what is worth little holds nothing up, and rides where
+        there is room. Not in the paper."""
+        return dataclasses.replace(self, max_utility_gap=0.2, fill=True)
+
+    def scaled(self, factor: float) -> Self:
         """For a device that takes `factor` times as long for a batch as the paper's, and deadlines in proportion."""
         names = ("max_wait", "max_deadline_gap", "rate_window")
         return dataclasses.replace(self, **{name: factor * getattr(self, name) for name in names})
@@ -115,6 +125,18 @@ class BatchQueue:
     def remove(self, batch: Batch) -> None:
         """Take a batch out."""
         self._batches.remove(batch)
+
+    def fill(self, batch: Batch, room: int, ends: float) -> None:
+        """Let queries that wait share a batch that was taken out, if their deadlines are after its end.
+
+        room: for so many; the cheapest of them, and of those the most urgent, get in.
+        """
+        waiting = (query for other in self._batches for query in other.queries if query.deadline > ends)
+        chosen = {query.id: query for query in heapq.nsmallest(room, waiting, key=lambda q: (q.utility, q.deadline))}
+        if chosen:
+            self.remove_where(lambda query: query.id in chosen)
+        for query in chosen.values():
+            batch.add(query)
 
     def shed(self, ends: float) -> list[Query]:
         """Take out the queries that must be answered by `ends`, at which the soonest answer can be there."""

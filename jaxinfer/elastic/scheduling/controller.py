@@ -56,9 +56,18 @@ class Controller:
             decision = self.policy.choose(list(self._queue), start, rate)
             if decision is not None:
                 self._queue.remove(decision.batch)
+                if self.policy.batching.fill:
+                    self._fill(decision, start)
                 return Next(decision, shed)
             shed += self._shed_most_urgent(start)
         return Next(None, shed)
+
+    def _fill(self, decision: Decision, start: float) -> None:
+        """Give the places by which a batch would be padded to others."""
+        profile, count = self.policy.profile, len(decision.batch)
+        if room := profile.padded(count) - count:
+            ends = start + decision.setup + profile.batch_seconds(decision.level, count)
+            self._queue.fill(decision.batch, room, ends)
 
     def _shed_most_urgent(self, start: float) -> list[Query]:
         """Of the batch with the earliest deadline, those that it cannot answer with all the others."""

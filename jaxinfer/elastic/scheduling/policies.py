@@ -104,7 +104,7 @@ class Elastic(_ByProfile):
 
     Args:
       profile: of the levels.
-      batching: how queries are put into batches.
+      batching: how queries are put into batches; None: by worth, up to the largest size.
       max_jobs: batches that are planned, those with the earliest deadlines.
       time_limit: seconds that a plan may take; else `LargestThatFits` decides. None: any.
     """
@@ -117,6 +117,7 @@ class Elastic(_ByProfile):
         max_jobs: int = 40,
         time_limit: float | None = None,
     ):
+        batching = batching or BatchingConfig(max_batch=profile.sizes[-1]).by_worth()
         self._max_jobs, self._time_limit = max_jobs, time_limit
         self._fallback = LargestThatFits(profile, batching)
         super().__init__(profile, batching)
@@ -315,7 +316,7 @@ def make_policy(name: str, profile: ServingProfile, *, scale: float = 1.0, time_
     """
     batching = BatchingConfig(max_batch=profile.sizes[-1]).scaled(scale)
     if name == "elastic":
-        return Elastic(profile, batching, time_limit=time_limit)
+        return Elastic(profile, batching.by_worth(), time_limit=time_limit)
     if name in ("paper", "paper_profiled"):
         config = PaperConfig(initial=scale * PaperConfig().initial)
         printed = dataclasses.replace(batching, paper=True)

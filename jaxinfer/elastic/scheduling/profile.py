@@ -34,9 +34,13 @@ class ServingProfile:
         """Those that it knows."""
         return tuple(dict.fromkeys(task for task, _ in self.accuracy))
 
+    def padded(self, count: int) -> int:
+        """The size that a batch of so many queries has on the device."""
+        return self.sizes[bisect.bisect_left(self.sizes, count)]
+
     def batch_seconds(self, level: int, count: int) -> float:
         """Of so many queries."""
-        return self.seconds[level, self.sizes[bisect.bisect_left(self.sizes, count)]]
+        return self.seconds[level, self.padded(count)]
 
     def right(self, task: str, level: int) -> float:
         """How likely an answer is right."""
