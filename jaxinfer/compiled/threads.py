@@ -30,7 +30,7 @@ def _close_all() -> None:
 
 
 def end_future[Outcome](future: Future[Outcome], outcome: Outcome | Exception, what: str) -> None:
-    """End a future, unless its caller has cancelled it; what its callbacks raise concerns nobody else.
+    """End a future that waits or runs, unless its caller has cancelled it; what its callbacks raise harms nobody else.
 
     what: it is of, for the log.
     """
