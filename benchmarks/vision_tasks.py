@@ -15,7 +15,7 @@ from scipy.stats import ttest_1samp
 from benchmarks.image_engines import add_row, take_turns, timed
 from benchmarks.report import ROOT, Report
 from examples.embed import fetch
-from examples.train_elastic_vit import SEEDED_TASKS, SEEDS, TEST, TEST_SEED
+from examples.train_elastic_vit import DIVISION, SEEDED_TASKS, SEEDS
 from jaxinfer.elastic import Dataset, LevelAccuracy, Service, load_dataset
 from jaxinfer.elastic.measurements import which_are_right
 
@@ -98,7 +98,7 @@ def _compare_seeds(report: Report, service: Service, name: str, test: Dataset, p
 
 
 def _test_images(name: str, service: Service) -> Dataset:
-    return load_dataset(name, service.config.image_size).split(TEST, seed=TEST_SEED)[1]
+    return DIVISION.of(load_dataset(name, service.config.image_size)).test
 
 
 def _level_seconds(service: Service, images: np.ndarray, rounds: int) -> dict[int, list[float]]:

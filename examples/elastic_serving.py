@@ -32,8 +32,6 @@ from jaxinfer.elastic.scheduling.workloads import ARRIVALS, arrivals_at
 from jaxinfer.elastic.service import PLAN_SECONDS
 
 BACKBONE = Path(__file__).parent / "elastic_vit"
-TEST, TEST_SEED = 0.25, 1
-"""The share of images that nothing was trained on, and the seed that draws them (train_elastic_vit.py)."""
 
 
 def serve(
@@ -58,7 +56,7 @@ def serve(
 def main(args: argparse.Namespace) -> None:
     service = Service.from_checkpoint(args.model, merge_levels=args.merge_levels, max_batch=args.max_batch)
     size = service.config.image_size
-    tests = {name: load_dataset(name, size).split(TEST, seed=TEST_SEED)[1] for name in args.tasks}
+    tests = {name: service.task(name).divide(load_dataset(name, size)).test for name in args.tasks}
     measured = measure(service, tests, samples=args.samples)
     print(f"{measured.capacity:,.0f} queries/s at level 0; a batch takes {measured.scale:.2f} of the paper's time.")
     rate = args.load * measured.capacity

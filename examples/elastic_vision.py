@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from jaxinfer.elastic import Dataset, Service, TrainingConfig, load_dataset
+from jaxinfer.elastic import Dataset, Division, Service, TrainingConfig, load_dataset
 
 BACKBONE = Path(__file__).parent / "elastic_vit"
-TEST, TEST_SEED = 0.25, 1
-"""The share of images that the backbone was not trained on, and the seed that draws them (train_elastic_vit.py)."""
+DIVISION = Division(test_share=0.25, test_seed=1)
+"""As in train_elastic_vit.py: the backbone has not seen the images for tests."""
 
 
 def register(service: Service, name: str, dataset: Dataset, args: argparse.Namespace) -> None:
@@ -35,6 +35,7 @@ def register(service: Service, name: str, dataset: Dataset, args: argparse.Names
             name,
             dataset,
             prompts=args.prompts,
+            division=DIVISION,
             training=TrainingConfig(steps=args.steps),
             progress=lambda what, done, total: bar.update(
                 task, description=f"{name}: {what}", completed=done, total=total
@@ -82,9 +83,10 @@ def main(args: argparse.Namespace) -> None:
         )
         tests = {}
         for name in args.tasks:
-            train, tests[name] = load_dataset(name, service.config.image_size).split(TEST, seed=TEST_SEED)
+            dataset = load_dataset(name, service.config.image_size)
             if name not in service.tasks:
-                register(service, name, train, args)
+                register(service, name, dataset, args)
+            tests[name] = service.task(name).divide(dataset).test
         print(f"{service.compiled} programs, none compiled from here on. Right answers to images never seen:")
         Console().print(compare_levels(service, tests))
         # Images of several tasks go through the model together.

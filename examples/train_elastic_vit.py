@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxinfer.elastic import Dataset, Service, TrainingConfig, load_dataset
+from jaxinfer.elastic import Dataset, Division, Service, TrainingConfig, load_dataset
 from jaxinfer.elastic.images import resize_images
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, Pooling, ViTConfig
 from jaxinfer.models.loading import save_model
@@ -53,8 +53,8 @@ def config_of(layers: int, heads: int) -> ViTConfig:
 
 SIZES = {"tiny": config_of(4, 2), "small": config_of(4, 3), "base": config_of(6, 4)}
 """A larger one would not keep up with any load at which levels matter."""
-TEST, TEST_SEED = 0.25, 1
-"""The share of each task's images that nothing is trained on, and the seed that draws them."""
+DIVISION = Division(test_share=0.25, test_seed=1)
+"""Of each task's images: nothing is trained on those for tests."""
 
 TASKS, PROMPTS = ("digits", "mnist", "textures", "faces"), (2, 4, 8)
 SEEDS, SEEDED_TASKS = range(1, 5), ("digits", "mnist")
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
 
 def without_test(name: str, size: int) -> Dataset:
     """The images of a task that may be trained on."""
-    return load_dataset(name, size).split(TEST, seed=TEST_SEED)[0]
+    return load_dataset(name, size).split(DIVISION.test_share, seed=DIVISION.test_seed)[0]
 
 
 def photo_crops(size: int, *, crop: int = 32, stride: int = 16) -> np.ndarray:
@@ -185,8 +185,8 @@ def register_tasks(folder: Path, steps: int, *, prompts: Sequence[int] = PROMPTS
     service = Service.from_checkpoint(folder, merge_levels=None if prompts else ())
     for name in TASKS:
         if name not in service.tasks:
-            dataset = without_test(name, service.config.image_size)
-            service.register_task(name, dataset, prompts=prompts, training=TrainingConfig(steps=steps), progress=say)
+            dataset, training = load_dataset(name, service.config.image_size), TrainingConfig(steps=steps)
+            service.register_task(name, dataset, prompts=prompts, division=DIVISION, training=training, progress=say)
     if not prompts:
         return
     # A few programs are enough to see how much seeds differ.
@@ -195,8 +195,10 @@ def register_tasks(folder: Path, steps: int, *, prompts: Sequence[int] = PROMPTS
         for seed in SEEDS:
             if (seeded := f"{name}-{seed}") not in seeds.tasks:
                 training = TrainingConfig(steps=steps, seed=seed)
-                dataset = without_test(name, seeds.config.image_size)
-                seeds.register_task(seeded, dataset, prompts=PROMPTS[-1:], training=training, progress=say)
+                dataset = load_dataset(name, seeds.config.image_size)
+                seeds.register_task(
+                    seeded, dataset, prompts=PROMPTS[-1:], division=DIVISION, training=training, progress=say
+                )
 
 
 def say(what: str, done: int, total: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.otas.infaas import as_levels, seconds_to_load
 from benchmarks.report import ROOT
-from examples.train_elastic_vit import SIZES, TEST, TEST_SEED
+from examples.train_elastic_vit import SIZES
 from jaxinfer.elastic import Dataset, Service, load_dataset
 from jaxinfer.elastic.measurements import Measurements, measure
 from jaxinfer.elastic.scheduling.policies import POLICIES, ModelSwitching, Policy, make_policy
@@ -103,7 +103,7 @@ def measure_setting() -> Setting:
     """Time batches and loads, and classify all test images, at all levels and with all models."""
     service = Service.from_checkpoint(BACKBONE)
     size = service.config.image_size
-    tests = {name: load_dataset(name, size).split(TEST, seed=TEST_SEED)[1] for name in TASKS}
+    tests = {name: service.task(name).divide(load_dataset(name, size)).test for name in TASKS}
     levels = measure(service, tests)
     found, load_seconds = [], {}
     for index, name in enumerate(SIZES):

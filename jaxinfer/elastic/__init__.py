@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxinfer.elastic.answers import Answer, Classification
     from jaxinfer.elastic.datasets import (
         Dataset,
+        Division,
         load_cifar,
         load_dataset,
         load_digits,
@@ -47,6 +48,7 @@ _MODULES = {
     "elastic.answers": ("Answer", "Classification"),
     "elastic.datasets": (
         "Dataset",
+        "Division",
         "load_cifar",
         "load_dataset",
         "load_digits",
@@ -78,6 +80,7 @@ __all__ = [
     "Answer",
     "Classification",
     "Dataset",
+    "Division",
     "ElasticError",
     "InvalidImageError",
     "Latency",

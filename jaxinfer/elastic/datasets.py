@@ -4,13 +4,15 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from jaxinfer.elastic.errors import InvalidImageError
 from jaxinfer.elastic.images import INSTALL, load_image, resize_images
 
+VALIDATION = 0.2
+"""The share of a task's images that accuracy is measured on, rather than trained on (OTAS, section V)."""
 IMAGE_SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 
@@ -72,6 +74,46 @@ class Dataset:
             count = min(max(1, round(share * len(of_class))), len(of_class) - 1)
             chosen[of_class[:count]] = True
         return self.take(np.flatnonzero(~chosen)), self.take(np.flatnonzero(chosen))
+
+
+class Parts(NamedTuple):
+    """Of a task's data set.
+
+    Attributes:
+      training: what its head and prompts are trained on.
+      validation: what accuracy is measured on, by which levels are chosen.
+      test: for tests of what is served.
+    """
+
+    training: Dataset
+    validation: Dataset
+    test: Dataset
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a task's data set is divided, always in the same way.
+
+    Attributes:
+      test_share: of each class, for tests alone; 0: nothing is, and what accuracy is measured on is the test, too.
+      test_seed: draws it.
+    Raises InvalidImageError for a share that is not in [0, 1).
+    """
+
+    test_share: float = 0.0
+    test_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.test_share < 1:
+            raise InvalidImageError(f"Division.test_share must be in [0, 1), got {self.test_share}.")
+
+    def of(self, dataset: Dataset) -> Parts:
+        """The parts of a data set."""
+        test = None
+        if self.test_share:
+            dataset, test = dataset.split(self.test_share, seed=self.test_seed)
+        training, validation = dataset.split(VALIDATION)
+        return Parts(training, validation, validation if test is None else test)
 
 
 def load_digits(size: int) -> Dataset:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from jaxinfer.compiled import Costs, ExecutableStore
 from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
 from jaxinfer.elastic.answers import Answer, Classification
-from jaxinfer.elastic.datasets import Dataset
+from jaxinfer.elastic.datasets import Dataset, Division
 from jaxinfer.elastic.driver import Driver, Statistics
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, ShutdownError, UnknownTaskError
 from jaxinfer.elastic.images import check_images
@@ -40,9 +40,6 @@ from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAda
 from jaxinfer.streaming.config import parse_bytes
 
 log = logging.getLogger(__name__)
-
-VALIDATION = 0.2
-"""The share of a task's images that accuracy is measured on, rather than trained on (OTAS, section V)."""
 
 _TaskOrTasks = Annotated[str | list[str], Meta(description="the name of a task, or one for each image")]
 
@@ -380,6 +377,7 @@ class Service:
         dataset: Dataset,
         *,
         prompts: Sequence[int] = (),
+        division: Division | None = None,
         validation: Dataset | None = None,
         training: TrainingConfig | None = None,
         new_version: bool = False,
@@ -391,7 +389,9 @@ class Service:
           name: of the task.
           dataset: its images and labels.
           prompts: numbers of prompts, each a level > 0.
-          validation: images that accuracy is measured on, of classes of the same names; None: a fifth of the data set.
+          division: how the data set is divided, which is kept with the task; None: a fifth is for validation.
+          validation: images that accuracy is measured on, of classes of the same names; all of the data set is then
+            trained on. None: a part of the data set.
           training: how prompts are trained.
           new_version: whether it takes the place of a task of this name, which else is an error.
           progress: see `Progress`.
@@ -404,7 +404,10 @@ class Service:
                 raise LevelError(f"prompts must be >= 1, got {wrong}.")
             self._programs.check_room(name, dataset.names)
             if validation is None:
-                dataset, validation = dataset.split(VALIDATION)
+                division = division or Division()
+                dataset, validation, _ = division.of(dataset)
+            elif division is not None:
+                raise ElasticError("register_task: give validation images, or a division of the data set, not both.")
             validation = self._checked_validation(validation, dataset.names)
             training = training or TrainingConfig()
             progress("head", 0, 1)
@@ -431,6 +434,7 @@ class Service:
                 heads=heads,
                 prompts=learnt,
                 accuracy={},
+                division=division,
                 version=version,
             )
             return self._install(task, validation, progress)

@@ -12,6 +12,7 @@ import numpy as np
 import checkpoints
 from checkpoints import CheckpointError
 from jaxinfer.elastic.accuracy import LevelAccuracy
+from jaxinfer.elastic.datasets import Dataset, Division, Parts
 from jaxinfer.elastic.errors import ElasticError, TaskExistsError, UnknownTaskError
 from jaxinfer.models.token_adaptation import PromptMode
 
@@ -46,6 +47,7 @@ class Task:
       prompts: by number P of prompts, those of each layer, float32 [layers, P, D].
       accuracy: on the validation images, by what ran (`profiling.what_runs`): a level that is run in another way, or
         with weights in another format, has an accuracy of its own.
+      division: how its data set was divided; None: all of that was trained on, or it is not known.
       version: counted from 1.
     Raises ElasticError if a head does not fit the labels, or what was trained is not finite.
     """
@@ -57,7 +59,17 @@ class Task:
     heads: Mapping[int, Head]
     prompts: Mapping[int, np.ndarray]
     accuracy: Mapping[str, LevelAccuracy]
+    division: Division | None = None
     version: int = 1
+
+    def divide(self, dataset: Dataset) -> Parts:
+        """The parts of its data set. Raises ElasticError if it is not known how that was divided."""
+        if self.division is None:
+            raise ElasticError(
+                f"task {self.name!r}: which images of its data set it was not trained on is not known; register it "
+                "again without validation images."
+            )
+        return self.division.of(dataset)
 
     def __post_init__(self) -> None:
         for n, head in self.heads.items():
@@ -81,6 +93,7 @@ class _TaskFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     backbone: str
     prompt_mode: PromptMode
     accuracy: dict[str, LevelAccuracy]
+    division: Division | None = None
 
 
 def check_name(name: str) -> None:
@@ -130,6 +143,7 @@ class TaskRepository:
             heads={n: Head(leaves[f"heads.{n}.kernel"], leaves[f"heads.{n}.bias"]) for n in sorted(heads)},
             prompts={int(n.split(".")[1]): leaves[n] for n in sorted(leaves) if n.startswith("prompts.")},
             accuracy={found.adaptation: found for found in described.accuracy.values()},
+            division=described.division,
             version=versions[-1],
         )
 
@@ -154,6 +168,7 @@ class TaskRepository:
             backbone=task.backbone,
             prompt_mode=task.prompt_mode,
             accuracy=dict(task.accuracy),
+            division=task.division,
         )
         checkpoints.save(
             self.folder / task.name / f"v{task.version}",

@@ -61,7 +61,7 @@ def test_serve_simulate_report(folders, tmp_path):
     options = ("--repository", tasks, "--max-batch", 1)
     assert run("simulate", folders / "vit", *options).output.startswith("error: ")  # there are no tasks
     given = (folders / "vit", "--data", folders / "images", "--steps", 20, "--task", "stripes", *options)
-    assert run("register", *given).exit_code == 0
+    assert run("register", *given, "--test-share", 0.25).exit_code == 0
     common = (folders / "vit", *options, *data, "--seconds", 0.3, "--arrivals", "poisson", "--out", runs)
     simulated = run("simulate", *common, "--policy", "elastic", "--policy", "level-2")
     assert simulated.exit_code == 0, simulated.output

@@ -19,6 +19,7 @@ from jaxinfer.compiled import Costs
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.elastic import (
     Dataset,
+    Division,
     ElasticError,
     InvalidImageError,
     LevelError,
@@ -30,9 +31,11 @@ from jaxinfer.elastic import (
     TrainingConfig,
     UnknownTaskError,
 )
+from jaxinfer.elastic import service as service_module
 from jaxinfer.elastic.latency import NEWEST, LatencyProfile
 from jaxinfer.elastic.programs import PROGRAM
 from jaxinfer.elastic.scheduling.policies import FixedLevel
+from jaxinfer.elastic.training import fit_head
 from jaxinfer.models.loading import load_model
 from tests.elastic.vits import CONFIG, SIZE, logits, save_vit, stripes, tiny_vit
 
@@ -207,6 +210,26 @@ def test_registering(empty, vit, options):
     np.testing.assert_array_equal(
         again.classify(image, "a")[0].probabilities, empty.classify(image, "a")[0].probabilities
     )
+
+
+def test_what_a_task_was_not_trained_on_is_kept_with_it(vit, empty, monkeypatch):
+    dataset, division, trained = stripes(80), Division(test_share=0.5, test_seed=2), []
+
+    def counted(features, labels, *args, **options):
+        trained.append(len(labels))
+        return fit_head(features, labels, *args, **options)
+
+    monkeypatch.setattr(service_module, "fit_head", counted)
+    empty.register_task("a", dataset, division=division, training=QUICK)
+    assert trained == [len(division.of(dataset).training)]
+    again = Service.from_checkpoint(vit, repository=empty._repository.folder, merge_levels=(-4,), max_batch=2)
+    np.testing.assert_array_equal(again.task("a").divide(dataset).test.images, division.of(dataset).test.images)
+    validation = stripes(20, seed=9)
+    with pytest.raises(ElasticError, match="give validation images, or a division of the data set, not both"):
+        empty.register_task("b", dataset, division=division, validation=validation)
+    unknown = empty.register_task("b", dataset, validation=validation, training=QUICK)
+    with pytest.raises(ElasticError, match="task 'b': which images of its data set it was not trained on is not known"):
+        unknown.divide(dataset)
 
 
 def test_a_failure_while_registering_changes_nothing(empty, monkeypatch):

@@ -63,6 +63,10 @@ def register(
     task: TaskOption,
     data: DataOption,
     prompts: Annotated[str, typer.Option(help="Numbers of prompts, each a level, such as 2,4,8.")] = "",
+    test_share: Annotated[
+        float,
+        typer.Option(help="Of each class's images, for tests alone: nothing is trained or profiled on them."),
+    ] = 0.0,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each number of prompts.")] = 600,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn in training.")] = 0,
     new_version: Annotated[bool, typer.Option("--new-version", help="Replace a task of this name.")] = False,
@@ -73,7 +77,7 @@ def register(
     """Train a task's head and prompts, profile it at all levels, and keep it in the repository."""
     from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.elastic.tables import levels_table
-    from jaxinfer.elastic import Service, TrainingConfig, load_dataset
+    from jaxinfer.elastic import Division, Service, TrainingConfig, load_dataset
 
     counts = _numbers("--prompts", prompts)
     with show_progress() as progress:
@@ -83,6 +87,7 @@ def register(
             task,
             dataset,
             prompts=counts,
+            division=Division(test_share=test_share),
             training=TrainingConfig(steps=steps, seed=seed),
             new_version=new_version,
             progress=progress,
@@ -97,7 +102,7 @@ def profile(
     task: TaskOption,
     data: Annotated[
         str | None,
-        typer.Option(help="As of `register`: measure all again, on a fifth of its images.", show_default=False),
+        typer.Option(help="As of `register`: measure all again, on the images for validation.", show_default=False),
     ] = None,
     repository: RepositoryOption = None,
     prompt_mode: PromptModeOption = "replace",
@@ -107,14 +112,13 @@ def profile(
     from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.elastic.tables import levels_table
     from jaxinfer.elastic import Service, load_dataset
-    from jaxinfer.elastic.service import VALIDATION
 
     with show_progress() as progress:
         service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
-        service.task(task)
+        found = service.task(task)
         if data is not None:
-            validation = load_dataset(data, service.config.image_size).split(VALIDATION)[1]
-            service.profile(task, validation, progress=progress)
+            parts = found.divide(load_dataset(data, service.config.image_size))
+            service.profile(task, parts.validation, progress=progress)
         else:
             service.measure_latency(progress=progress)
     show(levels_table(service, task))

@@ -20,7 +20,7 @@ from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.elastic.scheduling.simulator import Served
 from jaxinfer.elastic.scheduling.workloads import ARRIVALS, arrivals_at, burstiness, read_trace, write_trace
-from jaxinfer.elastic.service import PLAN_SECONDS, VALIDATION
+from jaxinfer.elastic.service import PLAN_SECONDS
 
 SAMPLES = 10
 """Batches of each level and size that are timed."""
@@ -97,8 +97,7 @@ def prepare(model: Path, tasks: Sequence[str], data: Sequence[str], options: Map
     for name in (*tasks, *sources):
         service.task(name)
     tests = {
-        # The fifth that `register` does not train on.
-        name: load_dataset(sources.get(name, name), service.config.image_size).split(VALIDATION)[1]
+        name: service.task(name).divide(load_dataset(sources.get(name, name), service.config.image_size)).test
         for name in (tasks or service.tasks)
     }
     with show_progress() as progress:
