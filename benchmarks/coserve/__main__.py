@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, two tasks, fewer points")
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the figures into this folder")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/jaxinfer-coserve"), help="of real experts: 14 GB")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/jaxinfer-coserve"), help="of real experts: 28 GB")
     parser.add_argument("--rounds", type=int, default=3, help="of all real systems in turn (default: %(default)s)")
     parser.add_argument(
         "--ratios",

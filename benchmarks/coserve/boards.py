@@ -43,17 +43,22 @@ def following() -> dict[str, str]:
     return {name: detectors[place % DETECTORS] for place, name in enumerate(classifiers[5::10])}
 
 
-def make_experts(folder: Path) -> None:
-    """Write the experts that are not there yet; they take images of any size."""
+def experts_folder(folder: Path, pixels: int) -> Path:
+    """Where the experts for images of a size are: a model resizes images to its own."""
+    return folder / f"experts-{pixels}"
+
+
+def make_experts(folder: Path, pixels: int) -> None:
+    """Write the experts that are not there yet."""
     classifiers, detectors = names()
     for seed, name in enumerate([*classifiers, *detectors]):
-        path = folder / "experts" / name
+        path = experts_folder(folder, pixels) / name
         if path.exists():
             continue
-        print(f"making {path.name} ({seed + 1} of {TYPES + DETECTORS})", flush=True)
+        print(f"making {path.name} ({seed + 1} of {TYPES + DETECTORS}, {pixels} pixels)", flush=True)
         rngs = nnx.Rngs(seed)
         if name in classifiers:
-            cfg = vision_preset("resnet101", labels=LABELS)
+            cfg = vision_preset("resnet101", labels=LABELS, image_size=pixels)
             assert isinstance(cfg, ResNetConfig)
             model = ResNet(cfg, WeightFormat(), rngs=rngs)
             assert model.head.bias is not None
@@ -61,7 +66,7 @@ def make_experts(folder: Path) -> None:
             model.head.bias[...] = jnp.array([10.0, -10.0])
             save_model(path, model, family="resnet")
         else:
-            cfg = vision_preset("yolov5m", labels=LABELS)
+            cfg = vision_preset("yolov5m", labels=LABELS, image_size=pixels)
             assert isinstance(cfg, YoloConfig)
             save_model(path, Yolo(cfg, WeightFormat(), rngs=rngs), family="yolov5")
 
@@ -69,12 +74,9 @@ def make_experts(folder: Path) -> None:
 def config(folder: Path, options: dict[str, Any]) -> SystemConfig:
     """The system of a run, whose memory is counted in experts; options as of `run_system`."""
     classifiers, detectors = names()
-    weights, size = [1 / (place + 20) for place in range(TYPES)], (options["pixels"], options["pixels"])
+    weights, experts = [1 / (place + 20) for place in range(TYPES)], experts_folder(folder, options["pixels"])
     return SystemConfig(
-        experts=tuple(
-            ExpertConfig(name=name, checkpoint=folder / "experts" / name, image_size=size)
-            for name in [*classifiers, *detectors]
-        ),
+        experts=tuple(ExpertConfig(name=name, checkpoint=experts / name) for name in [*classifiers, *detectors]),
         inputs=tuple(
             InputKind(name=name, expert=name, share=weight / sum(weights))
             for name, weight in zip(classifiers, weights, strict=True)

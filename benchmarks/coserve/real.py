@@ -142,7 +142,8 @@ def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: S
       ratios: others of loading to execution, of which ours and the baselines that group run once.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    make_experts(folder)
+    for setting in (LOAD_BOUND, AS_IT_IS):
+        make_experts(folder, setting.pixels)
     runs = Runs(folder, quick=quick)
     slow, fast = runs.rounds(LOAD_BOUND, rounds), runs.rounds(AS_IT_IS, rounds)
     others = {setting: runs.rounds(setting, 1) for setting in map(other_ratio, ratios)}

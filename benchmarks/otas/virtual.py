@@ -20,7 +20,7 @@ from jaxinfer.elastic.scheduling.simulator import Served
 from jaxinfer.elastic.scheduling.workloads import burstiness
 
 OURS = "elastic"
-SWINGING = Cell("swinging", (LOW + HIGH) / 2)
+SWINGING = Cell("swinging", round((LOW + HIGH) / 2, 3))
 BURSTY = Cell("bursty", 0.8)
 FAR = Cell("wandering", 1.1, FAR_DEADLINES)
 CELLS = (

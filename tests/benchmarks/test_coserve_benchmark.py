@@ -106,7 +106,7 @@ def add_real(report, **options):
             return given(asked["mode"], setting, **options)
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real, "make_experts", lambda folder: None)
+        patch.setattr(real, "make_experts", lambda folder, pixels: None)
         patch.setattr(real, "Runs", Known)
         real.measure(report, Path(folder), quick=True, rounds=2, ratios=[20.0])
 
