@@ -80,7 +80,7 @@ class Statistics:
       utility: of the queries that were answered in time, whether rightly or not.
       levels: queries answered at each level.
       batches: how many ran.
-      planning_seconds: of the controller's decisions, all together.
+      planning_seconds: of the controller: putting queries into batches, and choosing what runs.
       fallbacks: how many of them a simpler rule has taken, since planning took too long.
     """
 
@@ -266,8 +266,10 @@ class Driver:
                 self._changed.wait_for(
                     lambda: in_flight.results.done() or (self._closed and not self._drain), timeout=pause
                 )
+            begun = self._clock()
             while self._inbox:
                 self._controller.submit(self._inbox.popleft())
+            self.statistics.planning_seconds += self._clock() - begun
             if self._withdrawn:
                 self._controller.withdraw(self._withdrawn)
                 self._withdrawn = set()

@@ -28,6 +28,7 @@ from jaxinfer.elastic.driver import Driver
 from jaxinfer.elastic.errors import OverloadedError, ShedError, ShutdownError
 from jaxinfer.elastic.latency import NEWEST
 from jaxinfer.elastic.runner import LevelRunner
+from jaxinfer.elastic.scheduling.controller import Controller
 from jaxinfer.elastic.scheduling.policies import Elastic, FixedLevel
 from tests.elastic.serving import profile
 from tests.elastic.vits import stripes
@@ -288,6 +289,20 @@ def test_a_batch_ends_when_it_ends_whatever_the_planner_does():
     policy.may.release()
     assert [future.result(10).compute_seconds for future in (first, second)] == device.observed == [0.0, 0.0]
     assert (first.result().in_time, second.result().queue_seconds) == (True, 100.0)
+    driver.close()
+
+
+def test_putting_queries_into_batches_counts_as_planning(monkeypatch):
+    device, clock, submit = Device(scale=0.1), Clock(), Controller.submit
+
+    def takes_a_second(self, query):
+        clock.now += 1.0
+        submit(self, query)
+
+    monkeypatch.setattr(Controller, "submit", takes_a_second)
+    driver = Driver(device, Elastic(device.profile), max_waiting=10, clock=clock)
+    assert ask(driver, "one", latency=1000.0).result(10).label == "one"
+    assert driver.statistics.planning_seconds == 1.0
     driver.close()
 
 
