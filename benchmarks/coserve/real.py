@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coserve.boards import EXPERT_BYTES, inputs_of, make_experts
+from benchmarks.coserve.tables import BASELINES, GROUPING
 from benchmarks.report import ROOT, Report
 from jaxinfer.collaboration.scheduling.bounds import compulsory_loads
 
-BASELINES = ("samba", "fifo", "parallel")
-"""The paper's: none groups requests by expert."""
-GROUPING = ("samba_grouping", "parallel_grouping")
-"""The same with what servers do that swap models: requests for one expert are collected and run in batches."""
 OURS = "best"
 POOL, HOST = 8, 4
 """Experts in pools and in the host cache: the paper's shape at a third of its size."""
@@ -220,6 +217,7 @@ def _check_gains(report: Report, slow: Rounds, fast: Rounds) -> None:
 
 
 def _check_simulator(report: Report, runs: list[dict[str, Any]]) -> None:
+    """The simulator's throughput and loads, with the costs that each run has seen, against the run's."""
     errors = [abs(run["predicted"]["throughput"] / run["throughput"] - 1) for run in runs]
     report.check("simulator_error", statistics.median(errors), "of throughput, median", target=0.1, better="lower")
     report.check("simulator_error_max", max(errors), "of throughput, all runs", target=0.15, better="lower")

@@ -19,6 +19,7 @@ from benchmarks.coserve.machines import (
     largest_pool,
     system,
 )
+from benchmarks.coserve.tables import BASELINES, GROUPING
 from benchmarks.coserve.workload import TASKS, Task, make_task
 from benchmarks.report import Report
 from jaxinfer.collaboration.scheduling.bounds import compulsory_loads
@@ -26,8 +27,6 @@ from jaxinfer.collaboration.scheduling.memory_search import MemoryChoice, search
 from jaxinfer.collaboration.scheduling.policy import POLICIES, Policy
 from jaxinfer.collaboration.simulator import Simulator
 
-BASELINES = ("samba", "fifo", "parallel")
-GROUPING = ("samba_grouping", "parallel_grouping")
 ABLATION = ("none", "em", "em_ra", "paper")
 SWEEP = (10, 15, 20, 25, 28, 32, 35, 39, 42, 45, 48)
 """ResNet101 experts in the GPU executors' pools."""

@@ -5,6 +5,10 @@ from typing import Any
 
 from benchmarks.readme import table
 
+BASELINES = ("samba", "fifo", "parallel")
+"""The paper's: none groups requests by expert."""
+GROUPING = ("samba_grouping", "parallel_grouping")
+"""The same with what servers do that swap models: requests for one expert are collected and run in batches."""
 QUANTILES = ("p50_ms", "p99_ms", "p99.9_ms", "max_ms")
 REAL = ("throughput", "predicted_throughput", "loads_disk", "loads_host", "resident_gb")
 Rows = Sequence[Mapping[str, Any]]

@@ -375,6 +375,26 @@ def test_a_deadline_goes_first_where_that_helps(by_deadline, deadline, order):
     assert ran == order
 
 
+def test_urgent_requests_do_not_hold_up_others_for_ever():
+    """ "b" has no deadline; what is urgent and came more than 10 s after it has to wait for it."""
+    for arrival, order in ((9.0, "cb"), (11.0, "bc")):
+        system = scheduler("abcd", gpu(1), policy=policy_of("paper", by_deadline=True, max_age=10.0))
+        system.submit(request(0, "b", 0.0), 0.0)
+        system.submit(request(1, "c", arrival, deadline=arrival + 20.0), arrival)
+        assert system.poll(arrival)[0].expert == order[0]
+
+
+def test_far_deadlines_of_what_has_ended_are_forgotten():
+    system = scheduler("a", gpu(1))
+    for number in range(1000):
+        system.submit(request(number, "a", number, deadline=1e30), number)
+        (batch,) = system.poll(number)
+        system.executed(batch, number)
+    assert len(system._deadlines) < 200
+    system.submit(request(2000, "a", 1000.0, deadline=1e3), 1000.0)
+    assert system.next_deadline == 1e3
+
+
 def test_a_cold_expert_does_not_wait_behind_a_stream_of_hot_ones():
     """With more of "a" than can run, "b", which has to be loaded, lets those of 10 s go before it, and no more."""
     system = scheduler("ab", gpu(1), policy="best", costs=profiles(dataclasses.replace(GPU, max_batch=1)))

@@ -78,7 +78,7 @@ class ExpertManager:
         """The experts that each pool has at the start, by the pool's index; they count as loaded from now on."""
         others = [self.graph.experts[name] for name in self.graph.by_usage if name not in self._homes]
         free = [pool.budget - self._pinned[pool.index] for pool in self.pools]
-        placed = place(others, free, lambda expert, pool: self._serving(expert, pool))
+        placed = place(others, free, self._serving)
         for pool, names in zip(self.pools, placed, strict=True):
             names[:0] = [name for name, home in self._homes.items() if home == pool.index]
             for name in reversed(names):  # the most used one counts as the one used last

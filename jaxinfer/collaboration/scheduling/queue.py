@@ -103,6 +103,9 @@ class ExecutorQueue:
         """Whether a request may run before one that came earlier: it must not have waited too much longer."""
         return self._max_age is None or request.arrival - other.arrival <= self._max_age
 
+    def __contains__(self, request: object) -> bool:
+        return request in self._of
+
     def __iter__(self) -> Iterator[Request]:
         return (request for group in self._groups for request in group.requests)
 

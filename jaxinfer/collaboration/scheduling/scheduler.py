@@ -31,6 +31,8 @@ MAX_PADDING = 0.25
 FIRST_BACK_OFF = 1.0
 """Seconds before an expert that could not be loaded is tried again; each further failure doubles them."""
 MAX_BACK_OFF = 60.0
+FEW_DEADLINES = 64
+"""Deadlines of requests that have begun, of which so many are kept whatever waits."""
 LIMITED = 60.0
 """Seconds for which a pool keeps to less memory, after a load has found less than was given."""
 
@@ -114,7 +116,7 @@ class Scheduler:
             )
         index = self._assign(request, expert, now)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, next(self._count), request))
+            self._note_deadline(request, request.deadline)
         return index
 
     def loaded(self, load: Load, now: float, error: Exception | None = None) -> list[Failure]:
@@ -259,13 +261,10 @@ class Scheduler:
         queue, first = executor.queue, executor.queue.first()
         if first is None:
             return None
-        if self.policy.by_deadline and self._deadlines and (urgent := self._urgent(executor, now)):
-            return urgent
-        if not self.policy.resident_first or executor.pool.is_ready(first.expert):
-            return first
-        ready = (group for group in queue.groups() if executor.pool.is_ready(group.expert))
-        found = next(ready, first)
-        return found if queue.may_overtake(found.first, first.first) else first
+        found = self._urgent(executor, now) if self.policy.by_deadline and self._deadlines else None
+        if found is None and self.policy.resident_first and not executor.pool.is_ready(first.expert):
+            found = next((group for group in queue.groups() if executor.pool.is_ready(group.expert)), None)
+        return found if found is not None and queue.may_overtake(found.first, first.first) else first
 
     def _urgent(self, executor: ExecutorState, now: float) -> Group | None:
         """Of the groups whose deadlines pass unless they go before others, and can be kept, that with the earliest."""
@@ -278,6 +277,17 @@ class Scheduler:
                     found, earliest = group, request.deadline
             before += group.latency
         return found
+
+    def _note_deadline(self, request: Request, deadline: float) -> None:
+        if len(self._deadlines) > 2 * self.queued + FEW_DEADLINES:  # most are of requests that have begun
+            self._deadlines = [entry for entry in self._deadlines if self._waits(entry[-1])]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, next(self._count), request))
+
+    def _waits(self, request: Request) -> bool:
+        return any(
+            request in x.queue or (x.batch and not x.executing and request in x.batch.requests) for x in self.executors
+        )
 
     def _expire(self, now: float) -> list[Failure]:
         """End the requests whose deadlines have passed before they began."""

@@ -242,7 +242,7 @@ PAPER_RATES = (
 )
 """Table I: from which rate on, as a multiple of the paper's capacity at level 0 (580 a second), which level."""
 UTILISATION = 0.8
-"""Of what a level can serve, how much Table I has it serve: 520 of 700 a second (Fig. 4b) at level -5, and so on."""
+"""How much of its throughput a level is given. Table I: 0.61 (level -10) to 1.0 (-15) of Fig. 4b's."""
 
 
 class Paper(_ByProfile):
