@@ -263,11 +263,13 @@ class Executors:
             match action:
                 case Load():
                     begin = functools.partial(self._note_begin, action)
-                    self._loads[action.executor].put((action, self._loader.prepare(action, begin)))
+                    copied = functools.partial(self._note_copy, action.executor)
+                    self._loads[action.executor].put((action, self._loader.prepare(action, begin, copied)))
                 case Batch():
                     self._batches[action.executor].put(action)
                 case Evict():  # before its batch; not here: it may wait for other evictions
-                    leave = self._loader.note(action.pool, action.evictions, action.dropped)
+                    copied = functools.partial(self._note_copy, action.executor)
+                    leave = self._loader.note(action.pool, action.evictions, action.dropped, copied)
                     self._batches[action.executor].put(leave)
                 case Failure():
                     self._end([action])
@@ -321,13 +323,17 @@ class Executors:
             now = self._clock()
             self.times.loading += now - begun
             if (alone := self._load_times.end(load, now)) is not None and error is None:
-                self._profiles.note_load(self._cost_key(load), load.tier, alone)
+                self._profiles.note_load(self._cost_key(load.executor, load.expert), load.tier, alone)
             self._end(self._manage(self.scheduler.loaded, load, now, error))
             self._begin(now)
 
     def _note_begin(self, load: Load) -> None:
         with self._lock:
             self._load_times.begin(load, self._clock())
+
+    def _note_copy(self, index: int, expert: str, seconds: float) -> None:
+        with self._lock:
+            self._profiles.note_eviction(self._cost_key(index, expert), seconds)
 
     def _die(self, index: int) -> None:
         """A thread of an executor ends by an error that is nobody's: others do its work."""
@@ -358,7 +364,7 @@ class Executors:
             now = self._clock()
             self.times.running += now - begun
             if error is None:
-                self._profiles.note_batch(self._cost_key(batch), len(batch.requests), now - begun)
+                self._profiles.note_batch(self._cost_key(index, batch.expert), len(batch.requests), now - begun)
             self._end(self._manage(self.scheduler.executed, batch, now, error))
             for request, judgement in zip(batch.requests if not error else (), judgements, strict=True):
                 stage = Stage(
@@ -372,10 +378,9 @@ class Executors:
                 self._follow(request, stage, now)
             self._begin(now)
 
-    def _cost_key(self, action: Load | Batch) -> tuple[str, str]:
-        """Which profile says what it costs."""
-        config = self.scheduler.executors[action.executor].config
-        return self.scheduler.graph.experts[action.expert].architecture, config.processor
+    def _cost_key(self, index: int, expert: str) -> tuple[str, str]:
+        """Which profile says what an expert costs on an executor."""
+        return self.scheduler.graph.experts[expert].architecture, self.scheduler.executors[index].config.processor
 
     def _judge(self, index: int, batch: Batch) -> Sequence[Judgement]:
         """The answers of a batch; if the device has too little memory, of its halves."""

@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -71,6 +72,8 @@ def file_bytes(architecture: Architecture) -> int:
 
 type _HostCopy = Future[list[jax.Array] | None]
 """An expert's copy in the host's memory, which is being made or there; None: it could not be made."""
+type OnCopied = Callable[[str, float], None]
+"""Called with an expert that was copied to the host's memory, and the seconds that this took."""
 
 
 class ExpertLoader:
@@ -107,13 +110,16 @@ class ExpertLoader:
         """Which disk an expert is read from, as the system numbers them, and how. Raises LoadError."""
         return f"{os.stat(_base(self._find(name).opened)).st_dev}, {self._preadv!r}"
 
-    def prepare(self, load: Load, on_begin: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    def prepare(
+        self, load: Load, on_begin: Callable[[], None] = lambda: None, on_copied: OnCopied = lambda name, seconds: None
+    ) -> Callable[[], None]:
         """Note what a load will change, in the order of the scheduler's decisions; returns what does it.
 
         on_begin: called when those that make room have left.
+        on_copied: as of `note`.
         Copies on the host are known from here on, so that a later load from there waits for the one that makes them.
         """
-        changes = self.note(load.pool, load.evictions, load.dropped)
+        changes = self.note(load.pool, load.evictions, load.dropped, on_copied)
         with self._lock:
             source = self._host.pop(load.expert, None) if load.tier == "host" and load.source is None else None
 
@@ -124,11 +130,20 @@ class ExpertLoader:
 
         return run
 
-    def note(self, pool: int, evictions: Sequence[Eviction], dropped: Sequence[str]) -> Callable[[], None]:
-        """The same for experts that leave a pool, or the host's memory."""
+    def note(
+        self,
+        pool: int,
+        evictions: Sequence[Eviction],
+        dropped: Sequence[str],
+        on_copied: OnCopied = lambda name, seconds: None,
+    ) -> Callable[[], None]:
+        """The same for experts that leave a pool, or the host's memory.
+
+        on_copied: called with each expert that was copied to the host's memory, and the seconds that this took.
+        """
         with self._lock:
             copies = {x.expert: Future[list[jax.Array] | None]() if x.to_host else None for x in evictions}
-            leaving = [(self._resident.pop((pool, name)), copy) for name, copy in copies.items()]
+            leaving = [(name, self._resident.pop((pool, name)), copy) for name, copy in copies.items()]
             self._host |= {name: copy for name, copy in copies.items() if copy is not None}
             gone = [copy for name in dropped if (copy := self._host.pop(name, None))]
             before, done = self._left.get(pool), Future[None]()
@@ -138,14 +153,16 @@ class ExpertLoader:
             if before is not None:
                 before.result()  # of a pool that executors share, memory is given back in the order of the decisions
             try:
-                for fetch, copy in leaving:
-                    if copy is not None:
-                        copy.set_result(_to_host(fetch))
+                for name, fetch, copy in leaving:
+                    begun = time.perf_counter()
+                    if copy is not None and (copied := _to_host(fetch)) is not None:
+                        copy.set_result(copied)
+                        on_copied(name, time.perf_counter() - begun)
                     fetch.release()
                 for copy in gone:
                     _delete(copy.result())
             finally:  # whatever happened, nobody waits for it for ever
-                for _, copy in leaving:
+                for _, _, copy in leaving:
                     if copy is not None and not copy.done():
                         copy.set_result(None)
                 done.set_result(None)

@@ -69,14 +69,16 @@ class Profile:
         padded = self.padded(batch)
         return self.latency.get(padded, self.k * padded + self.b)
 
-    def scaled(self, batch: float, load: Mapping[Tier, float]) -> "Profile":
-        """The same where batches, and loads from each tier, take so many times as long."""
+    def scaled(self, factors: Mapping[str, float]) -> "Profile":
+        """The same where a "batch", an "evict", or a load from a tier takes so many times as long; others as before."""
+        batch = factors.get("batch", 1.0)
         return dataclasses.replace(
             self,
             k=self.k * batch,
             b=self.b * batch,
             latency={size: seconds * batch for size, seconds in self.latency.items()},
-            load={tier: seconds * load[tier] for tier, seconds in self.load.items()},
+            load={tier: seconds * factors.get(tier, 1.0) for tier, seconds in self.load.items()},
+            evict=self.evict * factors.get("evict", 1.0),
         )
 
     def activations(self, batch: int) -> int:

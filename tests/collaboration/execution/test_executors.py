@@ -399,6 +399,15 @@ def test_a_load_that_ends_by_what_is_no_error(board, start, monkeypatch):
 # Memory that experts give to batches
 
 
+def test_what_copies_to_the_host_cost_follows_what_they_take(start):
+    """They were measured to cost a fraction of what they do."""
+    costs = dataclasses.replace(COSTS, load={"disk": 1e-5, "host": 1e-9}, evict=1e-9)
+    system = start("c0", "c1", slots=1, host=1, costs=costs)
+    for turn in range(40):
+        system.submit(f"c{turn % 2}", image(0)).result(SECONDS)
+    assert system.profiles[system.experts["c0"].architecture.name, "cpu"].evict > 1e-5
+
+
 @pytest.mark.parametrize("mode", ["best", "paper"])
 def test_experts_make_room_for_batches(board, start, mode):
     """Evictions for a batch may wait for a load's; nothing waits for itself."""

@@ -138,6 +138,16 @@ def test_a_load_from_the_host_waits_for_the_copy(board, is_right):
     loader.close()
 
 
+def test_copies_to_the_host_are_timed(board):
+    loader, seen = make(board), []
+    load(loader, "c0")
+    load(loader, "c1")
+    left = Eviction(expert="c0", to_host=True), Eviction(expert="c1", to_host=False)
+    loader.note(0, left, (), lambda name, seconds: seen.append((name, seconds > 0)))()
+    assert seen == [("c0", True)]
+    loader.close()
+
+
 def test_evictions_of_a_pool_keep_their_order(board):
     loader, ended = make(board), []
     load(loader, "c0")
