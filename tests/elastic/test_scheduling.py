@@ -320,6 +320,15 @@ def test_batches_by_worth_earn_more_and_answer_as_many():
     assert by_worth.share(Outcome.CORRECT) > usual.share(Outcome.CORRECT) - 0.01
 
 
+@pytest.mark.parametrize(("load", "least"), [(1.6, 0.99), (1.8, 1.015)])
+def test_plans_leave_time_for_queries_to_come(load, least):
+    """Where more come than can be answered and all are worth the same, a fixed low level is hard to beat."""
+    kinds = [dataclasses.replace(kind, utility=1.0) for kind in table_ii(TASKS)]
+    given = make_queries(wandering_arrivals(load * PROFILE.capacity(), 15, seed=0), kinds, seed=0)
+    ours, fixed = (simulate(given, POLICIES[name](), PROFILE).normalised for name in ("elastic", "merging"))
+    assert ours > least * fixed
+
+
 def test_it_uses_prompts_when_idle_and_merges_when_busy():
     idle, busy = serve("elastic", 0.3).levels, serve("elastic", 1.4).levels
     assert sum(count for level, count in idle.items() if level > 0) > 0.9 * idle.total()

@@ -9,6 +9,12 @@ from jaxinfer.elastic.scheduling.batching import Batch, BatchingConfig
 from jaxinfer.elastic.scheduling.planner import POINTS, Job, Option, PlanTimeoutError, plan_exact, plan_paper
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 
+NEARLY_ALL = 0.9
+"""Of the queries a second that can be answered at the level that then earns most: where more come, plans leave time for
+them."""
+LEAST_UTILITY = 1e-9
+"""Of a batch whose time is worth more to others: it runs where they leave time."""
+
 
 class Decision(NamedTuple):
     """What runs next.
@@ -75,6 +81,17 @@ def job_of(batch: Batch, profile: ServingProfile) -> Job:
     )
 
 
+def with_price(jobs: Sequence[Job], price: float) -> list[Job]:
+    """The same where each second costs so much utility. A batch that earns nothing then has its best option left."""
+    found = []
+    for job in jobs:
+        options = [option._replace(utility=option.utility - price * option.seconds) for option in job.options]
+        best = max(options, key=lambda option: option.utility)
+        pays = [option for option in options if option.utility > 0]
+        found.append(job._replace(options=tuple(pays or [best._replace(utility=LEAST_UTILITY)])))
+    return found
+
+
 def by_deadline(batches: Sequence[Batch]) -> list[Batch]:
     """The earliest deadline first; of equal ones the earliest arrival."""
     return sorted(batches, key=lambda batch: (batch.deadline, batch.arrival))
@@ -102,6 +119,9 @@ class _ByProfile:
 class Elastic(_ByProfile):
     """Plans the levels of all batches exactly, each time anew.
 
+    Where nearly all that the device can answer comes, the queries to come count as well: a second then costs what the
+    least valuable of those that wait would earn in it.
+
     Args:
       profile: of the levels.
       batching: how queries are put into batches; None: by worth, up to the largest size.
@@ -125,10 +145,14 @@ class Elastic(_ByProfile):
     def use(self, profile: ServingProfile) -> None:
         super().use(profile)
         self._fallback.use(profile)
+        earns = {n: profile.capacity(n) * sum(profile.right(task, n) for task in profile.tasks) for n in profile.levels}
+        self._most = profile.capacity(max(earns, key=earns.__getitem__))
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         planned = by_deadline(batches)[: self._max_jobs]
         jobs = [job_of(batch, self.profile) for batch in planned]
+        if rate > NEARLY_ALL * self._most:
+            jobs = with_price(jobs, self._price(planned, jobs))
         try:
             levels = plan_exact(jobs, start, points=POINTS, time_limit=self._time_limit).levels
         except PlanTimeoutError:
@@ -136,6 +160,13 @@ class Elastic(_ByProfile):
             return None if decision is None else decision._replace(fell_back=True)
         chosen = zip(planned, levels, strict=True)
         return next((Decision(batch, level) for batch, level in chosen if level is not None), None)
+
+    def _price(self, batches: Sequence[Batch], jobs: Sequence[Job]) -> float:
+        """What the least valuable of those that wait would earn in a second of full batches."""
+        return min(
+            max(option.utility / len(batch) * self.profile.capacity(option.level) for option in job.options)
+            for batch, job in zip(batches, jobs, strict=True)
+        )
 
 
 class FixedLevel(_ByProfile):
