@@ -419,8 +419,8 @@ class Probe:
         loader = system._weights
         prepare = loader.prepare
 
-        def probed(load, on_begin):
-            run = prepare(load, on_begin)
+        def probed(load, *given):
+            run = prepare(load, *given)
 
             def then():
                 run()
