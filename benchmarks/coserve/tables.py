@@ -1,6 +1,12 @@
-"""The tables of docs/collaboration.md, from rows: the paper's numbers beside ours, where its text has any."""
+"""README's tables of experts, and those of docs/collaboration.md, from results.
 
+`python -m benchmarks.coserve.tables FILE...` prints them.
+"""
+
+import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.readme import table
@@ -10,7 +16,6 @@ BASELINES = ("samba", "fifo", "parallel")
 GROUPING = ("samba_grouping", "parallel_grouping")
 """The same with what servers do that swap models: requests for one expert are collected and run in batches."""
 QUANTILES = ("p50_ms", "p99_ms", "p99.9_ms", "max_ms")
-REAL = ("throughput", "predicted_throughput", "loads_disk", "loads_host", "resident_gb")
 Rows = Sequence[Mapping[str, Any]]
 NAMES = {
     "samba": "Samba-CoE",
@@ -64,24 +69,17 @@ def tables(rows: Rows) -> dict[str, str]:
             of(rows, "flag"), ("flag",), ("how", "task"), lambda row: f"{row['gain'] - 1:+.1%}, {row['switches']:.0f}"
         ),
         "Real systems on this machine": table(
-            [
-                "loading",
-                "pixels",
-                "inputs",
-                "system",
-                "inputs/s",
-                "simulated",
-                "loads from disk",
-                "from the host",
-                "GB",
-            ],
+            ["loading", "pixels", "inputs", "system", "inputs/s", "simulated", "loads from disk + host", "memory"],
             [
                 [
                     row["loading"],
                     str(row["pixels"]),
                     str(row["requests"]),
                     NAMES[row["mode"]],
-                    *(f"{row[name]:.4g}" for name in REAL),
+                    spread(row),
+                    f"{row['predicted_throughput']:.3g}",
+                    f"{row['loads_disk']:.0f} + {row['loads_host']:.0f}",
+                    f"{row['resident_gb']:.1f} GB",
                 ]
                 for row in of(rows, "real")
             ],
@@ -107,6 +105,12 @@ def tables(rows: Rows) -> dict[str, str]:
             lambda row: f"{both(row)}, {row['disk_loads']:.0f} of {row['bound']:.0f}",
         ),
     }
+
+
+def spread(row: Mapping[str, Any]) -> str:
+    """The median of the rounds, and the least and the greatest."""
+    rates = [f"{row['requests'] / seconds:.3g}" for seconds in sorted(row["seconds"], reverse=True)]
+    return f"{row['throughput']:.3g}" + (f" ({rates[0]} to {rates[-1]})" if len(rates) > 1 else "")
 
 
 def both(row: Mapping[str, Any]) -> str:
@@ -139,3 +143,7 @@ def compared(rows: Rows) -> Rows:
 
 def of(rows: Rows, figure: str) -> Rows:
     return [row for row in rows if row["figure"] == figure]
+
+
+if __name__ == "__main__":
+    print_tables([row for file in sys.argv[1:] for row in json.loads(Path(file).read_text())["rows"]])

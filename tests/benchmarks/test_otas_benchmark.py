@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.otas.fragile import FRAGILE, fragile_profile
+from benchmarks.otas.fragile import FRAGILE, LOADS, fragile_profile
 from benchmarks.otas.infaas import LINKS, as_levels, paper_profile, simulated_gain, vits_profile
 from benchmarks.otas.live import with_times_of
 from benchmarks.otas.planning import brute_force, draw, earned
@@ -21,7 +21,8 @@ from benchmarks.otas.setting import (
     azure_arrivals,
     swinging_arrivals,
 )
-from benchmarks.otas.virtual import mean_interval, virtual
+from benchmarks.otas.tables import live, tables
+from benchmarks.otas.virtual import CELLS, mean_interval, virtual
 from benchmarks.report import Report
 from jaxinfer.elastic.measurements import PAPER_BATCH_SECONDS, Measurements
 from jaxinfer.elastic.scheduling.planner import plan_exact, plan_paper
@@ -90,6 +91,19 @@ def test_what_is_checked(setting, tmp_path):
     assert 0.5 < values["utility_1_1x"] <= 1.05
     pytest.importorskip("benchmarks.otas.figures").draw_all(setting, runs, tmp_path)
     assert len(list(tmp_path.glob("*.svg"))) == 12
+    made = tables(report.rows)
+    assert [text.count("\n") for text in made.values()] == [2 + len(CELLS) - 1, 2 + len(LOADS) - 1]
+    utility = report.rows[0]["utility"]
+    assert f"{utility:.3f}" in made["Simulated"].splitlines()[2]
+
+
+def test_live_runs_in_a_table():
+    rows = [
+        {"trace": "wandering", "load": 0.8, "policy": name, "seed": seed, "utility": 0.5 + seed / 10, "simulated": 0.6}
+        for seed in range(3)
+        for name in ("elastic", "pets")
+    ]
+    assert live(rows).splitlines()[-1] == "| wandering 0.8x | 0.600 (0.600) | 0.600 (0.600) |"
 
 
 def test_some_deadlines_are_far(setting):

@@ -4,6 +4,7 @@ It has no thread and no clock. Whoever drives it (the simulator, or real executo
 (`submit`, `loaded`, `executed`), asks what may begin now (`poll`), and has that done.
 """
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -418,13 +419,12 @@ class Scheduler:
         """Have other executors run requests, once; those that none can run end with this error."""
         failed = []
         for request in requests:
-            try:
-                if request.requeued:
-                    raise error
+            if not request.requeued:
                 request.requeued = True
-                self._assign(request, self.graph.experts[request.expert], now)
-            except CollaborationError:
-                failed.append(request)
+                with contextlib.suppress(CollaborationError):
+                    self._assign(request, self.graph.experts[request.expert], now)
+                    continue
+            failed.append(request)
         return self._fail(failed, error)
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> list[Failure]:
