@@ -8,7 +8,7 @@ machine serves at level 0. Deadlines are the paper's, as many times shorter as a
 - `planning`: the planner against trying everything, and how long it takes.
 - `virtual`: all policies on a simulated clock, with measured latencies and answers; means of several seeds. Beside the
   paper's mix: equal worth, some far deadlines, a load that swings, and a fragile task with the paper's accuracies.
-- `live`: two loads with real images on the wall clock, for 36 minutes, beside the same simulated; and a slow spell.
+- `live`: two loads with real images on the wall clock, for 40 minutes, beside the same simulated; and a slow spell.
 
 XLA has one thread (NPROC=1), so that clients and the controller have a core of their own: sharing both, they would be
 what is measured.
@@ -52,7 +52,7 @@ def main() -> None:
     parts = ("planning", "virtual", "live")
     parser.add_argument("--quick", action="store_true", help="fewer seeds, short traces")
     parser.add_argument("--part", metavar="PARTS", default=",".join(parts), help="some of the parts")
-    parser.add_argument("--live-seconds", type=float, default=50.0, help="of each live run")
+    parser.add_argument("--live-seconds", type=float, default=45.0, help="of each live run")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the figures of docs/elastic.md there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
