@@ -139,7 +139,8 @@ class ExpertLoader:
     ) -> Callable[[], None]:
         """The same for experts that leave a pool, or the host's memory.
 
-        on_copied: called with each expert that was copied to the host's memory, and the seconds that this took.
+        on_copied: called with each expert that was copied to the host's memory, and the seconds that this took, with
+          giving the memory back of what it replaces.
         """
         with self._lock:
             copies = {x.expert: Future[list[jax.Array] | None]() if x.to_host else None for x in evictions}
@@ -152,15 +153,17 @@ class ExpertLoader:
         def run() -> None:
             if before is not None:
                 before.result()  # of a pool that executors share, memory is given back in the order of the decisions
+            begun, copied = time.perf_counter(), list[str]()
             try:
                 for name, fetch, copy in leaving:
-                    begun = time.perf_counter()
-                    if copy is not None and (copied := _to_host(fetch)) is not None:
-                        copy.set_result(copied)
-                        on_copied(name, time.perf_counter() - begun)
+                    if copy is not None and (leaves := _to_host(fetch)) is not None:
+                        copy.set_result(leaves)
+                        copied.append(name)
                     fetch.release()
-                for copy in gone:
-                    _delete(copy.result())
+                for lost in gone:
+                    _delete(lost.result())
+                for name in copied:
+                    on_copied(name, (time.perf_counter() - begun) / len(copied))
             finally:  # whatever happened, nobody waits for it for ever
                 for _, _, copy in leaving:
                     if copy is not None and not copy.done():
