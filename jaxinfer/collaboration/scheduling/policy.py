@@ -76,7 +76,7 @@ POLICIES = {
         prefetch=4,
         resident_first=True,
         avoids_padding=True,
-        max_age=10.0,
+        max_age=30.0,
         by_deadline=True,
     ),
 }
