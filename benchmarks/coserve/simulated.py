@@ -41,7 +41,7 @@ FLAGS = {
     "resident_first": {"resident_first": True},
     "counts_batches": {"counts_batches": True},
     "avoids_padding": {"avoids_padding": True},
-    "max_age": {"max_age": 10.0},
+    "max_age": {"max_age": 30.0},
 }
 """What each of our flags changes."""
 BATCHES = (1, 2, 4, 8)
