@@ -72,6 +72,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def rows_of(files: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """The rows of results, one file after the other."""
+    return [row for file in files for row in json.loads(Path(file).read_text())["rows"]]
+
+
 def best(cells: Sequence[float | None], choose: Callable[[Iterable[float]], float], places: int) -> list[str]:
     """Figures as text; the best in bold, a missing one empty."""
     winner = choose(cell for cell in cells if cell is not None)

@@ -3,13 +3,11 @@
 `python -m benchmarks.coserve.tables FILE...` prints them.
 """
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.readme import table
+from benchmarks.readme import rows_of, table
 
 BASELINES = ("samba", "fifo", "parallel")
 """The paper's: none groups requests by expert."""
@@ -146,4 +144,4 @@ def of(rows: Rows, figure: str) -> Rows:
 
 
 if __name__ == "__main__":
-    print_tables([row for file in sys.argv[1:] for row in json.loads(Path(file).read_text())["rows"]])
+    print_tables(rows_of(sys.argv[1:]))

@@ -1,15 +1,14 @@
 """README's tables of elastic serving, from results: `python -m benchmarks.otas.tables FILE...` prints them."""
 
-import json
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.otas.setting import INFAAS, TABLE_II, Cell
-from benchmarks.readme import table
+from benchmarks.otas.fragile import ADAPTING
+from benchmarks.otas.setting import INFAAS, Cell
+from benchmarks.readme import rows_of, table
 from jaxinfer.elastic.scheduling.policies import POLICIES
 
 type Rows = Sequence[Mapping[str, Any]]
@@ -25,11 +24,15 @@ def tables(rows: Rows) -> dict[str, str]:
     return {title: text for title, text in made.items() if text.count("\n") > 1}
 
 
+def _cell(row: Mapping[str, Any]) -> Cell:
+    return Cell(row["trace"], row["load"], row["mix"])
+
+
 def simulated(rows: Rows) -> str:
     """A line a cell: utilities of the policies, and of the best fixed level beside them."""
     cells: dict[Cell, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for row in rows:
-        cells[Cell(row["trace"], row["load"], row.get("mix", TABLE_II))][row["policy"]] = row
+        cells[_cell(row)][row["policy"]] = row
     shown, lines = [*POLICIES, INFAAS], []
     for cell, found in cells.items():
         fixed = max((name for name in found if name not in shown), key=lambda name: found[name]["utility"])
@@ -48,20 +51,19 @@ def fragile(rows: Rows) -> str:
     loads: dict[float, dict[str, float]] = defaultdict(dict)
     for row in rows:
         loads[row["load"]][row["policy"]] = row["utility"]
-    adapting = [name for name in POLICIES if any(name in found and name != "pets" for found in loads.values())]
     lines = []
     for load, found in loads.items():
-        fixed = max(found.keys() - adapting, key=found.__getitem__)
-        texts = [f"{found[name]:.3f}" for name in adapting]
+        fixed = max(found.keys() - set(ADAPTING), key=found.__getitem__)
+        texts = [f"{found[name]:.3f}" for name in ADAPTING]
         lines.append([f"{load}x", *texts, f"{found[fixed]:.3f} ({fixed.removeprefix('level')})"])
-    return table(["load", *adapting, "best fixed level"], lines)
+    return table(["load", *ADAPTING, "best fixed level"], lines)
 
 
 def live(rows: Rows) -> str:
     """A line a cell: utility live, and what was simulated with the run's own batch times."""
     cells: dict[Cell, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        cells[Cell(row["trace"], row["load"], row.get("mix", TABLE_II))][row["policy"]].append(row)
+        cells[_cell(row)][row["policy"]].append(row)
 
     def mean(runs: Rows, name: str) -> str:
         return f"{statistics.mean(run[name] for run in runs):.3f}"
@@ -75,8 +77,7 @@ def live(rows: Rows) -> str:
 
 
 def main() -> None:
-    rows = [row for file in sys.argv[1:] for row in json.loads(Path(file).read_text())["rows"]]
-    for title, text in tables(rows).items():
+    for title, text in tables(rows_of(sys.argv[1:])).items():
         print(f"\n{title}\n\n{text}")
 
 

@@ -98,8 +98,9 @@ def test_what_is_checked(setting, tmp_path):
 
 
 def test_live_runs_in_a_table():
+    cell = Cell("wandering", 0.8)._asdict()
     rows = [
-        {"trace": "wandering", "load": 0.8, "policy": name, "seed": seed, "utility": 0.5 + seed / 10, "simulated": 0.6}
+        {**cell, "policy": name, "seed": seed, "utility": 0.5 + seed / 10, "simulated": 0.6}
         for seed in range(3)
         for name in ("elastic", "pets")
     ]

@@ -23,6 +23,7 @@ import jaxinfer
 from jaxinfer.collaboration.config import ExecutorOptions, ExpertConfig
 from jaxinfer.collaboration.errors import ConfigError, InvalidInputError, LoadError, RoutingError
 from jaxinfer.collaboration.execution import profiler
+from jaxinfer.collaboration.execution.architectures import ArchitecturePrograms
 from jaxinfer.collaboration.execution.loader import ExpertLoader
 from jaxinfer.collaboration.opened import OpenedSystem
 from jaxinfer.collaboration.scheduling import scheduler
@@ -149,7 +150,21 @@ def test_a_run_waits_where_too_many_would(board, start):
         check(board, name, value, result)
 
 
-def test_a_callback_that_takes_long_holds_up_nobody(start):
+@pytest.fixture
+def gate(monkeypatch):
+    """No batch runs before it is set: callbacks are then not called by who adds them."""
+    gate, run = threading.Event(), ArchitecturePrograms.run
+
+    def waits(*args):
+        assert gate.wait(60)
+        return run(*args)
+
+    monkeypatch.setattr(ArchitecturePrograms, "run", waits)
+    yield gate
+    gate.set()
+
+
+def test_a_callback_that_takes_long_holds_up_nobody(start, gate):
     system, go, slow = start("c0", "c1", executors=2, slots=2), threading.Event(), threading.Event()
 
     def wait(future):
@@ -157,6 +172,7 @@ def test_a_callback_that_takes_long_holds_up_nobody(start):
         go.wait(60)
 
     system.submit("c0", image(0)).add_done_callback(wait)
+    gate.set()
     try:
         assert slow.wait(60)
         with ThreadPoolExecutor(1) as pool:
@@ -165,7 +181,7 @@ def test_a_callback_that_takes_long_holds_up_nobody(start):
         go.set()
 
 
-def test_a_callback_that_raises_harms_nobody(start):
+def test_a_callback_that_raises_harms_nobody(start, gate):
     system = start("c0")
 
     def interrupt(future):
@@ -174,6 +190,7 @@ def test_a_callback_that_raises_harms_nobody(start):
     futures = [system.submit("c0", image(number)) for number in range(8)]
     for future in futures[::2]:
         future.add_done_callback(interrupt)
+    gate.set()
     assert all(future.result(60).verdict for future in futures)
     assert system.submit("c0", image(0)).result(60).verdict
 

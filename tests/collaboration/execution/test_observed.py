@@ -26,7 +26,7 @@ def test_follows_a_slow_spell_and_its_end():
     assert profiles[KEY] == MEASURED
 
 
-@pytest.mark.parametrize("seen", [[1000.0, 10.0, 10.0] * WINDOW, [10.4] * WINDOW, [20.0] * (LEAST - 1), [0.0] * WINDOW])
+@pytest.mark.parametrize("seen", [[1000.0, 10.0, 10.0] * WINDOW, [10.5] * WINDOW, [20.0] * (LEAST - 1), [0.0] * WINDOW])
 def test_noise_changes_nothing(seen):
     profiles = ObservedProfiles({KEY: MEASURED})
     for seconds in seen:

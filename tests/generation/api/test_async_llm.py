@@ -835,7 +835,9 @@ def test_it_survives_what_is_raised_once(llm, served, short_outputs, monkeypatch
     assert next(calls) > 1
 
 
-def test_a_callback_that_raises_harms_nobody(served, short_outputs):
+def test_a_callback_that_raises_harms_nobody(start, gate, short_outputs):
+    served = start()
+
     def interrupt(future):
         raise Interrupt
 
@@ -843,6 +845,7 @@ def test_a_callback_that_raises_harms_nobody(served, short_outputs):
     futures = [served.submit(prompt, SHORT) for prompt in prompts]
     for future in futures[:2]:
         future.add_done_callback(interrupt)
+    gate.open()
     assert [tokens_of(future.result(PATIENCE)) for future in futures] == outputs
     assert tokens_of(served.submit(prompts[0], SHORT).result(PATIENCE)) == outputs[0]
 
