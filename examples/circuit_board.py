@@ -30,11 +30,11 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from jaxinfer.collaboration.execution.executors import Result
-from jaxinfer.collaboration.execution.kinds import NOTHING
-from jaxinfer.collaboration.scheduling.executor_state import Statistics
-from jaxinfer.collaboration.system import Progress, System
 from jaxinfer.disk_cache import cache_folder
+from jaxinfer.experts.execution.executors import Result
+from jaxinfer.experts.execution.kinds import NOTHING
+from jaxinfer.experts.scheduling.executor_state import Statistics
+from jaxinfer.experts.system import Progress, System
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import STRIDES, ResNetConfig, YoloConfig
 from jaxinfer.models.convolution import Conv

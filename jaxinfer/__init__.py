@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxinfer import collaboration, elastic
+    from jaxinfer import elastic, experts
     from jaxinfer.generation import LLM, Embedder, FinishReason, PoolingParams, Request, RequestOutput, SamplingParams
     from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
     from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams
@@ -36,8 +36,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
-    "collaboration",
     "elastic",
+    "experts",
 ]
 
 _MODULES = {
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         raise AttributeError(f"jaxinfer.{name} is now jaxinfer.{_RENAMED[name]}")
     # Imported when first used: `jaxinfer --help` should not wait for JAX.
-    if name in ("collaboration", "elastic"):
+    if name in ("experts", "elastic"):
         return importlib.import_module(f"jaxinfer.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")

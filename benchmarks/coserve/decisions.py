@@ -11,10 +11,10 @@ import numpy as np
 
 from benchmarks.coserve.machines import NUMA, best_layout, executors, profiles
 from benchmarks.coserve.workload import Task, make_task
-from jaxinfer.collaboration.scheduling.policy import Policy
-from jaxinfer.collaboration.scheduling.request import Action, Request
-from jaxinfer.collaboration.scheduling.scheduler import Scheduler
-from jaxinfer.collaboration.simulator import Simulator, TraceRequest
+from jaxinfer.experts.scheduling.policy import Policy
+from jaxinfer.experts.scheduling.request import Action, Request
+from jaxinfer.experts.scheduling.scheduler import Scheduler
+from jaxinfer.experts.simulator import Simulator, TraceRequest
 
 QUEUED, EXPERTS, FURTHER = 3500, 350, 2000
 INTERVAL = 0.035

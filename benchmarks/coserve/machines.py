@@ -1,16 +1,16 @@
 """The paper's two machines (its Table 1), as what executors, batches and loads cost there.
 
 The paper gives no K, B or seconds of a load. These are calibrated so that its totals come out: see
-docs/collaboration.md.
+docs/experts.md.
 """
 
 import dataclasses
 
-from jaxinfer.collaboration.scheduling.executor_state import ExecutorConfig
-from jaxinfer.collaboration.scheduling.experts import ExpertGraph
-from jaxinfer.collaboration.scheduling.policy import Policy
-from jaxinfer.collaboration.scheduling.profile import Profile, Profiles, Tier
-from jaxinfer.collaboration.scheduling.scheduler import Scheduler
+from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
+from jaxinfer.experts.scheduling.experts import ExpertGraph
+from jaxinfer.experts.scheduling.policy import Policy
+from jaxinfer.experts.scheduling.profile import Profile, Profiles, Tier
+from jaxinfer.experts.scheduling.scheduler import Scheduler
 
 MB, GB = 10**6, 10**9
 

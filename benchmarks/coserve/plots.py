@@ -1,4 +1,4 @@
-"""The plots of docs/collaboration.md, from rows."""
+"""The plots of docs/experts.md, from rows."""
 
 from collections.abc import Iterable
 from pathlib import Path

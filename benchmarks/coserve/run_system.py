@@ -20,13 +20,13 @@ import numpy as np
 import psutil
 
 from benchmarks.coserve.boards import config, inputs_of
-from jaxinfer.collaboration.opened import OpenedSystem
-from jaxinfer.collaboration.scheduling.profile import Profiles
-from jaxinfer.collaboration.scheduling.replay import Recorder, Replayer
-from jaxinfer.collaboration.scheduling.request import Action, Batch
-from jaxinfer.collaboration.scheduling.scheduler import Scheduler
-from jaxinfer.collaboration.simulator import Outcome, Simulator, TraceRequest
-from jaxinfer.collaboration.system import System
+from jaxinfer.experts.opened import OpenedSystem
+from jaxinfer.experts.scheduling.profile import Profiles
+from jaxinfer.experts.scheduling.replay import Recorder, Replayer
+from jaxinfer.experts.scheduling.request import Action, Batch
+from jaxinfer.experts.scheduling.scheduler import Scheduler
+from jaxinfer.experts.simulator import Outcome, Simulator, TraceRequest
+from jaxinfer.experts.system import System
 
 P99 = 3.0
 """Seconds within which 99% of the inputs are to be judged, for the highest rate."""

@@ -1,4 +1,4 @@
-"""README's tables of experts, and those of docs/collaboration.md, from results.
+"""README's tables of experts, and those of docs/experts.md, from results.
 
 `python -m benchmarks.coserve.tables FILE...` prints them.
 """

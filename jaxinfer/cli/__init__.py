@@ -19,7 +19,7 @@ from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.plan import plan
 from jaxinfer.cli.renamed import refuse_renamed
 from jaxinfer.cli.verify import verify
-from jaxinfer.collaboration.errors import CollaborationError
+from jaxinfer.experts.errors import CollaborationError
 
 
 class _Commands(TyperGroup):

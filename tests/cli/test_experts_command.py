@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
-from tests.collaboration.boards import image, save_classifiers
+from tests.experts.boards import image, save_classifiers
 
 FILE = """
 mode = "best"

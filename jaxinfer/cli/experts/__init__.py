@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from jaxinfer.collaboration import OpenedSystem, TraceRequest
+    from jaxinfer.experts import OpenedSystem, TraceRequest
 
 ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A TOML file that describes a system.", show_default=False)
@@ -37,7 +37,7 @@ def profile(
     """
     from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.experts import tables
-    from jaxinfer.collaboration import OpenedSystem
+    from jaxinfer.experts import OpenedSystem
 
     with show_progress() as progress:
         opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
@@ -65,8 +65,8 @@ def plan(
     """Say where experts are at the start, what a simulation expects, and how much memory experts should get."""
     from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.experts import tables
-    from jaxinfer.collaboration import ConfigError, OpenedSystem
-    from jaxinfer.collaboration.forecast import advise_memory, forecast
+    from jaxinfer.experts import ConfigError, OpenedSystem
+    from jaxinfer.experts.forecast import advise_memory, forecast
 
     with show_progress() as progress:
         opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
@@ -115,7 +115,7 @@ def run(
     """Judge images, a line each, and sum up. Status 1 if some could not be judged."""
     from jaxinfer.cli.display import show_progress
     from jaxinfer.cli.experts import judging
-    from jaxinfer.collaboration import System, SystemConfig
+    from jaxinfer.experts import System, SystemConfig
 
     if (images is None) == (random is None):
         raise ValueError("Give exactly one of --images and --random.")
@@ -147,8 +147,8 @@ def simulate(
     """Compare policies on one trace and a simulated clock, from what experts cost here."""
     from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.experts import tables
-    from jaxinfer.collaboration import OpenedSystem, policy_of, write_trace
-    from jaxinfer.collaboration.forecast import forecast
+    from jaxinfer.experts import OpenedSystem, policy_of, write_trace
+    from jaxinfer.experts.forecast import forecast
 
     policies = {name: policy_of(name) for name in mode or ("samba", "paper", "best")}
     with show_progress() as progress:
@@ -164,7 +164,7 @@ def simulate(
 def _trace(
     opened: "OpenedSystem", file: Path | None, requests: int, interval_ms: float, seed: int
 ) -> "list[TraceRequest]":
-    from jaxinfer.collaboration import draw_trace, read_trace
+    from jaxinfer.experts import draw_trace, read_trace
 
     if file is not None:
         return read_trace(file, opened.graph)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.collaboration.errors import RoutingError
-from jaxinfer.collaboration.execution.executors import Result
-from jaxinfer.collaboration.system import System
-from jaxinfer.collaboration.traces import draw_kinds
+from jaxinfer.experts.errors import RoutingError
+from jaxinfer.experts.execution.executors import Result
+from jaxinfer.experts.system import System
+from jaxinfer.experts.traces import draw_kinds
 from jaxinfer.models.config import EncoderConfig
 
 PILLOW = {".png", ".jpg", ".jpeg"}

@@ -7,10 +7,10 @@ from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal
 from rich.table import Table
 
-from jaxinfer.collaboration.execution.profiler import Measured
-from jaxinfer.collaboration.forecast import Forecast, MemoryAdvice
-from jaxinfer.collaboration.opened import OpenedSystem
-from jaxinfer.collaboration.scheduling.profile import MIN_R_SQUARED as MIN_R_SQUARED
+from jaxinfer.experts.execution.profiler import Measured
+from jaxinfer.experts.forecast import Forecast, MemoryAdvice
+from jaxinfer.experts.opened import OpenedSystem
+from jaxinfer.experts.scheduling.profile import MIN_R_SQUARED as MIN_R_SQUARED
 
 
 def sizes(counts: Iterable[int]) -> str:

@@ -1,0 +1,146 @@
+"""Architectures: what experts with the same shapes share. Their programs are compiled once, weights are arguments."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxinfer.compiled import Cost, Costs, ExecutableStore, ProgramCache, ProgramSpec, Sizes
+from jaxinfer.disk_cache import keys
+from jaxinfer.experts.execution.kinds import Classifier, Detector, ExpertKind, TextEncoder
+from jaxinfer.generation.engine.buckets import powers, round_up
+from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
+from jaxinfer.models.description import kind_of
+from jaxinfer.models.devices import device_name
+from jaxinfer.models.leaves import canonical_leaves
+from jaxinfer.models.weight_format import WeightFormat
+from sharding import ShardingRules
+from sharding.collectives import use_rules
+
+PROGRAM = "judge"
+"""The program's name, in caches and in the record of costs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What experts share that have the same programs.
+
+    Attributes:
+      config: without labels.
+      weights: the format of their leaves.
+      shape, dtype: of an input.
+    """
+
+    config: ModelConfig
+    weights: WeightFormat
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, kind: ExpertKind, weights: WeightFormat) -> "Architecture":
+        """That of an expert."""
+        return cls(kind.config, weights, kind.shape, kind.dtype.name)
+
+    @property
+    def name(self) -> str:
+        """Short, and different for different architectures."""
+        size = "x".join(map(str, self.shape[:2]))
+        return f"{kind_of(self.config)}-{size}-{keys.digest({'architecture': keys.describe(self)})[:6]}"
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights."""
+        return sum(leaf.bytes for leaf in canonical_leaves(self.config, self.weights).values())
+
+
+def build(static: Architecture, sizes: Sizes) -> Callable[..., Any]:
+    """The function of a batch: leaves, inputs [B, ...] -> what the kind's `run` gives."""
+    kinds = {ResNetConfig: Classifier, ViTConfig: Classifier, YoloConfig: Detector, EncoderConfig: TextEncoder}
+    run = kinds[type(static.config)].run
+
+    def function(leaves: list[jax.Array], inputs: jax.Array) -> Any:
+        from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
+
+        with use_rules(ShardingRules()):
+            return run(merge_model(static.config, static.weights, leaves), inputs)
+
+    return function
+
+
+class ArchitecturePrograms:
+    """The executables of an architecture on a device, one for each batch size, for all its experts.
+
+    Args:
+      architecture: which one.
+      device: where they run.
+      single_threaded: on a CPU, whether a program keeps to one thread, because others run beside it.
+      store: where executables are kept between processes; None: nowhere.
+    """
+
+    def __init__(
+        self, architecture: Architecture, device: Any, *, single_threaded: bool, store: ExecutableStore | None = None
+    ):
+        self.architecture, self.device = architecture, device
+        self.sharding = SingleDeviceSharding(device)
+        self._options: dict[str, str | bool | int] = (
+            {"xla_cpu_multi_thread_eigen": False} if single_threaded and device.platform == "cpu" else {}
+        )
+        self.cache: ProgramCache[Iterable[int]] = ProgramCache([self._spec()], store=store)
+        self._sizes: tuple[int, ...] = ()
+
+    def _spec(self) -> ProgramSpec[Iterable[int]]:
+        shapes = canonical_leaves(self.architecture.config, self.architecture.weights).values()
+        leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype), sharding=self.sharding) for x in shapes]
+
+        def arguments(sizes: Sizes) -> tuple[Any, ...]:
+            shape, dtype = (sizes["batch"], *self.architecture.shape), np.dtype(self.architecture.dtype)
+            return leaves, jax.ShapeDtypeStruct(shape, dtype)
+
+        return ProgramSpec(
+            name=PROGRAM,
+            build=build,
+            static=self.architecture,
+            arguments=arguments,
+            reachable=lambda sizes: ({"batch": size} for size in sizes),
+            compiler_options=lambda sizes: self._options,
+        )
+
+    def compile_ahead(self, max_batch: int) -> None:
+        """Compile for batches up to this size."""
+        self._sizes = powers(2, 1, max_batch)
+        self.cache.compile_ahead(self._sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes that are compiled, smallest first."""
+        return self._sizes
+
+    def workspace_bytes(self, batch: int) -> int:
+        """What a batch takes beside weights and inputs."""
+        return self.cache.get(PROGRAM, batch=batch).memory.workspace_bytes
+
+    def run(self, leaves: Sequence[jax.Array], inputs: Sequence[np.ndarray]) -> Any:
+        """Run a batch of at most the largest size, and wait for it."""
+        size = round_up(len(inputs), self._sizes)
+        padded = np.zeros((size, *self.architecture.shape), self.architecture.dtype)
+        padded[: len(inputs)] = inputs
+        return jax.block_until_ready(self.cache.get(PROGRAM, batch=size)(list(leaves), padded))
+
+
+def open_costs(architecture: Architecture, device: Any, *, beside: int, disk: str) -> Costs:
+    """The record of what an architecture costs on a device, kept on disk.
+
+    Args:
+      beside: how many executors share the device: they slow one another.
+      disk: which one the experts are on.
+    """
+    key = {"architecture": str(architecture), "executors": str(beside), "disk": disk}
+    return Costs.open(device=device_name(device), model=key)
+
+
+def cost_of(costs: Costs, batch: int) -> Cost | None:
+    """What batches of this size took."""
+    return costs.of(PROGRAM, batch=batch)

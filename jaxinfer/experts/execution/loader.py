@@ -1,0 +1,263 @@
+"""Experts' weights on their way between disk, the host's memory and devices.
+
+An expert on disk is one aligned file, which is written beside its Orbax checkpoint when it is first needed
+(`checkpoints/layer_files.py`): loading it is one read and one `device_put`, and building no module. What the paper
+measured, 0.4 to 1.1 s for 178 MB, is mostly the latter (decision 0015).
+"""
+
+import dataclasses
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from checkpoints import CheckpointError
+from checkpoints.layer_files import aligned
+from checkpoints.stores import DiskStore, Fetch, Staging
+from jaxinfer.compiled import cache_folder
+from jaxinfer.experts.errors import InsufficientMemoryError, LoadError
+from jaxinfer.experts.execution.architectures import Architecture
+from jaxinfer.experts.execution.kinds import ExpertKind
+from jaxinfer.experts.scheduling.request import Eviction, Load
+from jaxinfer.models.leaves import canonical_leaves
+from jaxinfer.models.loading import OpenedModel
+from jaxinfer.streaming.layer_folders import layer_folder, open_layer_files, write_layer_files
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedExpert:
+    """An expert whose checkpoint has been checked.
+
+    Attributes:
+      kind: how it takes inputs and judges.
+    """
+
+    name: str
+    opened: OpenedModel
+    kind: ExpertKind
+
+    @property
+    def architecture(self) -> Architecture:
+        """What it shares with others."""
+        return Architecture.of(self.kind, self.opened.weights)
+
+
+def write_expert(opened: OpenedModel) -> pathlib.Path:
+    """Write the file of an expert, unless it is there; returns its folder. Raises CheckpointError."""
+    return write_layer_files(opened, _base(opened), whole=True)
+
+
+def _base(opened: OpenedModel) -> pathlib.Path:
+    """Where an expert's file is: beside its checkpoint; where that may not be written to, in the cache folder."""
+    folder = layer_folder(opened, whole=True)
+    if folder.exists() or os.access(folder.parent, os.W_OK):
+        return folder.parent
+    return cache_folder() / "experts"
+
+
+def file_bytes(architecture: Architecture) -> int:
+    """Of an expert's file, and of the buffer that it is read to: each leaf begins at a multiple of `ALIGNMENT`."""
+    shapes = canonical_leaves(architecture.config, architecture.weights).values()
+    return sum(aligned(leaf.bytes) for leaf in shapes)
+
+
+type _HostCopy = Future[list[jax.Array] | None]
+"""An expert's copy in the host's memory, which is being made or there; None: it could not be made."""
+type OnCopied = Callable[[str, float], None]
+"""Called with an expert that was copied to the host's memory, and the seconds that this took."""
+
+
+class ExpertLoader:
+    """Does what the scheduler says about weights. Any thread may call; each call waits for what it does.
+
+    Args:
+      find: the expert of a name. Raises LoadError if it cannot be opened.
+      devices: of each pool, by its index.
+      staging: buffers that experts are read to, and the threads that read; the loader closes it.
+      preadv: reads from files; benchmarks give one that is slower.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[str], OpenedExpert],
+        devices: Sequence[Any],
+        *,
+        staging: Staging,
+        preadv: Callable[[int, list[Any], int], int] = os.preadv,
+    ):
+        self._find, self._devices, self._preadv = find, devices, preadv
+        self._staging = staging
+        self._stores: dict[tuple[str, Any], DiskStore] = {}
+        self._resident: dict[tuple[int, str], Fetch | _Copy] = {}
+        self._host: dict[str, _HostCopy] = {}
+        self._left: dict[int, Future[None]] = {}  # of each pool, when the last ones that were to leave have left
+        self._lock = threading.Lock()
+
+    def leaves(self, pool: int, name: str) -> list[jax.Array]:
+        """The weights of an expert that is in a pool, in the order in which programs take them."""
+        return self._resident[pool, name].settle()
+
+    def disk(self, name: str) -> str:
+        """Which disk an expert is read from, as the system numbers them, and how. Raises LoadError."""
+        return f"{os.stat(_base(self._find(name).opened)).st_dev}, {self._preadv!r}"
+
+    def prepare(
+        self, load: Load, on_begin: Callable[[], None] = lambda: None, on_copied: OnCopied = lambda name, seconds: None
+    ) -> Callable[[], None]:
+        """Note what a load will change, in the order of the scheduler's decisions; returns what does it.
+
+        on_begin: called when those that make room have left.
+        on_copied: as of `note`.
+        Copies on the host are known from here on, so that a later load from there waits for the one that makes them.
+        """
+        changes = self.note(load.pool, load.evictions, load.dropped, on_copied)
+        with self._lock:
+            source = self._host.pop(load.expert, None) if load.tier == "host" and load.source is None else None
+
+        def run() -> None:
+            changes()
+            on_begin()
+            self._load(load, source)
+
+        return run
+
+    def note(
+        self,
+        pool: int,
+        evictions: Sequence[Eviction],
+        dropped: Sequence[str],
+        on_copied: OnCopied = lambda name, seconds: None,
+    ) -> Callable[[], None]:
+        """The same for experts that leave a pool, or the host's memory.
+
+        on_copied: called with each expert that was copied to the host's memory, and the seconds that this took, with
+          giving the memory back of what it replaces.
+        """
+        with self._lock:
+            copies = {x.expert: Future[list[jax.Array] | None]() if x.to_host else None for x in evictions}
+            leaving = [(name, self._resident.pop((pool, name)), copy) for name, copy in copies.items()]
+            self._host |= {name: copy for name, copy in copies.items() if copy is not None}
+            gone = [copy for name in dropped if (copy := self._host.pop(name, None))]
+            before, done = self._left.get(pool), Future[None]()
+            self._left[pool] = done
+
+        def run() -> None:
+            if before is not None:
+                before.result()  # of a pool that executors share, memory is given back in the order of the decisions
+            begun, copied = time.perf_counter(), list[str]()
+            try:
+                for name, fetch, copy in leaving:
+                    if copy is not None and (leaves := _to_host(fetch)) is not None:
+                        copy.set_result(leaves)
+                        copied.append(name)
+                    fetch.release()
+                for lost in gone:
+                    _delete(lost.result())
+                for name in copied:
+                    on_copied(name, (time.perf_counter() - begun) / len(copied))
+            finally:  # whatever happened, nobody waits for it for ever
+                for _, _, copy in leaving:
+                    if copy is not None and not copy.done():
+                        copy.set_result(None)
+                done.set_result(None)
+
+        return run
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for fetch in self._resident.values():
+            fetch.release()
+        self._resident.clear()
+        self._host.clear()
+        self._staging.readers.close()
+
+    def _load(self, load: Load, source: _HostCopy | None) -> None:
+        try:
+            self._resident[load.pool, load.expert] = self._fetch(load, source)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise InsufficientMemoryError(f"there is no memory for expert {load.expert!r}: {error}") from error
+            raise
+
+    def _fetch(self, load: Load, source: _HostCopy | None) -> "Fetch | _Copy":
+        device = self._devices[load.pool]
+        if load.source is not None:
+            return _Copy(self.leaves(load.source, load.expert), device)
+        if source is not None and (copies := source.result()) is not None:
+            try:
+                return _Copy(copies, device)
+            finally:
+                _delete(copies)
+        return self._read(load.expert, device)
+
+    def _read(self, name: str, device: Any) -> Fetch:
+        try:
+            store = self._store(name, device)
+            fetch = store.start(0)
+            try:
+                fetch.place()
+                fetch.settle()
+            except BaseException:
+                fetch.release()
+                raise
+        except CheckpointError as error:
+            self._stores.pop((name, device), None)  # the next attempt looks again
+            raise LoadError(str(error)) from error
+        return fetch
+
+    def _store(self, name: str, device: Any) -> DiskStore:
+        if (found := self._stores.get((name, device))) is not None:
+            return found
+        opened = self._find(name).opened
+        files = open_layer_files(opened, _base(opened), whole=True, preadv=self._preadv)
+        shardings = [SingleDeviceSharding(device)] * len(files.layers[0].leaves)
+        store = DiskStore(files, shardings, aliases=device.platform == "cpu", staging=self._staging)
+        self._stores[name, device] = store
+        return store
+
+
+class _Copy:
+    """An expert that was copied from the host's memory, or from that of another pool, even on the same device."""
+
+    def __init__(self, leaves: list[jax.Array], device: Any):
+        shardings = [SingleDeviceSharding(device)] * len(leaves)
+        self._leaves = jax.block_until_ready(jax.device_put(leaves, shardings, may_alias=False))
+
+    def settle(self) -> list[jax.Array]:
+        return self._leaves
+
+    def release(self) -> None:
+        for leaf in self._leaves:
+            leaf.delete()
+
+
+def _to_host(fetch: "Fetch | _Copy") -> list[jax.Array] | None:
+    """Copies in the host's memory, pinned where the device is a GPU; None if there can be none."""
+    try:
+        leaves = fetch.settle()
+        shardings = [leaf.sharding.with_memory_kind("pinned_host") for leaf in leaves]
+        return jax.block_until_ready(jax.device_put(leaves, shardings, may_alias=False))
+    except Exception as error:  # whatever it is, it is not the fault of the expert that comes in its place
+        log.warning("an expert does not stay in the host's memory: %s; the next load is from disk.", error)
+        return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had no memory left."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    )
+
+
+def _delete(arrays: list[jax.Array] | None) -> None:
+    for array in arrays or ():
+        array.delete()

@@ -1,0 +1,172 @@
+"""Measures what experts cost: the paper's offline profiler (section 4.5), on the one record of costs."""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxinfer.compiled import Costs
+from jaxinfer.experts.errors import ProfileError
+from jaxinfer.experts.execution.architectures import (
+    PROGRAM,
+    ArchitecturePrograms,
+    cost_of,
+    open_costs,
+)
+from jaxinfer.experts.execution.loader import ExpertLoader
+from jaxinfer.experts.scheduling.profile import MIN_R_SQUARED, Profile, Tier, choose_max_batch, fit_latency
+from jaxinfer.experts.scheduling.request import Eviction, Load
+from jaxinfer.generation.engine.buckets import powers
+
+log = logging.getLogger(__name__)
+
+REPEATS = 5
+ATTEMPTS = 3
+"""How often latencies are measured again that are no line over batch sizes, as on a machine that does other things."""
+EVICT = "evict"
+"""The name of a copy to the host's memory in the record of costs; a load's is "load_disk" or "load_host"."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured of an architecture on a device.
+
+    Attributes:
+      r_squared: of the line through the latencies; 0: they are none.
+      workspace: bytes of a batch by its size.
+    """
+
+    profile: Profile
+    r_squared: float
+    workspace: dict[int, int]
+
+
+def measure(
+    programs: ArchitecturePrograms,
+    loader: ExpertLoader,
+    pool: int,
+    expert: str,
+    *,
+    max_batch: int,
+    beside: int = 1,
+    anew: bool = False,
+) -> Measured:
+    """The profile of an architecture on a device, from the costs on record; what is not there is measured.
+
+    Args:
+      programs: the architecture's, on the device.
+      loader: which loads the expert.
+      pool: one on the device that has nothing.
+      expert: one of the architecture.
+      max_batch: no larger batch is measured.
+      beside: how many executors share the device; all run while one is measured.
+      anew: measure all again.
+    Raises LoadError if the expert cannot be loaded.
+    """
+    costs = open_costs(programs.architecture, programs.device, beside=beside, disk=loader.disk(expert))
+    sizes = powers(2, 1, max(2, max_batch))
+    programs.compile_ahead(sizes[-1])
+    known = all((cost := cost_of(costs, size)) and cost.calls >= REPEATS for size in sizes)
+    if anew or not known:
+        _run(programs, loader, pool, expert, costs, beside=beside)
+    for _ in range(ATTEMPTS - 1):
+        if _fit(costs, sizes, max_batch).r_squared >= MIN_R_SQUARED:
+            break
+        _run(programs, loader, pool, expert, costs, beside=beside)
+    latency, k, b, r_squared = dataclasses.astuple(_fit(costs, sizes, max_batch))
+    best = max(size for size in latency if size <= max_batch)
+    workspace = {size: programs.workspace_bytes(size) for size in sizes}
+    one_more = (workspace[sizes[-1]] - workspace[1]) // (sizes[-1] - 1)
+    profile = Profile(
+        k=k,
+        b=b,
+        max_batch=best,
+        load={"disk": _median(costs, "load_disk"), "host": _median(costs, "load_host")},
+        evict=_median(costs, EVICT),
+        activation_bytes=max(one_more, 1),
+        latency={size: seconds for size, seconds in latency.items() if size <= best},
+        workspace={size: number for size, number in workspace.items() if size <= best},
+    )
+    costs.save()
+    return Measured(profile=profile, r_squared=r_squared, workspace=workspace)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fit:
+    latency: dict[int, float]
+    k: float
+    b: float
+    r_squared: float
+
+
+def _fit(costs: Costs, sizes: Sequence[int], max_batch: int) -> _Fit:
+    """The latency of the batch sizes worth making, at least two, and a line through them.
+
+    Where there is none (small models, whose batches cost as much as one input), K is a request's part of the largest
+    batch, B what one alone takes beside that, and R^2 is 0.
+    """
+    known = {size: cost.p50 for size in sizes if (cost := cost_of(costs, size))}
+    best = choose_max_batch({size: seconds for size, seconds in known.items() if size <= max_batch})
+    latency = {size: seconds for size, seconds in known.items() if size <= max(best, 2)}
+    try:
+        k, b, r_squared = fit_latency(latency)
+    except ProfileError as error:
+        log.warning("%s K is taken from the largest batch.", error)
+        k, r_squared = latency[max(latency)] / max(latency), 0.0
+        b = max(latency[1] - k, 0.0)
+    return _Fit(latency=latency, k=k, b=b, r_squared=r_squared)
+
+
+def _median(costs: Costs, name: str) -> float:
+    cost = costs.of(name)
+    assert cost is not None, "it was measured"
+    return cost.p50
+
+
+def _run(
+    programs: ArchitecturePrograms, loader: ExpertLoader, pool: int, expert: str, costs: Costs, *, beside: int
+) -> None:
+    """Load the expert from everywhere, run batches of all sizes, and record what it takes."""
+    for _ in range(1 + REPEATS):  # the first call of each does not count
+        for tier in ("disk", "host"):
+            _load(loader, pool, expert, tier, costs)
+            begun = time.perf_counter()
+            loader.note(pool, [Eviction(expert=expert, to_host=tier == "disk")], ())()
+            if tier == "disk":
+                costs.record(EVICT, (), time.perf_counter() - begun)
+    _load(loader, pool, expert, "disk", costs)
+    leaves = loader.leaves(pool, expert)
+    for size in programs.sizes:
+        inputs = [np.zeros(programs.architecture.shape, programs.architecture.dtype)] * size
+        ended = threading.Event()
+        others = [
+            threading.Thread(target=_keep_running, args=(programs, leaves, inputs, ended)) for _ in range(beside - 1)
+        ]
+        for thread in others:
+            thread.start()
+        try:
+            for _ in range(1 + REPEATS):
+                begun = time.perf_counter()
+                programs.run(leaves, inputs)
+                costs.record(PROGRAM, (("batch", size),), time.perf_counter() - begun)
+        finally:
+            ended.set()
+            for thread in others:
+                thread.join()
+    loader.note(pool, [Eviction(expert=expert, to_host=False)], ())()
+
+
+def _load(loader: ExpertLoader, pool: int, expert: str, tier: Tier, costs: Costs) -> None:
+    begun = time.perf_counter()
+    loader.prepare(Load(executor=0, pool=pool, expert=expert, tier=tier))()
+    costs.record(f"load_{tier}", (), time.perf_counter() - begun)
+
+
+def _keep_running(
+    programs: ArchitecturePrograms, leaves: Sequence, inputs: list[np.ndarray], ended: threading.Event
+) -> None:
+    while not ended.is_set():
+        programs.run(leaves, inputs)

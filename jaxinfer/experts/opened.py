@@ -1,0 +1,310 @@
+"""A system of experts before anything of it runs: checkpoints opened and checked, costs measured, programs compiled."""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import jax
+
+from checkpoints import CheckpointError
+from checkpoints.stores import Staging
+from jaxinfer.compiled import ExecutableStore
+from jaxinfer.experts.config import ExecutorOptions, ExpertConfig, SystemConfig
+from jaxinfer.experts.errors import ConfigError, LoadError
+from jaxinfer.experts.execution.architectures import Architecture, ArchitecturePrograms
+from jaxinfer.experts.execution.kinds import ExpertKind, kind_of
+from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
+from jaxinfer.experts.execution.profiler import Measured, measure
+from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
+from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, Rule
+from jaxinfer.experts.scheduling.policy import Policy
+from jaxinfer.experts.scheduling.profile import Profiles
+from jaxinfer.experts.scheduling.scheduler import Scheduler
+from jaxinfer.models.devices import device_available_bytes, host_available_bytes
+from jaxinfer.models.loading import open_model
+from jaxinfer.streaming.model import map_large_arrays
+
+log = logging.getLogger(__name__)
+
+SMALLEST_MAPPED = 128 << 10
+"""Bytes of arrays that go back to the system when an expert leaves: most of a convolutional model's are small."""
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is, and how much there is."""
+
+
+def log_progress(what: str, done: int, total: int) -> None:
+    """The default: to the log."""
+    log.info("%s: %d of %d", what, done, total)
+
+
+class OpenedSystem:
+    """The experts of a config, opened and checked; their files written, nothing loaded and no thread started.
+
+    Args:
+      config: what there is.
+      preadv: reads experts' files; benchmarks give one that is slower.
+      progress: told of what takes a while.
+
+    Attributes:
+      config: the same.
+      experts: those whose checkpoints can be opened. broken: why others cannot be used.
+      graph: which expert follows which, and how often each is used.
+      devices: of each executor.
+
+    Raises CollaborationError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
+    as long as there is another one.
+    """
+
+    def __init__(
+        self,
+        config: SystemConfig,
+        *,
+        preadv: Callable[[int, list[Any], int], int] = os.preadv,
+        progress: Progress = log_progress,
+    ):
+        map_large_arrays(SMALLEST_MAPPED)
+        self.config, self._preadv, self._progress = config, preadv, progress
+        self._configs = {expert.name: expert for expert in config.experts}
+        self.broken: dict[str, Exception] = {}
+        self.experts: dict[str, OpenedExpert] = {}
+        self.devices = [_device(executor) for executor in config.executors]
+        self._open()
+        _check_budgets(config, self.devices, sum(self._like(name).architecture.bytes for name in self._configs))
+        self.graph = self._graph(config)
+        self._prepare()
+        self._programs: dict[tuple[Architecture, Any], ArchitecturePrograms] = {}
+
+    @classmethod
+    def from_config(cls, path: str | os.PathLike[str], *, mode: str | None = None, **options: Any) -> Self:
+        """The system that a TOML file describes.
+
+        Args:
+          mode: a policy by its name instead of the file's: "best", "paper", "samba" and others (`policy.POLICIES`).
+          options: as of the class.
+        """
+        return cls(SystemConfig.read(path, mode=mode), **options)
+
+    def make_scheduler(
+        self,
+        profiles: Profiles,
+        *,
+        policy: Policy | None = None,
+        scheduler: Callable[..., Scheduler] = Scheduler,
+        **options: Any,
+    ) -> Scheduler:
+        """A scheduler of the system, without requests, its experts not placed yet.
+
+        Args:
+          policy: instead of the config's.
+          scheduler: makes it.
+          options: as of `Scheduler`.
+        """
+        executors = [_executor_config(x, device) for x, device in zip(self.config.executors, self.devices, strict=True)]
+        given = {"host_bytes": self.config.host_memory, "max_queued": self.config.max_queued} | options
+        return scheduler(self.graph, profiles, executors, policy or self.config.policy, **given)
+
+    @property
+    def compiled(self) -> int:
+        """How many programs there are: not more for more experts."""
+        return sum(len(list(programs.cache)) for programs in self._programs.values())
+
+    def measure(self, *, anew: bool = False) -> Profiles:
+        """What experts cost, from the record; what is not on it is measured (`anew`: all)."""
+        return {key: found.profile for key, found in self.measured(anew=anew).items()}
+
+    def measured(self, *, anew: bool = False) -> dict[tuple[str, str], Measured]:
+        """The same with how well a line fits the latencies, and the memory of batches."""
+        beside, one = Counter(self.devices), self.config.policy.one_executor
+        devices = {device.platform: device for device in self.devices}
+        architectures = {expert.architecture for expert in self.experts.values()}
+        wanted = [(architecture, device) for architecture in architectures for device in devices.values()]
+        found = {}
+        for done, (architecture, device) in enumerate(sorted(wanted, key=lambda key: (key[0].name, str(key[1])))):
+            self._progress("measuring architectures", done, len(wanted))
+            loader = self._loader([device])
+            experts = iter([name for name, expert in self.experts.items() if expert.architecture == architecture])
+            key = architecture.name, device.platform
+            while key not in found:
+                try:
+                    found[key] = measure(
+                        self._of(architecture, device),
+                        loader,
+                        0,
+                        next(experts),
+                        max_batch=self.config.max_batch,
+                        beside=1 if one else beside[device],
+                        anew=anew,
+                    )
+                except LoadError as error:
+                    log.warning("%s", error)
+                except StopIteration:
+                    raise LoadError(f"no expert of architecture {architecture.name} can be loaded.") from None
+            loader.close()
+        return found
+
+    # -- what it is made of --
+
+    def _open(self) -> None:
+        for done, name in enumerate(self._configs):
+            self._progress("opening experts", done, len(self._configs))
+            try:
+                self.experts[name] = self._open_expert(name)
+            except (CheckpointError, OSError) as error:
+                self._break(name, error)
+        if not self.experts:
+            raise LoadError(f"no expert can be opened; the first: {next(iter(self.broken.values()))}")
+
+    def _open_expert(self, name: str) -> OpenedExpert:
+        expert = self._configs[name]
+        opened = open_model(expert.checkpoint, dtype=self.config.dtype)
+        kind = kind_of(opened, size=expert.image_size, tokens=expert.tokens)
+        _check_verdicts(name, kind, self.config.rules)
+        self._check_inputs(name, kind)
+        return OpenedExpert(name=name, opened=opened, kind=kind)
+
+    def _check_inputs(self, name: str, kind: ExpertKind) -> None:
+        """Raise ConfigError unless those that this expert follows, or is followed by, take what it takes."""
+        for rule in self.config.rules:
+            if name in (rule.expert, rule.next):
+                other = self.experts.get(rule.next if name == rule.expert else rule.expert)
+                if other is not None and other.kind.takes != kind.takes:
+                    raise ConfigError(
+                        f"rule {rule.expert!r}: expert {other.name!r} takes {other.kind.takes}, and {name!r} "
+                        f"{kind.takes}; an input goes on as it is: give both the same image_size, or tokenizer."
+                    )
+
+    def _break(self, name: str, error: Exception) -> None:
+        self.broken[name] = error
+        log.warning("expert %s cannot be used: %s", name, error)
+
+    def _like(self, name: str) -> OpenedExpert:
+        """The expert; if it cannot be opened, one that it is taken to be like: the one that is named, or the first."""
+        named = self._configs[name].like or name
+        return self.experts.get(name) or self.experts.get(named) or next(iter(self.experts.values()))
+
+    def _find(self, name: str) -> OpenedExpert:
+        """The expert; one that could not be opened before is tried again. Raises LoadError."""
+        if name not in self.experts:
+            try:
+                expert = self._open_expert(name)
+            except (CheckpointError, ConfigError, OSError) as error:
+                raise LoadError(str(error)) from error
+            if expert.architecture not in {other.architecture for other in self.experts.values()}:
+                raise LoadError(
+                    f"its architecture is {expert.architecture.name}, which no expert had that was there at the start; "
+                    "start the system again."
+                )
+            differs = expert.architecture != self._like(name).architecture
+            self.experts[name] = expert
+            self.broken.pop(name, None)
+            if differs:
+                self.graph.experts[name] = self._info(self._configs[name])
+        return self.experts[name]
+
+    def _find_to_load(self, name: str) -> OpenedExpert:
+        """The same for a load, which has got room for what the expert was taken to be. Raises LoadError."""
+        assumed, expert = self.graph.experts[name], self._find(name)
+        if self.graph.experts[name].architecture != assumed.architecture:
+            raise LoadError(
+                f"it was not there at the start, was taken to be a {assumed.architecture}, and is a "
+                f"{expert.architecture.name}, which is known from now on; `like` in the config says so beforehand."
+            )
+        return expert
+
+    def _prepare(self) -> None:
+        """Write the files of experts that have none yet."""
+        for done, expert in enumerate(list(self.experts.values())):
+            self._progress("preparing experts", done, len(self.experts))
+            try:
+                write_expert(expert.opened)
+            except CheckpointError as error:
+                self._break(expert.name, error)
+
+    def _graph(self, config: SystemConfig) -> ExpertGraph:
+        graph = ExpertGraph((self._info(expert) for expert in config.experts), config.inputs, config.rules)
+        usage = {expert.name: expert.usage for expert in config.experts if expert.usage is not None}
+        return graph.with_usage(usage)
+
+    def _info(self, expert: ExpertConfig) -> ExpertInfo:
+        """An expert as the scheduler knows it."""
+        architecture = self._like(expert.name).architecture
+        return ExpertInfo(
+            name=expert.name,
+            architecture=architecture.name,
+            bytes=architecture.bytes,
+            pinned=expert.pinned and expert.name not in self.broken,
+        )
+
+    def _of(self, architecture: Architecture, device: Any) -> ArchitecturePrograms:
+        if (architecture, device) not in self._programs:
+            alone = self.config.policy.one_executor or self.devices.count(device) == 1
+            self._programs[architecture, device] = ArchitecturePrograms(
+                architecture, device, single_threaded=not alone, store=ExecutableStore()
+            )
+        return self._programs[architecture, device]
+
+    def _compile(self, profiles: Profiles, devices: list[Any]) -> None:
+        architectures = {expert.architecture for expert in self.experts.values()}
+        used = [(architecture, device) for architecture in architectures for device in set(devices)]
+        for done, (architecture, device) in enumerate(sorted(used, key=lambda key: (key[0].name, str(key[1])))):
+            self._progress("compiling architectures", done, len(used))
+            profile = profiles.get((architecture.name, device.platform))
+            if profile is not None:
+                self._of(architecture, device).compile_ahead(profile.max_batch)
+
+    def _loader(self, devices: list[Any]) -> ExpertLoader:
+        """One with a pool on each of these devices; it keeps one buffer, of the largest expert."""
+        keep = max(file_bytes(expert.architecture) for expert in self.experts.values())
+        return ExpertLoader(self._find_to_load, devices, staging=Staging(keep=keep), preadv=self._preadv)
+
+
+def _check_budgets(config: SystemConfig, devices: Sequence[Any], all_experts: int) -> None:
+    """Raise ConfigError where a device, or the host, has less memory than could be used of what was given."""
+    given = Counter[Any]()
+    for executor, device in zip(config.executors, devices, strict=True):
+        where = "the host" if device.platform == "cpu" else device
+        given[where] += min(executor.expert_memory, all_experts) + (executor.activation_memory or 0)
+    if config.policy.host_cache:
+        given["the host"] += min(config.host_memory, all_experts)
+    for where, size in given.items():
+        free = host_available_bytes() if where == "the host" else device_available_bytes(where)
+        if size > free:
+            raise ConfigError(
+                f"{where} has {free / 2**30:.4g} GiB of memory free, and executors and the host cache would use up to "
+                f"{size / 2**30:.4g} GiB; give them less (expert_memory, activation_memory, host_memory)."
+            )
+
+
+def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
+    """Raise ConfigError for a rule with a verdict that its expert cannot give: the next expert would never run."""
+    for rule in rules:
+        if rule.expert == name and rule.verdict not in kind.verdicts:
+            known = ", ".join(map(repr, kind.verdicts[:8])) + (", ..." if len(kind.verdicts) > 8 else "")
+            raise ConfigError(f"rule {rule.expert!r}: it never answers {rule.verdict!r}; its verdicts: {known}.")
+
+
+def _device(executor: ExecutorOptions) -> Any:
+    """The device of an executor. Raises ConfigError if it is not here."""
+    if executor.device is None:
+        return jax.local_devices()[0]
+    platform, _, index = executor.device.partition(":")
+    try:
+        return dict(enumerate(jax.local_devices(backend=platform)))[int(index or 0)]
+    except (RuntimeError, ValueError, KeyError) as error:
+        here = ", ".join(f"{device.platform}:{device.id}" for device in jax.local_devices())
+        raise ConfigError(
+            f"executor {executor.name!r}: there is no device {executor.device!r}; here: {here}."
+        ) from error
+
+
+def _executor_config(executor: ExecutorOptions, device: Any) -> ExecutorConfig:
+    return ExecutorConfig(
+        name=executor.name,
+        processor=device.platform,
+        device=f"{device.platform}:{device.id}",
+        expert_bytes=executor.expert_memory,
+        activation_bytes=executor.activation_memory,
+    )

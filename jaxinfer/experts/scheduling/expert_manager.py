@@ -1,0 +1,342 @@
+"""Expert management (CoServe, section 4.3): which experts are in which memory, where they come from, and who leaves."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+
+from jaxinfer.experts.errors import ConfigError, ProfileError
+from jaxinfer.experts.scheduling.eviction import first_in, queue_aware, two_stage
+from jaxinfer.experts.scheduling.executor_state import ExecutorConfig, ExecutorState, Statistics
+from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo
+from jaxinfer.experts.scheduling.placement import place
+from jaxinfer.experts.scheduling.policy import Policy
+from jaxinfer.experts.scheduling.pool import ModelPool
+from jaxinfer.experts.scheduling.profile import Profile, Profiles, Tier
+from jaxinfer.experts.scheduling.queue import ExecutorQueue
+from jaxinfer.experts.scheduling.request import Evict, Eviction, Load
+from jaxinfer.streaming.residents import Residents
+
+
+class ExpertManager:
+    """The memory of all executors, and the host cache.
+
+    Args:
+      graph: the experts.
+      profiles: what they cost.
+      executors: in the order of their indices.
+      policy: which rules are followed.
+      host_bytes: of the host cache, if the policy has one.
+
+    Attributes:
+      pools: all pools; executors with a shared pool have the same one.
+      executors: their states.
+      statistics: what has been done.
+
+    A pinned expert has a pool where it stays once it is there; copies of it elsewhere leave as others do.
+
+    Raises ConfigError or ProfileError if there is an expert that can never run.
+    """
+
+    def __init__(
+        self,
+        graph: ExpertGraph,
+        profiles: Profiles,
+        executors: Iterable[ExecutorConfig],
+        policy: Policy,
+        *,
+        host_bytes: int,
+    ):
+        self.graph, self.profiles, self.policy, self.statistics = graph, profiles, policy, Statistics()
+        configs = list(executors)
+        if not configs:
+            raise ConfigError("there are no executors.")
+        if policy.one_executor:
+            configs = [_joined(configs)]
+        self.pools: list[ModelPool] = []
+        self.executors: list[ExecutorState] = []
+        self._host: Residents[str, None] = Residents(host_bytes if policy.host_cache else 0, order=self._host_order)
+        self._homes: dict[str, int] = {}
+        self._pinned: Counter[int] = Counter()  # bytes of the experts at home in each pool
+        self._limited: dict[int, float] = {}  # pools that have less memory than was given, until when
+        self._taken: set[str] = set()  # copies in the host cache that are on their way to a pool
+        self._sources: Counter[int] = Counter()  # loads under way from each pool
+        budgets: Counter[str] = Counter()
+        for config in configs:
+            budgets[config.device] += config.expert_bytes
+        shared: dict[str, ModelPool] = {}
+        for config in configs:
+            if not policy.share_pools:
+                self.add_executor(config)
+            elif config.device in shared:
+                self._add(config, shared[config.device])
+            else:
+                shared[config.device] = self._add(config, self._new_pool(budgets[config.device])).pool
+        self._check()
+        self._choose_homes()
+
+    def place(self) -> dict[int, list[str]]:
+        """The experts that each pool has at the start, by the pool's index; they count as loaded from now on."""
+        others = [self.graph.experts[name] for name in self.graph.by_usage if name not in self._homes]
+        free = [pool.budget - self._pinned[pool.index] for pool in self.pools]
+        placed = place(others, free, self._serving)
+        for pool, names in zip(self.pools, placed, strict=True):
+            names[:0] = [name for name, home in self._homes.items() if home == pool.index]
+            for name in reversed(names):  # the most used one counts as the one used last
+                pool.begin_load(name, self.graph.experts[name].bytes)
+                pool.end_load(name, loaded=True, pinned=name in self._homes)
+        return dict(enumerate(placed))
+
+    def remove_placed(self, pool: int, name: str) -> None:
+        """An expert that `place` has put into a pool could not be loaded."""
+        if name in self._homes:
+            self.pools[pool].release(name)
+        self.pools[pool].drop(name)
+
+    def can_serve(self, executor: ExecutorState, expert: ExpertInfo) -> bool:
+        """Whether an executor can run an expert: there is room for it and one request beside what never leaves."""
+        profile, pool = self.profiles.get((expert.architecture, executor.config.processor)), executor.pool
+        if profile is None:
+            return False
+        stays = self._pinned[pool.index] - (expert.bytes if self._homes.get(expert.name) == pool.index else 0)
+        return stays + expert.bytes + missing_bytes(executor, profile) <= pool.budget
+
+    def _serving(self, expert: ExpertInfo, pool: int | None = None) -> bool:
+        """Whether an executor, of this pool if one is named, can run an expert."""
+        return any(self.can_serve(x, expert) for x in self.executors if pool in (None, x.pool.index))
+
+    def add_executor(self, config: ExecutorConfig) -> int:
+        """Have one more executor, with a pool of its own; returns its index."""
+        return self._add(config, self._new_pool(config.expert_bytes)).index
+
+    def _new_pool(self, budget: int) -> ModelPool:
+        self.pools.append(ModelPool(len(self.pools), budget, self._order))
+        return self.pools[-1]
+
+    def _add(self, config: ExecutorConfig, pool: ModelPool) -> ExecutorState:
+        queue = ExecutorQueue(arranged=self.policy.arrange, max_age=self.policy.max_age)
+        self.executors.append(ExecutorState(len(self.executors), config, pool, queue))
+        return self.executors[-1]
+
+    def _check(self) -> None:
+        for expert in self.graph.experts.values():
+            able = [x for x in self.executors if (expert.architecture, x.config.processor) in self.profiles]
+            if not able:
+                processors = sorted({x.config.processor for x in self.executors})
+                raise ProfileError(
+                    f"expert {expert.name!r}: no profile of {expert.architecture!r} on {', '.join(processors)}."
+                )
+            if not any(expert.bytes <= x.pool.budget for x in able):
+                largest = max(x.pool.budget for x in able)
+                raise ConfigError(
+                    f"expert {expert.name!r} takes {expert.bytes} bytes and the largest pool has {largest}; give an "
+                    "executor more memory for experts."
+                )
+            if not self._serving(expert):
+                least = min(missing_bytes(x, self.profile(x, expert.name)) for x in able)
+                raise ConfigError(
+                    f"expert {expert.name!r} takes {expert.bytes} bytes and one request at least {least} more than an "
+                    "executor has for activations, which no pool has room for together; give an executor more memory."
+                )
+
+    def _choose_homes(self) -> None:
+        """Choose the pools where pinned experts stay, in turn, so that every expert can still run somewhere."""
+        pinned = [expert for name in self.graph.by_usage if (expert := self.graph.experts[name]).pinned]
+        kinds = {(x.architecture, x.bytes): x for x in self.graph.experts.values() if not x.pinned}
+        turn = 0
+        for expert in pinned:
+            for step in range(len(self.pools)):
+                home = (turn + step) % len(self.pools)
+                if self._serving(expert, home):
+                    self._homes[expert.name] = home
+                    self._pinned[home] += expert.bytes
+                    if all(map(self._serving, (*kinds.values(), *pinned))):
+                        turn = home + 1
+                        break
+                    self._pinned[home] -= expert.bytes
+                    del self._homes[expert.name]
+            else:
+                raise ConfigError(
+                    f"expert {expert.name!r} is pinned, and in whichever pool it stays, it leaves too little room for "
+                    "another expert to run; pin fewer, or give an executor more memory for experts."
+                )
+
+    # -- memory that is not there --
+
+    def limit(self, load: Load, until: float) -> bool:
+        """A load, which has ended, found less memory than its pool was given: have the pool keep to what it has.
+
+        until: when all that was given is tried again.
+        Returns False if what it has would not do for that expert.
+        """
+        executor, expert = self.executors[load.executor], self.graph.experts[load.expert]
+        executor.pool.limit(executor.pool.used)
+        room = executor.pool.victims(expert.bytes) is not None or self.will_free(executor)
+        if not (room and self.can_serve(executor, expert)):
+            executor.pool.limit(None)
+            return False
+        self._limited[load.pool] = until
+        return True
+
+    @property
+    def limited(self) -> bool:
+        """Whether a pool has less memory than was given."""
+        return bool(self._limited)
+
+    def lift_limits(self, now: float) -> None:
+        """Have pools try again what they were given."""
+        for index in [index for index, until in self._limited.items() if until <= now]:
+            self.pools[index].limit(None)
+            del self._limited[index]
+
+    # -- loads --
+
+    def tier(self, name: str, pool: ModelPool) -> tuple[Tier, int | None]:
+        """Where an expert is loaded from now to a pool, and of which other pool that is the copy."""
+        if self.policy.host_cache:
+            if name in self._host and name not in self._taken:
+                return "host", None
+            for executor in self.executors:
+                if executor.pool is pool or not executor.alive or executor.config.processor != "cpu":
+                    continue
+                if executor.pool.is_ready(name):
+                    return "host", executor.pool.index
+        return "disk", None
+
+    def begin_load(
+        self, executor: ExecutorState, name: str, *, keep: Iterable[str] = (), prefetched: bool = False
+    ) -> Load | None:
+        """Make room for an expert and have it come; None if there can be no room now."""
+        pool = executor.pool
+        tier, source = self.tier(name, pool)
+        keep = [*keep, *self._about_to_run(pool)]
+        victims = pool.begin_load(name, self.graph.experts[name].bytes, keep=keep)
+        if victims is None:
+            return None
+        if source is not None:
+            self.pools[source].use(name)
+            self._sources[source] += 1
+        elif tier == "host":
+            self._host.pin(name)
+            self._taken.add(name)
+        evictions, dropped = self._leave(executor, victims)
+        executor.loading = name
+        self.statistics.loads[tier] += 1
+        self.statistics.prefetched += prefetched
+        return Load(
+            executor=executor.index,
+            pool=pool.index,
+            expert=name,
+            tier=tier,
+            source=source,
+            evictions=evictions,
+            dropped=dropped,
+            prefetched=prefetched,
+        )
+
+    def _leave(self, executor: ExecutorState, victims: Iterable[str]) -> tuple[tuple[Eviction, ...], tuple[str, ...]]:
+        """Experts have left an executor's pool: which of them stay in the host cache, and which ones leave that.
+
+        One that would cost more to copy there and back than to read again does not stay.
+        """
+        victims, before = list(victims), list(self._host)
+        for name in victims:
+            profile = self.profile(executor, name)
+            pays = profile.evict + profile.load_seconds("host") < profile.load_seconds("disk")
+            if name not in self._host and pays:
+                self._host.add(name, None, self.graph.experts[name].bytes)
+        self.statistics.evictions += len(victims)
+        stay = set(self._host) - set(before)
+        evictions = tuple(Eviction(expert=name, to_host=name in stay) for name in victims)
+        return evictions, tuple(name for name in before if name not in self._host)
+
+    def end_load(self, load: Load, *, loaded: bool) -> None:
+        """A load has ended, and the expert is there unless it failed."""
+        pinned = self._homes.get(load.expert) == load.pool
+        self.pools[load.pool].end_load(load.expert, loaded=loaded, pinned=pinned)
+        self.executors[load.executor].loading = None
+        if load.source is not None:
+            self.pools[load.source].release(load.expert)
+            self._sources[load.source] -= 1
+        elif load.tier == "host":
+            self._taken.remove(load.expert)
+            self._host.unpin(load.expert)
+            self._host.remove(load.expert)
+
+    # -- memory of batches --
+
+    def lend(self, executor: ExecutorState, size: int, expert: str) -> Evict | None:
+        """Have experts make room for a batch, until `take_back`, and for its expert; None if they cannot."""
+        pool = executor.pool
+        beside = 0 if pool.has(expert) else self.graph.experts[expert].bytes
+        keep = [expert, *self._about_to_run(pool)]
+        victims = pool.reserve(_activations(executor), size, beside=beside, keep=keep)
+        if victims is None:
+            return None
+        evictions, dropped = self._leave(executor, victims)
+        return Evict(executor=executor.index, pool=executor.pool.index, evictions=evictions, dropped=dropped)
+
+    def take_back(self, executor: ExecutorState) -> None:
+        """Undo `lend`, if there was one."""
+        executor.pool.give_back(_activations(executor))
+
+    def will_free(self, executor: ExecutorState) -> bool:
+        """Whether others are about to give memory of the pool back: its executors, or loads from it."""
+        pool = executor.pool
+        return bool(pool.loading or self._about_to_run(pool) or self._sources[pool.index]) or any(
+            other.executing and other.pool is executor.pool for other in self.executors
+        )
+
+    def _about_to_run(self, pool: ModelPool) -> list[str]:
+        """Experts that have come to a pool and whose batches have not begun yet."""
+        batches = [x.batch for x in self.executors if x.pool is pool and x.batch is not None and not x.executing]
+        return [batch.expert for batch in batches if pool.is_ready(batch.expert)]
+
+    # -- which experts leave (paper section 4.3) --
+
+    def _order(self, free: list[str], pool: ModelPool) -> list[str]:
+        match self.policy.evict:
+            case "lru":
+                return free
+            case "fifo":
+                return first_in(free, pool.load_order)
+            case "two_stage":
+                return two_stage(free, pool.resident, self.graph)
+            case "queue_aware":
+                users = [x for x in self.executors if x.pool is pool]
+                return queue_aware(two_stage(free, pool.resident, self.graph), _next_uses(users))
+
+    def _host_order(self, free: list[str]) -> list[str]:
+        if self.policy.evict != "queue_aware":
+            return free
+        return queue_aware(two_stage(free, set(), self.graph), _next_uses(self.executors))
+
+    def profile(self, executor: ExecutorState, name: str) -> Profile:
+        """What an expert costs on an executor."""
+        return self.profiles[self.graph.experts[name].architecture, executor.config.processor]
+
+
+def missing_bytes(executor: ExecutorState, profile: Profile) -> int:
+    """What one request takes beyond the executor's memory for activations."""
+    limit = executor.config.activation_bytes
+    return 0 if limit is None else max(profile.activations(1) - limit, 0)
+
+
+def _joined(configs: list[ExecutorConfig]) -> ExecutorConfig:
+    """The first executor, with the memory of all that share its device."""
+    first = configs[0]
+    shared = sum(config.expert_bytes for config in configs if config.device == first.device)
+    return dataclasses.replace(first, expert_bytes=shared)
+
+
+def _activations(executor: ExecutorState) -> str:
+    """The name under which a pool lends memory to an executor's batch; no expert has it."""
+    return f"\0{executor.index}"
+
+
+def _next_uses(executors: Iterable[ExecutorState]) -> dict[str, int]:
+    """Of experts that wait in a queue, their least places among the groups of one."""
+    places: dict[str, int] = {}
+    for executor in executors:
+        for place_, name in enumerate(executor.queue.experts()):
+            places[name] = min(place_, places.get(name, place_))
+    return places

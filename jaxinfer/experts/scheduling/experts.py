@@ -1,0 +1,225 @@
+"""The experts that there are, and which one follows which."""
+
+import dataclasses
+import logging
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+
+from jaxinfer.experts.errors import ConfigError, RoutingError
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertInfo:
+    """One expert, as the scheduler knows it.
+
+    Attributes:
+      name: unique.
+      architecture: experts of one architecture cost the same (paper section 4.5).
+      bytes: of its weights on a device.
+      pinned: never evicted once it is loaded.
+    """
+
+    name: str
+    architecture: str
+    bytes: int
+    pinned: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bytes < 1:
+            raise ConfigError(f"expert {self.name!r}: bytes must be at least 1, got {self.bytes}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What follows an expert's verdict.
+
+    Attributes:
+      expert: the one that has judged.
+      verdict: its answer.
+      next: the expert that gets the input then.
+      probability: how often the expert answers so; None: rules that do not say share what is left of 1.
+    """
+
+    expert: str
+    verdict: str
+    next: str
+    probability: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputKind:
+    """Inputs that begin with the same expert.
+
+    Attributes:
+      name: of the kind, such as a component's type.
+      expert: the first one.
+      share: how often such inputs come, in any unit; None: as often as the others without a share.
+    """
+
+    name: str
+    expert: str
+    share: float | None = None
+
+
+class ExpertGraph:
+    """Experts, inputs and rules, checked: no unknown expert, no cycle, probabilities that can be.
+
+    Attributes:
+      experts: by name.
+      usage: how many of all inputs come to each expert, in [0, 1].
+      predecessors, successors: experts next to each one. One without predecessors is preliminary, others subsequent
+        (paper section 2.1).
+    """
+
+    def __init__(
+        self,
+        experts: Iterable[ExpertInfo],
+        inputs: Iterable[InputKind],
+        rules: Iterable[Rule] = (),
+        *,
+        usage: Mapping[str, float] | None = None,
+    ):
+        experts, inputs, rules = list(experts), list(inputs), list(rules)
+        self.experts = {expert.name: expert for expert in experts}
+        self._inputs = {kind.name: kind for kind in inputs}
+        _require_unique("expert", [expert.name for expert in experts])
+        _require_unique("input", [kind.name for kind in inputs])
+        _require_unique("rule", [(rule.expert, rule.verdict) for rule in rules])
+        if not self.experts:
+            raise ConfigError("there are no experts.")
+        for kind in inputs:
+            self._require_expert(kind.expert, f"input {kind.name!r}")
+        for rule in rules:
+            for name in (rule.expert, rule.next):
+                self._require_expert(name, f"rule {rule.expert!r} with verdict {rule.verdict!r}")
+        self._rules = {(rule.expert, rule.verdict): rule for rule in _with_probabilities(rules)}
+        self.predecessors = {name: frozenset(r.expert for r in rules if r.next == name) for name in self.experts}
+        self.successors = {name: frozenset(r.next for r in rules if r.expert == name) for name in self.experts}
+        self._order = self._topological_order()
+        self.usage = self._usage(usage or {})
+
+    def first(self, kind: str) -> str:
+        """The expert that an input of this kind begins with. Raises RoutingError."""
+        if kind not in self._inputs:
+            raise RoutingError(f"no input is of kind {kind!r}; known: {_some(self._inputs)}.")
+        return self._inputs[kind].expert
+
+    def next(self, expert: str, verdict: str) -> str | None:
+        """The expert that follows a verdict; None: the verdict is the result."""
+        rule = self._rules.get((expert, verdict))
+        return None if rule is None else rule.next
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Which part of all inputs is of each kind."""
+        return dict(zip(self._inputs, _shares(list(self._inputs.values())), strict=True))
+
+    def rules_of(self, expert: str) -> list[Rule]:
+        """What may follow an expert."""
+        return [rule for rule in self._rules.values() if rule.expert == expert]
+
+    def require(self, name: str) -> ExpertInfo:
+        """The expert. Raises RoutingError if there is none of this name."""
+        if name not in self.experts:
+            raise RoutingError(f"there is no expert {name!r}; known: {_some(self.experts)}.")
+        return self.experts[name]
+
+    def with_usage(self, usage: Mapping[str, float]) -> "ExpertGraph":
+        """The same graph with usage as it was counted, or as the user says; what follows is used accordingly."""
+        for name, value in usage.items():
+            self.require(name)
+            if not math.isfinite(value) or value < 0:
+                raise ConfigError(f"the usage of expert {name!r} must be at least 0, got {value}.")
+        return ExpertGraph(self.experts.values(), self._inputs.values(), self._rules.values(), usage=usage)
+
+    @cached_property
+    def by_usage(self) -> list[str]:
+        """All experts, the most used first; equals by name."""
+        return sorted(self.experts, key=lambda name: (-self.usage[name], name))
+
+    def _require_expert(self, name: str, where: str) -> None:
+        if name not in self.experts:
+            raise RoutingError(f"{where} leads to {name!r}, which is no expert; known: {_some(self.experts)}.")
+
+    def _topological_order(self) -> list[str]:
+        try:
+            return list(TopologicalSorter(self.predecessors).static_order())
+        except CycleError as error:
+            cycle = " -> ".join(error.args[1])
+            raise ConfigError(f"the rules make a cycle: {cycle}; an input would never have a result.") from error
+
+    def _usage(self, given: Mapping[str, float]) -> dict[str, float]:
+        """How many inputs come to each expert: inputs by their shares, and on along the rules (paper section 4.5).
+
+        given: of experts for which it is known.
+        """
+        usage = dict.fromkeys(self.experts, 0.0)
+        for kind, share in self.shares.items():
+            usage[self._inputs[kind].expert] += share
+        for name in self._order:
+            usage[name] = given.get(name, usage[name])
+            for rule in self.rules_of(name):
+                assert rule.probability is not None, "see _with_probabilities"
+                usage[rule.next] += usage[name] * rule.probability
+        return usage
+
+
+def _with_probabilities(rules: list[Rule]) -> list[Rule]:
+    """The rules, each with a probability: those without share what the others of their expert leave of 1."""
+    left, without = defaultdict[str, float](lambda: 1.0), Counter[str]()
+    for rule in rules:
+        if rule.probability is None:
+            without[rule.expert] += 1
+        elif not 0 <= rule.probability <= 1:
+            raise ConfigError(
+                f"the probability of {rule.expert!r} answering {rule.verdict!r} must be in [0, 1], "
+                f"got {rule.probability}."
+            )
+        else:
+            left[rule.expert] -= rule.probability
+    for name, rest in left.items():
+        if rest < -1e-6:
+            raise ConfigError(f"the probabilities of {name!r}'s verdicts are more than 1 together.")
+    return [
+        dataclasses.replace(rule, probability=max(left[rule.expert], 0.0) / without[rule.expert])
+        if rule.probability is None
+        else rule
+        for rule in rules
+    ]
+
+
+def _shares(inputs: list[InputKind]) -> list[float]:
+    """The kinds' shares, 1 in all; a warning says so if they were not."""
+    given = [kind.share for kind in inputs]
+    for kind in inputs:
+        if kind.share is not None and not (math.isfinite(kind.share) and kind.share >= 0):
+            raise ConfigError(f"the share of input {kind.name!r} must be at least 0, got {kind.share}.")
+    known = [share for share in given if share is not None]
+    unknown = len(given) - len(known)
+    if not unknown and not any(known):
+        return [1 / len(inputs) for _ in inputs]
+    rest = max(1 - sum(known), 0.0) / unknown if unknown else 0.0
+    shares = [rest if share is None else share for share in given]
+    total = sum(shares)
+    if abs(total - 1) > 1e-6:
+        log.warning("The inputs' shares are %g together; they are taken as parts of that.", total)
+    return [share / total for share in shares]
+
+
+def _require_unique(what: str, names: list) -> None:
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise ConfigError(f"there are two of {what} {name!r}; names must be unique.")
+        seen.add(name)
+
+
+def _some(names: Iterable[str], limit: int = 8) -> str:
+    """Some of the names, for an error."""
+    names = sorted(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "") or "none"

@@ -1,0 +1,96 @@
+"""Which rules a scheduler follows: CoServe's, those that it is compared with, and ours."""
+
+import dataclasses
+from typing import Any, Literal
+
+import msgspec
+
+from jaxinfer.experts.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The choices of a scheduler.
+
+    Attributes:
+      assign: "makespan", as in paper section 4.2, or executors in turn.
+      arrange: whether requests go behind those with the same expert, rather than behind all.
+      evict: which experts leave a pool first: CoServe's two stages; the same with experts that wait in the queue last;
+        the one used longest ago; the one loaded first.
+      max_batch: no batch is larger, whatever the profile says.
+      one_executor: only the first one runs, with the memory of all that share its device.
+      host_cache: experts that leave a pool stay in the host's memory; copies in the pools of CPUs are used as well.
+      share_pools: executors on the same device have one pool.
+      prefetch: how many groups ahead an expert is loaded while another one runs.
+      resident_first: groups whose experts are in the pool run before others, which so find all their requests there.
+      counts_batches: predict B for each batch of a group, not once for the group.
+      avoids_padding: take as many requests as the next smaller compiled batch size has, rather than compute more than
+        25% padding.
+      max_age: no request goes before one that came more than so many seconds earlier, so that none waits for ever;
+        None: before any (the paper's "window" has no end).
+      by_deadline: a group with a deadline that can be kept, but not in its turn, runs first, the earliest one.
+    """
+
+    assign: Literal["makespan", "round_robin"] = "makespan"
+    arrange: bool = True
+    evict: Literal["two_stage", "queue_aware", "lru", "fifo"] = "two_stage"
+    max_batch: int | None = None
+    one_executor: bool = False
+    host_cache: bool = False
+    share_pools: bool = False
+    prefetch: int = 0
+    resident_first: bool = False
+    counts_batches: bool = False
+    avoids_padding: bool = False
+    max_age: float | None = None
+    by_deadline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_batch is not None and self.max_batch < 1:
+            raise ConfigError(f"max_batch must be at least 1, got {self.max_batch}.")
+        if not 0 <= self.prefetch <= 64:
+            raise ConfigError(f"prefetch must be in [0, 64], got {self.prefetch}.")
+        if self.max_age is not None and not self.max_age > 0:
+            raise ConfigError(f"max_age must be more than 0 s, got {self.max_age}.")
+
+
+_SAMBA = Policy(assign="round_robin", arrange=False, evict="lru", max_batch=1, one_executor=True, host_cache=True)
+_PARALLEL = dataclasses.replace(_SAMBA, one_executor=False)
+_GROUPING: dict[str, Any] = {"arrange": True, "max_batch": None}
+_NONE = Policy(assign="round_robin", arrange=False, evict="fifo")
+
+POLICIES = {
+    "samba": _SAMBA,  # Samba-CoE: in the order of arrival, the least recently used expert leaves
+    "fifo": dataclasses.replace(_SAMBA, evict="fifo"),  # Samba-CoE FIFO
+    "parallel": _PARALLEL,  # Samba-CoE Parallel
+    "samba_grouping": dataclasses.replace(_SAMBA, **_GROUPING),  # and requests for one expert run together,
+    "parallel_grouping": dataclasses.replace(_PARALLEL, **_GROUPING),  # as servers that swap models collect them
+    "none": _NONE,  # the ablations of paper section 5.3
+    "em": dataclasses.replace(_NONE, evict="two_stage"),  # expert management
+    "em_ra": dataclasses.replace(_NONE, evict="two_stage", arrange=True),  # and request arranging
+    "paper": Policy(),  # and request assignment: CoServe
+    "best": Policy(
+        evict="queue_aware",
+        host_cache=True,
+        share_pools=True,
+        prefetch=4,
+        resident_first=True,
+        avoids_padding=True,
+        max_age=30.0,
+        by_deadline=True,
+    ),
+}
+"""By name."""
+
+
+def policy_of(mode: str, **changes: object) -> Policy:
+    """The policy of this name, with changes. Raises ConfigError."""
+    if mode not in POLICIES:
+        raise ConfigError(f"mode={mode!r} is not known; known: {', '.join(POLICIES)}.")
+    known = {field.name for field in dataclasses.fields(Policy)}
+    if unknown := sorted(changes.keys() - known):
+        raise ConfigError(f"a policy has no {', '.join(unknown)}; known: {', '.join(sorted(known))}.")
+    try:
+        return msgspec.convert(dataclasses.asdict(POLICIES[mode]) | changes, Policy)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"policy: {error}") from error

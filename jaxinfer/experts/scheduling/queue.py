@@ -1,0 +1,148 @@
+"""An executor's queue: groups of requests that use the same expert (paper section 4.2, arranging and splitting)."""
+
+import dataclasses
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+
+from jaxinfer.experts.scheduling.request import Request
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """Requests for one expert that are next to each other, in the order of their arrival.
+
+    Attributes:
+      before, behind: the groups next to it.
+      latency: the sum of its requests' additional inference latencies.
+    """
+
+    expert: str
+    requests: OrderedDict[Request, None] = dataclasses.field(default_factory=OrderedDict)
+    before: "Group | None" = None
+    behind: "Group | None" = None
+    latency: float = 0.0
+
+    @property
+    def first(self) -> Request:
+        """The request that waits longest."""
+        return next(iter(self.requests))
+
+
+class ExecutorQueue:
+    """Groups in the order in which they will run.
+
+    Args:
+      arranged: whether a request goes behind the last queued one with its expert; otherwise behind all.
+      max_age: a request does not go before one that has waited longer than this, in seconds; None: before any.
+
+    Attributes:
+      latency: the sum of the requests' additional inference latencies.
+    """
+
+    def __init__(self, *, arranged: bool, max_age: float | None = None):
+        self._arranged, self._max_age = arranged, max_age
+        self._groups: OrderedDict[Group, None] = OrderedDict()
+        self._last: dict[str, Group] = {}  # of each expert
+        self._of: dict[Request, Group] = {}
+        self._counts: Counter[str] = Counter()
+        self._end: Group | None = None  # the last one
+        self.latency = 0.0
+
+    def add(self, request: Request) -> bool:
+        """Put a request where it belongs; True if it joins others for its expert."""
+        group = self._last.get(request.expert)
+        joins = group is not None and self._may_join(group, request)
+        if group is None or not joins:
+            group = self._append(request.expert)
+        group.requests[request] = None
+        self._of[request] = group
+        self._counts[request.expert] += 1
+        group.latency += request.latency
+        self.latency += request.latency
+        return joins
+
+    def take(self, group: Group, count: int) -> list[Request]:
+        """Take the first requests of a group."""
+        taken = list(itertools.islice(group.requests, count))
+        for request in taken:
+            self._remove(request, group)
+        return taken
+
+    def remove(self, request: Request) -> bool:
+        """Take a request out; False if it is not there any more."""
+        group = self._of.get(request)
+        if group is not None:
+            self._remove(request, group)
+        return group is not None
+
+    def remove_expert(self, expert: str) -> list[Request]:
+        """Take all requests for an expert out."""
+        removed = []
+        for group in [group for group in self._groups if group.expert == expert]:
+            removed += self.take(group, len(group.requests))
+        return removed
+
+    def first(self) -> Group | None:
+        """The group that runs next."""
+        return next(iter(self._groups), None)
+
+    def groups(self) -> Iterable[Group]:
+        """In the order in which they will run."""
+        return self._groups
+
+    def count(self, expert: str) -> int:
+        """How many requests for an expert wait."""
+        return self._counts[expert]
+
+    def experts(self) -> list[str]:
+        """Experts in the order in which they will be needed."""
+        return list(dict.fromkeys(group.expert for group in self._groups))
+
+    def may_overtake(self, request: Request, other: Request) -> bool:
+        """Whether a request may run before one that came earlier: it must not have waited too much longer."""
+        return self._max_age is None or request.arrival - other.arrival <= self._max_age
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._of
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for group in self._groups for request in group.requests)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def _may_join(self, group: Group, request: Request) -> bool:
+        if group.behind is None:
+            return True
+        # Groups are in the order of their first requests: what is overtaken has waited no longer than this one.
+        return self._arranged and self.may_overtake(request, group.behind.first)
+
+    def _append(self, expert: str) -> Group:
+        group = self._last[expert] = Group(expert, before=self._end)
+        self._groups[group] = None
+        if self._end is not None:
+            self._end.behind = group
+        self._end = group
+        return group
+
+    def _drop(self, group: Group) -> None:
+        del self._groups[group]
+        if self._last[group.expert] is group:
+            del self._last[group.expert]
+        if group.before is not None:
+            group.before.behind = group.behind
+        if group.behind is not None:
+            group.behind.before = group.before
+        else:
+            self._end = group.before
+
+    def _remove(self, request: Request, group: Group) -> None:
+        del group.requests[request], self._of[request]
+        self._counts[request.expert] -= 1
+        if not self._counts[request.expert]:
+            del self._counts[request.expert]
+        group.latency -= request.latency
+        self.latency = self.latency - request.latency if self._of else 0.0  # no rounding error stays
+        if not group.requests:
+            self._drop(group)

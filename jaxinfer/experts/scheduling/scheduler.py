@@ -1,0 +1,444 @@
+"""CoServe's scheduler: which executor gets a request, what it runs next, and which experts are in its memory.
+
+It has no thread and no clock. Whoever drives it (the simulator, or real executors) tells it what has happened
+(`submit`, `loaded`, `executed`), asks what may begin now (`poll`), and has that done.
+"""
+
+import contextlib
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxinfer.experts.errors import (
+    CollaborationError,
+    DeadlineExceededError,
+    ExecutorDiedError,
+    InsufficientMemoryError,
+    LoadError,
+    OverloadedError,
+)
+from jaxinfer.experts.scheduling.assignment import assign
+from jaxinfer.experts.scheduling.executor_state import ExecutorConfig, ExecutorState
+from jaxinfer.experts.scheduling.expert_manager import ExpertManager, missing_bytes
+from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo
+from jaxinfer.experts.scheduling.policy import Policy
+from jaxinfer.experts.scheduling.profile import Profile, Profiles
+from jaxinfer.experts.scheduling.queue import Group
+from jaxinfer.experts.scheduling.request import Action, Batch, Failure, Load, Request
+
+MAX_PADDING = 0.25
+FIRST_BACK_OFF = 1.0
+"""Seconds before an expert that could not be loaded is tried again; each further failure doubles them."""
+MAX_BACK_OFF = 60.0
+FEW_DEADLINES = 64
+"""Deadlines of requests that have begun, of which so many are kept whatever waits."""
+LIMITED = 60.0
+"""Seconds for which a pool keeps to less memory, after a load has found less than was given."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Why a request went where it went; times in seconds, by executor.
+
+    Attributes:
+      totals: until each had done what it had.
+      additions: what the request would have added; None: it could not go there.
+      executor: the choice.
+    """
+
+    request: Request
+    totals: Sequence[float]
+    additions: Sequence[float | None]
+    executor: int
+
+
+@dataclasses.dataclass
+class _Quarantine:
+    until: float
+    back_off: float
+    reason: str
+
+
+class Scheduler:
+    """Decides for all executors of a system.
+
+    Args:
+      graph: the experts.
+      profiles: what they cost.
+      executors: in the order of their indices, accelerators first.
+      policy: which rules are followed.
+      host_bytes: of the host cache, if the policy has one.
+      max_queued: requests beyond so many that wait are refused.
+      on_decision: told of every assignment.
+
+    Attributes:
+      manager: which experts are in which memory.
+      executors: their states.
+      statistics: what has been done.
+
+    Raises ConfigError or ProfileError if there is an expert that can never run.
+    """
+
+    def __init__(
+        self,
+        graph: ExpertGraph,
+        profiles: Profiles,
+        executors: Iterable[ExecutorConfig],
+        policy: Policy,
+        *,
+        host_bytes: int = 0,
+        max_queued: int | None = None,
+        on_decision: Callable[[Decision], None] | None = None,
+    ):
+        self.graph, self.profiles, self.policy = graph, profiles, policy
+        self.manager = ExpertManager(graph, profiles, executors, policy, host_bytes=host_bytes)
+        self.executors, self.statistics = self.manager.executors, self.manager.statistics
+        self._max_queued, self._on_decision = max_queued, on_decision
+        self._quarantined: dict[tuple[str, int], _Quarantine] = {}  # by expert and pool
+        self._deadlines: list[tuple[float, int, Request]] = []  # of requests that may have begun; a heap
+        self._count = itertools.count()
+        self._turn = 0
+        self._settled = False  # whether nothing can begin before something happens
+
+    # -- what has happened --
+
+    def submit(self, request: Request, now: float) -> int:
+        """Assign a request; returns the executor's index.
+
+        Raises RoutingError, OverloadedError (for an input's first stage), LoadError while its expert is in quarantine.
+        """
+        expert = self.graph.require(request.expert)
+        if self._max_queued is not None and request.stage == 0 and self.queued >= self._max_queued:
+            wait = min((x.total(now) for x in self.executors if x.alive), default=0.0)
+            raise OverloadedError(
+                f"{self.queued} requests wait, the limit is {self._max_queued}; try again in {wait:.1f} s.", wait
+            )
+        index = self._assign(request, expert, now)
+        if request.deadline is not None:
+            self._note_deadline(request, request.deadline)
+        return index
+
+    def loaded(self, load: Load, now: float, error: Exception | None = None) -> list[Failure]:
+        """A load has ended; returns the requests that its error ends.
+
+        After an InsufficientMemoryError other experts leave, if they can, and it is tried again. Any other error
+        concerns this expert in this pool: what waited for it goes to other executors, once.
+        """
+        self._settled = False
+        self.manager.end_load(load, loaded=error is None)
+        if error is None:
+            self._quarantined.pop((load.expert, load.pool), None)
+            return []
+        if isinstance(error, InsufficientMemoryError) and self.manager.limit(load, now + LIMITED):
+            return []
+        return self._quarantine(load, error, now)
+
+    def retry(self, expert: str) -> None:
+        """Have an expert that could not be loaded tried again at once."""
+        self._quarantined = {key: found for key, found in self._quarantined.items() if key[0] != expert}
+
+    def executed(self, batch: Batch, now: float, error: Exception | None = None) -> list[Failure]:
+        """A batch has ended; returns the requests that its error ends. What follows them is submitted anew."""
+        executor = self.executors[batch.executor]
+        self._end_batch(executor)
+        if error is not None:
+            return self._fail(batch.requests, error)
+        self.statistics.batches += 1
+        self.statistics.requests += len(batch.requests)
+        return []
+
+    def cancel(self, request: Request) -> bool:
+        """Take a request out of its queue, or of a batch that waits for its expert; False if it has begun."""
+        self._settled = False
+        for executor in self.executors:
+            batch = executor.batch
+            if executor.queue.remove(request):
+                return True
+            if batch is not None and not executor.executing and request in batch.requests:
+                batch.requests.remove(request)
+                if not batch.requests:
+                    self._end_batch(executor)
+                return True
+        return False
+
+    def drain(self, error: Exception) -> list[Failure]:
+        """End all requests that have not begun."""
+        return [failure for x in self.executors for failure in self._fail(self._take_all(x), error)]
+
+    def remove_executor(self, index: int, now: float) -> list[Failure]:
+        """An executor is gone: what waited for it goes to others, once; returns the requests that end with that.
+
+        The batch that it ran ends with an error.
+        """
+        self._settled = False
+        executor = self.executors[index]
+        executor.alive = False
+        failures, waiting = [], self._take_all(executor)
+        if executor.batch is not None:
+            started = executor.batch.requests
+            if executor.executing:
+                failures += self._fail(started, ExecutorDiedError(f"executor {executor.config.name!r} has ended."))
+            else:
+                waiting = started + waiting
+            self._end_batch(executor)
+        died = ExecutorDiedError(f"executor {executor.config.name!r} has ended, and no other one can take its request.")
+        return failures + self._requeue(waiting, died, now)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `poll` has something to end, if nothing else happens before."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def queued(self) -> int:
+        """How many requests wait."""
+        return sum(len(executor.queue) for executor in self.executors)
+
+    # -- assignment (paper section 4.2) --
+
+    def _assign(self, request: Request, expert: ExpertInfo, now: float) -> int:
+        self.manager.lift_limits(now)
+        additions = [self._addition(x, expert, now) for x in self.executors]
+        totals = [x.total(now) if x.alive else 0.0 for x in self.executors]
+        if all(addition is None for addition in additions):
+            raise self._why_none(expert, now)
+        if self.policy.assign == "makespan":
+            index = assign(totals, additions)
+        else:
+            able = [x for x, addition in enumerate(additions) if addition is not None]
+            index = able[self._turn % len(able)]
+            self._turn += 1
+        chosen = self.executors[index]
+        request.latency = additions[index] or 0.0
+        joined = chosen.queue.add(request)
+        self._settled &= joined and chosen.batch is not None
+        if self._on_decision:
+            self._on_decision(Decision(request=request, totals=totals, additions=additions, executor=index))
+        return index
+
+    def _addition(self, executor: ExecutorState, expert: ExpertInfo, now: float) -> float | None:
+        """The additional inference latency of a request for this expert; None if the executor cannot run it."""
+        if not executor.alive or not self.manager.can_serve(executor, expert):
+            return None
+        if (found := self._quarantined.get((expert.name, executor.pool.index))) and now < found.until:
+            return None
+        profile = self.manager.profile(executor, expert.name)
+        queued = executor.queue.count(expert.name)
+        starts = queued % self._max_batch(executor, profile) == 0 if self.policy.counts_batches else queued == 0
+        seconds = profile.k + (profile.b if starts else 0.0)
+        if queued or executor.pool.has(expert.name):
+            return seconds
+        return seconds + profile.load_seconds(self.manager.tier(expert.name, executor.pool)[0])
+
+    # -- what may begin --
+
+    def poll(self, now: float) -> list[Action]:
+        """What is to be done now; `Load`s and `Batch`es are under way from here on."""
+        actions: list[Action] = [*self._expire(now)]
+        if self._settled:
+            return actions
+        self._settled = True
+        for executor in self.executors:
+            if executor.alive:
+                self._advance(executor, now, actions)
+        return actions
+
+    def _advance(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
+        goes_on = True
+        while goes_on and not executor.executing:
+            if executor.batch is not None:
+                goes_on = self._begin_execution(executor, now, actions)
+            elif group := self._next_group(executor, now):
+                goes_on = self._begin_batch(executor, group, now, actions)
+            else:
+                goes_on = False
+        if self.policy.prefetch and executor.executing and executor.loading is None:
+            self._prefetch(executor, now, actions)
+
+    def _next_group(self, executor: ExecutorState, now: float) -> Group | None:
+        """The first group; or one that may go before it, for its deadline or because its expert is there."""
+        queue, first = executor.queue, executor.queue.first()
+        if first is None:
+            return None
+        found = self._urgent(executor, now) if self.policy.by_deadline and self._deadlines else None
+        if found is None and self.policy.resident_first and not executor.pool.is_ready(first.expert):
+            found = next((group for group in queue.groups() if executor.pool.is_ready(group.expert)), None)
+        return found if found is not None and queue.may_overtake(found.first, first.first) else first
+
+    def _urgent(self, executor: ExecutorState, now: float) -> Group | None:
+        """Of the groups whose deadlines pass unless they go before others, and can be kept, that with the earliest."""
+        found, earliest, before = None, math.inf, 0.0
+        for group in executor.queue.groups():
+            request = group.first
+            if request.deadline is not None and request.deadline < earliest:
+                needed = request.latency
+                if now + needed <= request.deadline < now + before + needed:
+                    found, earliest = group, request.deadline
+            before += group.latency
+        return found
+
+    def _note_deadline(self, request: Request, deadline: float) -> None:
+        if len(self._deadlines) > 2 * self.queued + FEW_DEADLINES:  # most are of requests that have begun
+            self._deadlines = [entry for entry in self._deadlines if self._waits(entry[-1])]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, next(self._count), request))
+
+    def _waits(self, request: Request) -> bool:
+        return any(
+            request in x.queue or (x.batch and not x.executing and request in x.batch.requests) for x in self.executors
+        )
+
+    def _expire(self, now: float) -> list[Failure]:
+        """End the requests whose deadlines have passed before they began."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] < now:
+            request = heapq.heappop(self._deadlines)[-1]
+            late += [request] if self.cancel(request) else []
+        return self._fail(late, DeadlineExceededError("the deadline passed before the request's expert could begin."))
+
+    def _begin_batch(self, executor: ExecutorState, group: Group, now: float, actions: list[Action]) -> bool:
+        """Take a batch from a group (paper section 4.2, splitting); or all of it, if not even one request fits.
+
+        False: memory for one request is waited for.
+        """
+        profile, pool = self.manager.profile(executor, group.expert), executor.pool
+        count = self._batch_size(executor, profile, len(group.requests))
+        if count == 0:  # experts make room for one request
+            if executor.loading is not None and not pool.has(group.expert):
+                return False  # else it had the room of one, and waited for that of the other
+            missing = missing_bytes(executor, profile)
+            evict = self.manager.lend(executor, missing, group.expert)
+            if evict is None:
+                if self.manager.will_free(executor):
+                    return False
+                problem = f"one request takes {missing} bytes more than the executor has beside its experts"
+                requests = executor.queue.take(group, len(group.requests))
+                actions += self._fail(requests, InsufficientMemoryError(f"expert {group.expert!r}: {problem}."))
+                return True
+            if evict.evictions:
+                actions.append(evict)
+            count = 1
+        executor.batch = Batch(executor.index, group.expert, executor.queue.take(group, count), now)
+        executor.ends = now + profile.seconds(count)
+        return True
+
+    def _batch_size(self, executor: ExecutorState, profile: Profile, waiting: int) -> int:
+        """How many of the requests that wait go into a batch; 0 if not even one fits the memory for activations."""
+        count, limit = min(waiting, self._max_batch(executor, profile)), executor.config.activation_bytes
+        while count and limit is not None and profile.activations(count) > limit:
+            count -= 1
+        if not self.policy.avoids_padding or count == 0:
+            return count
+        padded = profile.padded(count)
+        smaller = max((size for size in profile.latency if size <= count), default=count)
+        return smaller if (padded - count) / padded > MAX_PADDING else count
+
+    def _max_batch(self, executor: ExecutorState, profile: Profile) -> int:
+        return min(profile.max_batch, self.policy.max_batch or profile.max_batch)
+
+    def _begin_execution(self, executor: ExecutorState, now: float, actions: list[Action]) -> bool:
+        """Run the batch, or have its expert come; or end it, if there is no room. False: the expert is waited for."""
+        batch, pool = executor.batch, executor.pool
+        assert batch is not None
+        profile = self.manager.profile(executor, batch.expert)
+        if pool.is_ready(batch.expert):
+            pool.use(batch.expert)
+            executor.executing, executor.ends = True, now + profile.seconds(len(batch.requests))
+            actions.append(batch)
+            return True
+        if pool.has(batch.expert) or executor.loading is not None:
+            return False
+        load = self.manager.begin_load(executor, batch.expert)
+        if load is not None:
+            executor.ends = now + profile.load_seconds(load.tier) + profile.seconds(len(batch.requests))
+            actions.append(load)
+            return False
+        if self.manager.will_free(executor):
+            return False
+        self._end_batch(executor)
+        error = InsufficientMemoryError(f"expert {batch.expert!r}: experts that may not leave take its room.")
+        actions += self._fail(batch.requests, error)
+        return True
+
+    def _prefetch(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
+        """Load the next expert that is not there, unless one had to leave that is needed as soon, by any executor.
+
+        Otherwise executors that share a pool could go on loading in place of one another.
+        """
+        for place_, name in enumerate(self._ahead(executor)):
+            if not executor.pool.has(name):
+                users = [self._ahead(x) for x in self.executors if x.pool is executor.pool and x.alive]
+                keep = {other for ahead in users for other in ahead[: place_ + 1]}
+                load = self.manager.begin_load(executor, name, keep=keep, prefetched=True)
+                if load is not None:
+                    actions.append(load)
+                return
+
+    def _ahead(self, executor: ExecutorState) -> list[str]:
+        """The experts that will run next."""
+        experts, limit = executor.queue.experts(), self.policy.prefetch
+        if self.policy.resident_first:
+            resident = executor.pool.resident
+            ready = [name for name in experts if name in resident][:limit]
+            experts = [*ready, *(name for name in experts if name not in ready)] if len(ready) < limit else ready
+        return experts[:limit]
+
+    # -- what goes wrong --
+
+    def _why_none(self, expert: ExpertInfo, now: float) -> CollaborationError:
+        """Why no executor can run an expert now."""
+        alive = [x for x in self.executors if x.alive]
+        found = [self._quarantined.get((expert.name, x.pool.index)) for x in alive]
+        waiting = [each for each in found if each and now < each.until]
+        if waiting:
+            soonest = min(waiting, key=lambda each: each.until)
+            return LoadError(f"expert {expert.name!r} is tried again in {soonest.until - now:.1f} s: {soonest.reason}")
+        if self.manager.limited and alive:
+            return InsufficientMemoryError(f"expert {expert.name!r}: its device has less memory free than was given.")
+        return ExecutorDiedError(f"no executor that is left can run expert {expert.name!r}.")
+
+    def _quarantine(self, load: Load, error: Exception, now: float) -> list[Failure]:
+        """Have an expert not be loaded to a pool for a while; what waits for it goes elsewhere, or ends."""
+        name, before = load.expert, self._quarantined.get((load.expert, load.pool))
+        back_off = min(before.back_off * 2, MAX_BACK_OFF) if before else FIRST_BACK_OFF
+        self._quarantined[name, load.pool] = _Quarantine(now + back_off, back_off, str(error))
+        waiting = []
+        for executor in self.executors:
+            if executor.pool.index == load.pool:
+                if executor.batch is not None and executor.batch.expert == name and not executor.executing:
+                    waiting += executor.batch.requests
+                    self._end_batch(executor)
+                waiting += executor.queue.remove_expert(name)
+        shown = LoadError(f"expert {name!r} cannot be loaded: {error}")
+        shown.__cause__ = error
+        return self._requeue(waiting, shown, now)
+
+    def _requeue(self, requests: Iterable[Request], error: Exception, now: float) -> list[Failure]:
+        """Have other executors run requests, once; those that none can run end with this error."""
+        failed = []
+        for request in requests:
+            if not request.requeued:
+                request.requeued = True
+                with contextlib.suppress(CollaborationError):
+                    self._assign(request, self.graph.experts[request.expert], now)
+                    continue
+            failed.append(request)
+        return self._fail(failed, error)
+
+    def _fail(self, requests: Iterable[Request], error: Exception) -> list[Failure]:
+        failures = [Failure(request=request, error=error) for request in requests]
+        self.statistics.failed += len(failures)
+        return failures
+
+    def _end_batch(self, executor: ExecutorState) -> None:
+        assert executor.batch is not None
+        self._settled = False
+        if executor.executing:
+            executor.pool.release(executor.batch.expert)
+        self.manager.take_back(executor)
+        executor.batch, executor.executing = None, False
+
+    def _take_all(self, executor: ExecutorState) -> list[Request]:
+        return [request for name in executor.queue.experts() for request in executor.queue.remove_expert(name)]

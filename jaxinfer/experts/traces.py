@@ -1,0 +1,73 @@
+"""Traces: which inputs come when, and which experts they come to; drawn from what a config expects, or kept."""
+
+import os
+import pathlib
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from jaxinfer.experts.errors import ConfigError
+from jaxinfer.experts.scheduling.experts import ExpertGraph
+from jaxinfer.experts.simulator import TraceRequest
+
+
+def draw_kinds(graph: ExpertGraph, count: int, *, seed: int = 0) -> list[str]:
+    """Kinds of inputs, as often as their shares say."""
+    kinds, shares = list(graph.shares), np.array(list(graph.shares.values()))
+    return [kinds[place] for place in np.random.default_rng(seed).choice(len(kinds), count, p=shares / shares.sum())]
+
+
+def draw_trace(graph: ExpertGraph, count: int, *, interval: float = 0.0, seed: int = 0) -> list[TraceRequest]:
+    """Inputs of all kinds, as often as their shares say, with the verdicts that the rules' probabilities say.
+
+    Equal seeds give equal traces, and the kinds of `draw_kinds`.
+
+    Args:
+      count: how many.
+      interval: seconds between their arrivals.
+    """
+    if not interval >= 0:
+        raise ConfigError(f"interval must be at least 0 s, got {interval}.")
+    rng = np.random.default_rng((seed, 1))
+    return [
+        TraceRequest(arrival=place * interval, experts=_draw_route(graph, graph.first(kind), rng))
+        for place, kind in enumerate(draw_kinds(graph, count, seed=seed))
+    ]
+
+
+def _draw_route(graph: ExpertGraph, first: str, rng: np.random.Generator) -> tuple[str, ...]:
+    """The experts that an input comes to."""
+    route = [first]
+    while rules := graph.rules_of(route[-1]):
+        bounds = np.cumsum(np.array([rule.probability for rule in rules], float))
+        place = int(np.searchsorted(bounds, rng.random(), side="right"))
+        if place == len(rules):
+            break
+        route.append(rules[place].next)
+    return tuple(route)
+
+
+def write_trace(path: str | os.PathLike[str], trace: Iterable[TraceRequest]) -> None:
+    """Write a trace: an object a line, with its arrival in seconds and its experts."""
+    pathlib.Path(path).write_bytes(b"".join(msgspec.json.encode(item) + b"\n" for item in trace))
+
+
+def read_trace(path: str | os.PathLike[str], graph: ExpertGraph) -> list[TraceRequest]:
+    """Read a trace. Raises ConfigError, naming file and line, RoutingError for experts that are not in the graph."""
+    path, trace = pathlib.Path(path), list[TraceRequest]()
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a file that `write_trace` has written.") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            item = msgspec.json.decode(line, type=TraceRequest)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path}:{number}: {error}") from error
+        if not item.experts or item.arrival < (trace[-1].arrival if trace else 0.0):
+            raise ConfigError(f"{path}:{number}: each input needs an expert, and arrives after the one before it.")
+        for expert in item.experts:
+            graph.require(expert)
+        trace.append(item)
+    return trace

@@ -1,0 +1,34 @@
+"""Tiny experts on disk, and systems of them whose buffers are overwritten once nothing uses them."""
+
+import functools
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def board(tmp_path_factory):
+    """The folder of `boards.save_board`: tests that damage something copy it."""
+    from tests.experts.boards import save_board
+
+    return save_board(tmp_path_factory.mktemp("board"))
+
+
+@pytest.fixture
+def start(board, monkeypatch):
+    """Start a system as `boards.config` describes it; it is closed at the end of the test."""
+    from checkpoints.stores import Staging
+    from jaxinfer.experts import System, opened
+    from tests.experts.boards import AnyProfiles, config
+
+    monkeypatch.setattr(opened, "Staging", functools.partial(Staging, on_release=lambda buffer: buffer.fill(255)))
+    systems = []
+
+    def made(*names, folder=board, costs=None, options=None, **changes):
+        given = [names] if names else []
+        profiles = AnyProfiles() if costs is None else AnyProfiles(costs)
+        systems.append(System(config(folder, *given, **changes), profiles=profiles, **(options or {})))
+        return systems[-1]
+
+    yield made
+    for system in systems:
+        system.close(drain=False, timeout=5)

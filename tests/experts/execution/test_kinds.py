@@ -1,0 +1,57 @@
+"""What each kind of expert takes, and what it refuses before anything runs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxinfer.experts.errors import ConfigError, InvalidInputError
+from jaxinfer.experts.execution.architectures import Architecture
+from jaxinfer.experts.execution.kinds import Classifier, TextEncoder, kind_of
+from jaxinfer.models.loading import open_model
+from tests.experts.boards import SIZE, architecture, image
+
+
+@pytest.mark.parametrize("name", ["c0", "d0", "v0"])
+def test_images(board, name):
+    kind = kind_of(open_model(board / name))
+    value = image(0)
+    np.testing.assert_array_equal(kind.check(value), value)
+    assert not np.shares_memory(kind.check(value), value)
+    for bad in (value[:-1], value[..., :1], value.astype(np.float32), value[None], "scratch.png", float("nan"), None):
+        with pytest.raises(InvalidInputError, match=rf"must be uint8 \[{SIZE}, {SIZE}, 3\] .* got "):
+            kind.check(bad)
+
+
+def test_texts(board):
+    opened = open_model(board / "e0")
+    kind = kind_of(opened, tokens=8)
+    np.testing.assert_array_equal(kind.check([1, 2, 3]), [1, 2, 3, -1, -1, -1, -1, -1])
+    assert (kind.check("abc") >= 0).sum() == 3
+    for bad in ("123456789", "", [], [[1]], [0.5], image(0)):
+        with pytest.raises(InvalidInputError, match="token ids must be 1 to 8 integers"):
+            kind.check(bad)
+    for bad in ([-1], [257]):
+        with pytest.raises(InvalidInputError, match=r"token ids must be in \[0, 257\)"):
+            kind.check(bad)
+    with pytest.raises(InvalidInputError, match="no tokenizer"):
+        TextEncoder(opened.config).check("abc")
+
+
+def test_options_of_another_kind(board, model_dir):
+    with pytest.raises(ConfigError, match="tokens is for encoders"):
+        kind_of(open_model(board / "c0"), tokens=8)
+    with pytest.raises(ConfigError, match="image_size is for classifiers"):
+        kind_of(open_model(board / "e0"), size=(8, 8))
+    with pytest.raises(ConfigError, match="a language model cannot be an expert"):
+        kind_of(open_model(model_dir))
+
+
+def test_experts_with_other_labels_share_their_architecture(board):
+    one = architecture(board / "c0")
+    opened = open_model(board / "c1")
+    renamed = Classifier(dataclasses.replace(opened.config, labels=("x", "y")))
+    assert one == architecture(board / "c1") == Architecture.of(renamed, opened.weights)
+    larger = Architecture.of(kind_of(opened, size=(64, 64)), opened.weights)
+    names = {one.name, larger.name, *(architecture(board / name).name for name in ("d0", "e0", "v0"))}
+    assert len(names) == 5
