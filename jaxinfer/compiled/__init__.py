@@ -1,12 +1,13 @@
 """Executables: compiled ahead of time for fixed shapes, kept on disk, measured.
 
 Knows nothing of requests or models. Start at `spec.py` (what a program is), then `program.py` (one executable),
-`cache.py` (all of a model's) and `costs.py` (how long they take); `executables.py` keeps what is compiled on disk,
-`target.py` compiles for a GPU that is not there.
+`cache.py` (all of a model's) and `costs.py` (how long they take, as `device_time.py` times them); `executables.py`
+keeps what is compiled on disk, `target.py` compiles for a GPU that is not there.
 """
 
 from jaxinfer.compiled.cache import CompileMissError, ProgramCache
 from jaxinfer.compiled.costs import Cost, Costs, LinearFit
+from jaxinfer.compiled.device_time import DeviceTime, Interval
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.mappings import MappingsError, check_mappings
 from jaxinfer.compiled.options import compiler_options
@@ -21,7 +22,9 @@ __all__ = [
     "CompileMissError",
     "Cost",
     "Costs",
+    "DeviceTime",
     "ExecutableStore",
+    "Interval",
     "LinearFit",
     "MappingsError",
     "MemoryUse",

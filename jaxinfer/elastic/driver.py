@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import threading
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxinfer.compiled import Origin, close_at_exit, end_future
+from jaxinfer.compiled import DeviceTime, Interval, Origin, close_at_exit, end_future
 from jaxinfer.elastic.answers import Answer
 from jaxinfer.elastic.errors import ElasticError, OverloadedError, ProfileError, ShedError, ShutdownError
 from jaxinfer.elastic.scheduling.controller import Controller
@@ -53,11 +52,11 @@ class _Results(NamedTuple):
 
     Attributes:
       answers: as of `Runner.collect`.
-      ended: when they were there.
+      time: from when the device was free until they were there.
     """
 
     answers: list[tuple[str, np.ndarray] | ElasticError]
-    ended: float
+    time: Interval
 
 
 class _InFlight(NamedTuple):
@@ -133,21 +132,19 @@ class Driver:
       runner: runs batches.
       policy: chooses them.
       max_waiting: more queries are refused.
-      clock: seconds, never going back.
+      device: times the batches, and has the clock; shared with all that send others to the device.
     """
 
-    def __init__(
-        self, runner: Runner, policy: Policy, *, max_waiting: int, clock: Callable[[], float] = time.perf_counter
-    ):
+    def __init__(self, runner: Runner, policy: Policy, *, max_waiting: int, device: DeviceTime | None = None):
         self._runner, self._controller = runner, Controller(policy)
-        self._max_waiting, self._clock = max_waiting, clock
+        self._max_waiting, self._time = max_waiting, device or DeviceTime()
+        self._clock = self._time.clock
         self._changed = threading.Condition()
         self._inbox: deque[Query] = deque()
         self._futures: dict[int, Future[Answer]] = {}
         self._withdrawn: set[int] = set()  # queries whose futures were cancelled, and that the controller still has
         self._ids, self._closed, self._drain = 0, False, True
         self._cause: BaseException | None = None  # what the thread died of
-        self._free = float("-inf")  # when the device was last seen to end a batch
         self.statistics = Statistics()
         self._origin = Origin("This service")
         self._device = _Worker(self._collect, "jaxinfer-elastic-device")
@@ -229,7 +226,7 @@ class Driver:
     def _collect(self, batch: _InFlight) -> None:
         try:
             answers = self._runner.collect(batch.launched)
-            batch.results.set_result(_Results(answers, self._clock()))
+            batch.results.set_result(_Results(answers, self._time.end(batch.sent)))
         except BaseException as error:
             batch.results.set_exception(error)
         with self._changed:
@@ -313,12 +310,10 @@ class Driver:
         if batch is None:
             return
         try:
-            answers, ended = batch.results.result()
+            answers, (begun, ended) = batch.results.result()
         except Exception as error:
             self._fail(batch.queries, error)
             return
-        begun = max(batch.sent, self._free)
-        self._free = ended
         self.statistics.batches += 1
         self.statistics.levels[batch.level] += len(batch.queries)
         found: list[Answer | Exception] = []
@@ -351,7 +346,7 @@ class Driver:
         """A batch that was sent ahead, with what is known now that the one before it has ended."""
         if batch is None:
             return None
-        return batch._replace(expected_end=max(batch.sent, self._free) + batch.expected_seconds)
+        return batch._replace(expected_end=max(batch.sent, self._time.free) + batch.expected_seconds)
 
     def _shed(self, queries: Sequence[Query]) -> None:
         wanted = [query for query in queries if self._is_wanted(query)]

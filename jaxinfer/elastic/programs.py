@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
-from jaxinfer.compiled import ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes, check_mappings
+from jaxinfer.compiled import DeviceTime, ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes, check_mappings
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks import Head, Task
 from jaxinfer.generation.engine.buckets import powers, round_up
@@ -94,6 +94,7 @@ class LevelPrograms:
 
     Attributes:
       sizes: the batch sizes that are compiled, ascending.
+      device: times all batches, whoever sends them.
       compiled: how many programs were compiled ahead, or read from the store.
     """
 
@@ -113,6 +114,7 @@ class LevelPrograms:
         self.sizes = powers(2, 1, max_batch)
         self._levels: dict[int, _Level] = {}
         self._served = _Served({}, {})
+        self.device = DeviceTime()
         self.compiled = 0
         self._warm: set[Program] = set()
 
@@ -200,9 +202,11 @@ class LevelPrograms:
         logits = self._launch(served, level, [places[task] for task in tasks], images)
         return Launched(logits, [served.tasks[task].labels for task in tasks])
 
-    def rehearse(self, level: int, images: np.ndarray) -> None:
-        """Run a batch whose answers nobody asks for, with whatever task there is, or none."""
+    def rehearse(self, level: int, images: np.ndarray) -> float:
+        """Run a batch whose answers nobody asks for, with whatever task there is, or none; the seconds it took."""
+        sent = self.device.clock()
         np.asarray(self._launch(self._served, level, [0] * len(images), images))
+        return self.device.end(sent).seconds
 
     def _launch(self, served: "_Served", level: int, places: Sequence[int], images: np.ndarray) -> jax.Array:
         adaptation = self.adaptation(level)
@@ -227,8 +231,10 @@ class LevelPrograms:
         arrays = self._arrays_of([task], adaptation.prompts)
 
         def logits(images: np.ndarray) -> np.ndarray:
-            logits = self._call(cache, arrays, [0] * len(images), images, batch=self.sizes[-1])
-            return np.asarray(logits)[: len(images)]
+            sent = self.device.clock()
+            logits = np.asarray(self._call(cache, arrays, [0] * len(images), images, batch=self.sizes[-1]))
+            self.device.end(sent)
+            return logits[: len(images)]
 
         return logits
 

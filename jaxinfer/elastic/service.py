@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -238,8 +237,11 @@ class Service:
         return answers
 
     def _classify(self, images: np.ndarray, tasks: list[str], level: int) -> list[Classification]:
-        answers = []
-        for answered in best_labels(self._programs.launch(level, tasks, images)):
+        device, answers = self._programs.device, []
+        sent = device.clock()
+        found = best_labels(self._programs.launch(level, tasks, images))
+        device.end(sent)
+        for answered in found:
             if isinstance(answered, ElasticError):
                 raise answered
             answers.append(Classification(label=answered[0], probabilities=answered[1], level=level))
@@ -347,7 +349,9 @@ class Service:
                     profile = self.serving_profile()
                     self._programs.warm_up(profile.levels)
                     runner = LevelRunner(self._programs, self.latency, self._plan_anew)
-                    self._driver = Driver(runner, self._policy(profile), max_waiting=self._max_waiting)
+                    self._driver = Driver(
+                        runner, self._policy(profile), max_waiting=self._max_waiting, device=self._programs.device
+                    )
         return self._driver
 
     def _plan_anew(self) -> None:
@@ -488,9 +492,7 @@ class Service:
         found = {batch: list[float]() for batch in wanted}
         for done in range(1 + repeats):  # the first round links programs, and is not counted
             for level, count in rng.permutation(wanted).tolist():
-                begun = time.perf_counter()
-                self._programs.rehearse(level, images[:count])
-                found[level, count].append(time.perf_counter() - begun)
+                found[level, count].append(self._programs.rehearse(level, images[:count]))
             progress("latency", done, repeats)
         for (level, count), seconds in found.items():
             self.latency.renew(level, count, seconds[1:])

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.compiled import DeviceTime
 from jaxinfer.elastic import (
     ElasticError,
     InvalidImageError,
@@ -275,7 +276,7 @@ def test_a_batch_ends_when_it_ends_whatever_the_planner_does():
     """A plan that takes long is no part of how long the batch took that runs beside it."""
     device, clock = Device(scale=0.1), Clock()
     policy = Held(device.profile)
-    driver = Driver(device, policy, max_waiting=10, clock=clock)
+    driver = Driver(device, policy, max_waiting=10, device=DeviceTime(clock))
     device.open.clear()
     first = ask(driver, "first")
     until(lambda: policy.plans == 1)
@@ -300,7 +301,7 @@ def test_putting_queries_into_batches_counts_as_planning(monkeypatch):
         submit(self, query)
 
     monkeypatch.setattr(Controller, "submit", takes_a_second)
-    driver = Driver(device, Elastic(device.profile), max_waiting=10, clock=clock)
+    driver = Driver(device, Elastic(device.profile), max_waiting=10, device=DeviceTime(clock))
     assert ask(driver, "one", latency=1000.0).result(10).label == "one"
     assert driver.statistics.planning_seconds == 1.0
     driver.close()

@@ -605,3 +605,66 @@ def test_threads_classify_while_a_task_is_registered(empty):
 
 def test_it_is_found_from_the_top():
     assert jaxinfer.elastic.Service is Service
+
+
+class OneByOne:
+    """A device that takes 20 ms for each batch, one after the other, in place of a service's own."""
+
+    def __init__(self, service, monkeypatch, seconds=0.020):
+        self.seconds, self._free, self._lock = seconds, 0.0, threading.Lock()
+        self._classes = max(len(task.labels) for task in service.tasks.values())
+        monkeypatch.setattr(service._programs, "_launch", self._launch)
+
+    def _launch(self, served, level, places, images):
+        with self._lock:
+            self._free = max(self._free, time.perf_counter()) + self.seconds
+            return _Pending(self._free, np.zeros((len(images), self._classes), np.float32))
+
+
+class _Pending:
+    def __init__(self, ends, logits):
+        self._ends, self._logits = ends, logits
+
+    def __array__(self, dtype=None, copy=None):
+        time.sleep(max(self._ends - time.perf_counter(), 0))
+        return self._logits
+
+
+@pytest.fixture
+def busy(vit, registered, options, monkeypatch):
+    """A service on a device that six threads keep busy with what they classify."""
+    service = Service.from_checkpoint(vit, repository=registered, **options)
+    service.measure_latency()
+    device, image, ended = OneByOne(service, monkeypatch), stripes(1).images, threading.Event()
+
+    def classify():
+        while not ended.is_set():
+            service.classify(image, "stripes")
+
+    threads = [threading.Thread(target=classify) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    yield service, device
+    ended.set()
+    for thread in threads:
+        thread.join()
+    service.close(drain=False)
+
+
+def test_batches_are_timed_alone_while_others_classify(busy):
+    service, device = busy
+    for seconds in service.measure_latency([0], anew=True).values():
+        assert np.median(seconds) < 2 * device.seconds
+    assert service.latency.of(0, 1).p50 < 2 * device.seconds
+
+
+def test_queries_are_timed_alone_while_others_classify(busy):
+    """So that the planner does not take a queue for a slow device."""
+    service, device = busy
+    for level in service.levels:
+        for size in service.batch_sizes:
+            service.latency.renew(level, size, [device.seconds] * 5)
+    for _ in range(2 * NEWEST):
+        service.make_query(stripes(1).images[0], "stripes", latency=60.0).result(60)
+    for level in service.levels:
+        assert service.latency.of(level, 1).p50 < 2 * device.seconds

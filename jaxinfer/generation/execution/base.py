@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import jax
 
-from jaxinfer.compiled import Costs, ExecutableStore, ProgramCache, ProgramSpec
+from jaxinfer.compiled import Costs, DeviceTime, ExecutableStore, ProgramCache, ProgramSpec
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.execution.platforms import can_overlap
@@ -39,8 +39,7 @@ class BaseExecutor[Buckets]:
         self.config, self.depth, self.costs = config, int(config.overlap and self._overlaps), costs
         self.store = ExecutableStore()
         self.programs = ProgramCache(specs, mesh=model.mesh, kernels=config.kernels, store=self.store)
-        self._clock = clock
-        self._collected = 0.0  # when the last step had come back
+        self._clock, self._device = clock, DeviceTime(clock)
 
     @property
     def workspace_bytes(self) -> int:
@@ -53,13 +52,10 @@ class BaseExecutor[Buckets]:
 
     def _seconds(self, step: InFlightStep) -> float:
         """How long a step took that has just come back, as `Costs` says what a time is."""
-        now = self._clock()
-        seconds, self._collected = now - max(step.launched, self._collected), now
-        return seconds
+        return self._device.end(step.launched).seconds
 
     def restart(self) -> None:
-        """Forget the steps in flight."""
-        self._collected = 0.0
+        """As in `Executor`; programs and costs stay as they are."""
 
     def close(self) -> None:
         """As in `Executor`; nothing here waits for a disk."""
