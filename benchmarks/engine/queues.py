@@ -31,6 +31,7 @@ from jaxinfer.generation.engine.pending import OutputReader, PendingRequest
 from jaxinfer.generation.engine.protocols import Executor, InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
+from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.programs.decode import DecodeOutput
@@ -145,7 +146,8 @@ def decoder_engine(folder: Path, *, num_pages: int, **config: Any) -> Engine:
     engine = EngineConfig(max_decode_passes=1, **config)
     buckets, costs = Buckets.of(engine), Costs.fixed({})
     layout = DeviceLayout(description.config, WeightFormat(), engine, num_pages=num_pages, platform="cpu")
-    scheduler = DecoderScheduler(engine, buckets, PagePool(num_pages, engine.page_size), costs=costs)
+    passes = PassCosts(costs, engine.num_speculative_tokens)
+    scheduler = DecoderScheduler(engine, buckets, PagePool(num_pages, engine.page_size), costs=passes)
     executor = InstantDecoder(layout, buckets, costs)
     return make_engine(engine, folder, description.config.vocab, scheduler, executor, generates=True)
 

@@ -161,10 +161,10 @@ def _fit_table(kept: "KeptCosts") -> "Table":
     """Lines through costs that differ in one size alone."""
     from rich.table import Table
 
-    from jaxinfer.compiled import Costs
+    from jaxinfer.compiled import CostTable
     from jaxinfer.compiled.program import bucket_text
 
-    table, costs = Table("program", "line over", "at"), Costs(kept.costs)
+    table, costs = Table("program", "line over", "at"), CostTable(kept.costs)
     for name in ("ms for one more", "ms for none", "R²", "points"):
         table.add_column(name, justify="right")
     held = {

@@ -6,7 +6,7 @@ keeps what is compiled on disk, `target.py` compiles for a GPU that is not there
 """
 
 from jaxinfer.compiled.cache import CompileMissError, ProgramCache
-from jaxinfer.compiled.costs import Cost, Costs, LinearFit
+from jaxinfer.compiled.costs import Cost, Costs, CostTable, LinearFit
 from jaxinfer.compiled.device_time import DeviceTime, Interval
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.mappings import MappingsError, check_mappings
@@ -21,6 +21,7 @@ __all__ = [
     "Bucket",
     "CompileMissError",
     "Cost",
+    "CostTable",
     "Costs",
     "DeviceTime",
     "ExecutableStore",

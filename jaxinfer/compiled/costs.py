@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Self
 
 import jax
@@ -121,6 +121,10 @@ class Cost:
             self.seconds *= share
             self._weight = sum(self.counts.values())
 
+    def copy(self) -> "Cost":
+        """The same, which later calls do not change."""
+        return dataclasses.replace(self, counts=dict(self.counts))
+
     def merge(self, other: "Cost") -> None:
         """Count the calls of `other` too."""
         for at, n in other.counts.items():
@@ -152,8 +156,8 @@ class LinearFit(NamedTuple):
     points: int
 
     @classmethod
-    def through(cls, sizes: list[int], seconds: list[float], weights: list[float]) -> Self:
-        """The line through at least two different sizes."""
+    def through(cls, sizes: Sequence[int], seconds: Sequence[float], weights: Sequence[float] | None = None) -> Self:
+        """The line through at least two different sizes; weights: how much each point counts, None: all as much."""
         x, y = np.array(sizes, float), np.array(seconds)
         mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
         dx, dy = x - mean_x, y - mean_y
@@ -161,6 +165,59 @@ class LinearFit(NamedTuple):
         rest, variance = np.average((dy - slope * dx) ** 2, weights=weights), np.average(dy**2, weights=weights)
         r2 = 1 - rest / variance if variance else 1.0
         return cls(float(slope), float(mean_y - slope * mean_x), float(r2), len(sizes))
+
+
+class CostTable:
+    """What programs cost, to plan by.
+
+    Args:
+      costs: by program and sizes.
+    """
+
+    def __init__(self, costs: Mapping[Key, Cost]):
+        self._costs = dict(costs)
+        self._matching: dict[tuple[str, frozenset[tuple[str, int]]], list[Cost]] = {}
+
+    def of(self, name: str, /, **sizes: int) -> Cost | None:
+        """What calls of these sizes took, all other sizes together; None if there were none."""
+        total = Cost()
+        for cost in self._match(name, sizes):
+            total.merge(cost)
+        return total if total.calls else None
+
+    def mean(self, name: str, /, **sizes: int) -> float | None:
+        """The mean of `of`, for callers in a hurry."""
+        matching = self._match(name, sizes)
+        weight = sum(cost.weight for cost in matching)
+        return sum(cost.seconds for cost in matching) / weight if weight else None
+
+    def fit(
+        self, name: str, over: str, by: Literal["mean", "p50", "p95"] = "mean", /, **sizes: int
+    ) -> LinearFit | None:
+        """A line through a program's costs over one of its sizes; each cost weighs as many calls as it has.
+
+        Args:
+          name: of the program.
+          over: the size.
+          by: which of a cost's times.
+          sizes: those that are held; others are taken together.
+        Returns None unless the costs of two different sizes are known.
+        """
+        known = sorted({dict(bucket)[over] for n, bucket in self._costs if n == name and over in dict(bucket)})
+        costs = {size: cost for size in known if (cost := self.of(name, **sizes, **{over: size}))}
+        if len(costs) < 2:
+            return None
+        return LinearFit.through(
+            list(costs), [getattr(cost, by) for cost in costs.values()], [cost.weight for cost in costs.values()]
+        )
+
+    def _match(self, name: str, sizes: Mapping[str, int]) -> list[Cost]:
+        key = name, frozenset(sizes.items())
+        if key not in self._matching:
+            self._matching[key] = [
+                self._costs[n, bucket] for n, bucket in self._costs if n == name and key[1] <= {*bucket}
+            ]
+        return self._matching[key]
 
 
 class _Entry(msgspec.Struct):
@@ -282,7 +339,7 @@ class Costs:
     is not counted: it sets up what later calls find.
 
     What earlier processes learnt is read once, at the start (the prior), and counts as `PRIOR_CALLS` calls. Threads
-    may share one.
+    may share one. Who plans by many of them takes a `snapshot`.
 
     Args:
       known: the costs to begin with.
@@ -293,7 +350,7 @@ class Costs:
     def __init__(self, known: Mapping[Key, Cost] | None = None, *, learns: bool = True, file: CostFile | None = None):
         self._learns, self._file = learns, file
         self._programs = {key: _Times(cost) for key, cost in (known or {}).items()}
-        self._matching: dict[tuple[str, frozenset[tuple[str, int]]], list[Cost]] = {}
+        self._table = CostTable(known or {})  # of the same costs, as they change
         self._saved = time.monotonic()
         self._lock = threading.Lock()
         self._origin = Origin("This record of costs")
@@ -337,7 +394,7 @@ class Costs:
             program = self._programs.get((name, bucket))
             if program is None:
                 program = self._programs[name, bucket] = _Times(Cost())
-                self._matching.clear()
+                self._renew_table()
             if program.called:
                 program.record(max(seconds / passes, SHORTEST), passes)
             program.called = True
@@ -351,50 +408,25 @@ class Costs:
             times.record(max(one, SHORTEST), 1)
         with self._lock:
             self._programs[name, bucket] = times
-            self._matching.clear()
+            self._renew_table()
 
     def of(self, name: str, /, **sizes: int) -> Cost | None:
         """What calls of these sizes took, all other sizes together; None if there were none."""
         with self._lock:
-            total = Cost()
-            for cost in self._found(name, sizes):
-                total.merge(cost)
-        return total if total.calls else None
+            return self._table.of(name, **sizes)
 
     def mean(self, name: str, /, **sizes: int) -> float | None:
         """The mean of `of`, for callers in a hurry."""
         with self._lock:
-            found = self._found(name, sizes)
-            weight = sum(cost.weight for cost in found)
-            return sum(cost.seconds for cost in found) / weight if weight else None
+            return self._table.mean(name, **sizes)
 
-    def _found(self, name: str, sizes: Mapping[str, int]) -> list[Cost]:
-        key = name, frozenset(sizes.items())
-        if key not in self._matching:
-            found = (self._programs[n, bucket] for n, bucket in self._programs if n == name and key[1] <= {*bucket})
-            self._matching[key] = [program.cost for program in found]
-        return self._matching[key]
-
-    def fit(
-        self, name: str, over: str, by: Literal["mean", "p50", "p95"] = "mean", /, **sizes: int
-    ) -> LinearFit | None:
-        """A line through a program's costs over one of its sizes; each cost weighs as many calls as it has.
-
-        Args:
-          name: of the program.
-          over: the size.
-          by: which of a cost's times.
-          sizes: those that are held; others are taken together.
-        Returns None unless the costs of two different sizes are known.
-        """
+    def snapshot(self) -> CostTable:
+        """All costs as they are now."""
         with self._lock:
-            found = sorted({dict(bucket)[over] for n, bucket in self._programs if n == name and over in dict(bucket)})
-        costs = {size: cost for size in found if (cost := self.of(name, **sizes, **{over: size}))}
-        if len(costs) < 2:
-            return None
-        return LinearFit.through(
-            list(costs), [getattr(cost, by) for cost in costs.values()], [cost.weight for cost in costs.values()]
-        )
+            return CostTable({key: program.cost.copy() for key, program in self._programs.items()})
+
+    def _renew_table(self) -> None:
+        self._table = CostTable({key: program.cost for key, program in self._programs.items()})
 
     def save(self, *, every: float = 0.0) -> None:
         """Add what was learnt since the last time to the file, unless that is less than `every` seconds ago.

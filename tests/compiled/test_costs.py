@@ -127,19 +127,33 @@ def test_a_line_through_costs_is_numpys():
         record(costs, 9.0, bucket=(("batch", size), ("tokens", 32)))
     means = [costs.mean("decode", batch=size, tokens=16) for size in sizes]
     slope, intercept = np.polyfit(sizes, means, 1, w=np.sqrt(counts))
-    fit = costs.fit("decode", "batch", tokens=16)
+    fit = costs.snapshot().fit("decode", "batch", tokens=16)
     assert fit[:2] == pytest.approx((slope, intercept))
     rest = np.array(means) - slope * np.array(sizes) - intercept
     spread = np.array(means) - np.average(means, weights=counts)
     assert fit.r2 == pytest.approx(1 - np.sum(counts * rest**2) / np.sum(counts * spread**2))
     assert fit.points == 4
-    assert costs.fit("decode", "batch", "p50", tokens=16).slope == pytest.approx(slope, rel=0.2)
+    assert costs.snapshot().fit("decode", "batch", "p50", tokens=16).slope == pytest.approx(slope, rel=0.2)
+
+
+def test_a_snapshot_does_not_change():
+    costs = Costs()
+    record(costs, 0.001)
+    before = costs.snapshot()
+    record(costs, 0.003)
+    record(costs, 0.5, name="prefill")
+    assert (before.mean("decode", batch=8), costs.mean("decode", batch=8)) == pytest.approx((0.001, 0.002))
+    assert before.of("decode").calls == 1
+    assert before.of("prefill") is before.fit("decode", "batch") is None
+    costs.replace("decode", ROWS, [9.0])
+    assert (before.of("decode").calls, costs.snapshot().mean("decode")) == (1, pytest.approx(9.0))
 
 
 def test_a_line_needs_two_sizes():
-    costs = Costs.fixed({("decode", (("batch", size),)): 0.5 for size in (1, 2)} | {("load", (("bytes", 9),)): 1.0})
-    assert costs.fit("decode", "batch") == LinearFit(slope=0, intercept=0.5, r2=1, points=2)
-    assert costs.fit("load", "bytes") is costs.fit("decode", "rows") is costs.fit("prefill", "batch") is None
+    known = {("decode", (("batch", size),)): 0.5 for size in (1, 2)} | {("load", (("bytes", 9),)): 1.0}
+    table = Costs.fixed(known).snapshot()
+    assert table.fit("decode", "batch") == LinearFit(slope=0, intercept=0.5, r2=1, points=2)
+    assert table.fit("load", "bytes") is table.fit("decode", "rows") is table.fit("prefill", "batch") is None
 
 
 def test_a_fixed_record_learns_nothing():

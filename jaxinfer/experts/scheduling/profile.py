@@ -5,8 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-import numpy as np
-
+from jaxinfer.compiled import LinearFit
 from jaxinfer.experts.errors import ProfileError
 
 Tier = Literal["host", "disk"]
@@ -98,17 +97,13 @@ def fit_latency(latency: Mapping[int, float]) -> tuple[float, float, float]:
     """
     if len(latency) < 2:
         raise ProfileError(f"K and B need the latency of at least two batch sizes, got {sorted(latency)}.")
-    sizes, seconds = np.array(list(latency), float), np.array(list(latency.values()))
-    k, b = np.polyfit(sizes, seconds, 1)
-    residual = float(np.sum((seconds - (k * sizes + b)) ** 2))
-    total = float(np.sum((seconds - seconds.mean()) ** 2))
-    r_squared = 1 - residual / total if total else 0.0
-    if k <= 0 or r_squared < MIN_R_SQUARED:
+    line = LinearFit.through(list(latency), list(latency.values()))
+    if line.slope <= 0 or line.r2 < MIN_R_SQUARED:
         raise ProfileError(
-            f"latency is no line over batch sizes (K={k:.3g} s, R^2={r_squared:.2f}): {dict(latency)}; measure again "
-            "on a quiet machine."
+            f"latency is no line over batch sizes (K={line.slope:.3g} s, R^2={line.r2:.2f}): {dict(latency)}; measure "
+            "again on a quiet machine."
         )
-    return float(k), max(float(b), 0.0), r_squared
+    return line.slope, max(line.intercept, 0.0), line.r2
 
 
 def choose_max_batch(latency: Mapping[int, float]) -> int:

@@ -17,6 +17,7 @@ from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.protocols import Clock
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
+from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecutor
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
@@ -82,11 +83,12 @@ def build_engine(
         buckets, streamed = buckets_of(config, model.platform), isinstance(model, StreamedModel)
         buckets = streamed_buckets(buckets) if streamed else buckets
         pages = PagePool(num_pages, config.page_size)
-        scheduler = DecoderScheduler(config, buckets, pages, adapters, costs=costs, streamed=streamed)
+        passes = PassCosts(costs, config.num_speculative_tokens, streamed=streamed)
+        scheduler = DecoderScheduler(config, buckets, pages, adapters, costs=passes)
         buckets = sliced_buckets(buckets, max_chunks) if streamed else buckets
         runs_decoder = ChainExecutor if streamed else DecoderExecutor
         executor = runs_decoder(
-            model, config, buckets, num_pages=num_pages, logits_processors=processors, clock=clock, costs=costs
+            model, config, buckets, num_pages=num_pages, logits_processors=processors, clock=clock, costs=passes
         )
     inputs = InputProcessor(
         vocab=model.transformer.vocab,

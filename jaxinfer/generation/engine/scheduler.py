@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 
-from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.allocation import Allocation, Allocator
 from jaxinfer.generation.engine.batch import Admission, Batch, Chunk, DecodeRow, Failure, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, round_up
@@ -61,8 +60,7 @@ class DecoderScheduler:
         pages: PagePool,
         adapters: AdapterCache | None = None,
         *,
-        costs: Costs,
-        streamed: bool = False,
+        costs: PassCosts,
     ):
         self.config, self.pages = config, pages
         self.waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
@@ -73,7 +71,7 @@ class DecoderScheduler:
         self._allocations: dict[Sequence, Allocation] = {}  # of all that have not finished
         self._requests: dict[str, dict[Sequence, Allocation]] = {}  # the same by request
         self._arrivals = itertools.count()
-        self._costs = PassCosts(costs, config.num_speculative_tokens, streamed=streamed)
+        self._costs = costs
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never run."""

@@ -50,10 +50,13 @@ class PassCosts:
       costs: the record.
       num_speculative_tokens: of each row in a speculative pass.
       streamed: whether layers are streamed, which takes another time: then a pass is no program of its own.
+
+    Attributes:
+      all: the record.
     """
 
     def __init__(self, costs: Costs, num_speculative_tokens: int, *, streamed: bool = False):
-        self._costs, self._speculative = costs, num_speculative_tokens
+        self.all, self._speculative = costs, num_speculative_tokens
         self._name, self._sizes = ("pass", {"chunks": 0}) if streamed else ("decode", {})
 
     def record(self, bucket: Bucket, seconds: float, *, plain: int, speculative: int) -> None:
@@ -63,14 +66,14 @@ class PassCosts:
         """
         sizes = dict(bucket) | {"speculative": 0}
         if plain and not speculative:
-            self._costs.record(self._name, tuple(sizes.items()), seconds, passes=plain)
+            self.all.record(self._name, tuple(sizes.items()), seconds, passes=plain)
         elif speculative and not plain:
-            self._costs.record(self._name, bucket, seconds, passes=speculative)
+            self.all.record(self._name, bucket, seconds, passes=speculative)
         elif 0 < plain <= speculative and (
-            mean := self._costs.mean(self._name, **sizes)
+            mean := self.all.mean(self._name, **sizes)
         ):  # else too little is left to tell
             # A speculative pass does all that a plain one does.
-            self._costs.record(self._name, bucket, max(seconds - plain * mean, speculative * mean), passes=speculative)
+            self.all.record(self._name, bucket, max(seconds - plain * mean, speculative * mean), passes=speculative)
 
     def seconds(self, rows: int) -> float | None:
         """A plain pass, or a speculative one as long as no plain one is known; None if none is."""
@@ -82,4 +85,4 @@ class PassCosts:
         return UNKNOWN_COST if plain is None or speculative is None else max(1.0, speculative / plain)
 
     def _mean(self, rows: int, speculative: int) -> float | None:
-        return self._costs.mean(self._name, **self._sizes, batch=rows, speculative=speculative)
+        return self.all.mean(self._name, **self._sizes, batch=rows, speculative=speculative)

@@ -85,10 +85,9 @@ class ChainExecutor(DecoderExecutor):
       prefetcher: brings the layers.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, buckets: Buckets, *, costs: Costs, **others: Any):
-        self._layers = _Layers(model, costs)
+    def __init__(self, model: LoadedModel, config: EngineConfig, buckets: Buckets, *, costs: PassCosts, **others: Any):
+        self._layers = _Layers(model, costs.all)
         super().__init__(model, config, buckets, costs=costs, **others)
-        self._pass_costs = PassCosts(costs, config.num_speculative_tokens, streamed=True)
         self.depth = 0
         self.prefetcher = self._layers.prefetcher
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.compiled import Costs, Program, ProgramSpec, Sizes
+from jaxinfer.compiled import Program, ProgramSpec, Sizes
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
@@ -36,7 +36,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
       num_pages: the size of the cache.
       logits_processors: by name.
       clock: the engine's.
-      costs: as in `BaseExecutor`.
+      costs: what passes take; in the record that every step is added to.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         num_pages: int,
         logits_processors: Mapping[str, LogitsProcessor],
         clock: Clock,
-        costs: Costs,
+        costs: PassCosts,
     ):
         self._layout = DeviceLayout.of(model, config, num_pages=num_pages, processors=tuple(logits_processors.values()))
-        super().__init__(model, config, self._specs(self._layout), clock, costs)
-        self._pass_costs = PassCosts(costs, config.num_speculative_tokens)
+        super().__init__(model, config, self._specs(self._layout), clock, costs.all)
+        self._pass_costs = costs
         self._packer = Packer(self._layout, buckets, logits_processors)
         self._empty_state = zeros.spec(self._layout.state).compile({}, mesh=model.mesh, store=self.store)
         self._state: DeviceState = self._empty_state()

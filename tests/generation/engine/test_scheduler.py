@@ -130,7 +130,8 @@ class Simulation:
         self.config = EngineConfig(max_batch=slots, context=CONTEXT, page_size=PAGE, **options)
         buckets, pool = Buckets.of(self.config), PagePool(pages, PAGE)
         quick = {("decode", (("batch", rows), ("speculative", 0))): 1e-9 for rows in buckets.decode_rows}
-        self.scheduler = DecoderScheduler(self.config, buckets, pool, adapters, costs=costs or Costs.fixed(quick))
+        passes = PassCosts(costs or Costs.fixed(quick), speculative)
+        self.scheduler = DecoderScheduler(self.config, buckets, pool, adapters, costs=passes)
         self.outputs = OutputProcessor(itertools.count().__next__)
         self.device = Device(random)
         self.in_flight = in_flight

@@ -13,6 +13,7 @@ from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
+from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.engine.waiting import WaitingQueue
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 
@@ -101,7 +102,7 @@ def encoder_scheduler():
 
 def decoder_scheduler():
     config = EngineConfig(max_batch=4, context=64, page_size=4)
-    return DecoderScheduler(config, Buckets.of(config), PagePool(64, config.page_size), costs=Costs())
+    return DecoderScheduler(config, Buckets.of(config), PagePool(64, config.page_size), costs=PassCosts(Costs(), 0))
 
 
 def sequences_of(count, params):
