@@ -8,6 +8,7 @@ keeps what is compiled on disk, `target.py` compiles for a GPU that is not there
 from jaxinfer.compiled.cache import CompileMissError, ProgramCache
 from jaxinfer.compiled.costs import Cost, Costs, CostTable, LinearFit
 from jaxinfer.compiled.device_time import DeviceTime, Interval
+from jaxinfer.compiled.drift import Drift
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.mappings import MappingsError, check_mappings
 from jaxinfer.compiled.options import compiler_options
@@ -24,6 +25,7 @@ __all__ = [
     "CostTable",
     "Costs",
     "DeviceTime",
+    "Drift",
     "ExecutableStore",
     "Interval",
     "LinearFit",

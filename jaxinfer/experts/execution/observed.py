@@ -1,21 +1,17 @@
 """What experts cost while a system runs: what was measured before, corrected by what loads and batches really take."""
 
-import statistics
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 
+from jaxinfer.compiled import Drift
 from jaxinfer.experts.scheduling.profile import Profile, Profiles, Tier
 from jaxinfer.experts.scheduling.request import Load
 
-WINDOW = 15
-"""How many of the last times count, by their median: a slow spell is so forgotten as soon as it is over."""
 LEAST = 5
 DRIFT = 1.05
 """By which factor times must differ from what is known before that is corrected: less is noise."""
 FORGET = 60.0
-"""Seconds after which what was seen counts no more: copies to the host's memory that were slow are made no more, and
-nothing else would ever show that the slow spell is over."""
+"""Seconds after which what was seen counts no more: copies to the host's memory that were slow are made no more."""
 
 type _Key = tuple[str, str]
 
@@ -32,13 +28,8 @@ class ObservedProfiles(Mapping[_Key, Profile]):
     """
 
     def __init__(self, measured: Profiles, *, clock: Callable[[], float] = time.monotonic):
-        self._measured, self._clock = measured, clock
-        self._corrected: dict[_Key, Profile] = {}
-        self._factors: dict[_Key, dict[str, float]] = defaultdict(dict)
-        self._ratios: dict[_Key, dict[str, deque[float]]] = defaultdict(
-            lambda: defaultdict(lambda: deque(maxlen=WINDOW))
-        )
-        self._seen: dict[_Key, dict[str, float]] = defaultdict(dict)
+        self._measured, self._corrected = measured, dict[_Key, Profile]()
+        self._drift: Drift[tuple[_Key, str]] = Drift(least=LEAST, tolerance=DRIFT, forget=FORGET, clock=clock)
 
     def __getitem__(self, key: _Key) -> Profile:
         return self._corrected.get(key) or self._measured[key]
@@ -64,25 +55,11 @@ class ObservedProfiles(Mapping[_Key, Profile]):
     def _note(self, key: _Key, what: str, seconds: float, expected: float) -> None:
         if not (seconds > 0 and expected > 0):  # as of a load that costs nothing
             return
-        now, factors, ratios = self._clock(), self._factors[key], self._ratios[key][what]
-        changed = self._forget(key, now)
-        self._seen[key][what] = now
-        ratios.append(seconds / expected)
-        factor, known = statistics.median(ratios), factors.get(what, 1.0)
-        if len(ratios) >= LEAST and not 1 / DRIFT <= factor / known <= DRIFT:
-            factors[what] = factor
-            changed = True
-        if changed:
-            self._corrected[key] = self._measured[key].scaled(factors)
-
-    def _forget(self, key: _Key, now: float) -> bool:
-        """Forget what has not been seen for long; returns whether that changes anything."""
-        old = [what for what, seen in self._seen[key].items() if now - seen > FORGET]
-        for what in old:
-            del self._seen[key][what]
-            del self._ratios[key][what]
-            self._factors[key].pop(what, None)
-        return bool(old)
+        if self._drift.note((key, what), seconds / expected):
+            factors: dict[_Key, dict[str, float]] = {}
+            for (of, part), factor in self._drift.factors.items():
+                factors.setdefault(of, {})[part] = factor
+            self._corrected = {of: self._measured[of].scaled(parts) for of, parts in factors.items()}
 
 
 class LoadTimes:

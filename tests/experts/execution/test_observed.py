@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxinfer.experts.execution.observed import FORGET, LEAST, WINDOW, LoadTimes, ObservedProfiles
+from jaxinfer.compiled.drift import NEWEST
+from jaxinfer.experts.execution.observed import FORGET, LEAST, LoadTimes, ObservedProfiles
 from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Load
 
@@ -12,21 +13,21 @@ MEASURED = Profile(k=1.0, b=2.0, max_batch=2, load={"disk": 10.0, "host": 1.0}, 
 
 def test_follows_a_slow_spell_and_its_end():
     profiles = ObservedProfiles({KEY: MEASURED})
-    for _ in range(WINDOW):
+    for _ in range(NEWEST):
         profiles.note_load(KEY, "disk", 20.0)
         profiles.note_batch(KEY, 1, 6.0)
         profiles.note_eviction(KEY, 5.0)
     slow = profiles[KEY]
     assert slow.load == {"disk": 20.0, "host": 1.0}
     assert (slow.k, slow.b, slow.latency, slow.evict) == (2.0, 4.0, {1: 6.0, 2: 8.0}, 5.0)
-    for _ in range(WINDOW):
+    for _ in range(NEWEST):
         profiles.note_load(KEY, "disk", 10.0)
         profiles.note_batch(KEY, 2, 4.0)
         profiles.note_eviction(KEY, 2.0)
     assert profiles[KEY] == MEASURED
 
 
-@pytest.mark.parametrize("seen", [[1000.0, 10.0, 10.0] * WINDOW, [10.5] * WINDOW, [20.0] * (LEAST - 1), [0.0] * WINDOW])
+@pytest.mark.parametrize("seen", [[1000.0, 10.0, 10.0] * NEWEST, [10.5] * NEWEST, [20.0] * (LEAST - 1), [0.0] * NEWEST])
 def test_noise_changes_nothing(seen):
     profiles = ObservedProfiles({KEY: MEASURED})
     for seconds in seen:
@@ -38,7 +39,7 @@ def test_what_has_not_been_seen_for_long_is_forgotten():
     """Copies that were slow are made no more, so that none would show that they are fast again."""
     now = 0.0
     profiles = ObservedProfiles({KEY: MEASURED}, clock=lambda: now)
-    for _ in range(WINDOW):
+    for _ in range(NEWEST):
         profiles.note_eviction(KEY, 20.0)
         profiles.note_batch(KEY, 1, 6.0)
     now = FORGET

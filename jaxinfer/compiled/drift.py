@@ -1,0 +1,73 @@
+"""How much longer calls take now than the record of costs says: the one rule by which serving corrects it."""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+
+NEWEST = 16
+"""How many of the newest calls count, by their median."""
+
+
+class Drift[Key: Hashable]:
+    """Factors on what is on record, by what the newest calls took.
+
+    The median of the newest calls takes the place of what was known, where the two differ by more than `tolerance`. So
+    noise changes nothing, and a slow spell counts as long as it lasts. The record itself stays as it was measured.
+
+    Args:
+      least: how many calls must have been seen, at most `NEWEST`.
+      tolerance: a ratio; what differs by less is noise.
+      forget: seconds after which what was seen counts no more: what looks slow is chosen no more, and nothing else
+        would ever show that the slow spell is over.
+      clock: in seconds.
+
+    Attributes:
+      factors: how many times as long as on record calls take, where that is not 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        least: int,
+        tolerance: float,
+        forget: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.factors: dict[Key, float] = {}
+        self._least, self._tolerance, self._forget, self._clock = least, tolerance, forget, clock
+        self._newest: dict[Key, deque[float]] = {}
+        self._seen: dict[Key, float] = {}
+
+    def note(self, key: Key, ratio: float) -> bool:
+        """Take a call in; returns whether any factor has changed.
+
+        Args:
+          key: what was called.
+          ratio: how many times as long as on record it took; > 0.
+        """
+        now, before = self._clock(), dict(self.factors)
+        for old in [other for other, seen in self._seen.items() if now - seen > self._forget]:
+            self.forget(old)
+        self._seen[key] = now
+        newest = self._newest.setdefault(key, deque(maxlen=NEWEST))
+        newest.append(ratio)
+        if len(newest) >= self._least:
+            self._correct(key, statistics.median_low(newest))
+        return self.factors != before
+
+    def forget(self, key: Key) -> None:
+        """Go by the record again."""
+        for known in (self.factors, self._newest, self._seen):
+            known.pop(key, None)
+
+    def _correct(self, key: Key, factor: float) -> None:
+        if not self._differ(factor, self.factors.get(key, 1.0)):
+            return
+        self.factors.pop(key, None)
+        if self._differ(factor, 1.0):
+            self.factors[key] = factor
+
+    def _differ(self, one: float, other: float) -> bool:
+        return not 1 / self._tolerance <= one / other <= self._tolerance
