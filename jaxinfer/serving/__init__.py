@@ -1,0 +1,1 @@
+"""How requests are served: what all services share."""
