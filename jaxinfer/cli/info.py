@@ -36,11 +36,13 @@ def info(
     from rich.table import Table
 
     from checkpoints import read_manifest
+    from jaxinfer.generation.execution.memory import reserve_model
     from jaxinfer.models import VisionConfig, WeightFormat
     from jaxinfer.models.description import Description, weight_format
     from jaxinfer.models.devices import bytes_per_device
     from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
+    from jaxinfer.serving.budget import Budget
     from sharding import MeshConfig, ShardingRules
 
     manifest, description = read_manifest(directory), Description.read(directory)
@@ -69,13 +71,14 @@ def info(
         ("layer files", _layer_files(directory)),
         ("tokenizer", _tokenizer(directory) if not reads_images else ""),
         ("mesh", f"data={layout.data}, tensor={layout.tensor}"),
-        ("weights per device", decimal(weight_bytes)),
-        ("KV cache per device", f"{decimal(cache_bytes)} for batch {batch} of {context} tokens" if cache_bytes else ""),
-        ("memory per device", decimal(weight_bytes + cache_bytes)),
     ):
         if value != "":
             table.add_row(name, str(value))
-    Console().print(table)
+    served = f", batch {batch} of {context} tokens" if cache_bytes else ""
+    console, budget = Console(), Budget(f"each device{served}", None)
+    reserve_model(budget, weights=weight_bytes, cache=cache_bytes)
+    console.print(table)
+    console.print(budget.table())
     if costs:
         _print_costs(config)
 

@@ -24,7 +24,7 @@ def _rows(*arguments: object) -> dict[str, str]:
     done = CliRunner().invoke(app, ["info", *map(str, arguments)])
     assert done.exit_code == 0, done.output
     cells = (line.strip("│").split("│") for line in done.stdout.splitlines() if line.startswith("│"))
-    return {name.strip(): value.strip() for name, value in cells}
+    return {name.strip(): value.strip() for name, value, *_ in cells}
 
 
 def test_contents_of_a_model(model):
@@ -33,7 +33,7 @@ def test_contents_of_a_model(model):
     assert rows["heads"] == "4 of 6, 2 KV"
     assert rows["stored as"] == "float32"
     assert rows["parameters"] == "12,408"
-    assert rows["stored bytes"] == rows["weights per device"] == "49.6 kB"
+    assert rows["stored bytes"] == rows["weights"] == "49.6 kB"
     assert rows["tokenizer"] == "no: token ids only"
     assert "layer files" not in rows
     write_layer_files(open_model(model))
@@ -46,15 +46,17 @@ def test_memory_for_a_mesh_a_context_and_a_batch(model):
     assert rows["mesh"] == "data=1, tensor=2"
     cache = 2 * 2 * 4 * 50 * (2 * 6) * 4 // 2  # keys and values, layers, batch, context, heads, bytes, devices
     assert cache == 19_200
-    assert rows["KV cache per device"] == "19.2 kB for batch 4 of 50 tokens"
-    assert rows["weights per device"] < "9"  # kB: a quarter, half of it, and the scales
+    assert rows["KV pages"] == "19.2 kB"
+    done = CliRunner().invoke(app, ["info", str(model), "--context", "50", "--batch", "4"])
+    assert "each device, batch 4 of 50 tokens: 88.0 kB reserved" in done.stdout
+    assert rows["weights"] < "9"  # kB: a quarter, half of it, and the scales
 
 
 def test_encoders_have_no_cache(tmp_path):
     convert(GOLDENS / "bert_pooled", tmp_path / "model")
     rows = _rows(tmp_path / "model")
-    assert "KV cache per device" not in rows
-    assert rows["memory per device"] == rows["weights per device"]
+    assert "KV pages" not in rows
+    assert rows["weights"] == rows["stored bytes"]
 
 
 @pytest.mark.parametrize(

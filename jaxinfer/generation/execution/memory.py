@@ -14,8 +14,9 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.generation.execution.programs import chain, decode, prefill
-from jaxinfer.models.devices import available_bytes
+from jaxinfer.models.devices import available_bytes, devices_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
+from jaxinfer.serving.budget import Budget
 from jaxinfer.streaming.config import LayerRange
 from jaxinfer.streaming.model import StreamedModel
 
@@ -38,6 +39,7 @@ class MemoryPlan:
       workspace: what the largest program needs while it runs; None where there was enough not to ask.
       page_bytes: one page of keys and values, all layers.
       num_pages: pages of the cache.
+      budget: who has what of the device: all of the above are its tenants.
       max_chunks: chunks that go through a streamed layer together, so that their activations fit; None: all of a step.
     """
 
@@ -46,6 +48,7 @@ class MemoryPlan:
     workspace: int | None
     page_bytes: int
     num_pages: int
+    budget: Budget
     max_chunks: int | None = None
 
     @property
@@ -77,8 +80,8 @@ def plan_memory(
     available = available_bytes(model.mesh)
     if device_memory is not None:
         available = min(available, device_memory - weights)
-    if isinstance(model, StreamedModel):
-        available -= model.placement.buffer_bytes
+    buffers = model.placement.buffer_bytes if isinstance(model, StreamedModel) else 0
+    available -= buffers
     buckets = buckets_of(config, model.platform)
     layout = DeviceLayout.of(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
     adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
@@ -93,24 +96,51 @@ def plan_memory(
     else:
         workspace = workspace_bytes(layout, buckets)
     room = int(available * FRACTION) - adapters - (workspace or 0)
-    budget = room if cache_bytes is None else cache_bytes
-    check_page(budget, size, config)
-    if budget > room:
+    wanted = room if cache_bytes is None else cache_bytes
+    check_page(wanted, size, config)
+    if wanted > room:
         raise MemoryError(
             f"cache_bytes={cache_bytes} does not fit: of {available} bytes that are free beside the weights, programs "
             f"need {workspace} and adapters {adapters}; the cache may have {max(room, 0)}."
         )
-    pages = min(budget // size, full) if shared else budget // size
+    pages = min(wanted // size, full) if shared else wanted // size
     if cache_bytes is None and pages != full:
         pages = _coarse(pages)
+    budget = Budget(_memory_name(model), weights + buffers + available)
+    reserve_model(
+        budget, weights=weights, buffers=buffers, adapters=adapters, cache=pages * size, workspace=workspace or 0
+    )
     return MemoryPlan(
         weights=weights + adapters,
         available=available,
         workspace=workspace,
         page_bytes=size,
         num_pages=pages,
+        budget=budget,
         max_chunks=max_chunks,
     )
+
+
+def reserve_model(
+    budget: Budget, *, weights: int, buffers: int = 0, adapters: int = 0, cache: int = 0, workspace: int = 0
+) -> None:
+    """Reserve what a model takes of a device, in bytes; all of it is pinned. Raises BudgetError if it does not fit.
+
+    Args:
+      budget: the device's.
+      weights: that are there all the time.
+      buffers: for layers that come while others compute.
+      adapters: LoRA adapters.
+      cache: keys and values.
+      workspace: what the largest program needs while it runs.
+    """
+    tenants = {"weights": weights, "layers on their way": buffers, "adapters": adapters, "KV pages": cache}
+    budget.reserve_all(tenants | {"programs' workspace": workspace})
+
+
+def _memory_name(model: OpenedModel) -> str:
+    first, *others = devices_of(model.mesh)
+    return f"each of {1 + len(others)} devices" if others else f"{first.platform}:{first.id}"
 
 
 def is_ample(model: OpenedModel, device_memory: int | None, available: int, cache: int) -> bool:

@@ -392,7 +392,7 @@ def test_speculation_with_adapters_narrow_caches_and_meshes(model_dir, tmp_path,
 
 def test_what_passes_cost_is_told_apart(model_dir):
     llm = LLM(model_dir, weights="disk", num_speculative_tokens=4, **ONE)
-    llm.engine.executor.costs = llm.engine.executor._pass_costs._costs = costs = Costs()
+    llm.engine.executor.costs = llm.engine.executor._pass_costs.all = costs = Costs()
     llm.generate(REPETITIVE[1:], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias=BIAS))
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     assert costs.of("pass", chunks=0, batch=1, speculative=4)
