@@ -1,10 +1,11 @@
 """A system of experts before anything of it runs: checkpoints opened and checked, costs measured, programs compiled."""
 
+import functools
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -18,18 +19,23 @@ from jaxinfer.experts.execution.kinds import ExpertKind, kind_of
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
 from jaxinfer.experts.execution.profiler import Measured, measure
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
+from jaxinfer.experts.scheduling.expert_manager import ExpertManager
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, Rule
 from jaxinfer.experts.scheduling.policy import Policy
 from jaxinfer.experts.scheduling.profile import Profiles
 from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.models.devices import device_available_bytes, host_available_bytes
 from jaxinfer.models.loading import open_model
+from jaxinfer.serving.budget import Budget, BudgetError, Offer
 from jaxinfer.streaming.model import map_large_arrays
 
 log = logging.getLogger(__name__)
 
 SMALLEST_MAPPED = 128 << 10
 """Bytes of arrays that go back to the system when an expert leaves: most of a convolutional model's are small."""
+
+HOST = "the host"
+"""The name of its memory, which executors on a CPU use too."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is, and how much there is."""
@@ -53,6 +59,7 @@ class OpenedSystem:
       experts: those whose checkpoints can be opened. broken: why others cannot be used.
       graph: which expert follows which, and how often each is used.
       devices: of each executor.
+      budgets: who has how much of each memory, by its name.
 
     Raises CollaborationError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
     as long as there is another one.
@@ -72,7 +79,9 @@ class OpenedSystem:
         self.experts: dict[str, OpenedExpert] = {}
         self.devices = [_device(executor) for executor in config.executors]
         self._open()
-        _check_budgets(config, self.devices, sum(self._like(name).architecture.bytes for name in self._configs))
+        all_experts = sum(self._like(name).architecture.bytes for name in self._configs)
+        self._managers: list[ExpertManager] = []  # the first scheduler's, which runs
+        self.budgets = _make_budgets(config, self.devices, all_experts, self._managers)
         self.graph = self._graph(config)
         self._prepare()
         self._programs: dict[tuple[Architecture, Any], ArchitecturePrograms] = {}
@@ -104,7 +113,10 @@ class OpenedSystem:
         """
         executors = [_executor_config(x, device) for x, device in zip(self.config.executors, self.devices, strict=True)]
         given = {"host_bytes": self.config.host_memory, "max_queued": self.config.max_queued} | options
-        return scheduler(self.graph, profiles, executors, policy or self.config.policy, **given)
+        made = scheduler(self.graph, profiles, executors, policy or self.config.policy, **given)
+        if not self._managers:
+            self._managers.append(made.manager)
+        return made
 
     @property
     def compiled(self) -> int:
@@ -261,21 +273,68 @@ class OpenedSystem:
         return ExpertLoader(self._find_to_load, devices, staging=Staging(keep=keep), preadv=self._preadv)
 
 
-def _check_budgets(config: SystemConfig, devices: Sequence[Any], all_experts: int) -> None:
-    """Raise ConfigError where a device, or the host, has less memory than could be used of what was given."""
-    given = Counter[Any]()
-    for executor, device in zip(config.executors, devices, strict=True):
-        where = "the host" if device.platform == "cpu" else device
-        given[where] += min(executor.expert_memory, all_experts) + (executor.activation_memory or 0)
-    if config.policy.host_cache:
-        given["the host"] += min(config.host_memory, all_experts)
-    for where, size in given.items():
-        free = host_available_bytes() if where == "the host" else device_available_bytes(where)
-        if size > free:
+def _make_budgets(
+    config: SystemConfig, devices: Sequence[Any], all_experts: int, managers: Sequence[ExpertManager]
+) -> dict[str, Budget]:
+    """The budgets of all devices and of the host, with all reserved that could be used of what was given.
+
+    Args:
+      all_experts: bytes of all experts together: no pool has more.
+      managers: the first one, once it is there, says which experts could leave.
+    Raises ConfigError where a device, or the host, has less memory.
+    """
+    budgets: dict[str, Budget] = {}
+    for where, (free, names, given) in _demands(config, devices, all_experts).items():
+        budgets[where] = Budget(where, free)
+        offers = {
+            "experts": lambda names=names: managers[0].offer(names) if managers else Offer(0, 0.0),
+            "host cache": lambda: managers[0].offer_of_host() if managers else Offer(0, 0.0),
+        }
+        try:
+            for tenant, size in given.items():
+                budgets[where].reserve(tenant, size, offer=offers.get(tenant))
+        except BudgetError as error:
             raise ConfigError(
                 f"{where} has {free / 2**30:.4g} GiB of memory free, and executors and the host cache would use up to "
-                f"{size / 2**30:.4g} GiB; give them less (expert_memory, activation_memory, host_memory)."
-            )
+                f"{given.total() / 2**30:.4g} GiB; give them less (expert_memory, activation_memory, host_memory). "
+                f"{error}"
+            ) from error
+    return budgets
+
+
+class _Demand(NamedTuple):
+    """What executors and the host cache would use of a memory.
+
+    Attributes:
+      free: bytes that it has.
+      devices: the names of those whose memory it is.
+      given: bytes by tenant.
+    """
+
+    free: int
+    devices: set[str]
+    given: Counter[str]
+
+
+def _demands(config: SystemConfig, devices: Sequence[Any], all_experts: int) -> dict[str, _Demand]:
+    demands: dict[str, _Demand] = {}
+
+    def of(where: str, free: Callable[[], int]) -> _Demand:
+        if where not in demands:
+            demands[where] = _Demand(free(), set(), Counter())
+        return demands[where]
+
+    for executor, device in zip(config.executors, devices, strict=True):
+        if device.platform == "cpu":
+            demand = of(HOST, host_available_bytes)
+        else:
+            demand = of(_device_name(device), functools.partial(device_available_bytes, device))
+        demand.devices.add(_device_name(device))
+        demand.given["experts"] += min(executor.expert_memory, all_experts)
+        demand.given["activations"] += executor.activation_memory or 0
+    if config.policy.host_cache:
+        of(HOST, host_available_bytes).given["host cache"] += min(config.host_memory, all_experts)
+    return demands
 
 
 def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
@@ -300,11 +359,15 @@ def _device(executor: ExecutorOptions) -> Any:
         ) from error
 
 
+def _device_name(device: Any) -> str:
+    return f"{device.platform}:{device.id}"
+
+
 def _executor_config(executor: ExecutorOptions, device: Any) -> ExecutorConfig:
     return ExecutorConfig(
         name=executor.name,
         processor=device.platform,
-        device=f"{device.platform}:{device.id}",
+        device=_device_name(device),
         expert_bytes=executor.expert_memory,
         activation_bytes=executor.activation_memory,
     )

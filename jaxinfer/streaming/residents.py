@@ -58,7 +58,7 @@ class Residents[Key: Hashable, Value]:
         chosen, room = [], self.budget - self.used
         if room >= size:
             return chosen
-        free = [key for key, item in self._items.items() if not item.pins]
+        free = self.unpinned
         for key in self._order(free) if free else ():
             if room >= size:
                 break
@@ -66,6 +66,12 @@ class Residents[Key: Hashable, Value]:
             room += self._items[key].size
         alone = self._keeps_last and len(chosen) == len(self._items)
         return chosen if room >= size or alone else None
+
+    @property
+    def unpinned(self) -> list[Key]:
+        """The items that need not stay, the one used longest ago first."""
+        items = list(self._items.items())  # at once: another thread may change them
+        return [key for key, item in items if not item.pins]
 
     def has_room(self, size: int) -> bool:
         """Whether an item of this size can be there, if others go."""

@@ -105,6 +105,20 @@ def test_experts_of_an_architecture_share_their_programs(board, start, tmp_path)
     assert len({expert.architecture for expert in system.experts.values()}) == 1
 
 
+def test_budgets_say_what_experts_take_and_could_give_back(start):
+    system = start("c0", "c1", "c2", slots=2, executors=2, host=1)
+    budget = system.budgets["the host"]
+    list(system.run(inputs(20, names=("c0", "c1", "c2"))))
+    experts, *others = budget.holdings
+    sizes = [expert.bytes for expert in system.graph.experts.values()]
+    assert [held.tenant for held in (experts, *others)] == ["experts", "activations", "host cache"]
+    assert budget.reserved == sum(held.bytes for held in (experts, *others)) <= budget.capacity
+    assert experts.bytes == min(2 * max(sizes), sum(sizes)) * 2
+    assert 0 < experts.offer.bytes <= experts.bytes
+    assert experts.offer.seconds > 0
+    assert others[0].offer == (0, 0)
+
+
 def test_an_event_loop(board, start):
     system = start(slots=2)
 
@@ -261,7 +275,9 @@ def test_configs_that_cannot_work(board, start, tmp_path):
             start("c1", name, rules=[(name, verdict, "c1")])
     with pytest.raises(ConfigError, match=r"'e0' takes 12 token ids .*, and 'e1' 12 token ids \(vocabulary 300\)"):
         start("e0", "e1", folder=encoders(board, tmp_path), memory=10**6, rules=[("e0", "done", "e1")])
-    with pytest.raises(ConfigError, match=r"the host has .* of memory free, .* would use up to .*; give them less"):
+    with pytest.raises(
+        ConfigError, match=r"the host has .* of memory free, .* would use up to .*; give them less.*\n.*\n  experts: "
+    ):
         start("c0", "c1", activation=10**15)
     with pytest.raises(ConfigError, match=r"executors: two have the name 'x0'"):
         start("c0", executors_given=(ExecutorOptions(name="x0", expert_memory=10**6),) * 2)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from jaxinfer.experts.errors import ConfigError, ProfileError
 from jaxinfer.experts.scheduling.eviction import first_in, queue_aware, two_stage
@@ -14,6 +14,7 @@ from jaxinfer.experts.scheduling.pool import ModelPool
 from jaxinfer.experts.scheduling.profile import Profile, Profiles, Tier
 from jaxinfer.experts.scheduling.queue import ExecutorQueue
 from jaxinfer.experts.scheduling.request import Evict, Eviction, Load
+from jaxinfer.serving.budget import Offer
 from jaxinfer.streaming.residents import Residents
 
 
@@ -262,6 +263,26 @@ class ExpertManager:
             self._host.unpin(load.expert)
             self._host.remove(load.expert)
 
+    # -- memory that others could have --
+
+    def offer(self, devices: Collection[str]) -> Offer:
+        """The experts on these devices that nothing needs now, and what loading them again would take."""
+        users = {x.pool.index: x for x in self.executors if x.config.device in devices}
+        unused = [(executor, name) for executor in users.values() for name in executor.pool.unused]
+        seconds = (self.profile(x, name).load_seconds(self.tier(name, x.pool)[0]) for x, name in unused)
+        return Offer(sum(self.graph.experts[name].bytes for _, name in unused), sum(seconds))
+
+    def offer_of_host(self) -> Offer:
+        """The experts in the host cache that nothing needs now, and how much longer loading from disk takes."""
+        unused = [self.graph.experts[name] for name in self._host.unpinned]
+        seconds = sum(min(map(_saved_by_host, self._profiles_of(expert))) for expert in unused)
+        return Offer(sum(expert.bytes for expert in unused), seconds)
+
+    def _profiles_of(self, expert: ExpertInfo) -> list[Profile]:
+        processors = {executor.config.processor for executor in self.executors}
+        keys = [(expert.architecture, processor) for processor in processors]
+        return [self.profiles[key] for key in keys if key in self.profiles]
+
     # -- memory of batches --
 
     def lend(self, executor: ExecutorState, size: int, expert: str) -> Evict | None:
@@ -319,6 +340,10 @@ def missing_bytes(executor: ExecutorState, profile: Profile) -> int:
     """What one request takes beyond the executor's memory for activations."""
     limit = executor.config.activation_bytes
     return 0 if limit is None else max(profile.activations(1) - limit, 0)
+
+
+def _saved_by_host(profile: Profile) -> float:
+    return max(profile.load_seconds("disk") - profile.load_seconds("host"), 0.0)
 
 
 def _joined(configs: list[ExecutorConfig]) -> ExecutorConfig:

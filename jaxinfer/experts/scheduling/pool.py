@@ -51,6 +51,11 @@ class ModelPool:
         """The experts that are there."""
         return {name for name in self._residents if name not in self.loading and name not in self._reserved}
 
+    @property
+    def unused(self) -> list[str]:
+        """The experts that are there and that nothing needs now."""
+        return self._residents.unpinned
+
     def has(self, name: str) -> bool:
         """Whether an expert is there, or on its way."""
         return name in self._residents
