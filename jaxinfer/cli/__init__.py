@@ -19,7 +19,7 @@ from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.plan import plan
 from jaxinfer.cli.renamed import refuse_renamed
 from jaxinfer.cli.verify import verify
-from jaxinfer.experts.errors import CollaborationError
+from jaxinfer.serving.errors import ServingError
 
 
 class _Commands(TyperGroup):
@@ -38,7 +38,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # nobody reads our output any more: click exits silently
-        except (ValueError, OSError, MemoryError, CollaborationError) as error:
+        except (ValueError, OSError, MemoryError, ServingError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"error: {message}", err=True)
             raise typer.Exit(2) from error

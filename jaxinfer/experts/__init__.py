@@ -14,17 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer.experts.config import ExecutorOptions, ExpertConfig, SystemConfig
     from jaxinfer.experts.errors import (
-        CollaborationError,
         ConfigError,
-        DeadlineExceededError,
         ExecutorDiedError,
         InsufficientMemoryError,
         InvalidInputError,
         LoadError,
-        OverloadedError,
         ProfileError,
         RoutingError,
-        ShutdownError,
     )
     from jaxinfer.experts.execution.executors import Result, Stage
     from jaxinfer.experts.execution.kinds import Classification, Detection, EmbeddingVector, Judgement
@@ -39,17 +35,13 @@ if TYPE_CHECKING:
 _MODULES = {
     "config": ("ExecutorOptions", "ExpertConfig", "SystemConfig"),
     "errors": (
-        "CollaborationError",
         "ConfigError",
-        "DeadlineExceededError",
         "ExecutorDiedError",
         "InsufficientMemoryError",
         "InvalidInputError",
         "LoadError",
-        "OverloadedError",
         "ProfileError",
         "RoutingError",
-        "ShutdownError",
     ),
     "execution.executors": ("Result", "Stage"),
     "execution.kinds": ("Classification", "Detection", "EmbeddingVector", "Judgement"),
@@ -65,9 +57,7 @@ _MODULES = {
 __all__ = [
     "POLICIES",
     "Classification",
-    "CollaborationError",
     "ConfigError",
-    "DeadlineExceededError",
     "Detection",
     "EmbeddingVector",
     "ExecutorDiedError",
@@ -80,14 +70,12 @@ __all__ = [
     "LoadError",
     "OpenedSystem",
     "Outcome",
-    "OverloadedError",
     "Policy",
     "Profile",
     "ProfileError",
     "Result",
     "RoutingError",
     "Rule",
-    "ShutdownError",
     "Simulator",
     "Stage",
     "System",

@@ -54,7 +54,7 @@ class OpenedSystem:
       graph: which expert follows which, and how often each is used.
       devices: of each executor.
 
-    Raises CollaborationError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
+    Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
     as long as there is another one.
     """
 

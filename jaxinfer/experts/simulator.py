@@ -13,11 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxinfer.experts.errors import CollaborationError
 from jaxinfer.experts.scheduling.executor_state import Statistics
 from jaxinfer.experts.scheduling.profile import Tier
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
+from jaxinfer.serving.errors import ServingError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class Simulator:
         begun = time.perf_counter()
         try:
             self._scheduler.submit(request, now)
-        except CollaborationError:
+        except (ServingError, ValueError):
             return 1
         finally:
             self._decisions.append(time.perf_counter() - begun)
