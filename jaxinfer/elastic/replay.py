@@ -8,10 +8,10 @@ from concurrent.futures import Future
 
 from jaxinfer.elastic.answers import Answer
 from jaxinfer.elastic.datasets import Dataset
-from jaxinfer.elastic.errors import OverloadedError, ShedError
 from jaxinfer.elastic.scheduling.query import Outcome, Query
 from jaxinfer.elastic.scheduling.simulator import ServedQuery, shed_query
 from jaxinfer.elastic.service import Service
+from jaxinfer.serving.errors import OverloadedError, ShedError
 
 TICK = 1e-3
 """Seconds between looks at which queries are due: they come as a network brings them, a few at a time."""

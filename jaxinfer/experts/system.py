@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -67,6 +68,8 @@ class System(OpenedSystem):
         self._executors = Executors(
             self.scheduler, self.profiles, self.experts, self._programs, self._weights, self.devices
         )
+        # At the end of the process the loop is closed, which waits for its threads.
+        weakref.finalize(self, self._executors.loop.stop).atexit = False
 
     # -- what users do --
 

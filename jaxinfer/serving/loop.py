@@ -370,6 +370,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         for work in works:
             if work.lane is None:
                 self._do(work)
+                self.wake()
             else:
                 self._lanes[work.lane].put(work)
         return True
@@ -423,6 +424,7 @@ class Loop[AnyTicket: Ticket[Any]]:
                 self.statistics.count(error, late=False)
                 self._finish(ticket, error)
             self._idle.notify_all()
+            self._decider = _NOTHING  # what is decided for may be large, and holds whoever holds this
         for turn in turns:
             turn.set()
         for queue in (*self._lanes, self._ended):
@@ -431,6 +433,29 @@ class Loop[AnyTicket: Ticket[Any]]:
     @staticmethod
     def _make_thread(run: Callable[..., None], name: str, *args: Any) -> threading.Thread:
         return threading.Thread(target=run, args=args, name=f"jaxinfer-{name}", daemon=True)
+
+
+class _Nothing(Decider[Any]):
+    """Takes the place of a decider at the end."""
+
+    @property
+    def next_time(self) -> None:
+        return None
+
+    def submit(self, ticket: Ticket[Any], now: float) -> None: ...
+
+    def poll(self, now: float) -> Sequence[Work]:
+        return ()
+
+    def done(self, done: Done) -> None: ...
+
+    def cancel(self, ticket: Ticket[Any]) -> bool:
+        return False
+
+    def drain(self, error: Exception) -> None: ...
+
+
+_NOTHING = _Nothing()
 
 
 def _cancel_if_cancelled[AnyTicket: Ticket[Any]](
