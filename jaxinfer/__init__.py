@@ -52,12 +52,8 @@ _MODULES = {
     "StructuredOutputsParams": "jaxinfer.generation.params",
 }
 
-_RENAMED = {"BeamOutput": "BeamSearchOutput", "BeamParams": "BeamSearchParams", "Structure": "StructuredOutputsParams"}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        raise AttributeError(f"jaxinfer.{name} is now jaxinfer.{_RENAMED[name]}")
     # Imported when first used: `jaxinfer --help` should not wait for JAX.
     if name in ("experts", "elastic"):
         return importlib.import_module(f"jaxinfer.{name}")

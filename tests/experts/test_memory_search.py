@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.experts.errors import ConfigError
-from jaxinfer.experts.scheduling.memory_search import decay_windows, search_memory, split_limited
+from jaxinfer.experts.scheduling.memory_search import decay_windows, search_memory
 
 UNIFORM = [0.01] * 100
 
@@ -102,9 +102,3 @@ def test_one_expert_and_unused_ones():
 def test_refuses(arguments, changes, problem):
     with pytest.raises(ConfigError, match=problem):
         search_memory(*arguments, **changes)
-
-
-def test_limited_compute():
-    assert split_limited(6_000, 268, 4) == (6_000 - 1072, 1072)
-    with pytest.raises(ConfigError, match="leaves none for experts"):
-        split_limited(1072, 268, 4)

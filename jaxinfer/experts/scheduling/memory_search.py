@@ -52,28 +52,6 @@ class MemoryChoice:
     error: float
 
 
-def split_limited(memory_bytes: int, activation_bytes: int, max_batch: int) -> tuple[int, int]:
-    """Bytes for experts and for activations where compute is limited: a batch has its room, experts have the rest.
-
-    Args:
-      memory_bytes: of the executor.
-      activation_bytes: of one request.
-      max_batch: requests in a batch.
-
-    Raises ConfigError if nothing is left for experts.
-
-    >>> split_limited(1000, 100, 4)
-    (600, 400)
-    """
-    activations = activation_bytes * max_batch
-    if activations >= memory_bytes:
-        raise ConfigError(
-            f"a batch of {max_batch} takes {activations} of {memory_bytes} bytes and leaves none for experts; give the "
-            "executor more memory, or a smaller max_batch."
-        )
-    return memory_bytes - activations, activations
-
-
 def decay_windows(w0: float = W0) -> Iterator[tuple[float, float]]:
     """Lower and upper ends of windows, in percent: each is (1 - w0 / 100) times as large as the one before (Eq. 1).
 
