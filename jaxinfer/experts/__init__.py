@@ -2,7 +2,7 @@
 
 Requests go to experts by rules; experts are loaded when they are needed and others make room. `scheduling/` decides,
 without a thread, a clock or an array: which executor gets a request, in which order, and which expert goes. The
-simulator and the real executors run the same decisions. Start at `scheduling/scheduler.py`.
+executors and the simulator (`jaxinfer.evaluation`) run the same decisions. Start at `scheduling/scheduler.py`.
 
 >>> with jaxinfer.experts.System.from_config("board.toml") as system:  # doctest: +SKIP
 ...     print(system.submit("resistor", image).result().verdict)
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from jaxinfer.experts.scheduling.experts import InputKind, Rule
     from jaxinfer.experts.scheduling.policy import POLICIES, Policy, policy_of
     from jaxinfer.experts.scheduling.profile import Profile
-    from jaxinfer.experts.simulator import Outcome, Simulator, TraceRequest
     from jaxinfer.experts.system import System
-    from jaxinfer.experts.traces import draw_trace, read_trace, write_trace
 
 _MODULES = {
     "config": ("ExecutorOptions", "ExpertConfig", "SystemConfig"),
@@ -57,9 +55,7 @@ _MODULES = {
     "scheduling.experts": ("InputKind", "Rule"),
     "scheduling.policy": ("POLICIES", "Policy", "policy_of"),
     "scheduling.profile": ("Profile",),
-    "simulator": ("Outcome", "Simulator", "TraceRequest"),
     "system": ("System",),
-    "traces": ("draw_trace", "read_trace", "write_trace"),
 }
 
 __all__ = [
@@ -79,7 +75,6 @@ __all__ = [
     "Judgement",
     "LoadError",
     "OpenedSystem",
-    "Outcome",
     "OverloadedError",
     "Policy",
     "Profile",
@@ -88,15 +83,10 @@ __all__ = [
     "RoutingError",
     "Rule",
     "ShutdownError",
-    "Simulator",
     "Stage",
     "System",
     "SystemConfig",
-    "TraceRequest",
-    "draw_trace",
     "policy_of",
-    "read_trace",
-    "write_trace",
 ]
 
 

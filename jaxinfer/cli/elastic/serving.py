@@ -11,16 +11,16 @@ from rich.live import Live
 
 from jaxinfer.cli.display import show, show_progress
 from jaxinfer.elastic import Dataset, Service, load_dataset
-from jaxinfer.elastic.measurements import Measurements, measure
-from jaxinfer.elastic.replay import replay
-from jaxinfer.elastic.reporting.dashboard import Dashboard
-from jaxinfer.elastic.reporting.runs import Run, write_run
-from jaxinfer.elastic.reporting.tables import by_cell, terminal_table
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.elastic.scheduling.simulator import Served
-from jaxinfer.elastic.scheduling.workloads import ARRIVALS, arrivals_at, burstiness, read_trace, write_trace
 from jaxinfer.elastic.service import PLAN_SECONDS
+from jaxinfer.evaluation.elastic.dashboard import Dashboard
+from jaxinfer.evaluation.elastic.live import send_queries
+from jaxinfer.evaluation.elastic.measurements import Measurements, measure
+from jaxinfer.evaluation.elastic.runs import Run, write_run
+from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
+from jaxinfer.evaluation.elastic.workloads import ARRIVALS, arrivals_at, burstiness, read_trace, write_trace
 
 SAMPLES = 10
 """Batches of each level and size that are timed."""
@@ -126,7 +126,7 @@ def serve(setting: Setting, workload: Workload, policy: str) -> Run:
         service.measure_latency()  # nothing, where what was measured before could be kept
         dashboard = Dashboard(service, f"{policy}: {workload.name} at {load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
-            answers = replay(service, queries, setting.tests, watch=dashboard.watch)
+            answers = send_queries(service, queries, setting.tests, watch=dashboard.watch)
     typer.echo()
     served = Served(answers=answers, best=measured.best(queries))
     name, seed = workload.name, workload.seed

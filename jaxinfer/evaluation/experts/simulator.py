@@ -13,24 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.errors import CollaborationError
 from jaxinfer.experts.scheduling.executor_state import Statistics
 from jaxinfer.experts.scheduling.profile import Tier
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TraceRequest:
-    """An input of a trace.
-
-    Attributes:
-      arrival: in seconds from the start, not before the one in front of it.
-      experts: those that it comes to, one after the other: what they will answer is known.
-    """
-
-    arrival: float
-    experts: tuple[str, ...]
 
 
 class Hardware(Protocol):

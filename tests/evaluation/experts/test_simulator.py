@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxinfer.evaluation.experts.simulator import Simulator
 from jaxinfer.experts.scheduling.policy import POLICIES, policy_of
-from jaxinfer.experts.simulator import Simulator
 from tests.experts.systems import CPU, GPU, cpu, gpu, profiles, scheduler, simulate, trace
 
 MODES = pytest.mark.parametrize("mode", POLICIES)

@@ -9,9 +9,9 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from jaxinfer.disk_cache.files import write_atomically
-from jaxinfer.elastic.reporting import plots
-from jaxinfer.elastic.reporting.runs import Run
-from jaxinfer.elastic.reporting.tables import HEADINGS, by_cell, rows_of, title_of
+from jaxinfer.evaluation.elastic import plots
+from jaxinfer.evaluation.elastic.runs import Run
+from jaxinfer.evaluation.elastic.tables import HEADINGS, by_cell, rows_of, title_of
 
 _STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse } td, th { padding: .15rem .8rem; text-align: right }

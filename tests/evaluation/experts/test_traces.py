@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
+from jaxinfer.evaluation.experts.workloads import draw_kinds, draw_trace, read_trace, write_trace
 from jaxinfer.experts.errors import ConfigError, RoutingError
 from jaxinfer.experts.scheduling.experts import ExpertGraph, InputKind, Rule
-from jaxinfer.experts.traces import draw_kinds, draw_trace, read_trace, write_trace
 from tests.experts.systems import expert
 
 

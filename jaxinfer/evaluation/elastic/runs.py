@@ -7,10 +7,10 @@ from typing import Literal, Self
 import msgspec
 
 from jaxinfer.disk_cache.files import write_atomically
-from jaxinfer.elastic.measurements import Measurements
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Outcome, Query
-from jaxinfer.elastic.scheduling.simulator import Served, ServedQuery
+from jaxinfer.evaluation.elastic.measurements import Measurements
+from jaxinfer.evaluation.elastic.simulator import Served, ServedQuery
 
 FORMAT = 1
 

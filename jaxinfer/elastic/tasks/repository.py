@@ -12,8 +12,8 @@ import numpy as np
 import checkpoints
 from checkpoints import CheckpointError
 from jaxinfer.elastic.accuracy import LevelAccuracy
-from jaxinfer.elastic.datasets import Dataset, Division, Parts
 from jaxinfer.elastic.errors import ElasticError, TaskExistsError, UnknownTaskError
+from jaxinfer.elastic.tasks.datasets import Dataset, Division, Parts
 from jaxinfer.models.token_adaptation import PromptMode
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

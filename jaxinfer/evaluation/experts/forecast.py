@@ -3,16 +3,16 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
+from jaxinfer.evaluation.experts.memory_search import MemoryChoice, search_memory
+from jaxinfer.evaluation.experts.simulator import Outcome, Simulator
+from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.opened import OpenedSystem
-from jaxinfer.experts.scheduling.bounds import compulsory_loads
-from jaxinfer.experts.scheduling.memory_search import MemoryChoice, search_memory
 from jaxinfer.experts.scheduling.policy import Policy
 from jaxinfer.experts.scheduling.profile import Profiles
 from jaxinfer.experts.scheduling.scheduler import Scheduler
-from jaxinfer.experts.simulator import Outcome, Simulator, TraceRequest
 
 KEEPS_UP = 0.9
 """The part of the rate at which inputs come that a system must reach not to be busy all the time."""
@@ -45,6 +45,11 @@ def forecast(
     """
     scheduler = opened.make_scheduler(profiles, policy=policy, max_queued=None)
     return _run(scheduler, trace)
+
+
+def compulsory_loads(used: Iterable[str], resident: Set[str]) -> int:
+    """The least if requests may run in any order: every expert that is used and not there yet, once."""
+    return len(set(used) - resident)
 
 
 def _run(scheduler: Scheduler, trace: Sequence[TraceRequest]) -> Forecast:

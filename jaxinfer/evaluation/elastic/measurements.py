@@ -1,19 +1,19 @@
-"""What simulations replay: how long a service's batches take here, and which images each level classifies rightly."""
+"""What simulations go by: how long a service's batches take here, and which images each level classifies rightly."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxinfer.elastic.datasets import Dataset
 from jaxinfer.elastic.latency import LevelAndSize
 from jaxinfer.elastic.progress import Progress, no_progress
 from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.elastic.scheduling.simulator import Served, simulate
-from jaxinfer.elastic.scheduling.workloads import QueryKind, make_queries, table_ii
 from jaxinfer.elastic.service import Service
+from jaxinfer.elastic.tasks.datasets import Dataset
+from jaxinfer.evaluation.elastic.simulator import Served, simulate
+from jaxinfer.evaluation.elastic.workloads import QueryKind, make_queries, table_ii
 from jaxinfer.generation.engine.buckets import round_up
 
 SAMPLES = 40

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxinfer.elastic.tasks import Head
+from jaxinfer.elastic.tasks.repository import Head
 from jaxinfer.generation.fields import AtLeast1, Positive, check_fields
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.token_adaptation import PromptMode, TokenAdaptation

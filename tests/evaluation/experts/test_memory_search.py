@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
+from jaxinfer.evaluation.experts.memory_search import decay_windows, search_memory
 from jaxinfer.experts.errors import ConfigError
-from jaxinfer.experts.scheduling.memory_search import decay_windows, search_memory
 
 UNIFORM = [0.01] * 100
 

@@ -7,10 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxinfer.elastic.reporting.runs import Run, batches_of
-from jaxinfer.elastic.reporting.tables import OUTCOMES
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Outcome
+from jaxinfer.evaluation.elastic.runs import Run, batches_of
+from jaxinfer.evaluation.elastic.tables import OUTCOMES
 
 POINTS = 300
 QUANTILES = np.linspace(0, 1, 101)

@@ -14,7 +14,7 @@ from jaxinfer.elastic import (
     load_image,
     load_image_folder,
 )
-from jaxinfer.elastic.datasets import DATASETS
+from jaxinfer.elastic.tasks.datasets import DATASETS
 
 Image = pytest.importorskip("PIL.Image")
 IMAGES = np.zeros((4, 2, 2, 3), np.uint8)

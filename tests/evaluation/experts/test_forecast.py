@@ -1,6 +1,6 @@
 """How few loads there could be."""
 
-from jaxinfer.experts.scheduling.bounds import compulsory_loads
+from jaxinfer.evaluation.experts.forecast import compulsory_loads
 
 
 def test_compulsory():

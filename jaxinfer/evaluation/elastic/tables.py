@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from jaxinfer.elastic.reporting.runs import Run
 from jaxinfer.elastic.scheduling.policies import POLICIES
 from jaxinfer.elastic.scheduling.query import Outcome
+from jaxinfer.evaluation.elastic.runs import Run
 
 Cell = tuple[str, str, float]
 """Clock, arrivals and load."""

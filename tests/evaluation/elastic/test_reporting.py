@@ -1,4 +1,4 @@
-"""Runs that are measured, replayed, recorded and reported."""
+"""Runs that are measured, served live or simulated, recorded and reported."""
 
 import dataclasses
 import html.parser
@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 
 from jaxinfer.elastic import Service
-from jaxinfer.elastic.measurements import Measurements, measure
-from jaxinfer.elastic.replay import replay
-from jaxinfer.elastic.reporting.dashboard import Dashboard
-from jaxinfer.elastic.reporting.runs import Run, batches_of, read_run, read_runs, write_run
-from jaxinfer.elastic.reporting.tables import HEADINGS, by_cell, rows_of, terminal_table
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Outcome, Query
-from jaxinfer.elastic.scheduling.simulator import simulate
-from jaxinfer.elastic.scheduling.workloads import make_queries, poisson_arrivals, table_ii
+from jaxinfer.evaluation.elastic.dashboard import Dashboard
+from jaxinfer.evaluation.elastic.live import send_queries
+from jaxinfer.evaluation.elastic.measurements import Measurements, measure
+from jaxinfer.evaluation.elastic.runs import Run, batches_of, read_run, read_runs, write_run
+from jaxinfer.evaluation.elastic.simulator import simulate
+from jaxinfer.evaluation.elastic.tables import HEADINGS, by_cell, rows_of, terminal_table
+from jaxinfer.evaluation.elastic.workloads import make_queries, poisson_arrivals, table_ii
 from tests.elastic.serving import TASKS, profile
 from tests.elastic.vits import stripes
 
@@ -99,7 +99,7 @@ class _Counter(html.parser.HTMLParser):
 
 
 def test_a_report_has_the_papers_figures(tmp_path, runs):
-    report = pytest.importorskip("jaxinfer.elastic.reporting.report")
+    report = pytest.importorskip("jaxinfer.evaluation.elastic.report")
     report.write_report(tmp_path / "report.html", runs)
     page = (tmp_path / "report.html").read_text()
     for number in ("4a", "4b", "7", "8", "9", "10", "11", "12", "13"):
@@ -160,7 +160,7 @@ def test_served_live(vit, registered, options, measured):
 
     with Service.from_checkpoint(vit, repository=registered, policy=make, max_waiting=80, **options) as service:
         service.measure_latency()
-        answers = replay(service, queries[::-1], {"stripes": test}, watch=sent.append)
+        answers = send_queries(service, queries[::-1], {"stripes": test}, watch=sent.append)
         statistics = service.statistics
     assert [answer.query.id for answer in answers] == list(range(100))
     assert sent[-1] == 100
@@ -174,7 +174,7 @@ def test_served_live(vit, registered, options, measured):
     ran = [answer for answer in answers if answer.level is not None]
     assert len(batches_of(ran)) <= statistics.batches
     assert statistics.answered == len(ran)
-    assert replay(service, [], {}) == []
+    assert send_queries(service, [], {}) == []
 
 
 def test_dashboard(service):

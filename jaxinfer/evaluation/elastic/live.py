@@ -1,4 +1,4 @@
-"""Serves a trace live: real images to a service, each when it is due."""
+"""Sends queries to a service live, each with its image when it is due."""
 
 import contextlib
 import gc
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 from jaxinfer.elastic.answers import Answer
-from jaxinfer.elastic.datasets import Dataset
 from jaxinfer.elastic.errors import OverloadedError, ShedError
 from jaxinfer.elastic.scheduling.query import Outcome, Query
-from jaxinfer.elastic.scheduling.simulator import ServedQuery, shed_query
 from jaxinfer.elastic.service import Service
+from jaxinfer.elastic.tasks.datasets import Dataset
+from jaxinfer.evaluation.elastic.simulator import ServedQuery, shed_query
 
 TICK = 1e-3
 """Seconds between looks at which queries are due: they come as a network brings them, a few at a time."""
 
 
-def replay(
+def send_queries(
     service: Service,
     queries: Sequence[Query],
     tests: Mapping[str, Dataset],

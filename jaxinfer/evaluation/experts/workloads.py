@@ -1,5 +1,6 @@
 """Traces: which inputs come when, and which experts they come to; drawn from what a config expects, or kept."""
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable
@@ -9,7 +10,19 @@ import numpy as np
 
 from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.scheduling.experts import ExpertGraph
-from jaxinfer.experts.simulator import TraceRequest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceRequest:
+    """An input of a trace.
+
+    Attributes:
+      arrival: in seconds from the start, not before the one in front of it.
+      experts: those that it comes to, one after the other: what they will answer is known.
+    """
+
+    arrival: float
+    experts: tuple[str, ...]
 
 
 def draw_kinds(graph: ExpertGraph, count: int, *, seed: int = 0) -> list[str]:

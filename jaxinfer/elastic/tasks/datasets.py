@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from jaxinfer.elastic.errors import InvalidImageError
-from jaxinfer.elastic.images import INSTALL, load_image, resize_images
+from jaxinfer.elastic.tasks.images import INSTALL, load_image, resize_images
 
 VALIDATION = 0.2
 """The share of a task's images that accuracy is measured on, rather than trained on (OTAS, section V)."""
