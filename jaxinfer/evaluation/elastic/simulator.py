@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxinfer.elastic.scheduling.controller import Controller
-from jaxinfer.elastic.scheduling.policies import Policy
+from jaxinfer.elastic.scheduling.policies import Decision, Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Outcome, Query
+from jaxinfer.evaluation.simulation import Simulation
 
 Sampler = Callable[[int, int], float]
 """Seconds that a batch takes, from level and number of queries."""
@@ -106,29 +107,69 @@ def simulate(
         that is right at one level is so at all that are more accurate, and the same for all policies.
       seed: of what is drawn.
     """
-    waiting = sorted(queries, key=lambda query: (query.arrival, query.id))
-    draws = np.random.default_rng((seed, 2)).random(len(waiting)) if right is None else np.zeros(0)
-    drawn = {query.id: draw for query, draw in zip(waiting, draws, strict=False)}
+    given = sorted(queries, key=lambda query: (query.arrival, query.id))
+    draws = np.random.default_rng((seed, 2)).random(len(given)) if right is None else np.zeros(0)
+    drawn = {query.id: draw for query, draw in zip(given, draws, strict=False)}
     is_right = right or (lambda query, level: bool(drawn[query.id] < profile.right(query.task, level)))
-    take = seconds or profile.batch_seconds
-    controller, answers, free, at, batches = Controller(policy), list[ServedQuery](), 0.0, 0, 0
-    while at < len(waiting) or controller.waiting:
-        if not controller.waiting:
-            free = max(free, waiting[at].arrival)
-        while at < len(waiting) and waiting[at].arrival <= free:
-            controller.submit(waiting[at])
-            at += 1
-        decision, shed = controller.next(free)
-        answers += [shed_query(query, free) for query in shed]
-        if decision is None:
-            continue
-        ended = free + decision.setup + take(decision.level, len(decision.batch))
-        for query in decision.batch.queries:
-            outcome = Outcome.LATE
-            if ended < query.deadline:
-                outcome = Outcome.CORRECT if is_right(query, decision.level) else Outcome.WRONG
-            answers.append(
-                ServedQuery(query=query, outcome=outcome, level=decision.level, batch=batches, began=free, ended=ended)
+    device = _Device(Controller(policy), seconds or profile.batch_seconds, is_right)
+    return Served(answers=device.serve(given), best=best_utility(queries, profile))
+
+
+class _Device:
+    """One that takes a batch at a time from a controller.
+
+    Args:
+      controller: decides.
+      seconds: of a batch.
+      right: whether the answer to a query at a level is right.
+    """
+
+    def __init__(self, controller: Controller, seconds: Sampler, right: Callable[[Query, int], bool]):
+        self._controller, self._seconds, self._right = controller, seconds, right
+        self._simulation = Simulation[Query | Decision]()
+        self._answers: list[ServedQuery] = []
+        self._batches, self._is_free = 0, True
+
+    def serve(self, queries: Sequence[Query]) -> list[ServedQuery]:
+        """How queries end, those of a batch after those that were shed before it began."""
+        for query in queries:
+            self._simulation.arrive(query.arrival, query)
+        self._simulation.run(self._handle, self._begin)
+        return self._answers
+
+    def _handle(self, event: Query | Decision) -> None:
+        if isinstance(event, Query):
+            self._controller.submit(event)
+        else:
+            self._is_free = True
+
+    def _begin(self) -> None:
+        """Begin the next batch, if queries wait and none runs."""
+        if not (self._is_free and self._controller.waiting):
+            return
+        now = self._simulation.now
+        decision, shed = self._controller.next(now)
+        self._answers += [shed_query(query, now) for query in shed]
+        if decision is not None:
+            self._execute(decision, now)
+
+    def _execute(self, decision: Decision, now: float) -> None:
+        ended = now + decision.setup + self._seconds(decision.level, len(decision.batch))
+        self._answers += [
+            ServedQuery(
+                query=query,
+                outcome=self._outcome(query, decision.level, ended),
+                level=decision.level,
+                batch=self._batches,
+                began=now,
+                ended=ended,
             )
-        free, batches = ended, batches + 1
-    return Served(answers=answers, best=best_utility(queries, profile))
+            for query in decision.batch.queries
+        ]
+        self._simulation.end(ended, decision)
+        self._batches, self._is_free = self._batches + 1, False
+
+    def _outcome(self, query: Query, level: int, ended: float) -> Outcome:
+        if ended >= query.deadline:
+            return Outcome.LATE
+        return Outcome.CORRECT if self._right(query, level) else Outcome.WRONG

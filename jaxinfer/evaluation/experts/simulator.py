@@ -5,8 +5,6 @@ moment when the simulated clock says that it begins.
 """
 
 import dataclasses
-import heapq
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -14,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxinfer.evaluation.experts.workloads import TraceRequest
+from jaxinfer.evaluation.simulation import Simulation
 from jaxinfer.experts.errors import CollaborationError
 from jaxinfer.experts.scheduling.executor_state import Statistics
 from jaxinfer.experts.scheduling.profile import Tier
@@ -95,98 +94,97 @@ class Simulator:
     ):
         self._scheduler, self._hardware = scheduler, hardware or ProfiledHardware(scheduler)
         self._act = act or (lambda action: None)
-        self._events: list[tuple[float, int, int, Load | Batch | Request]] = []
-        self._count = itertools.count()
+        self._simulation = Simulation[Load | Batch | Request]()
+        self._inputs: Sequence[TraceRequest] = ()
+        self._ends: dict[int, float] = {}  # of inputs that have a result, in the order of their results
+        self._failed = 0
         self._decisions: list[float] = []
         self._busy = 0.0
         self._leaving: dict[int, float] = {}  # of executors, until when experts leave for their next batch
 
     def run(self, trace: Iterable[TraceRequest]) -> Outcome:
         """Run until nothing is left to do."""
-        inputs, latencies, failed, end = list(trace), dict[int, float](), 0, 0.0
-        for number, item in enumerate(inputs):
-            request = Request(id=number, expert=item.experts[0], arrival=item.arrival)
-            self._push(item.arrival, request)
-        while self._events:
-            now = self._events[0][0]
-            while self._events and self._events[0][0] == now:
-                event = heapq.heappop(self._events)[-1]
-                match event:
-                    case Request():
-                        failed += self._submit(event, now)
-                    case Load():
-                        failed += len(self._scheduler.loaded(event, now))
-                    case Batch():
-                        self._scheduler.executed(event, now)
-                        for request in event.requests:
-                            experts = inputs[request.id].experts
-                            if request.stage + 1 < len(experts):
-                                failed += self._submit(_following(request, experts, now), now)
-                            else:
-                                latencies[request.id], end = now - inputs[request.id].arrival, now
-            failed += self._begin(now)
-        start = inputs[0].arrival if inputs else 0.0
+        self._inputs = list(trace)
+        for number, item in enumerate(self._inputs):
+            self._simulation.arrive(item.arrival, Request(id=number, expert=item.experts[0], arrival=item.arrival))
+        self._simulation.run(self._handle, self._begin)
+        start, end = self._inputs[0].arrival if self._inputs else 0.0, max(self._ends.values(), default=0.0)
         return Outcome(
-            seconds=end - start if latencies else 0.0,
-            finished=len(latencies),
-            failed=failed,
-            latencies=[latencies[number] for number in sorted(latencies)],
+            seconds=end - start if self._ends else 0.0,
+            finished=len(self._ends),
+            failed=self._failed,
+            latencies=[self._ends[number] - self._inputs[number].arrival for number in sorted(self._ends)],
             statistics=self._scheduler.statistics,
             decision_seconds=np.array(self._decisions),
             busy_seconds=self._busy,
         )
 
-    def _submit(self, request: Request, now: float) -> int:
-        """Submit a request; 1 if it is refused."""
+    def _handle(self, event: Load | Batch | Request) -> None:
+        """Tell the scheduler what has happened."""
+        now = self._simulation.now
+        match event:
+            case Request():
+                self._submit(event)
+            case Load():
+                self._failed += len(self._scheduler.loaded(event, now))
+            case Batch():
+                self._scheduler.executed(event, now)
+                for request in event.requests:
+                    self._follow(request)
+
+    def _follow(self, request: Request) -> None:
+        """Have the next expert judge an input; or it is done."""
+        now, stage, experts = self._simulation.now, request.stage + 1, self._inputs[request.id].experts
+        if stage < len(experts):
+            self._submit(Request(id=request.id, expert=experts[stage], stage=stage, arrival=now))
+        else:
+            self._ends[request.id] = now
+
+    def _submit(self, request: Request) -> None:
         begun = time.perf_counter()
         try:
-            self._scheduler.submit(request, now)
+            self._scheduler.submit(request, self._simulation.now)
         except CollaborationError:
-            return 1
+            self._failed += 1
         finally:
             self._decisions.append(time.perf_counter() - begun)
-        return 0
 
-    def _begin(self, now: float) -> int:
-        """Begin what may begin; returns how many requests have failed."""
+    def _begin(self) -> None:
+        """Begin what may begin."""
         begun = time.perf_counter()
-        actions = self._scheduler.poll(now)
+        actions = self._scheduler.poll(self._simulation.now)
         self._decisions.append(time.perf_counter() - begun)
-        failed = 0
         for action in actions:
             self._act(action)
             match action:
                 case Load():
-                    expert = self._scheduler.graph.experts[action.expert]
-                    processor = self._scheduler.executors[action.executor].config.processor
-                    begun = now + self._leave(action, processor)
-                    end = self._hardware.load(expert.architecture, expert.bytes, processor, action.tier, begun)
-                    self._push(end, action)
+                    self._load(action)
                 case Batch():
-                    expert = self._scheduler.graph.experts[action.expert]
-                    processor = self._scheduler.executors[action.executor].config.processor
-                    seconds = self._hardware.execute(expert.architecture, processor, len(action.requests))
-                    self._busy += seconds
-                    self._push(max(now, self._leaving.pop(action.executor, now)) + seconds, action)
+                    self._execute(action)
                 case Evict():
-                    processor = self._scheduler.executors[action.executor].config.processor
-                    self._leaving[action.executor] = now + self._leave(action, processor)
+                    self._leaving[action.executor] = self._simulation.now + self._leave(action)
                 case Failure():
-                    failed += 1
-        return failed
+                    self._failed += 1
 
-    def _leave(self, action: Load | Evict, processor: str) -> float:
+    def _load(self, load: Load) -> None:
+        """A load begins when the experts have left that make room for it."""
+        expert, processor = self._scheduler.graph.experts[load.expert], self._processor(load)
+        begun = self._simulation.now + self._leave(load)
+        end = self._hardware.load(expert.architecture, expert.bytes, processor, load.tier, begun)
+        self._simulation.end(end, load)
+
+    def _execute(self, batch: Batch) -> None:
+        """A batch begins when the experts have left that give it their memory."""
+        now, expert = self._simulation.now, self._scheduler.graph.experts[batch.expert]
+        seconds = self._hardware.execute(expert.architecture, self._processor(batch), len(batch.requests))
+        self._busy += seconds
+        self._simulation.end(max(now, self._leaving.pop(batch.executor, now)) + seconds, batch)
+
+    def _leave(self, action: Load | Evict) -> float:
         """Seconds until the experts have left that make room."""
-        scheduler = self._scheduler
+        scheduler, processor = self._scheduler, self._processor(action)
         leaving = [scheduler.graph.experts[x.expert].architecture for x in action.evictions if x.to_host]
         return sum(scheduler.profiles[architecture, processor].evict for architecture in leaving)
 
-    def _push(self, at: float, event: Load | Batch | Request) -> None:
-        order = 0 if isinstance(event, Load | Batch) else 1  # what ends comes before what arrives at the same moment
-        heapq.heappush(self._events, (at, order, next(self._count), event))
-
-
-def _following(request: Request, experts: tuple[str, ...], now: float) -> Request:
-    """The next stage of a request."""
-    stage = request.stage + 1
-    return Request(id=request.id, expert=experts[stage], stage=stage, arrival=now)
+    def _processor(self, action: Load | Batch | Evict) -> str:
+        return self._scheduler.executors[action.executor].config.processor
