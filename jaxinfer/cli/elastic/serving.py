@@ -1,5 +1,6 @@
 """What `jaxinfer elastic serve` and `simulate` do."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from jaxinfer.evaluation.elastic.measurements import Measurements, measure
 from jaxinfer.evaluation.elastic.runs import Run, write_run
 from jaxinfer.evaluation.elastic.simulator import Served
 from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
-from jaxinfer.evaluation.elastic.workloads import ARRIVALS, arrivals_at, burstiness, read_trace, write_trace
+from jaxinfer.evaluation.elastic.workloads import ARRIVALS, arrivals_at, burstiness, read_trace
+from jaxinfer.evaluation.traces import write_trace
 
 SAMPLES = 10
 """Batches of each level and size that are timed."""
@@ -144,12 +146,12 @@ def simulate(setting: Setting, workload: Workload, policy: str) -> Run:
 def record(run: Run, folder: Path) -> None:
     """Keep a run and its trace, and say what it earned."""
     file = write_run(folder, run)
-    queries = [answer.query for answer in sorted(run.served.answers, key=lambda answer: answer.query.arrival)]
+    queries = [dataclasses.replace(answer.query, payload=None) for answer in run.served.answers]
     traces = folder / "traces"
     traces.mkdir(exist_ok=True)
     trace = traces / f"{Path(run.header.arrivals).stem}-{run.header.load:.2f}x-{run.header.seed}.jsonl"
     write_trace(trace, queries)
-    found = burstiness(np.array([query.arrival for query in queries]))
+    found = burstiness(np.sort([query.arrival for query in queries]))
     ((cell, runs),) = by_cell([run]).items()
     show(terminal_table(cell, runs))
     typer.echo("arrivals: " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))

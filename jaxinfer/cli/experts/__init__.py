@@ -148,8 +148,8 @@ def simulate(
     """Compare policies on one trace and a simulated clock, from what experts cost here."""
     from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.experts import tables
-    from jaxinfer.evaluation.experts import write_trace
     from jaxinfer.evaluation.experts.forecast import forecast
+    from jaxinfer.evaluation.traces import write_trace
     from jaxinfer.experts import OpenedSystem, policy_of
 
     policies = {name: policy_of(name) for name in mode or ("samba", "paper", "best")}

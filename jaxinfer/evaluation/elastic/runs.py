@@ -6,28 +6,12 @@ from typing import Literal, Self
 
 import msgspec
 
-from jaxinfer.disk_cache.files import write_atomically
 from jaxinfer.elastic.scheduling.profile import ServingProfile
-from jaxinfer.elastic.scheduling.query import Outcome, Query
 from jaxinfer.evaluation.elastic.measurements import Measurements
 from jaxinfer.evaluation.elastic.simulator import Served, ServedQuery
+from jaxinfer.evaluation.traces import read_lines, write_lines
 
-FORMAT = 1
-
-
-class RecordedQuery(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A line of a run's file: a query, and how it ended (see `ServedQuery`)."""
-
-    id: int
-    task: str
-    arrival: float
-    latency: float
-    utility: float
-    outcome: int
-    level: int | None
-    batch: int | None
-    began: float
-    ended: float
+FORMAT = 2
 
 
 class RecordedProfile(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,11 +109,10 @@ def _record_profile(profile: ServingProfile) -> RecordedProfile:
 
 
 def write_run(folder: Path, run: Run) -> Path:
-    """Write a run into a folder, a JSON value a line, in place of one of the same name; returns the file."""
+    """Write a run into a folder, in place of one of the same name: a header, then a query a line; returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{run.name}.jsonl"
-    lines = [msgspec.json.encode(run.header), *map(msgspec.json.encode, map(_recorded, run.served.answers))]
-    write_atomically(file, b"\n".join(lines), b"\n")
+    write_lines(file, [run.header, *run.served.answers])
     return file
 
 
@@ -142,12 +125,7 @@ def read_run(file: Path) -> Run:
         raise ValueError(f"{file}:1: not a recorded run ({error}); record it again.") from error
     if found.format != FORMAT:
         raise ValueError(f"{file}: has format {found.format}, and this version reads {FORMAT}; record it again.")
-    answers = []
-    for number, line in enumerate(lines, 2):
-        try:
-            answers.append(_served(msgspec.json.decode(line, type=RecordedQuery)))
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise ValueError(f"{file}:{number}: not a served query ({error}); record the run again.") from error
+    answers = read_lines(file, lines, ServedQuery, name="a served query", first=2)
     return Run(found, Served(answers=answers, best=found.best))
 
 
@@ -157,33 +135,6 @@ def read_runs(folder: Path) -> list[Run]:
     if not files:
         raise ValueError(f"{folder}: no runs (*.jsonl); record some with `jaxinfer elastic serve` or `simulate`.")
     return [read_run(file) for file in files]
-
-
-def _recorded(answer: ServedQuery) -> RecordedQuery:
-    query = answer.query
-    return RecordedQuery(
-        id=query.id,
-        task=query.task,
-        arrival=query.arrival,
-        latency=query.latency,
-        utility=query.utility,
-        outcome=int(answer.outcome),
-        level=answer.level,
-        batch=answer.batch,
-        began=answer.began,
-        ended=answer.ended,
-    )
-
-
-def _served(line: RecordedQuery) -> ServedQuery:
-    return ServedQuery(
-        query=Query(id=line.id, task=line.task, arrival=line.arrival, latency=line.latency, utility=line.utility),
-        outcome=Outcome(line.outcome),
-        level=line.level,
-        batch=line.batch,
-        began=line.began,
-        ended=line.ended,
-    )
 
 
 def batches_of(answers: Sequence[ServedQuery]) -> dict[int, list[ServedQuery]]:

@@ -1,14 +1,13 @@
 """Traces of queries: when they arrive, for which task, what they are worth and by when."""
 
 import dataclasses
-import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from jaxinfer.disk_cache.files import write_atomically
 from jaxinfer.elastic.scheduling.query import Query
+from jaxinfer.evaluation import traces
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,19 +156,6 @@ def burstiness(arrivals: np.ndarray) -> Mapping[str, float]:
     return found
 
 
-def write_trace(file: Path, queries: Sequence[Query]) -> None:
-    """Write queries, an object a line."""
-    fields = ("id", "task", "arrival", "latency", "utility")
-    lines = [json.dumps({name: getattr(query, name) for name in fields}) for query in queries]
-    write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
-
-
-def read_trace(file: Path) -> list[Query]:
-    """Read what `write_trace` has written. Raises ValueError that names the line."""
-    found = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        try:
-            found.append(Query(**json.loads(line)))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{file}:{number}: not a query ({error}); write the trace again.") from error
-    return found
+def read_trace(file: str | os.PathLike[str]) -> list[Query]:
+    """Read a trace of queries (see `evaluation.traces`). Raises OSError, ValueError that names file and line."""
+    return traces.read_trace(file, Query, name="a query")

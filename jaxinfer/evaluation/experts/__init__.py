@@ -6,6 +6,6 @@
 """
 
 from jaxinfer.evaluation.experts.simulator import Outcome, Simulator
-from jaxinfer.evaluation.experts.workloads import TraceRequest, draw_trace, read_trace, write_trace
+from jaxinfer.evaluation.experts.workloads import TraceRequest, draw_trace, read_trace
 
-__all__ = ["Outcome", "Simulator", "TraceRequest", "draw_trace", "read_trace", "write_trace"]
+__all__ = ["Outcome", "Simulator", "TraceRequest", "draw_trace", "read_trace"]

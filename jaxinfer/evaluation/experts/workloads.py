@@ -2,12 +2,10 @@
 
 import dataclasses
 import os
-import pathlib
-from collections.abc import Iterable
 
-import msgspec
 import numpy as np
 
+from jaxinfer.evaluation import traces
 from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.scheduling.experts import ExpertGraph
 
@@ -23,6 +21,10 @@ class TraceRequest:
 
     arrival: float
     experts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.experts:
+            raise ConfigError("an input needs an expert.")
 
 
 def draw_kinds(graph: ExpertGraph, count: int, *, seed: int = 0) -> list[str]:
@@ -61,26 +63,12 @@ def _draw_route(graph: ExpertGraph, first: str, rng: np.random.Generator) -> tup
     return tuple(route)
 
 
-def write_trace(path: str | os.PathLike[str], trace: Iterable[TraceRequest]) -> None:
-    """Write a trace: an object a line, with its arrival in seconds and its experts."""
-    pathlib.Path(path).write_bytes(b"".join(msgspec.json.encode(item) + b"\n" for item in trace))
+def read_trace(file: str | os.PathLike[str], graph: ExpertGraph) -> list[TraceRequest]:
+    """Read a trace of inputs (see `evaluation.traces`).
 
-
-def read_trace(path: str | os.PathLike[str], graph: ExpertGraph) -> list[TraceRequest]:
-    """Read a trace. Raises ConfigError, naming file and line, RoutingError for experts that are not in the graph."""
-    path, trace = pathlib.Path(path), list[TraceRequest]()
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a file that `write_trace` has written.") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            item = msgspec.json.decode(line, type=TraceRequest)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{path}:{number}: {error}") from error
-        if not item.experts or item.arrival < (trace[-1].arrival if trace else 0.0):
-            raise ConfigError(f"{path}:{number}: each input needs an expert, and arrives after the one before it.")
-        for expert in item.experts:
-            graph.require(expert)
-        trace.append(item)
+    Raises OSError, ValueError that names file and line, RoutingError for experts that are not in the graph.
+    """
+    trace = traces.read_trace(file, TraceRequest, name="an input")
+    for name in {name: None for item in trace for name in item.experts}:
+        graph.require(name)
     return trace

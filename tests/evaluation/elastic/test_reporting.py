@@ -3,6 +3,7 @@
 import dataclasses
 import html.parser
 import io
+import re
 
 import numpy as np
 import pytest
@@ -65,9 +66,9 @@ def test_damaged_runs(tmp_path, runs):
     for damaged, message in (
         ("", ":1: not a recorded run"),
         ("[]\n", ":1: not a recorded run"),
-        (lines[0].replace('"format":1', '"format":2') + "\n", "has format 2, and this version reads 1"),
+        (lines[0].replace('"format":2', '"format":1') + "\n", "has format 1, and this version reads 2"),
         ("\n".join([*lines[:2], "[1, 2]"]), ":3: not a served query"),
-        ("\n".join([lines[0], lines[1].replace(",1,", ",9,", 1)]), ":2: not a served query"),
+        ("\n".join([lines[0], re.sub('"outcome":[1-4]', '"outcome":9', lines[1])]), ":2: not a served query"),
     ):
         file.write_text(damaged)
         with pytest.raises(ValueError, match=message):

@@ -13,8 +13,8 @@ from jaxinfer.evaluation.elastic.workloads import (
     read_trace,
     table_ii,
     wandering_arrivals,
-    write_trace,
 )
+from jaxinfer.evaluation.traces import write_trace
 from tests.elastic.serving import TASKS
 
 

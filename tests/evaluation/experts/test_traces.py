@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from jaxinfer.evaluation.experts.workloads import draw_kinds, draw_trace, read_trace, write_trace
+from jaxinfer.evaluation.experts.workloads import draw_kinds, draw_trace, read_trace
+from jaxinfer.evaluation.traces import write_trace
 from jaxinfer.experts.errors import ConfigError, RoutingError
 from jaxinfer.experts.scheduling.experts import ExpertGraph, InputKind, Rule
 from tests.experts.systems import expert
@@ -55,13 +56,14 @@ def test_files(tmp_path):
     write_trace(file, trace)
     assert read_trace(file, board) == trace
     for text, error, message in (
-        ('{"arrival": 0}', ConfigError, "trace.jsonl:1: .*experts"),
-        ('{"arrival": 0, "experts": []}', ConfigError, "needs an expert"),
-        ('{"arrival": 1, "experts": ["a"]}\n{"arrival": 0, "experts": ["a"]}', ConfigError, "trace.jsonl:2: .*after"),
+        ('{"arrival": 0}', ValueError, "trace.jsonl:1: not an input .*experts"),
+        ('{"arrival": 0, "experts": []}', ValueError, "trace.jsonl:1: .*needs an expert"),
+        ('{"arrival": 0, "experts": ["a"], "task": "b"}', ValueError, "trace.jsonl:1: .*unknown fields: task"),
+        ('{"arrival": 1, "experts": ["a"]}\n{"arrival": 0, "experts": ["a"]}', ValueError, "trace.jsonl:2: .*before"),
         ('{"arrival": 0, "experts": ["z"]}', RoutingError, "'z'"),
     ):
         file.write_text(text)
         with pytest.raises(error, match=message):
             read_trace(file, board)
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(OSError, match="No such file"):
         read_trace(tmp_path / "none", board)
