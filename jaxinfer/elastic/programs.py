@@ -13,7 +13,7 @@ from rich.filesize import decimal
 
 from jaxinfer.compiled import ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes, check_mappings
 from jaxinfer.elastic.errors import ElasticError, LevelError
-from jaxinfer.elastic.tasks import Head, Task
+from jaxinfer.elastic.tasks.repository import Head, Task
 from jaxinfer.generation.engine.buckets import powers, round_up
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.loading import LoadedModel

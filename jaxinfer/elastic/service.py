@@ -19,10 +19,8 @@ from msgspec import Meta
 from jaxinfer.compiled import Costs, ExecutableStore
 from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
 from jaxinfer.elastic.answers import Answer, Classification
-from jaxinfer.elastic.datasets import Dataset, Division
 from jaxinfer.elastic.driver import Driver, Statistics
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
-from jaxinfer.elastic.images import check_images
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile, LevelAndSize
 from jaxinfer.elastic.levels import Levels, default_merge_levels
 from jaxinfer.elastic.profiling import choose_schedule, profile_accuracy, schedules_of, what_runs
@@ -31,8 +29,10 @@ from jaxinfer.elastic.progress import Progress, no_progress
 from jaxinfer.elastic.runner import LevelRunner, best_labels
 from jaxinfer.elastic.scheduling.policies import Elastic, Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
-from jaxinfer.elastic.tasks import Head, Task, TaskRepository
-from jaxinfer.elastic.training import Trainer, TrainingConfig, fit_head
+from jaxinfer.elastic.tasks.datasets import Dataset, Division
+from jaxinfer.elastic.tasks.images import check_images
+from jaxinfer.elastic.tasks.repository import Head, Task, TaskRepository
+from jaxinfer.elastic.tasks.training import Trainer, TrainingConfig, fit_head
 from jaxinfer.generation.fields import check
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of

@@ -2,7 +2,7 @@
 
 Requests go to experts by rules; experts are loaded when they are needed and others make room. `scheduling/` decides,
 without a thread, a clock or an array: which executor gets a request, in which order, and which expert goes. The
-simulator and the real executors run the same decisions. Start at `scheduling/scheduler.py`.
+executors and the simulator (`jaxinfer.evaluation`) run the same decisions. Start at `scheduling/scheduler.py`.
 
 >>> with jaxinfer.experts.System.from_config("board.toml") as system:  # doctest: +SKIP
 ...     print(system.submit("resistor", image).result().verdict)
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from jaxinfer.experts.scheduling.experts import InputKind, Rule
     from jaxinfer.experts.scheduling.policy import POLICIES, Policy, policy_of
     from jaxinfer.experts.scheduling.profile import Profile
-    from jaxinfer.experts.simulator import Outcome, Simulator, TraceRequest
     from jaxinfer.experts.system import System
-    from jaxinfer.experts.traces import draw_trace, read_trace, write_trace
 
 _MODULES = {
     "config": ("ExecutorOptions", "ExpertConfig", "SystemConfig"),
@@ -49,9 +47,7 @@ _MODULES = {
     "scheduling.experts": ("InputKind", "Rule"),
     "scheduling.policy": ("POLICIES", "Policy", "policy_of"),
     "scheduling.profile": ("Profile",),
-    "simulator": ("Outcome", "Simulator", "TraceRequest"),
     "system": ("System",),
-    "traces": ("draw_trace", "read_trace", "write_trace"),
 }
 
 __all__ = [
@@ -69,22 +65,16 @@ __all__ = [
     "Judgement",
     "LoadError",
     "OpenedSystem",
-    "Outcome",
     "Policy",
     "Profile",
     "ProfileError",
     "Result",
     "RoutingError",
     "Rule",
-    "Simulator",
     "Stage",
     "System",
     "SystemConfig",
-    "TraceRequest",
-    "draw_trace",
     "policy_of",
-    "read_trace",
-    "write_trace",
 ]
 
 

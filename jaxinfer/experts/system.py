@@ -43,7 +43,7 @@ class System(OpenedSystem):
       profiles: what experts cost at first, by architecture and device, instead of measuring it.
       preadv: reads experts' files; benchmarks give one that is slower.
       on_decision: told of every assignment of a request to an executor, with the times it was chosen by.
-      scheduler: makes the scheduler; benchmarks give one that records, or that replays (`scheduling/replay.py`).
+      scheduler: makes the scheduler; benchmarks give one that records, or that replays (`jaxinfer.evaluation`).
       progress: told of what takes a while.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error:

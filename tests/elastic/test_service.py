@@ -34,7 +34,7 @@ from jaxinfer.elastic import service as service_module
 from jaxinfer.elastic.latency import NEWEST, LatencyProfile
 from jaxinfer.elastic.programs import PROGRAM
 from jaxinfer.elastic.scheduling.policies import FixedLevel
-from jaxinfer.elastic.training import fit_head
+from jaxinfer.elastic.tasks.training import fit_head
 from jaxinfer.models.loading import load_model
 from jaxinfer.serving import FailedError, OverloadedError
 from tests.elastic.vits import CONFIG, SIZE, logits, save_vit, stripes, tiny_vit

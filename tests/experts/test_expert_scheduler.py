@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxinfer.evaluation.experts.simulator import Simulator
 from jaxinfer.experts.errors import (
     ConfigError,
     ExecutorDiedError,
@@ -15,7 +16,6 @@ from jaxinfer.experts.errors import (
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
 from jaxinfer.experts.scheduling.request import Batch, Evict, Load
 from jaxinfer.experts.scheduling.scheduler import LIMITED, MAX_BACK_OFF, Scheduler
-from jaxinfer.experts.simulator import Simulator
 from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, OverloadedError
 from tests.experts.systems import CPU, GPU, cpu, expert, gpu, profiles, request, scheduler, shown, simulate, trace
 

@@ -26,7 +26,6 @@ from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Prompt, Tokenizer, as_list, encode_chat
 from jaxinfer.models import DecoderConfig
@@ -40,12 +39,6 @@ from sharding import ShardingRules
 Params = SamplingParams | Sequence[SamplingParams]
 
 
-@renamed(
-    draft_tokens="num_speculative_tokens",
-    processors="logits_processors",
-    piece_tokens="chunk_size",
-    max_decode_steps="max_decode_passes",
-)
 class LLM:
     """A decoder-only model, ready to generate.
 
@@ -160,7 +153,6 @@ class LLM:
             pass
         return [RequestView(sequences).output() for sequences in groups]
 
-    @renamed(max_steps="max_passes")
     def stream(
         self,
         prompts: Prompt | Request | Sequence[Prompt | Request],

@@ -6,8 +6,6 @@ from typing import TypedDict
 
 import numpy as np
 
-from jaxinfer.generation.renamed import renamed
-
 KV_DTYPES = ("int8",)
 
 
@@ -42,12 +40,6 @@ class EngineOptions(TypedDict, total=False):
     """Whether operations run as the kernels of `pallas_kernels` where a GPU takes them; else as plain XLA."""
 
 
-@renamed(
-    slots="max_batch",
-    piece_tokens="chunk_size",
-    draft_tokens="num_speculative_tokens",
-    max_decode_steps="max_decode_passes",
-)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How many requests an engine holds, and in what portions it runs them.
