@@ -1,9 +1,11 @@
 """All executables of one model: compiled ahead, found by bucket."""
 
 import contextlib
+import contextvars
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 
@@ -11,6 +13,11 @@ from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.interruptible import results, start
 from jaxinfer.compiled.program import Bucket, Program, bucket_text
 from jaxinfer.compiled.spec import ProgramSpec
+
+_forbidding: contextvars.ContextVar[frozenset["ProgramCache[Any]"]] = contextvars.ContextVar(
+    "forbidding", default=frozenset()
+)
+"""The caches that may not compile for this thread or task."""
 
 
 class CompileMissError(RuntimeError):
@@ -42,14 +49,13 @@ class ProgramCache[Buckets]:
         self._mesh, self._kernels, self._store = mesh, kernels, store
         self._programs: dict[tuple[str, Bucket], Program] = {}
         self._locks: dict[tuple[str, Bucket], threading.Lock] = {}
-        self._forbidden = False
         self.misses = 0
 
     def get(self, name: str, **sizes: int) -> Program:
         """The program for these sizes. Raises CompileMissError under `forbid_compile` if it was not compiled."""
         key = (name, tuple(sizes.items()))
         if key not in self._programs:
-            if self._forbidden:
+            if self in _forbidding.get():
                 known = sorted(bucket_text(bucket) for n, bucket in self._programs if n == name)
                 raise CompileMissError(
                     f"Program {name!r} is not compiled for {bucket_text(key[1])} and compiling is forbidden; "
@@ -100,12 +106,12 @@ class ProgramCache[Buckets]:
 
     @contextlib.contextmanager
     def forbid_compile(self) -> Iterator[None]:
-        """Within this context a missing program is an error instead of a pause."""
-        before, self._forbidden = self._forbidden, True
+        """Within this context a missing program is an error instead of a pause, for this thread or task alone."""
+        before = _forbidding.set(_forbidding.get() | {self})
         try:
             yield
         finally:
-            self._forbidden = before
+            _forbidding.reset(before)
 
     def __iter__(self) -> Iterator[Program]:
         return iter(self._programs.values())

@@ -1,6 +1,7 @@
 """Programs, buckets, the cache of executables."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -90,3 +91,38 @@ def test_two_threads_compile_one_program_once():
     for thread in threads:
         thread.join()
     assert len(calls) == 1
+
+
+def test_compiling_is_forbidden_in_one_context_alone():
+    """Two threads forbid it, and the first leaves while the second is inside: one flag for both stayed set for ever."""
+    cache, both_inside, left = cache_of_add([]), threading.Barrier(3), threading.Event()
+
+    def first():
+        with cache.forbid_compile():
+            both_inside.wait(60)
+        left.set()
+
+    def second():
+        with cache.forbid_compile():
+            both_inside.wait(60)
+            assert left.wait(60)
+            with cache.forbid_compile():
+                pass
+            with pytest.raises(CompileMissError):
+                cache.get("add", n=2)
+        return cache.get("add", n=2)
+
+    with ThreadPoolExecutor(2) as threads:
+        done, program = threads.submit(first), threads.submit(second)
+        both_inside.wait(60)
+        outside = cache.get("add", n=1)
+        done.result()
+        assert program.result()(jnp.zeros(2)).tolist() == [1, 1]
+    assert outside(jnp.zeros(1)).tolist() == [1]
+    assert cache.get("add", n=3)(jnp.zeros(3)).tolist() == [1, 1, 1]
+
+
+def test_compiling_is_forbidden_for_one_cache_alone():
+    one, other = cache_of_add([]), cache_of_add([])
+    with one.forbid_compile():
+        assert other.get("add", n=2)(jnp.zeros(2)).tolist() == [1, 1]
