@@ -1,6 +1,7 @@
 """What all executors have in common: programs, and the record of what they cost."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 
@@ -31,7 +32,7 @@ class BaseExecutor[Buckets]:
         self,
         model: LoadedModel,
         config: EngineConfig,
-        specs: Iterable[ProgramSpec[Buckets]],
+        specs: Iterable[ProgramSpec[Any, Buckets]],
         clock: Clock,
         costs: Costs,
     ):

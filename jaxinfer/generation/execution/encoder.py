@@ -1,6 +1,7 @@
 """Runs an encoder's batches: one program for each number of rows and of tokens, and no state."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
         super().__init__(model, config, self._specs(model, config), clock, costs)
         self._leaves, self._buckets = list(model.leaves.values()), buckets
 
-    def _specs(self, model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+    def _specs(self, model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
         """All programs there are."""
         return [embed.spec(model, config.level)]
 
@@ -52,7 +53,7 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[Program, jax.Array]:
         """Send a padded batch to the device; the program that ran, and its vectors to come."""
-        program = self.programs.get("embed", batch=tokens.shape[0], tokens=tokens.shape[1])
+        program = self.programs.get(embed.Embed(batch=tokens.shape[0], tokens=tokens.shape[1]))
         return program, program(self._leaves, tokens, positions)
 
     def collect(self, step: InFlightStep) -> StepOutput:
