@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 
-def renamed[T: Callable[..., Any]](**names: str) -> Callable[[T], T]:
+def renamed[T: Callable[..., Any]](owner: str | None = None, /, **names: str) -> Callable[[T], T]:
     """Decorate a class or function so that keyword arguments of old names raise TypeError with the new ones.
+
+    owner: whose arguments the error calls them; None: those of what is decorated.
 
     >>> @renamed(width="beam_width")
     ... def search(beam_width=4): ...
@@ -21,7 +23,7 @@ def renamed[T: Callable[..., Any]](**names: str) -> Callable[[T], T]:
         @functools.wraps(called)
         def checked(*args: Any, **options: Any) -> Any:
             for name in options.keys() & names.keys():
-                where = target.__qualname__
+                where = owner or target.__qualname__
                 raise TypeError(f"{where}.{name} is now {where}.{names[name]}.")
             return called(*args, **options)
 

@@ -3,7 +3,7 @@
 import pytest
 
 import jaxinfer
-from jaxinfer import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from jaxinfer import LLM, AsyncLLM, BeamSearchParams, Embedder, SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.engine.config import EngineConfig
 
 RENAMED = [
@@ -30,6 +30,12 @@ def test_an_old_name_is_refused_with_the_new_one(call, old, new):
     first = ("model",) if call in (LLM, LLM.stream) else ()
     with pytest.raises(TypeError, match=rf"^{call.__qualname__}\.{old} is now {call.__qualname__}\.{new}\.$"):
         call(*first, **{old: 1})
+
+
+@pytest.mark.parametrize("kind", [AsyncLLM, Embedder])
+def test_an_old_name_is_refused_by_all_that_load_a_decoder(kind, model_dir):
+    with pytest.raises(TypeError, match=r"^LLM\.piece_tokens is now LLM\.chunk_size\.$"):
+        kind(model_dir, piece_tokens=8)
 
 
 def test_a_class_of_an_old_name_is_refused_with_the_new_one():

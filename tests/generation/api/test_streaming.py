@@ -286,6 +286,8 @@ def test_an_encoder(tmp_path, dtype):
     for weights in ("host", "disk"):
         streamed = Embedder(tmp_path / "bert", weights=weights, dtype=dtype)
         np.testing.assert_allclose(streamed.embed(texts), alone, atol=1e-6)
+        assert weights in streamed.placement.tiers
+        assert streamed.streaming.layers > 0
     streamed.embed(texts)  # a program's first call does not count
     costs = streamed.engine.executor.costs
     assert costs.of("pass", batch=2).calls == 1
@@ -316,7 +318,7 @@ def with_speculation(model, **options):
     sizes = [(("chunks", 0), ("batch", rows), ("speculative", count), ("pages", 8)) for count in (0, 4)]
     costs = Costs.fixed({("pass", bucket): 0.001 for bucket in sizes})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxinfer.generation.api.llm.open_costs", lambda *key: costs)
+        patch.setattr("jaxinfer.generation.api.loading.open_costs", lambda *key: costs)
         return LLM(model, weights="disk", num_speculative_tokens=4, **options)
 
 
