@@ -26,7 +26,8 @@ class Embedder:
       rules: as in `LLM`.
       max_batch: how many texts can run at once.
       context: how many tokens a text can have; None: the model's own.
-      options: those of `LLM` for a decoder; for an encoder token_budget, overlap, level, kernels, and `MemoryOptions`.
+      options: those of `LLM` for a decoder; for an encoder those of `EngineOptions` that `EncoderEngineConfig` has, and
+        `MemoryOptions`.
 
     Attributes:
       engine: where requests can be queued one by one (`prepare` with PoolingParams, `add`, `step`, `abort`).

@@ -45,9 +45,8 @@ class LLM:
       cache_bytes: memory for keys and values; None: as `memory.plan_memory` finds.
       adapters: LoRA adapters (PEFT folders) by the name that `SamplingParams.adapter` gives.
       logits_processors: `sampler.LogitsProcessor`s by the name that `SamplingParams.logits_processors` gives.
-      options: `EngineOptions`: page_size, token_budget, chunk_size, max_decode_passes, num_speculative_tokens,
-        prefix_caching, kv_dtype, max_adapters, max_lora_rank, adapter_bytes, overlap, kernels; and `MemoryOptions`:
-        weights ("device", "host", "disk", "auto"), device_memory, host_memory, prefetch, layer_files.
+      options: `EngineOptions` (generation/engine/config.py) and `MemoryOptions` (streaming/config.py), such as
+        page_size, num_speculative_tokens and weights.
 
     Raises ValueError naming what is wrong and how to fix it, and MemoryError if the weights do not fit, both before
     any weight is read.

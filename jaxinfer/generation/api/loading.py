@@ -13,7 +13,7 @@ from jaxinfer.generation.api.build import (
     place_model,
     split_options,
 )
-from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
+from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecutor
 from jaxinfer.generation.execution.memory import MemoryPlan, plan_memory
@@ -29,9 +29,6 @@ from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.model import StreamedModel
 from jaxinfer.streaming.statistics import StreamingStatistics
 from sharding import ShardingRules
-
-ENCODER_TOKENS = 4096
-"""The token budget of an encoder's batch, padding included, unless told otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +94,7 @@ def load_decoder(
     context = _context(context, opened.transformer.context, owner="LLM")
     if adapters:
         engine_options = _with_room(engine_options, adapters)
-    config = EngineConfig(max_batch=max_batch, context=context, **engine_options)
+    config = EngineConfig.of(engine_options, max_batch=max_batch, context=context)
     costs = open_costs(opened, config, logits_processors)
     model, config = place_model(
         opened, config, memory_config, costs=costs, cache_bytes=cache_bytes, given=options.keys()
@@ -137,8 +134,7 @@ def load_encoder(
     context = _context(context, longest, owner="Embedder")
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="Embedder")
-    engine_options.setdefault("token_budget", ENCODER_TOKENS)
-    config = EngineConfig(max_batch=max_batch, context=context, **engine_options)
+    config = EncoderEngineConfig.of(engine_options, max_batch=max_batch, context=context)
     mesh, rules = build_mesh(mesh, rules)
     opened = open_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
     costs = open_costs(opened, config)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxinfer.compiled import Costs, ExecutableStore, ProgramCache, ProgramSpec
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.execution.platforms import can_overlap
 from jaxinfer.models.loading import LoadedModel
@@ -31,7 +31,7 @@ class BaseExecutor[Buckets]:
     def __init__(
         self,
         model: LoadedModel,
-        config: EngineConfig,
+        config: SharedConfig,
         specs: Iterable[ProgramSpec[Any, Buckets]],
         clock: Clock,
         costs: Costs,

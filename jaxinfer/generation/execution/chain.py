@@ -14,7 +14,7 @@ import numpy as np
 from jaxinfer.compiled import Costs, Program, ProgramSpec
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.decoder import DecoderExecutor
@@ -197,14 +197,16 @@ class EncoderChainExecutor(EncoderExecutor):
     _recorded_as = "pass"
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
+        self, model: LoadedModel, config: EncoderEngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
         self._layers = _Layers(model, costs)
         super().__init__(model, config, buckets, clock=clock, costs=costs)
         self.depth = 0
         self.prefetcher = self._layers.prefetcher
 
-    def _specs(self, model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
+    def _specs(
+        self, model: LoadedModel, config: EncoderEngineConfig
+    ) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
         assert isinstance(model, StreamedModel)
         return chain.encoder_specs(model)
 

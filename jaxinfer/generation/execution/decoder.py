@@ -97,7 +97,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         """
         buckets = self._packer.buckets
         if sequences is not None:
-            buckets = buckets.reachable(list(sequences), self.config, num_pages=self._layout.num_pages)
+            buckets = buckets.reachable(list(sequences), self._layout.engine, num_pages=self._layout.num_pages)
         missing = self.programs.compile_ahead(buckets)
         if missing and (workspace := self.workspace_bytes) > (free := available_bytes(self._layout.mesh)):
             raise MemoryError(

@@ -9,7 +9,7 @@ import numpy as np
 from jaxinfer.compiled import Costs, Program, ProgramSpec
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import EncoderBuckets, round_up
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EncoderEngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.execution.base import BaseExecutor
@@ -23,12 +23,14 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
     _recorded_as = "embed"  # what the costs call a batch
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
+        self, model: LoadedModel, config: EncoderEngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
         super().__init__(model, config, self._specs(model, config), clock, costs)
         self._leaves, self._buckets = list(model.leaves.values()), buckets
 
-    def _specs(self, model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
+    def _specs(
+        self, model: LoadedModel, config: EncoderEngineConfig
+    ) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
         """All programs there are."""
         return [embed.spec(model, config.level)]
 

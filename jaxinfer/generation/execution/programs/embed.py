@@ -43,7 +43,7 @@ class EncoderStatic(NamedTuple):
 
     @classmethod
     def of(cls, model: LoadedModel, level: int = 0) -> Self:
-        """That of a loaded encoder; level: as of `EngineConfig`."""
+        """That of a loaded encoder; level: as of `EncoderEngineConfig`."""
         config = model.config
         assert isinstance(config, EncoderConfig)
         merges = MergeSchedule.CONSTANT.merges(-level, config.layers) if level else ()
@@ -64,7 +64,7 @@ def build(static: EncoderStatic, sizes: Embed) -> Callable[..., Any]:
 
 
 def spec(model: LoadedModel, level: int = 0) -> ProgramSpec[Embed, Iterable[tuple[int, int]]]:
-    """The program of an engine, whose buckets are pairs of rows and tokens. level: as of `EngineConfig`."""
+    """The program of an engine, whose buckets are pairs of rows and tokens. level: as of `EncoderEngineConfig`."""
     leaves = list(model.leaves.values())
 
     def arguments(sizes: Embed) -> tuple[Any, ...]:
