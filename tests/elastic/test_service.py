@@ -32,7 +32,7 @@ from jaxinfer.elastic import (
 )
 from jaxinfer.elastic import service as service_module
 from jaxinfer.elastic.latency import NEWEST, LatencyProfile
-from jaxinfer.elastic.programs import PROGRAM
+from jaxinfer.elastic.programs import Classify
 from jaxinfer.elastic.scheduling.policies import FixedLevel
 from jaxinfer.elastic.tasks.training import fit_head
 from jaxinfer.models.loading import load_model
@@ -527,7 +527,7 @@ def test_batches_fit_into_device_memory(vit, registered, options):
     programs = Service.from_checkpoint(vit, repository=registered, **options)._programs
     needed = programs.bytes_needed
     assert needed(4) > needed(2) > needed(1)
-    batch = max(level.cache.get(PROGRAM, batch=4).memory.workspace_bytes for level in programs._levels.values())
+    batch = max(level.cache.get(Classify(batch=4)).memory.workspace_bytes for level in programs._levels.values())
     weights = sum(leaf.nbytes for leaf in load_model(vit).leaves.values())
     assert needed(4) > weights + 2 * batch  # one runs while the next one is sent
     small = Service.from_checkpoint(vit, repository=registered, device_memory=needed(4) - 1, **options)
