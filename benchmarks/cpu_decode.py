@@ -81,7 +81,7 @@ def host_overhead() -> float:
     import jax.numpy as jnp
     from flax import nnx
 
-    from jaxinfer.compiled import ProgramSpec
+    from jaxinfer.compiled import ProgramSpec, Sizes
     from jaxinfer.models import Decoder, DecoderConfig, KVPages, WeightFormat
     from jaxinfer.models import config as c
 
@@ -106,14 +106,18 @@ def host_overhead() -> float:
     caches = [KVPages(*(jnp.zeros((8, 16, 2, 32)) for _ in range(2))) for _ in range(config.layers)]
     tokens, positions = jnp.ones((1, 1), jnp.int32), jnp.full((1, 1), 100, jnp.int32)
     page_table = jnp.arange(8, dtype=jnp.int32)[None]
-    spec = ProgramSpec[None](
-        name="step",
+
+    class Step(Sizes):
+        program = "step"
+
+    spec = ProgramSpec[Step, None](
+        sizes=Step,
         build=lambda static, sizes: step,
         arguments=lambda sizes: (leaves, caches, tokens, positions, page_table),
-        reachable=lambda buckets: ({},),
+        reachable=lambda buckets: (Step(),),
         donate=(1,),
     )
-    program = spec.compile({})
+    program = spec.compile(Step())
     calls = []
     for _ in range(200):
         start = time.perf_counter()

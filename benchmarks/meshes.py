@@ -28,6 +28,7 @@ from jaxinfer import LLM, MeshConfig, SamplingParams
 from jaxinfer.cli.inspect import decode_program
 from jaxinfer.compiled.dumps import Collective, read_collectives
 from jaxinfer.compiled.target import MissingCompilerError, Target, compile_program
+from jaxinfer.generation.execution.programs.decode import Decode
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import BlockKind, DecoderConfig
 from jaxinfer.models.conversion import convert
@@ -88,7 +89,7 @@ def families(report: Report, *, quick: bool) -> None:
             for tensor in (2, 4):
                 llm = LLM(path, mesh=MeshConfig(tensor=tensor), **SIZES)
                 same = greedy_tokens(llm) == alone
-                program = llm.engine.executor.programs.get("decode", batch=2, speculative=0, pages=8)
+                program = llm.engine.executor.programs.get(Decode(batch=2, speculative=0, pages=8))
                 hlo = program.executable.as_text()
                 assert hlo is not None
                 found = read_collectives(hlo, tensor)

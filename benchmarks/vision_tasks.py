@@ -17,7 +17,7 @@ from benchmarks.report import ROOT, Report
 from examples.embed import fetch
 from examples.train_elastic_vit import DIVISION, SEEDED_TASKS, SEEDS
 from jaxinfer.elastic import Dataset, LevelAccuracy, Service, load_dataset
-from jaxinfer.elastic.measurements import which_are_right
+from jaxinfer.evaluation.elastic.measurements import which_are_right
 
 BACKBONE = ROOT / "examples" / "elastic_vit"
 SWITCHES = 400

@@ -18,18 +18,18 @@ from rich.console import Console
 from rich.live import Live
 
 from jaxinfer.elastic import Dataset, Service, load_dataset
-from jaxinfer.elastic.measurements import Measurements, measure
-from jaxinfer.elastic.replay import replay
-from jaxinfer.elastic.reporting.dashboard import Dashboard
-from jaxinfer.elastic.reporting.report import write_report
-from jaxinfer.elastic.reporting.runs import Run, write_run
-from jaxinfer.elastic.reporting.tables import by_cell, terminal_table
 from jaxinfer.elastic.scheduling.policies import Policy, make_policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.elastic.scheduling.simulator import Served
-from jaxinfer.elastic.scheduling.workloads import ARRIVALS, arrivals_at
 from jaxinfer.elastic.service import PLAN_SECONDS
+from jaxinfer.evaluation.elastic.dashboard import Dashboard
+from jaxinfer.evaluation.elastic.live import send_queries
+from jaxinfer.evaluation.elastic.measurements import Measurements, measure
+from jaxinfer.evaluation.elastic.report import write_report
+from jaxinfer.evaluation.elastic.runs import Run, write_run
+from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
+from jaxinfer.evaluation.elastic.workloads import ARRIVALS, arrivals_at
 
 BACKBONE = Path(__file__).parent / "elastic_vit"
 
@@ -47,7 +47,7 @@ def serve(
         service.measure_latency()  # nothing, where what was measured before could be kept
         dashboard = Dashboard(service, f"{policy}: {args.arrivals} at {args.load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
-            answers = replay(service, queries, tests, watch=dashboard.watch)
+            answers = send_queries(service, queries, tests, watch=dashboard.watch)
     print()
     served = Served(answers=answers, best=measured.best(queries))
     return Run.of(served, measured, policy=policy, arrivals=args.arrivals, load=args.load, seed=args.seed, clock="wall")

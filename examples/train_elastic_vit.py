@@ -26,7 +26,7 @@ import optax
 from flax import nnx
 
 from jaxinfer.elastic import Dataset, Division, Service, TrainingConfig, load_dataset
-from jaxinfer.elastic.images import resize_images
+from jaxinfer.elastic.tasks.images import resize_images
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, Pooling, ViTConfig
 from jaxinfer.models.loading import save_model
 from jaxinfer.models.vit import ViT

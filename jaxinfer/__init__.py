@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxinfer import elastic, experts
+    from jaxinfer import elastic, evaluation, experts
     from jaxinfer.generation import LLM, Embedder, FinishReason, PoolingParams, Request, RequestOutput, SamplingParams
     from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
     from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams
@@ -37,6 +37,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "elastic",
+    "evaluation",
     "experts",
 ]
 
@@ -52,14 +53,10 @@ _MODULES = {
     "StructuredOutputsParams": "jaxinfer.generation.params",
 }
 
-_RENAMED = {"BeamOutput": "BeamSearchOutput", "BeamParams": "BeamSearchParams", "Structure": "StructuredOutputsParams"}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        raise AttributeError(f"jaxinfer.{name} is now jaxinfer.{_RENAMED[name]}")
     # Imported when first used: `jaxinfer --help` should not wait for JAX.
-    if name in ("experts", "elastic"):
+    if name in ("elastic", "evaluation", "experts"):
         return importlib.import_module(f"jaxinfer.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")

@@ -13,10 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.config import ExecutorOptions, ExpertConfig, SystemConfig
 from jaxinfer.experts.scheduling.experts import InputKind, Rule
 from jaxinfer.experts.scheduling.policy import policy_of
-from jaxinfer.experts.simulator import TraceRequest
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import ResNetConfig, YoloConfig
 from jaxinfer.models.loading import save_model

@@ -11,10 +11,11 @@ import numpy as np
 
 from benchmarks.coserve.machines import NUMA, best_layout, executors, profiles
 from benchmarks.coserve.workload import Task, make_task
+from jaxinfer.evaluation.experts.simulator import Simulator
+from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.scheduling.policy import Policy
 from jaxinfer.experts.scheduling.request import Action, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
-from jaxinfer.experts.simulator import Simulator, TraceRequest
 
 QUEUED, EXPERTS, FURTHER = 3500, 350, 2000
 INTERVAL = 0.035

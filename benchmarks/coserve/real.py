@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.coserve.boards import EXPERT_BYTES, inputs_of, make_experts
 from benchmarks.coserve.tables import BASELINES, GROUPING
 from benchmarks.report import ROOT, Report
-from jaxinfer.experts.scheduling.bounds import compulsory_loads
+from jaxinfer.evaluation.experts.forecast import compulsory_loads
 
 OURS = "best"
 POOL, HOST = 8, 4

@@ -20,12 +20,13 @@ import numpy as np
 import psutil
 
 from benchmarks.coserve.boards import config, inputs_of
+from jaxinfer.evaluation.experts.replay import Recorder, Replayer
+from jaxinfer.evaluation.experts.simulator import Outcome, Simulator
+from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.scheduling.profile import Profiles
-from jaxinfer.experts.scheduling.replay import Recorder, Replayer
 from jaxinfer.experts.scheduling.request import Action, Batch
 from jaxinfer.experts.scheduling.scheduler import Scheduler
-from jaxinfer.experts.simulator import Outcome, Simulator, TraceRequest
 from jaxinfer.experts.system import System
 
 P99 = 3.0

@@ -22,10 +22,10 @@ from benchmarks.coserve.machines import (
 from benchmarks.coserve.tables import BASELINES, GROUPING
 from benchmarks.coserve.workload import TASKS, Task, make_task
 from benchmarks.report import Report
-from jaxinfer.experts.scheduling.bounds import compulsory_loads
-from jaxinfer.experts.scheduling.memory_search import MemoryChoice, search_memory
+from jaxinfer.evaluation.experts.forecast import compulsory_loads
+from jaxinfer.evaluation.experts.memory_search import MemoryChoice, search_memory
+from jaxinfer.evaluation.experts.simulator import Simulator
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
-from jaxinfer.experts.simulator import Simulator
 
 ABLATION = ("none", "em", "em_ra", "paper")
 SWEEP = (10, 15, 20, 25, 28, 32, 35, 39, 42, 45, 48)

@@ -9,8 +9,8 @@ import random
 from collections import deque
 
 from benchmarks.coserve.machines import ARCHITECTURES
+from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
-from jaxinfer.experts.simulator import TraceRequest
 
 ACTIVE, OFFSET = 100, 20
 """How many types come, and the type at place i with a weight of 1 / (i + OFFSET)."""

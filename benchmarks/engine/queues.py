@@ -21,7 +21,7 @@ from jaxinfer.compiled import Costs, Program, ProgramCache
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, SharedConfig
 from jaxinfer.generation.engine.driver import Driver, EngineDeadError
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
@@ -154,13 +154,13 @@ def decoder_engine(folder: Path, *, num_pages: int, **config: Any) -> Engine:
 
 def encoder_engine(folder: Path) -> Engine:
     """The same of an encoder."""
-    engine = EngineConfig(max_batch=32, context=512, token_budget=4096)
+    engine = EncoderEngineConfig(max_batch=32, context=512)
     scheduler = EncoderScheduler(engine, EncoderBuckets.of(engine))
     return make_engine(engine, folder, VOCAB, scheduler, InstantEncoder(Costs.fixed({})), generates=False)
 
 
 def make_engine(
-    config: EngineConfig, folder: Path, vocab: int, scheduler: Any, executor: Executor, *, generates: bool
+    config: SharedConfig, folder: Path, vocab: int, scheduler: Any, executor: Executor, *, generates: bool
 ) -> Engine:
     """An engine of these parts."""
     inputs = InputProcessor(

@@ -115,11 +115,11 @@ class Generation:
         self._programs: dict[str, jax.stages.Compiled] = {}
         self._lowered: dict[str, jax.stages.Lowered] = {}
         self._options: dict[str, dict[str, Any]] = {}
-        self._lower(decode.spec(self._layout), {"batch": batch, "speculative": 0, "pages": self._pages})
+        self._lower(decode.spec(self._layout), decode.Decode(batch=batch, speculative=0, pages=self._pages))
         if prompt:
-            self._lower(prefill.spec(self._layout), {"chunks": batch, "batch": 0, "pages": self._pages})
+            self._lower(prefill.spec(self._layout), prefill.Prefill(chunks=batch, batch=0, pages=self._pages))
 
-    def _lower(self, spec: ProgramSpec[Buckets], sizes: Sizes) -> None:
+    def _lower[S: Sizes](self, spec: ProgramSpec[S, Buckets], sizes: S) -> None:
         with self._way.applied():
             self._lowered[spec.name] = spec.lower(sizes)
         self._options[spec.name] = spec.options(sizes)

@@ -7,9 +7,9 @@ import matplotlib as mpl
 
 from benchmarks.otas.setting import INFAAS, Cell, Setting
 from jaxinfer.cli.bench.plots import write_plot
-from jaxinfer.elastic.reporting import plots
-from jaxinfer.elastic.reporting.runs import Run
-from jaxinfer.elastic.scheduling.simulator import Served
+from jaxinfer.evaluation.elastic import plots
+from jaxinfer.evaluation.elastic.runs import Run
+from jaxinfer.evaluation.elastic.simulator import Served
 
 SHOWN = (Cell("bursty", 0.8), Cell("wandering", 1.1))
 

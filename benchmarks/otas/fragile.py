@@ -13,8 +13,8 @@ from benchmarks.report import Report
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Outcome
-from jaxinfer.elastic.scheduling.simulator import Served, simulate
-from jaxinfer.elastic.scheduling.workloads import make_queries, table_ii, wandering_arrivals
+from jaxinfer.evaluation.elastic.simulator import Served, simulate
+from jaxinfer.evaluation.elastic.workloads import make_queries, table_ii, wandering_arrivals
 
 FRAGILE = "cifar100"
 LOSSES = {-20: 0.57, -15: 0.12, -10: 0.05, -5: 0.02, 0: 0.0, 2: -0.02, 4: -0.025, 8: -0.03}

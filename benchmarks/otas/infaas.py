@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxinfer.elastic.measurements import Measurements
 from jaxinfer.elastic.scheduling.policies import Elastic, ModelSwitching
 from jaxinfer.elastic.scheduling.profile import ServingProfile
-from jaxinfer.elastic.scheduling.simulator import Served, simulate
-from jaxinfer.elastic.scheduling.workloads import make_queries, table_ii, wandering_arrivals
+from jaxinfer.evaluation.elastic.measurements import Measurements
+from jaxinfer.evaluation.elastic.simulator import Served, simulate
+from jaxinfer.evaluation.elastic.workloads import make_queries, table_ii, wandering_arrivals
 from jaxinfer.models.loading import open_model
 
 LOADS = 9

@@ -21,14 +21,14 @@ from benchmarks.otas.setting import BACKBONE, Cell, Setting
 from benchmarks.report import Report
 from jaxinfer.elastic import Service
 from jaxinfer.elastic.latency import LevelAndSize
-from jaxinfer.elastic.measurements import Measurements
-from jaxinfer.elastic.replay import replay
-from jaxinfer.elastic.reporting.runs import batches_of
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Outcome
-from jaxinfer.elastic.scheduling.simulator import Served, ServedQuery
-from jaxinfer.elastic.scheduling.workloads import table_ii
 from jaxinfer.elastic.service import PLAN_SECONDS
+from jaxinfer.evaluation.elastic.live import send_queries
+from jaxinfer.evaluation.elastic.measurements import Measurements
+from jaxinfer.evaluation.elastic.runs import batches_of
+from jaxinfer.evaluation.elastic.simulator import Served, ServedQuery
+from jaxinfer.evaluation.elastic.workloads import table_ii
 from jaxinfer.generation.engine.buckets import round_up
 
 CELLS = (Cell("wandering", 0.8), Cell("wandering", 1.1))
@@ -94,7 +94,7 @@ def serve_live(setting: Setting, cell: Cell, policy: str, *, seed: int, count: i
     queries = setting.queries(cell, seed=seed, count=count)
     with _service(setting, policy) as service:
         service.measure_latency()
-        answers = replay(service, queries, setting.tests)
+        answers = send_queries(service, queries, setting.tests)
     return Served(answers=answers, best=setting.levels.best(queries))
 
 
@@ -114,7 +114,7 @@ def after_slowdown(report: Report, setting: Setting, *, seconds: float) -> None:
         for when in ("before", "during", "after"):
             queries = setting.queries(SLOWED, seed=0, count=round(seconds / 3 * SLOWED.load * setting.levels.capacity))
             with busy_cores() if when == "during" else contextlib.nullcontext():
-                answers = replay(service, queries, setting.tests)
+                answers = send_queries(service, queries, setting.tests)
             found[when] = Served(answers=answers, best=setting.levels.best(queries)).normalised
     report.row(figure="slowdown", **SLOWED._asdict(), **{when: round(value, 4) for when, value in found.items()})
     rich.print(f"a slow spell: {found}")
@@ -151,5 +151,5 @@ def controller_share(setting: Setting, *, seconds: float) -> float:
     queries = setting.levels.queries(arrivals, seed=0, kinds=table_ii(setting.levels.profile.tasks))
     with Service.from_checkpoint(BACKBONE) as service:
         service.measure_latency()
-        replay(service, queries, setting.tests)
+        send_queries(service, queries, setting.tests)
         return service.statistics.planning_seconds / seconds

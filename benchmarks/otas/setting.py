@@ -11,11 +11,11 @@ from benchmarks.otas.infaas import as_levels, seconds_to_load
 from benchmarks.report import ROOT
 from examples.train_elastic_vit import SIZES
 from jaxinfer.elastic import Dataset, Service, load_dataset
-from jaxinfer.elastic.measurements import Measurements, measure
 from jaxinfer.elastic.scheduling.policies import POLICIES, ModelSwitching, Policy, make_policy
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.elastic.scheduling.simulator import Served
-from jaxinfer.elastic.scheduling.workloads import ARRIVALS, QueryKind, arrivals_at, table_ii
+from jaxinfer.evaluation.elastic.measurements import Measurements, measure
+from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.workloads import ARRIVALS, QueryKind, arrivals_at, table_ii
 
 BACKBONE, DATA = ROOT / "examples" / "elastic_vit", ROOT / "benchmarks" / "data"
 TASKS = ("digits", "mnist", "textures")

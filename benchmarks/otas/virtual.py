@@ -16,8 +16,8 @@ from benchmarks.report import Report
 from jaxinfer.cli.display import show
 from jaxinfer.elastic.scheduling.policies import POLICIES
 from jaxinfer.elastic.scheduling.query import Outcome
-from jaxinfer.elastic.scheduling.simulator import Served
-from jaxinfer.elastic.scheduling.workloads import burstiness
+from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.workloads import burstiness
 
 OURS = "elastic"
 SWINGING = Cell("swinging", round((LOW + HIGH) / 2, 3))

@@ -3,8 +3,6 @@
 Expected errors (bad files, bad values, too little memory) end with one line on stderr and status 2, without traceback.
 """
 
-from typing import Any
-
 import typer
 from typer.core import TyperGroup
 
@@ -17,28 +15,19 @@ from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.plan import plan
-from jaxinfer.cli.renamed import refuse_renamed
 from jaxinfer.cli.verify import verify
-from jaxinfer.experts.errors import CollaborationError
+from jaxinfer.serving.errors import ServingError
 
 
 class _Commands(TyperGroup):
-    """The subcommands. Expected errors become one line; options under an old name are expected errors."""
-
-    def resolve_command(  # type: ignore[override]  # typer's Context is click's
-        self, ctx: typer.Context, args: list[str]
-    ) -> tuple[str | None, Any, list[str]]:
-        name, command, rest = super().resolve_command(ctx, args)
-        if not ctx.resilient_parsing:  # which is on during shell completion
-            refuse_renamed(name, rest)
-        return name, command, rest
+    """The subcommands. Expected errors become one line."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's Context is click's
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # nobody reads our output any more: click exits silently
-        except (ValueError, OSError, MemoryError, CollaborationError) as error:
+        except (ValueError, OSError, MemoryError, ServingError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"error: {message}", err=True)
             raise typer.Exit(2) from error

@@ -70,10 +70,11 @@ def read_text(option: str, file: Path) -> str:
 def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
     """The model of a command, loaded with the options above and the others given."""
     from jaxinfer.generation import LLM
+    from jaxinfer.generation.engine.config import EngineOptions
     from jaxinfer.streaming.config import MemoryOptions
 
     show_progress()
-    names = ("dtype", "quantize", "context", "num_speculative_tokens", "kv_dtype", "kernels")
+    names = ("dtype", "quantize", "context", *(ctx.params.keys() & EngineOptions.__annotations__.keys()))
     memory = {name: value for name in MemoryOptions.__annotations__ if (value := ctx.params.get(name)) is not None}
     return LLM(
         ctx.params["model"],

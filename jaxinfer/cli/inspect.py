@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from rich.table import Table
 
-    from jaxinfer.compiled import ProgramSpec, Sizes
+    from jaxinfer.compiled import ProgramSpec
     from jaxinfer.compiled.target import Kernel, TargetReport
     from jaxinfer.generation.engine.buckets import Buckets
+    from jaxinfer.generation.execution.programs.decode import Decode
     from jaxinfer.models import DecoderConfig, WeightFormat
     from pallas_kernels.weights import QuantizedFormat
     from sharding import ShardingRules
@@ -84,7 +85,7 @@ def decode_program(
     mesh: "Mesh | None" = None,
     rules: "ShardingRules | None" = None,
     stored: "QuantizedFormat | None" = None,
-) -> "tuple[ProgramSpec[Buckets], Sizes]":
+) -> "tuple[ProgramSpec[Decode, Buckets], Decode]":
     """The engine's decode loop for a model on a GPU, without speculation, and the sizes to compile it for.
 
     mesh, rules: as in `DeviceLayout`. stored: as in `fit`.
@@ -102,7 +103,7 @@ def decode_program(
     fitted = fit(config, weights, mesh, rules, stored=stored).config
     assert isinstance(fitted, DecoderConfig)
     layout = DeviceLayout(fitted, weights, engine, num_pages=batch * pages, platform="gpu", mesh=mesh, rules=rules)
-    return decode.spec(layout), {"batch": batch, "speculative": 0, "pages": pages}
+    return decode.spec(layout), decode.Decode(batch=batch, speculative=0, pages=pages)
 
 
 def _print(report: "TargetReport", title: str, registers: bool) -> None:

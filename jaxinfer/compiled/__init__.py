@@ -13,8 +13,8 @@ from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.mappings import MappingsError, check_mappings
 from jaxinfer.compiled.options import compiler_options
 from jaxinfer.compiled.origin import Origin
-from jaxinfer.compiled.program import Bucket, MemoryUse, Program
-from jaxinfer.compiled.spec import ProgramSpec, Sizes
+from jaxinfer.compiled.program import Bucket, MemoryUse, Program, Sizes
+from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.compiled.threads import close_at_exit, end_future
 from jaxinfer.disk_cache import cache_folder
 

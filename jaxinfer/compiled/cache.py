@@ -1,16 +1,23 @@
-"""All executables of one model: compiled ahead, found by bucket."""
+"""All executables of one model: compiled ahead, found by their sizes."""
 
 import contextlib
+import contextvars
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.interruptible import results, start
-from jaxinfer.compiled.program import Bucket, Program, bucket_text
+from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.compiled.spec import ProgramSpec
+
+_forbidding: contextvars.ContextVar[frozenset["ProgramCache[Any]"]] = contextvars.ContextVar(
+    "forbidding", default=frozenset()
+)
+"""The caches that may not compile for this thread or task."""
 
 
 class CompileMissError(RuntimeError):
@@ -18,10 +25,10 @@ class CompileMissError(RuntimeError):
 
 
 class ProgramCache[Buckets]:
-    """Finds the executable of a (name, sizes), reading it from disk or compiling it if it must.
+    """Finds the executable of some sizes, reading it from disk or compiling it if it must.
 
     Args:
-      specs: the programs there are.
+      specs: the programs there are, each with a class of sizes of its own.
       mesh: the devices they are divided over, or None for one device.
       kernels: whether operations may run as kernels.
       store: where executables are kept between processes; None: nowhere.
@@ -32,32 +39,30 @@ class ProgramCache[Buckets]:
 
     def __init__(
         self,
-        specs: Iterable[ProgramSpec[Buckets]],
+        specs: Iterable[ProgramSpec[Any, Buckets]],
         *,
         mesh: jax.sharding.Mesh | None = None,
         kernels: bool = True,
         store: ExecutableStore | None = None,
     ):
-        self._specs = {spec.name: spec for spec in specs}
+        self._specs = {spec.sizes: spec for spec in specs}
         self._mesh, self._kernels, self._store = mesh, kernels, store
-        self._programs: dict[tuple[str, Bucket], Program] = {}
-        self._locks: dict[tuple[str, Bucket], threading.Lock] = {}
-        self._forbidden = False
+        self._programs: dict[Sizes, Program] = {}
+        self._locks: dict[Sizes, threading.Lock] = {}
         self.misses = 0
 
-    def get(self, name: str, **sizes: int) -> Program:
+    def get(self, sizes: Sizes) -> Program:
         """The program for these sizes. Raises CompileMissError under `forbid_compile` if it was not compiled."""
-        key = (name, tuple(sizes.items()))
-        if key not in self._programs:
-            if self._forbidden:
-                known = sorted(bucket_text(bucket) for n, bucket in self._programs if n == name)
+        if sizes not in self._programs:
+            if self in _forbidding.get():
+                known = sorted(str(other) for other in self._programs if type(other) is type(sizes))
                 raise CompileMissError(
-                    f"Program {name!r} is not compiled for {bucket_text(key[1])} and compiling is forbidden; "
+                    f"Program {sizes.program!r} is not compiled for {sizes} and compiling is forbidden; "
                     f"compiled: {known or 'none'}. Compile it ahead of time."
                 )
             self.misses += 1
-            self._compile(key)
-        return self._programs[key]
+            self._compile(sizes)
+        return self._programs[sizes]
 
     def compile_ahead(self, buckets: Buckets, *, workers: int | None = None) -> int:
         """Compile all that calls can ask for within these buckets, several at a time; returns how many were missing.
@@ -65,47 +70,44 @@ class ProgramCache[Buckets]:
         XLA compiles without the GIL; tracing holds it. Ctrl-C ends the call at once: what is being compiled then is
         there when a later call asks for it.
         """
-        wanted = (
-            (spec.name, tuple(sizes.items())) for spec in self._specs.values() for sizes in spec.reachable(buckets)
-        )
-        missing = [key for key in dict.fromkeys(wanted) if key not in self._programs]
+        wanted = (sizes for spec in self._specs.values() for sizes in spec.reachable(buckets))
+        missing = [sizes for sizes in dict.fromkeys(wanted) if sizes not in self._programs]
         if len(missing) == 1:
             self._compile(missing[0])
         elif missing:
             self._compile_all(missing.copy(), min(len(missing), workers or os.cpu_count() or 1))
         return len(missing)
 
-    def _compile_all(self, keys: list[tuple[str, Bucket]], workers: int) -> None:
-        remaining = iter(keys)  # the next one is whichever worker's asks first
+    def _compile_all(self, missing: list[Sizes], workers: int) -> None:
+        remaining = iter(missing)  # the next one is whichever worker's asks first
 
         def work() -> None:
             try:
-                for key in remaining:
-                    self._compile(key)
+                for sizes in remaining:
+                    self._compile(sizes)
             finally:
-                keys.clear()  # after an error: there is none left else
+                missing.clear()  # after an error: there is none left else
 
         try:
             results([start(work) for _ in range(workers)])
         finally:
-            keys.clear()
+            missing.clear()
 
-    def _compile(self, key: tuple[str, Bucket]) -> None:
-        with self._locks.setdefault(key, threading.Lock()):
-            if key not in self._programs:
-                name, bucket = key
-                self._programs[key] = self._specs[name].compile(
-                    dict(bucket), mesh=self._mesh, kernels=self._kernels, store=self._store
+    def _compile(self, sizes: Sizes) -> None:
+        with self._locks.setdefault(sizes, threading.Lock()):
+            if sizes not in self._programs:
+                self._programs[sizes] = self._specs[type(sizes)].compile(
+                    sizes, mesh=self._mesh, kernels=self._kernels, store=self._store
                 )
 
     @contextlib.contextmanager
     def forbid_compile(self) -> Iterator[None]:
-        """Within this context a missing program is an error instead of a pause."""
-        before, self._forbidden = self._forbidden, True
+        """Within this context a missing program is an error instead of a pause, for this thread or task alone."""
+        before = _forbidding.set(_forbidding.get() | {self})
         try:
             yield
         finally:
-            self._forbidden = before
+            _forbidding.reset(before)
 
     def __iter__(self) -> Iterator[Program]:
         return iter(self._programs.values())

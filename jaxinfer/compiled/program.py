@@ -1,17 +1,36 @@
 """One executable: a pure function at one shape, and the memory it needs."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 Bucket = tuple[tuple[str, int], ...]
-"""The padded sizes an executable was compiled for: (("batch", 8), ("pages", 32)); hashable, in a fixed order."""
+"""Sizes as records of costs have them: (("batch", 8), ("pages", 32)), in the order of their program."""
 
 
 def bucket_text(bucket: Bucket) -> str:
     """`batch=8, pages=32`."""
     return ", ".join(f"{name}={size}" for name, size in bucket)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The padded sizes of one executable, by which it is found. Every program has a subclass with those it has.
+
+    Attributes:
+      program: the program's name, in logs and in the record of costs.
+    """
+
+    program: ClassVar[str]
+
+    @property
+    def bucket(self) -> Bucket:
+        """Name and value of each."""
+        return tuple((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+
+    def __str__(self) -> str:
+        return bucket_text(self.bucket)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +56,11 @@ class MemoryUse:
 
 
 class Program:
-    """A compiled executable under a name and a bucket, callable with arrays of exactly its shapes.
+    """A compiled executable of some sizes, callable with arrays of exactly its shapes.
 
     Attributes:
+      sizes: what it was compiled for.
+      name, bucket: the same for records of costs.
       memory: what it needs.
       compile_seconds: tracing, lowering and compiling, or reading what was kept.
       kept: whether it was read from disk rather than compiled.
@@ -47,14 +68,13 @@ class Program:
 
     def __init__(
         self,
-        name: str,
-        bucket: Bucket,
+        sizes: Sizes,
         executable: jax.stages.Compiled,
         compile_seconds: float,
         *,
         kept: bool = False,
     ):
-        self.name, self.bucket, self.executable = name, bucket, executable
+        self.sizes, self.name, self.bucket, self.executable = sizes, sizes.program, sizes.bucket, executable
         self.compile_seconds, self.kept = compile_seconds, kept
         memory = executable.memory_analysis()
         assert memory is not None, "every backend of ours reports its memory"
@@ -69,4 +89,4 @@ class Program:
         return self.executable(*args)
 
     def __repr__(self) -> str:
-        return f"Program({self.name}: {bucket_text(self.bucket)})"
+        return f"Program({self.name}: {self.sizes})"

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,22 +15,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.interruptible import interruptible
 from jaxinfer.compiled.options import COMMON
-from jaxinfer.compiled.program import Program, bucket_text
+from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.disk_cache import keys
 from pallas_kernels.dispatch import without_kernels
 
 _log = logging.getLogger("jaxinfer.compiled")
 
-Sizes = Mapping[str, int]
-"""The padded sizes of one executable: {"batch": 8, "pages": 32}."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramSpec[Buckets]:
+class ProgramSpec[S: Sizes, Buckets]:
     """A pure function, the shapes it takes, and the sizes it is compiled for.
 
     Attributes:
-      name: how calls and cost records name the program.
+      sizes: the class of its sizes, which names the program.
       build: makes the function to compile, from `static` and sizes. To be kept on disk it must be a function at the
         top of a module, so that it cannot depend on anything else.
       static: all that the function depends on beside its arguments: plain values and frozen dataclasses of them.
@@ -41,24 +38,29 @@ class ProgramSpec[Buckets]:
       compiler_options: XLA's options beside those of every program, for given sizes.
     """
 
-    name: str
-    build: Callable[[Any, Sizes], Callable[..., Any]]
+    sizes: type[S]
+    build: Callable[[Any, S], Callable[..., Any]]
     static: Any = None
-    arguments: Callable[[Sizes], tuple[Any, ...]]
-    reachable: Callable[[Buckets], Iterable[dict[str, int]]]
+    arguments: Callable[[S], tuple[Any, ...]]
+    reachable: Callable[[Buckets], Iterable[S]]
     donate: tuple[int, ...] = ()
-    out_shardings: Callable[[Sizes], Any] = lambda sizes: None
-    compiler_options: Callable[[Sizes], dict[str, str | bool | int]] = lambda sizes: {}
+    out_shardings: Callable[[S], Any] = lambda sizes: None
+    compiler_options: Callable[[S], dict[str, str | bool | int]] = lambda sizes: {}
 
-    def function(self, sizes: Sizes) -> Callable[..., Any]:
+    @property
+    def name(self) -> str:
+        """How logs and records of costs name the program."""
+        return self.sizes.program
+
+    def function(self, sizes: S) -> Callable[..., Any]:
         """The function to compile, for these sizes."""
         return self.build(self.static, sizes)
 
-    def options(self, sizes: Sizes) -> dict[str, str | bool | int]:
+    def options(self, sizes: S) -> dict[str, str | bool | int]:
         """All of XLA's options, for these sizes."""
         return {**COMMON, **self.compiler_options(sizes)}
 
-    def lower(self, sizes: Sizes, mesh: Mesh | None = None) -> jax.stages.Lowered:
+    def lower(self, sizes: S, mesh: Mesh | None = None) -> jax.stages.Lowered:
         """Trace for these sizes; on a mesh for the part of each device, with the exchanges that the program asks for.
 
         The caller's context says whether kernels may run.
@@ -71,11 +73,11 @@ class ProgramSpec[Buckets]:
         divided = _divide(function, mesh, arguments, out_specs)
         return jax.jit(divided, donate_argnums=self.donate, out_shardings=out_shardings).lower(*arguments)
 
-    def key(self, sizes: Sizes) -> dict[str, Any]:
+    def key(self, sizes: S) -> dict[str, Any]:
         """All that the executable depends on, in the context of the caller. Raises `keys.NoKeyError`."""
         return {
             "program": self.name,
-            "sizes": keys.describe(dict(sizes)),
+            "sizes": keys.describe(dict(sizes.bucket)),
             "function": keys.describe_function(self.build),
             "static": keys.describe(self.static),
             "arguments": keys.describe_tree(self.arguments(sizes)),
@@ -87,7 +89,7 @@ class ProgramSpec[Buckets]:
 
     def compile(
         self,
-        sizes: Sizes,
+        sizes: S,
         *,
         mesh: Mesh | None = None,
         kernels: bool = True,
@@ -106,10 +108,10 @@ class ProgramSpec[Buckets]:
             if not kernels:
                 stack.enter_context(without_kernels())
             executable, kept = self._executable(sizes, mesh, store)
-        return Program(self.name, tuple(sizes.items()), executable, time.perf_counter() - start, kept=kept)
+        return Program(sizes, executable, time.perf_counter() - start, kept=kept)
 
     def _executable(
-        self, sizes: Sizes, mesh: Mesh | None, store: ExecutableStore | None
+        self, sizes: S, mesh: Mesh | None, store: ExecutableStore | None
     ) -> tuple[jax.stages.Compiled, bool]:
         """The executable, and whether it was kept."""
         key = None
@@ -120,7 +122,7 @@ class ProgramSpec[Buckets]:
                 store.refuse(self.name, str(error))
         if key and store and (found := store.load(key, self.arguments(sizes), self.donate, mesh)):
             return found, True
-        shown, start = f"{self.name}({bucket_text(tuple(sizes.items()))})", time.perf_counter()
+        shown, start = f"{self.name}({sizes})", time.perf_counter()
         _log.info("compiling %s", shown)
         lowered, options = self.lower(sizes, mesh), self.options(sizes)
         executable = interruptible(lambda: lowered.compile(compiler_options=options))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -41,7 +42,8 @@ from jaxinfer.compiled.dumps import (
     read_thunk_names,
     read_thunks,
 )
-from jaxinfer.compiled.spec import ProgramSpec, Sizes
+from jaxinfer.compiled.program import Sizes
+from jaxinfer.compiled.spec import ProgramSpec
 from pallas_kernels.dispatch import kernels_available, targeting
 from pallas_kernels.gpu import GPU
 from sharding import MeshConfig
@@ -266,8 +268,13 @@ def compile_for(
     return _compile(target, lower, donated=donated, devices=1, options=options or {}, resources=resources)
 
 
-def compile_program(
-    target: Target, spec: ProgramSpec, sizes: Sizes, *, mesh: jax.sharding.Mesh | None = None, resources: bool = False
+def compile_program[S: Sizes](
+    target: Target,
+    spec: ProgramSpec[S, Any],
+    sizes: S,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    resources: bool = False,
 ) -> TargetReport:
     """Compile a program for a target, or for a mesh of it, and report on one device.
 

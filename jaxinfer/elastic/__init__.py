@@ -1,7 +1,7 @@
 """Elastic tokens (OTAS, arXiv:2401.05031): one vision transformer for many tasks, whose tokens are chosen per batch.
 
-A level above 0 adds prompts, one below merges tokens. Start at `service.py`, then `levels.py`, `tasks.py` (what is kept
-of a task), `training.py` and `programs.py` (what runs).
+A level above 0 adds prompts, one below merges tokens. Start at `service.py`, then `levels.py`, `tasks/` (what is
+trained and kept of a task) and `programs.py` (what runs).
 
 >>> service = jaxinfer.elastic.Service.from_checkpoint("vit")  # doctest: +SKIP
 >>> service.register_task("digits", load_digits(service.config.image_size), prompts=[2, 4, 8])  # doctest: +SKIP
@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer.elastic.accuracy import LevelAccuracy
     from jaxinfer.elastic.answers import Answer, Classification
-    from jaxinfer.elastic.datasets import (
+    from jaxinfer.elastic.errors import (
+        ElasticError,
+        InvalidImageError,
+        LevelError,
+        ProfileError,
+        TaskExistsError,
+        UnknownTaskError,
+    )
+    from jaxinfer.elastic.latency import Latency
+    from jaxinfer.elastic.service import Service
+    from jaxinfer.elastic.tasks.datasets import (
         Dataset,
         Division,
         load_cifar,
@@ -25,28 +35,15 @@ if TYPE_CHECKING:
         load_mnist,
         load_textures,
     )
-    from jaxinfer.elastic.errors import (
-        ElasticError,
-        InvalidImageError,
-        LevelError,
-        OverloadedError,
-        ProfileError,
-        ShedError,
-        ShutdownError,
-        TaskExistsError,
-        UnknownTaskError,
-    )
-    from jaxinfer.elastic.images import load_image
-    from jaxinfer.elastic.latency import Latency
-    from jaxinfer.elastic.service import Service
-    from jaxinfer.elastic.tasks import Task, TaskRepository
-    from jaxinfer.elastic.training import TrainingConfig
+    from jaxinfer.elastic.tasks.images import load_image
+    from jaxinfer.elastic.tasks.repository import Task, TaskRepository
+    from jaxinfer.elastic.tasks.training import TrainingConfig
     from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
 
 _MODULES = {
     "elastic.accuracy": ("LevelAccuracy",),
     "elastic.answers": ("Answer", "Classification"),
-    "elastic.datasets": (
+    "elastic.tasks.datasets": (
         "Dataset",
         "Division",
         "load_cifar",
@@ -61,18 +58,15 @@ _MODULES = {
         "ElasticError",
         "InvalidImageError",
         "LevelError",
-        "OverloadedError",
         "ProfileError",
-        "ShedError",
-        "ShutdownError",
         "TaskExistsError",
         "UnknownTaskError",
     ),
-    "elastic.images": ("load_image",),
+    "elastic.tasks.images": ("load_image",),
     "elastic.latency": ("Latency",),
     "elastic.service": ("Service",),
-    "elastic.tasks": ("Task", "TaskRepository"),
-    "elastic.training": ("TrainingConfig",),
+    "elastic.tasks.repository": ("Task", "TaskRepository"),
+    "elastic.tasks.training": ("TrainingConfig",),
     "models.token_adaptation": ("MergeSchedule", "PromptMode", "TokenAdaptation"),
 }
 
@@ -87,12 +81,9 @@ __all__ = [
     "LevelAccuracy",
     "LevelError",
     "MergeSchedule",
-    "OverloadedError",
     "ProfileError",
     "PromptMode",
     "Service",
-    "ShedError",
-    "ShutdownError",
     "Task",
     "TaskExistsError",
     "TaskRepository",

@@ -1,4 +1,4 @@
-"""What can go wrong with elastic serving, each raised as early as it can be known."""
+"""What elastic serving cannot take, each raised as early as it can be known. See also `serving.errors`."""
 
 
 class ElasticError(ValueError):
@@ -19,18 +19,6 @@ class LevelError(ElasticError):
 
 class InvalidImageError(ElasticError):
     """An image, or a set of them, that the model cannot take."""
-
-
-class ShedError(ElasticError):
-    """A query that was given up, because its answer could not have come in time."""
-
-
-class OverloadedError(ElasticError):
-    """A query that was refused, because too many wait."""
-
-
-class ShutdownError(ElasticError):
-    """The service was closed before the query was answered."""
 
 
 class ProfileError(ElasticError):

@@ -6,11 +6,11 @@ from collections.abc import Collection
 import numpy as np
 
 from jaxinfer.elastic.accuracy import LevelAccuracy
-from jaxinfer.elastic.datasets import Dataset
 from jaxinfer.elastic.levels import Levels
 from jaxinfer.elastic.programs import LevelPrograms
 from jaxinfer.elastic.progress import Progress
-from jaxinfer.elastic.tasks import Task
+from jaxinfer.elastic.tasks.datasets import Dataset
+from jaxinfer.elastic.tasks.repository import Task
 from jaxinfer.models.token_adaptation import MergeSchedule, TokenAdaptation
 
 

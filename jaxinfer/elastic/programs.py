@@ -13,7 +13,7 @@ from rich.filesize import decimal
 
 from jaxinfer.compiled import DeviceTime, ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes, check_mappings
 from jaxinfer.elastic.errors import ElasticError, LevelError
-from jaxinfer.elastic.tasks import Head, Task
+from jaxinfer.elastic.tasks.repository import Head, Task
 from jaxinfer.generation.engine.buckets import powers, round_up
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.loading import LoadedModel
@@ -37,7 +37,15 @@ class LevelStatic:
     adaptation: TokenAdaptation
 
 
-def build(static: LevelStatic, sizes: Sizes) -> Callable[..., jax.Array]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classify(Sizes):
+    """`batch` images."""
+
+    program = PROGRAM
+    batch: int
+
+
+def build(static: LevelStatic, sizes: Classify) -> Callable[..., jax.Array]:
     """The function of these sizes.
 
     (leaves, heads, prompts, tasks int32 [B], images uint8 [B, H, W, 3]) -> logits, float32 [B, classes]. Heads and
@@ -160,7 +168,7 @@ class LevelPrograms:
         """
         kept = sum(leaf.nbytes for leaf in jax.tree.leaves((self._leaves, self._served.arrays)))
         images = batch * self._config.image_size**2 * 3
-        programs = (level.cache.get(PROGRAM, batch=batch) for level in self._levels.values())
+        programs = (level.cache.get(Classify(batch=batch)) for level in self._levels.values())
         return kept + 2 * (images + max(program.memory.workspace_bytes for program in programs))
 
     def fit(self, device_memory: int, *, may_shrink: bool = True) -> None:
@@ -220,7 +228,7 @@ class LevelPrograms:
         for level in levels:
             cache = self._levels[level].cache
             for batch in self.sizes:
-                if (program := cache.get(PROGRAM, batch=batch)) not in self._warm:
+                if (program := cache.get(Classify(batch=batch))) not in self._warm:
                     self.rehearse(level, np.zeros((batch, size, size, 3), np.uint8))
                     self._warm.add(program)
 
@@ -251,7 +259,7 @@ class LevelPrograms:
         padding = batch - len(images)
         if padding:
             images = np.concatenate((images, np.zeros((padding, *images.shape[1:]), np.uint8)))
-        program = cache.get(PROGRAM, batch=batch)
+        program = cache.get(Classify(batch=batch))
         return program(self._leaves, *arrays, np.array([*places, *[0] * padding], np.int32), images)
 
     def _cache_of(self, adaptation: TokenAdaptation) -> ProgramCache[Sequence[int]]:
@@ -259,16 +267,16 @@ class LevelPrograms:
         config, size = self._config, self._config.image_size
         leaves, arrays = self._leaves, self._arrays_of([], adaptation.prompts)
 
-        def arguments(sizes: Sizes) -> tuple[Any, ...]:
-            images = jax.ShapeDtypeStruct((sizes["batch"], size, size, 3), jnp.uint8)
-            return leaves, *arrays, jax.ShapeDtypeStruct((sizes["batch"],), jnp.int32), images
+        def arguments(sizes: Classify) -> tuple[Any, ...]:
+            images = jax.ShapeDtypeStruct((sizes.batch, size, size, 3), jnp.uint8)
+            return leaves, *arrays, jax.ShapeDtypeStruct((sizes.batch,), jnp.int32), images
 
-        spec: ProgramSpec[Sequence[int]] = ProgramSpec(
-            name=PROGRAM,
+        spec: ProgramSpec[Classify, Sequence[int]] = ProgramSpec(
+            sizes=Classify,
             build=build,
             static=LevelStatic(config=config, weights=self._weights, adaptation=adaptation),
             arguments=arguments,
-            reachable=lambda sizes: ({"batch": size} for size in sizes),
+            reachable=lambda sizes: (Classify(batch=size) for size in sizes),
         )
         return ProgramCache([spec], store=self._store)
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxinfer.elastic.errors import ElasticError
 from jaxinfer.elastic.latency import LatencyProfile
 from jaxinfer.elastic.programs import Launched, LevelPrograms
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.generation.engine.buckets import round_up
+from jaxinfer.serving.errors import FailedError
 
 
-def best_labels(launched: Launched) -> list[tuple[str, np.ndarray] | ElasticError]:
+def best_labels(launched: Launched) -> list[tuple[str, np.ndarray] | FailedError]:
     """Of each image of a batch the label of the most probable class, and the probabilities of all.
 
     An image whose logits are not finite has an error in their place.
@@ -19,10 +19,10 @@ def best_labels(launched: Launched) -> list[tuple[str, np.ndarray] | ElasticErro
     return [_best_label(row, labels) for row, labels in zip(launched.rows(), launched.labels, strict=True)]
 
 
-def _best_label(logits: np.ndarray, labels: Sequence[str]) -> tuple[str, np.ndarray] | ElasticError:
+def _best_label(logits: np.ndarray, labels: Sequence[str]) -> tuple[str, np.ndarray] | FailedError:
     own = logits[: len(labels)]
     if not np.isfinite(own).all():
-        return ElasticError(f"the logits of an image are not finite ({own}): the model's weights or format overflow.")
+        return FailedError(f"the logits of an image are not finite ({own}): the model's weights or format overflow.")
     exponentials = np.exp(own - own.max())
     probabilities = exponentials / exponentials.sum()
     return labels[int(probabilities.argmax())], probabilities
@@ -48,7 +48,7 @@ class LevelRunner:
     def launch(self, level: int, queries: Sequence[Query]) -> Launched:
         return self._programs.launch(level, [query.task for query in queries], np.stack([q.payload for q in queries]))
 
-    def collect(self, launched: Launched) -> list[tuple[str, np.ndarray] | ElasticError]:
+    def collect(self, launched: Launched) -> list[tuple[str, np.ndarray] | FailedError]:
         return best_labels(launched)
 
     def expected_seconds(self, level: int, count: int) -> float:

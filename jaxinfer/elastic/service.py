@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,10 +18,8 @@ from msgspec import Meta
 from jaxinfer.compiled import Costs, ExecutableStore
 from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
 from jaxinfer.elastic.answers import Answer, Classification
-from jaxinfer.elastic.datasets import Dataset, Division
 from jaxinfer.elastic.driver import Driver, Statistics
-from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, ShutdownError, UnknownTaskError
-from jaxinfer.elastic.images import check_images
+from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile, LevelAndSize
 from jaxinfer.elastic.levels import Levels, default_merge_levels
 from jaxinfer.elastic.profiling import choose_schedule, profile_accuracy, schedules_of, what_runs
@@ -29,13 +28,16 @@ from jaxinfer.elastic.progress import Progress, no_progress
 from jaxinfer.elastic.runner import LevelRunner, best_labels
 from jaxinfer.elastic.scheduling.policies import Elastic, Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
-from jaxinfer.elastic.tasks import Head, Task, TaskRepository
-from jaxinfer.elastic.training import Trainer, TrainingConfig, fit_head
+from jaxinfer.elastic.tasks.datasets import Dataset, Division
+from jaxinfer.elastic.tasks.images import check_images
+from jaxinfer.elastic.tasks.repository import Head, Task, TaskRepository
+from jaxinfer.elastic.tasks.training import Trainer, TrainingConfig, fit_head
 from jaxinfer.generation.fields import check
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.loading import LoadedModel, load_model
 from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
+from jaxinfer.serving.errors import ClosedError, FailedError
 from jaxinfer.streaming.config import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -220,7 +222,7 @@ class Service:
           images: uint8 [B, size, size, 3], RGB, of the model's size; any number of them, or a single one.
           task: whose classes; or one for each image, which are then computed together.
           level: one of `levels` that the tasks have.
-        Raises InvalidImageError, UnknownTaskError or LevelError before anything runs, ElasticError for logits that are
+        Raises InvalidImageError, UnknownTaskError or LevelError before anything runs, FailedError for logits that are
         not finite.
         """
         images = check_images(images, self.config.image_size)
@@ -242,7 +244,7 @@ class Service:
         found = best_labels(self._programs.launch(level, tasks, images))
         device.end(sent)
         for answered in found:
-            if isinstance(answered, ElasticError):
+            if isinstance(answered, FailedError):
                 raise answered
             answers.append(Classification(label=answered[0], probabilities=answered[1], level=level))
         return answers
@@ -298,7 +300,7 @@ class Service:
         if len(pixels) != 1:
             raise ElasticError(f"a query is a single image, got {len(pixels)}.")
         task = self.task(task).name
-        return self._started().submit(task, pixels[0].copy(), latency=latency, utility=utility)
+        return self._started().serve(task, pixels[0].copy(), latency=latency, utility=utility, owner=self)
 
     async def query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> Answer:
         """`make_query` in a coroutine, which gives the query up when it is cancelled."""
@@ -312,11 +314,11 @@ class Service:
         self._started()
 
     def close(self, *, drain: bool = True) -> None:
-        """Take no more queries, and wait for those there are (`drain`), or end them with ShutdownError."""
+        """Take no more queries, and wait for those there are (`drain`), or end them with ClosedError."""
         with self._serving:
             self._closed, driver = True, self._driver
         if driver is not None:
-            driver.close(drain=drain)
+            driver.loop.close(drain=drain)
 
     def __enter__(self) -> Self:
         return self
@@ -327,7 +329,7 @@ class Service:
     @property
     def is_running(self) -> bool:
         """Whether queries are taken: not once it is closed, nor if the thread that serves them has died."""
-        return not self._closed and (self._driver is None or self._driver.is_running)
+        return not self._closed and (self._driver is None or self._driver.loop.is_running)
 
     @property
     def statistics(self) -> Statistics:
@@ -337,21 +339,23 @@ class Service:
     @property
     def waiting(self) -> int:
         """How many queries have no answer yet."""
-        return 0 if self._driver is None else self._driver.waiting
+        return 0 if self._driver is None else self._driver.loop.num_tickets
 
     def _started(self) -> Driver:
         """The driver, which starts with the first query."""
         if self._driver is None:
             with self._serving:
                 if self._closed:
-                    raise ShutdownError("the service was closed: it takes no queries.")
+                    raise ClosedError("This service is closed: it takes no queries.")
                 if self._driver is None:
                     profile = self.serving_profile()
                     self._programs.warm_up(profile.levels)
-                    runner = LevelRunner(self._programs, self.latency, self._plan_anew)
+                    runner = LevelRunner(self._programs, self.latency, _weakly(self._plan_anew))
                     self._driver = Driver(
                         runner, self._policy(profile), max_waiting=self._max_waiting, device=self._programs.device
                     )
+                    # At the end of the process the loop is closed, which waits for its threads.
+                    weakref.finalize(self, self._driver.loop.stop).atexit = False
         return self._driver
 
     def _plan_anew(self) -> None:
@@ -582,3 +586,14 @@ def _digest(model: LoadedModel) -> str:
     """Of the weights on disk."""
     files = sorted((name, file.sha256) for name, file in model.manifest.files.items() if name.startswith("state/"))
     return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A method of what may be gone: who holds it keeps that not alive."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (found := held()) is not None:
+            found()
+
+    return call

@@ -2,7 +2,7 @@
 
 Requests go to experts by rules; experts are loaded when they are needed and others make room. `scheduling/` decides,
 without a thread, a clock or an array: which executor gets a request, in which order, and which expert goes. The
-simulator and the real executors run the same decisions. Start at `scheduling/scheduler.py`.
+executors and the simulator (`jaxinfer.evaluation`) run the same decisions. Start at `scheduling/scheduler.py`.
 
 >>> with jaxinfer.experts.System.from_config("board.toml") as system:  # doctest: +SKIP
 ...     print(system.submit("resistor", image).result().verdict)
@@ -14,17 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer.experts.config import ExecutorOptions, ExpertConfig, SystemConfig
     from jaxinfer.experts.errors import (
-        CollaborationError,
         ConfigError,
-        DeadlineExceededError,
         ExecutorDiedError,
         InsufficientMemoryError,
         InvalidInputError,
         LoadError,
-        OverloadedError,
         ProfileError,
         RoutingError,
-        ShutdownError,
     )
     from jaxinfer.experts.execution.executors import Result, Stage
     from jaxinfer.experts.execution.kinds import Classification, Detection, EmbeddingVector, Judgement
@@ -32,24 +28,18 @@ if TYPE_CHECKING:
     from jaxinfer.experts.scheduling.experts import InputKind, Rule
     from jaxinfer.experts.scheduling.policy import POLICIES, Policy, policy_of
     from jaxinfer.experts.scheduling.profile import Profile
-    from jaxinfer.experts.simulator import Outcome, Simulator, TraceRequest
     from jaxinfer.experts.system import System
-    from jaxinfer.experts.traces import draw_trace, read_trace, write_trace
 
 _MODULES = {
     "config": ("ExecutorOptions", "ExpertConfig", "SystemConfig"),
     "errors": (
-        "CollaborationError",
         "ConfigError",
-        "DeadlineExceededError",
         "ExecutorDiedError",
         "InsufficientMemoryError",
         "InvalidInputError",
         "LoadError",
-        "OverloadedError",
         "ProfileError",
         "RoutingError",
-        "ShutdownError",
     ),
     "execution.executors": ("Result", "Stage"),
     "execution.kinds": ("Classification", "Detection", "EmbeddingVector", "Judgement"),
@@ -57,17 +47,13 @@ _MODULES = {
     "scheduling.experts": ("InputKind", "Rule"),
     "scheduling.policy": ("POLICIES", "Policy", "policy_of"),
     "scheduling.profile": ("Profile",),
-    "simulator": ("Outcome", "Simulator", "TraceRequest"),
     "system": ("System",),
-    "traces": ("draw_trace", "read_trace", "write_trace"),
 }
 
 __all__ = [
     "POLICIES",
     "Classification",
-    "CollaborationError",
     "ConfigError",
-    "DeadlineExceededError",
     "Detection",
     "EmbeddingVector",
     "ExecutorDiedError",
@@ -79,24 +65,16 @@ __all__ = [
     "Judgement",
     "LoadError",
     "OpenedSystem",
-    "Outcome",
-    "OverloadedError",
     "Policy",
     "Profile",
     "ProfileError",
     "Result",
     "RoutingError",
     "Rule",
-    "ShutdownError",
-    "Simulator",
     "Stage",
     "System",
     "SystemConfig",
-    "TraceRequest",
-    "draw_trace",
     "policy_of",
-    "read_trace",
-    "write_trace",
 ]
 
 

@@ -1,53 +1,31 @@
-"""What can go wrong with a system of experts, each raised as early as it can be known."""
+"""What can go wrong with a system of experts, each raised as early as it can be known. See also `serving.errors`."""
+
+from jaxinfer.serving.errors import FailedError
 
 
-class CollaborationError(Exception):
-    """Any of the errors below."""
-
-
-class ConfigError(CollaborationError, ValueError):
+class ConfigError(ValueError):
     """A config that cannot work."""
 
 
-class RoutingError(CollaborationError, LookupError):
+class RoutingError(ValueError, LookupError):
     """An expert, a kind of input or a verdict that there is no rule for."""
 
 
-class ProfileError(CollaborationError, ValueError):
+class ProfileError(ValueError):
     """Costs that are missing, or cannot be."""
 
 
-class InvalidInputError(CollaborationError, ValueError):
+class InvalidInputError(ValueError):
     """An input that the expert cannot take."""
 
 
-class OverloadedError(CollaborationError):
-    """Too many requests wait.
-
-    Attributes:
-      retry_after: seconds after which there will probably be room.
-    """
-
-    def __init__(self, message: str, retry_after: float):
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class DeadlineExceededError(CollaborationError, TimeoutError):
-    """A request's deadline passed before its expert began."""
-
-
-class LoadError(CollaborationError):
+class LoadError(FailedError):
     """An expert's checkpoint cannot be loaded; it is tried again after a while."""
 
 
-class InsufficientMemoryError(CollaborationError, MemoryError):
+class InsufficientMemoryError(FailedError, MemoryError):
     """Not even one request of an expert fits the memory of its executor."""
 
 
-class ExecutorDiedError(CollaborationError):
+class ExecutorDiedError(FailedError):
     """The executor that had the request has ended, and no other can take it."""
-
-
-class ShutdownError(CollaborationError):
-    """The system was closed before the request was done."""

@@ -61,7 +61,7 @@ class OpenedSystem:
       devices: of each executor.
       budgets: who has how much of each memory, by its name.
 
-    Raises CollaborationError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
+    Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
     as long as there is another one.
     """
 

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Self, overload
 
 from jaxinfer.experts.config import SystemConfig
-from jaxinfer.experts.errors import InsufficientMemoryError, InvalidInputError, LoadError, OverloadedError
+from jaxinfer.experts.errors import InsufficientMemoryError, InvalidInputError, LoadError
 from jaxinfer.experts.execution.executors import Executors, Result, Times
 from jaxinfer.experts.execution.kinds import Judgement
 from jaxinfer.experts.execution.observed import ObservedProfiles
@@ -19,6 +20,7 @@ from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Action, Load
 from jaxinfer.experts.scheduling.scheduler import Decision, Scheduler
 from jaxinfer.generation.fields import NotNegative, check
+from jaxinfer.serving.errors import OverloadedError
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +43,10 @@ class System(OpenedSystem):
       profiles: what experts cost at first, by architecture and device, instead of measuring it.
       preadv: reads experts' files; benchmarks give one that is slower.
       on_decision: told of every assignment of a request to an executor, with the times it was chosen by.
-      scheduler: makes the scheduler; benchmarks give one that records, or that replays (`scheduling/replay.py`).
+      scheduler: makes the scheduler; benchmarks give one that records, or that replays (`jaxinfer.evaluation`).
       progress: told of what takes a while.
 
-    Raises CollaborationError for a config that cannot work. An expert whose checkpoint cannot be opened is no error:
+    Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error:
     its requests fail with LoadError, others go on.
     """
 
@@ -66,6 +68,8 @@ class System(OpenedSystem):
         self._executors = Executors(
             self.scheduler, self.profiles, self.experts, self._programs, self._weights, self.devices
         )
+        # At the end of the process the loop is closed, which waits for its threads.
+        weakref.finalize(self, self._executors.loop.stop).atexit = False
 
     # -- what users do --
 
@@ -76,14 +80,14 @@ class System(OpenedSystem):
           kind: one of the config's inputs.
           value: an image, uint8 [H, W, 3] (RGB); for an encoder a text or token ids.
           deadline: seconds within which the last expert must have begun.
-        Raises RoutingError, InvalidInputError, OverloadedError, LoadError, ShutdownError.
+        Raises RoutingError, InvalidInputError, OverloadedError, LoadError, ClosedError, DiedError.
         """
         try:
             kind, deadline = check("kind", kind, str), check("deadline", deadline, NotNegative | None)
         except ValueError as error:
             raise InvalidInputError(str(error)) from None
         first = self.graph.first(kind)
-        return self._executors.submit(first, self._find(first).kind.check(value), deadline=deadline)
+        return self._executors.serve(first, self._find(first).kind.check(value), within=deadline, owner=self)
 
     async def judge(self, kind: str, value: Any, *, deadline: float | None = None) -> Result:
         """The same for coroutines: waits for the result; cancelling gives the request up."""
@@ -148,9 +152,9 @@ class System(OpenedSystem):
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
 
-        Nothing is accepted any more from when this begins. What fails does so with ShutdownError.
+        Nothing is accepted any more from when this begins. What fails does so with ClosedError.
         """
-        self._executors.close(drain=drain, timeout=timeout)
+        self._executors.loop.close(drain=drain, timeout=timeout)
         self._weights.close()
 
     def __enter__(self) -> Self:
@@ -165,6 +169,11 @@ class System(OpenedSystem):
         Returns a batch's answers, to zeros as inputs.
         """
         return self._executors.perform(action)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether inputs are taken."""
+        return self._executors.loop.is_running
 
     @property
     def statistics(self) -> Statistics:

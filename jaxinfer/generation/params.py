@@ -17,7 +17,6 @@ from jaxinfer.generation.fields import (
     check_fields,
     shown,
 )
-from jaxinfer.generation.renamed import renamed
 
 # Sizes of the arrays that carry per-request options to the device; part of every compiled program.
 MAX_STOP_TOKEN_IDS = 16
@@ -46,7 +45,6 @@ _Choices = Annotated[
 ]
 
 
-@renamed(json_schema="json")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     r"""What a generated text must look like, from its first character to its last: exactly one of the first four.
@@ -111,7 +109,6 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
     return text
 
 
-@renamed(structure="structured_outputs", stop_ids="stop_token_ids", processors="logits_processors")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue one prompt.

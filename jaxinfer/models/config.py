@@ -395,11 +395,6 @@ VisionConfig = ConvolutionalConfig | ViTConfig
 ModelConfig = TransformerConfig | VisionConfig
 
 
-def kv_bytes_per_token(config: DecoderConfig, itemsize: int) -> int:
-    """Bytes of one token's keys and values in the caches of all layers."""
-    return 2 * config.layers * config.attention.kv_heads * config.attention.head_dim * itemsize
-
-
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """ALiBi's slope of each head (arXiv:2108.12409, section 3): a geometric sequence from 2^(-8/n).
 

@@ -1,1 +1,21 @@
-"""How requests are served: what all services share."""
+"""How requests are served, whichever paper decides: threads, tickets, errors and statistics. Start at `loop.py`."""
+
+from jaxinfer.serving.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    DiedError,
+    FailedError,
+    OverloadedError,
+    ServingError,
+    ShedError,
+)
+
+__all__ = [
+    "ClosedError",
+    "DeadlineExceededError",
+    "DiedError",
+    "FailedError",
+    "OverloadedError",
+    "ServingError",
+    "ShedError",
+]

@@ -24,9 +24,9 @@ from benchmarks.otas.setting import (
 from benchmarks.otas.tables import live, tables
 from benchmarks.otas.virtual import CELLS, mean_interval, virtual
 from benchmarks.report import Report
-from jaxinfer.elastic.measurements import PAPER_BATCH_SECONDS, Measurements
 from jaxinfer.elastic.scheduling.planner import plan_exact, plan_paper
-from jaxinfer.elastic.scheduling.workloads import table_ii
+from jaxinfer.evaluation.elastic.measurements import PAPER_BATCH_SECONDS, Measurements
+from jaxinfer.evaluation.elastic.workloads import table_ii
 from tests.elastic.serving import TASKS as PAPERS
 from tests.elastic.serving import models, profile
 

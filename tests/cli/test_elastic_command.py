@@ -72,8 +72,8 @@ def test_serve_simulate_report(folders, tmp_path):
     names = [f"simulated-poisson-0.80x-{name}-0" for name in ("elastic", "level-2")] + ["wall-poisson-0.80x-slack-0"]
     assert [file.stem for file in sorted(runs.glob("*.jsonl"))] == names
     (trace,) = (runs / "traces").iterdir()
-    replayed = run("simulate", folders / "vit", *options, *data, "--trace", trace, "--policy", "pets", "--out", runs)
-    assert replayed.exit_code == 0, replayed.output
+    again = run("simulate", folders / "vit", *options, *data, "--trace", trace, "--policy", "pets", "--out", runs)
+    assert again.exit_code == 0, again.output
     assert len(list(runs.glob("simulated-poisson-0.80x-0-*x-pets-0.jsonl"))) == 1
 
     page = tmp_path / "report.html"

@@ -158,7 +158,7 @@ def kernels_of_whole_programs(name):
     """Of the engine's decode and prefill programs for a target."""
     config = dataclasses.replace(preset("llama3-8b"), layers=1)
     layout = DeviceLayout(config, BF16, EngineConfig(max_batch=1, context=512), num_pages=32, platform="gpu")
-    chunks = {"chunks": 4, "batch": 0, "pages": 32}
+    chunks = prefill.Prefill(chunks=4, batch=0, pages=32)
     found = {}
     for spec, sizes in (decode_program(config, BF16, batch=1, context=512, passes=4), (prefill.spec(layout), chunks)):
         found[spec.name] = kernels_of_a_layer(compile_program(Target.load(name), spec, sizes))
@@ -169,7 +169,7 @@ def kernels_of_whole_programs(name):
 def test_a_step_of_chunks_and_rows_copies_no_cache():
     config = dataclasses.replace(preset("llama3-8b"), layers=2)
     layout = DeviceLayout(config, BF16, EngineConfig(max_batch=2, context=512), num_pages=1024, platform="gpu")
-    spec, sizes = prefill.spec(layout), {"chunks": 1, "batch": 2, "pages": 32}
+    spec, sizes = prefill.spec(layout), prefill.Prefill(chunks=1, batch=2, pages=32)
     report = compile_program(Target.load("h200"), spec, sizes)
     assert report.aliased == report.donated
     assert report.temporaries[0].bytes < layout.state.caches[0].k.size * 2
@@ -180,15 +180,12 @@ def test_a_streamed_layer_runs_the_same_kernels_and_copies_nothing():
     config = dataclasses.replace(preset("llama3-8b"), layers=2)
     layout = DeviceLayout(config, BF16, EngineConfig(max_batch=2, context=512), num_pages=1024, platform="gpu")
     (spec,) = (spec for spec in chain.decoder_specs(layout, ()) if spec.name == "layer")
-    rows = compile_program(
-        Target.load("h200"), spec, {"kind": 0, "layers": 1, "chunks": 0, "batch": 1, "speculative": 0, "pages": 32}
-    )
+    layer = chain.Layer(kind=0, layers=1, chunks=0, batch=1, speculative=0, pages=32)
+    rows = compile_program(Target.load("h200"), spec, layer)
     assert kernels_of_a_layer(rows) == LAYER  # the cache and the activations are written in place
     assert len(rows.outside_layers()) <= 2  # rotary tables
     assert rows.temp_bytes < 2e6
-    chunks = compile_program(
-        Target.load("h200"), spec, {"kind": 0, "layers": 1, "chunks": 1, "batch": 2, "speculative": 0, "pages": 32}
-    )
+    chunks = compile_program(Target.load("h200"), spec, dataclasses.replace(layer, chunks=1, batch=2))
     assert chunks.aliased == chunks.donated
     assert chunks.temp_bytes < layout.state.caches[0].k.size * 2
 

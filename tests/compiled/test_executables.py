@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxinfer.compiled import ExecutableStore, ProgramCache, ProgramSpec, compiler_options
+from jaxinfer.compiled import ExecutableStore, ProgramCache, ProgramSpec, Sizes, compiler_options
 from jaxinfer.compiled.options import LARGE_WEIGHTS
 from jaxinfer.disk_cache import keys
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import admit, copy_pages, decode, decoder_programs, embed, zeros
+from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.generation.execution.state import DeviceState
 from jaxinfer.models import KVPages, WeightFormat
 from jaxinfer.models.config import EncoderConfig, PositionKind, PositionsConfig
@@ -57,14 +58,27 @@ def shape(*sizes, dtype=jnp.float32, weak_type=False, sharding=None):
     return jax.ShapeDtypeStruct(sizes, dtype, weak_type=weak_type, sharding=sharding)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copy(Sizes):
+    program = "copy"
+    pages: int = 4
+
+
+class Other(Copy):
+    program = "other"
+
+
+COPY = Copy()
+
+
 def copying(**options):
     """`copy_pages` of one layer of 4 pages."""
     page, index = shape(4, 2, 1, 8), shape(2, dtype=jnp.int32)
     given = {
-        "name": "copy",
+        "sizes": Copy,
         "build": copy_pages.build,
         "arguments": lambda sizes: (DeviceState([KVPages(page, page)], None), index, index),
-        "reachable": lambda buckets: ({},),
+        "reachable": lambda buckets: (COPY,),
         "donate": (0,),
     }
     return ProgramSpec(**given | options)
@@ -75,10 +89,10 @@ def pages():
 
 
 def test_what_is_loaded_is_what_was_compiled(store, traced):
-    compiled = copying().compile({}, store=store)
+    compiled = copying().compile(COPY, store=store)
     assert not compiled.kept
     before = traced.total()
-    loaded = copying().compile({}, store=ExecutableStore(store.files.folder))
+    loaded = copying().compile(COPY, store=ExecutableStore(store.files.folder))
     assert loaded.kept
     assert traced.total() == before > 0
     assert loaded.memory == compiled.memory
@@ -107,10 +121,10 @@ def test_a_program_on_a_mesh_is_kept(store, traced):
         "arguments": lambda sizes: (state, index, index),
         "out_shardings": lambda sizes: jax.tree.map(lambda x: x.sharding, state),
     }
-    compiled, loaded = (copying(**given).compile({}, mesh=mesh, store=store) for _ in range(2))
+    compiled, loaded = (copying(**given).compile(COPY, mesh=mesh, store=store) for _ in range(2))
     assert (compiled.kept, loaded.kept) == (False, True)
     empty = zeros.spec(state)
-    made, again = (empty.compile({}, mesh=mesh, store=store)() for _ in range(2))
+    made, again = (empty.compile(zeros.Zeros(), mesh=mesh, store=store)() for _ in range(2))
     indices = jax.device_put((np.array([1, 0], np.int32), np.array([3, 2], np.int32)), whole)
     expected, found = compiled(made, *indices), loaded(again, *indices)
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
@@ -146,14 +160,14 @@ def moved(**options):
 @pytest.mark.parametrize(
     ("part", "change"),
     {
-        "program": lambda: copying(name="other"),
+        "program": lambda: copying(sizes=Other),
         "function": lambda: copying(build=zeros.build),
         "static": lambda: copying(static=CONFIG),
         "static, deep inside": lambda: copying(static=dataclasses.replace(ENGINE, context=31)),
         "the dtype of an argument": lambda: moved(dtype=jnp.bfloat16),
         "a weak type": lambda: moved(weak_type=True),
         "the device of an argument": lambda: moved(sharding=SingleDeviceSharding(jax.devices()[1])),
-        "the tree of the arguments": lambda: copying(arguments=lambda sizes: (*copying().arguments({}), ())),
+        "the tree of the arguments": lambda: copying(arguments=lambda sizes: (*copying().arguments(COPY), ())),
         "donate": lambda: copying(donate=()),
         "out_shardings": lambda: copying(out_shardings=lambda sizes: SingleDeviceSharding(jax.devices()[1])),
         "compiler_options": lambda: copying(compiler_options=lambda sizes: {"xla_cpu_use_onednn": True}),
@@ -161,9 +175,9 @@ def moved(**options):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_part_of_a_spec_is_in_its_key(part, change):
-    base = keys.digest(copying(static=ENGINE).key({}))
-    assert base == keys.digest(copying(static=ENGINE).key({}))
-    assert keys.digest(change().key({})) not in (base, keys.digest(copying().key({})))
+    base = keys.digest(copying(static=ENGINE).key(COPY))
+    assert base == keys.digest(copying(static=ENGINE).key(COPY))
+    assert keys.digest(change().key(COPY)) not in (base, keys.digest(copying().key(COPY)))
 
 
 @pytest.mark.parametrize(
@@ -189,12 +203,12 @@ def test_every_part_of_a_spec_is_in_its_key(part, change):
 )
 def test_every_part_of_the_environment_is_in_the_key(change):
     spec = copying()
-    base = keys.digest(spec.key({}))
+    base = keys.digest(spec.key(COPY))
     with change[1]():
         clear_caches()
-        changed = keys.digest(spec.key({}))
+        changed = keys.digest(spec.key(COPY))
     clear_caches()
-    assert keys.digest(spec.key({})) == base != changed
+    assert keys.digest(spec.key(COPY)) == base != changed
 
 
 def clear_caches():
@@ -204,8 +218,8 @@ def clear_caches():
 
 def test_sizes_and_meshes_are_in_the_key():
     layout = DeviceLayout(CONFIG, WeightFormat(), ENGINE, num_pages=4, platform="cpu")
-    found = {keys.digest(admit.spec(layout).key({"count": count})) for count in (1, 2)}
-    sizes = {"batch": 1, "speculative": 0, "pages": 4}
+    found = {keys.digest(admit.spec(layout).key(admit.Admit(count=count))) for count in (1, 2)}
+    sizes = decode.Decode(batch=1, speculative=0, pages=4)
     others = [layout]
     others.append(DeviceLayout(CONFIG, WeightFormat(), ENGINE, num_pages=5, platform="cpu"))
     others.append(DeviceLayout(CONFIG, WeightFormat(quantized="int8"), ENGINE, num_pages=4, platform="cpu"))
@@ -214,7 +228,7 @@ def test_sizes_and_meshes_are_in_the_key():
     passes = dataclasses.replace(ENGINE, max_decode_passes=3)
     others.append(DeviceLayout(CONFIG, WeightFormat(), passes, num_pages=4, platform="cpu"))
     found |= {keys.digest(decode.spec(other).key(sizes)) for other in others}
-    found.add(keys.digest(decode.spec(layout).key(sizes | {"speculative": 2})))
+    found.add(keys.digest(decode.spec(layout).key(dataclasses.replace(sizes, speculative=2))))
     assert len(found) == 2 + len(others) + 1
     meshes = [jax.make_mesh((2,), (name,), axis_types=(kind,)) for name in "xy" for kind in AxisType]
     meshes.append(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[2:4]))
@@ -273,9 +287,9 @@ def _encoder():
 def test_a_program_that_depends_on_unknown_code_is_never_kept(store, caplog, spec, why):
     caplog.set_level(logging.INFO, "jaxinfer.compiled")
     with pytest.raises(keys.NoKeyError, match=why):
-        spec().key({})
+        spec().key(COPY)
     for _ in range(2):
-        assert not spec().compile({}, store=store).kept
+        assert not spec().compile(COPY, store=store).kept
     assert list(store.not_kept) == ["copy"]
     assert not store.files.sizes()
     said = [record.message for record in caplog.records if not record.message.startswith("compil")]
@@ -295,26 +309,25 @@ def test_a_function_with_values_of_its_own_has_no_name():
 
 def test_sizes_of_another_type_are_no_error(store):
     for size in (np.int64(16), object()):
-        spec = copying(arguments=lambda sizes: copying().arguments({}), static=ENGINE)
-        spec.compile({"pages": size}, store=store)
+        spec = copying(arguments=lambda sizes: copying().arguments(COPY), static=ENGINE)
+        spec.compile(Copy(pages=size), store=store)
     assert list(store.not_kept.values()) == ["it depends on a builtins.object"]
     assert len(store.files.sizes()) == 1
 
 
 def test_a_program_with_a_replaced_function_is_run_and_not_kept(store, monkeypatch):
     monkeypatch.setattr(copy_pages, "copy_pages", lambda *arguments: arguments[0])
-    assert not copying().compile({}, store=store).kept
+    assert not copying().compile(COPY, store=store).kept
     assert "copy_pages.copy_pages was replaced by a function of" in store.not_kept["copy"]
     monkeypatch.undo()
-    assert not copying().compile({}, store=store).kept
-    assert copying().compile({}, store=store).kept
+    assert not copying().compile(COPY, store=store).kept
+    assert copying().compile(COPY, store=store).kept
 
 
 def test_logits_processors_are_never_kept(model_dir, store):
     layout = DeviceLayout.of(load_model(model_dir), ENGINE, num_pages=4, processors=(lambda scores, *_: scores,))
     (prefill,) = [spec for spec in decoder_programs(layout) if spec.name == "prefill"]
-    sizes = {"chunks": 1, "batch": 0, "pages": 4}
-    assert not prefill.compile(sizes, store=store).kept
+    assert not prefill.compile(Prefill(chunks=1, batch=0, pages=4), store=store).kept
     assert store.not_kept["prefill"].startswith("it depends on a builtins.function")
     assert not store.files.sizes()
 
@@ -328,56 +341,56 @@ def test_products_of_onednn_cannot_be_kept(store):
     assert options["xla_cpu_use_onednn"]
     (prefill,) = [spec for spec in decoder_programs(layout) if spec.name == "prefill"]
     prefill = dataclasses.replace(prefill, compiler_options=lambda sizes: options)
-    prefill.compile({"chunks": 1, "batch": 0, "pages": 4}, store=store)
+    prefill.compile(Prefill(chunks=1, batch=0, pages=4), store=store)
     assert "oneDNN" in store.not_kept["prefill"]
     assert not store.files.sizes()
 
 
 def test_it_can_be_switched_off(store):
-    copying().compile({}, store=store)
+    copying().compile(COPY, store=store)
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        assert not copying().compile({}, store=store).kept
+        assert not copying().compile(COPY, store=store).kept
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     assert store.not_kept == {"copy": "jax_enable_compilation_cache is off"}
-    assert copying().compile({}, store=store).kept
+    assert copying().compile(COPY, store=store).kept
 
 
 def test_tile_sizes_on_trial_are_not_kept(store):
     with tuning.Trial("an operation", {}).active():
-        assert not copying().compile({}, store=store).kept
+        assert not copying().compile(COPY, store=store).kept
     assert store.not_kept == {"copy": "it depends on a pallas_kernels.tuning.Trial"}
 
 
 def test_dumps_are_written_by_compiling(store, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=somewhere")
-    assert not copying().compile({}, store=store).kept
+    assert not copying().compile(COPY, store=store).kept
     assert store.not_kept == {"copy": "XLA_FLAGS asks for dumps, which only compiling writes"}
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 50, b"\x02" + bytes(7) + b"{}"])
 def test_what_cannot_be_loaded_is_compiled_anew(store, content):
     spec = copying()
-    spec.compile({}, store=store)
-    store.files.put(keys.digest(spec.key({})), content)  # whole, but not an executable
-    assert not spec.compile({}, store=store).kept
-    assert spec.compile({}, store=store).kept
+    spec.compile(COPY, store=store)
+    store.files.put(keys.digest(spec.key(COPY)), content)  # whole, but not an executable
+    assert not spec.compile(COPY, store=store).kept
+    assert spec.compile(COPY, store=store).kept
 
 
 def test_a_truncated_executable_is_compiled_anew(store):
     spec = copying()
-    spec.compile({}, store=store)
+    spec.compile(COPY, store=store)
     (path,) = store.files.folder.iterdir()
     for length in (0, 10, 1000, path.stat().st_size - 1):
         path.write_bytes(path.read_bytes()[:length])
-        assert not spec.compile({}, store=store).kept
-    assert spec.compile({}, store=store).kept
+        assert not spec.compile(COPY, store=store).kept
+    assert spec.compile(COPY, store=store).kept
 
 
 def test_an_unwritable_store_costs_only_time(tmp_path):
     (tmp_path / "file").write_text("")
     store = ExecutableStore(tmp_path / "file" / "kept")
     cache = ProgramCache([copying()], store=store)
-    assert not cache.get("copy").kept
+    assert not cache.get(COPY).kept
     assert not store.files.sizes()

@@ -26,11 +26,11 @@ from jaxinfer.elastic import (
     UnknownTaskError,
 )
 from jaxinfer.elastic.driver import Driver
-from jaxinfer.elastic.errors import OverloadedError, ShedError, ShutdownError
 from jaxinfer.elastic.latency import NEWEST
 from jaxinfer.elastic.runner import LevelRunner
 from jaxinfer.elastic.scheduling.controller import Controller
 from jaxinfer.elastic.scheduling.policies import Elastic, FixedLevel
+from jaxinfer.serving.errors import ClosedError, DiedError, FailedError, OverloadedError, ShedError
 from tests.elastic.serving import profile
 from tests.elastic.vits import stripes
 from tests.generation.wrong import JSON
@@ -74,11 +74,11 @@ def start():
 
     yield made
     for driver in drivers:
-        driver.close(drain=False)
+        driver.loop.close(drain=False)
 
 
 def ask(driver, payload, latency=5.0, utility=1.0, task="cifar10"):
-    return driver.submit(task, payload, latency=latency, utility=utility)
+    return driver.serve(task, payload, latency=latency, utility=utility)
 
 
 def until(holds):
@@ -131,7 +131,7 @@ def test_overload_is_refused_and_told(start):
     driver = start(device, max_waiting=5)
     device.open.clear()
     futures = [ask(driver, i) for i in range(5)]
-    with pytest.raises(OverloadedError, match="5 queries wait, and max_waiting allows no more"):
+    with pytest.raises(OverloadedError, match="5 requests are in flight already"):
         ask(driver, 5)
     device.open.set()
     assert [future.result(10).label for future in futures] == list(range(5))
@@ -211,7 +211,7 @@ def test_cancelled_queries_count_in_no_plan(start):
     policy.choose = watched
     others = [ask(driver, i) for i in range(63)]
     assert all(future.cancel() for future in others[1:])
-    assert driver.waiting == 2  # there is room for others
+    assert driver.loop.num_tickets == 2  # there is room for others
     device.open.set()
     assert (first.result(10).label, others[0].result(10).label) == ("first", 0)
     assert set(seen) <= {1}
@@ -224,18 +224,18 @@ def test_closing(start, drain):
     driver = start(device)
     device.open.clear()
     futures = [ask(driver, i) for i in range(100)]
-    assert driver.is_running
+    assert driver.loop.is_running
     threading.Timer(0.1, device.open.set).start()
-    driver.close(drain=drain)
+    driver.loop.close(drain=drain)
     assert all(future.done() for future in futures)
     ended = [future.exception() for future in futures]
     if drain:
         assert ended == [None] * 100
     else:
-        assert any(isinstance(error, ShutdownError) for error in ended)
-    with pytest.raises(ShutdownError, match="takes no more queries"):
+        assert any(isinstance(error, ClosedError) for error in ended)
+    with pytest.raises(ClosedError, match="takes no more requests"):
         ask(driver, "late")
-    driver.close()
+    driver.loop.close()
 
 
 def test_an_answer_does_not_wait_for_what_a_batch_was_expected_to_take(start):
@@ -244,7 +244,7 @@ def test_an_answer_does_not_wait_for_what_a_batch_was_expected_to_take(start):
     driver = start(device)
     for number in range(3):
         assert ask(driver, number, latency=1e4).result(10).label == number
-    driver.close()
+    driver.loop.close()
     assert max(device.observed) < 0.01 * device.profile.batch_seconds(-20, 1)
 
 
@@ -290,7 +290,7 @@ def test_a_batch_ends_when_it_ends_whatever_the_planner_does():
     policy.may.release()
     assert [future.result(10).compute_seconds for future in (first, second)] == device.observed == [0.0, 0.0]
     assert (first.result().in_time, second.result().queue_seconds) == (True, 100.0)
-    driver.close()
+    driver.loop.close()
 
 
 def test_putting_queries_into_batches_counts_as_planning(monkeypatch):
@@ -304,7 +304,7 @@ def test_putting_queries_into_batches_counts_as_planning(monkeypatch):
     driver = Driver(device, Elastic(device.profile), max_waiting=10, device=DeviceTime(clock))
     assert ask(driver, "one", latency=1000.0).result(10).label == "one"
     assert driver.statistics.planning_seconds == 1.0
-    driver.close()
+    driver.loop.close()
 
 
 def test_a_callback_holds_nothing_up_and_harms_nobody(start, caplog):
@@ -323,11 +323,11 @@ def test_a_callback_holds_nothing_up_and_harms_nobody(start, caplog):
     device.open.set()
     first = ask(driver, "fails")
     first.add_done_callback(fails)
-    until(lambda: not driver.waiting)  # while the first callback still runs
+    until(lambda: not driver.loop.num_tickets)  # while the first callback still runs
     release.set()
     assert ask(driver, "next").result(10).label == "next"
     assert called == [first]
-    assert "A callback of a query has failed" in caplog.text
+    assert "A callback of request 1 has failed" in caplog.text
 
 
 def test_a_callback_may_close(start):
@@ -335,12 +335,12 @@ def test_a_callback_may_close(start):
     closed = threading.Event()
 
     def close(future):
-        driver.close()
+        driver.loop.close()
         closed.set()
 
     ask(driver, "image").add_done_callback(close)
     assert closed.wait(10)
-    driver.close()
+    driver.loop.close()
 
 
 class Broken(FixedLevel):
@@ -354,11 +354,11 @@ class Broken(FixedLevel):
 
 def test_a_mistake_of_the_policy_ends_what_waits_and_no_more(start, caplog):
     driver = start(Device(), lambda profile: Broken(profile, 0))
-    with pytest.raises(ElasticError, match="the policy has failed at the queries that waited: AssertionError"):
+    with pytest.raises(FailedError, match="the policy has failed at the queries that waited: AssertionError"):
         ask(driver, "image").result(10)
     assert "The policy has failed" in caplog.text
     assert ask(driver, "image").result(10).label == "image"
-    assert (driver.statistics.failed, driver.statistics.answered, driver.waiting) == (1, 1, 0)
+    assert (driver.statistics.failed, driver.statistics.answered, driver.loop.num_tickets) == (1, 1, 0)
 
 
 def test_a_task_that_the_profile_has_not_is_refused(start):
@@ -378,7 +378,7 @@ def test_what_cannot_be_observed_harms_nobody(start, caplog):
     driver = start(device)
     for number in range(2):
         assert ask(driver, number).result(10).label == number
-    driver.close()
+    driver.loop.close()
     assert "What a batch took could not be taken in" in caplog.text
 
 
@@ -390,12 +390,12 @@ def test_a_mistake_of_the_thread_ends_all(start, caplog):
 
     device.observe = leave
     driver = start(device)
-    assert driver.is_running
+    assert driver.loop.is_running
     assert ask(driver, "image").result(10).label == "image"
-    driver.close()
+    driver.loop.close()
     assert "has died" in caplog.text
-    assert not driver.is_running
-    with pytest.raises(ElasticError, match=r"the thread that serves queries has died: SystemExit\(\)"):
+    assert not driver.loop.is_running
+    with pytest.raises(DiedError, match=r"This service has died of SystemExit"):
         ask(driver, "image")
 
 
@@ -557,7 +557,7 @@ def test_a_service_that_was_closed_does_not_start(two):
     assert service.is_running
     service.close()
     assert not service.is_running
-    with pytest.raises(ShutdownError, match="the service was closed: it takes no queries"):
+    with pytest.raises(ClosedError, match="This service is closed: it takes no queries"):
         service.make_query(stripes(1).images[0], "stripes", latency=30.0)
 
 
@@ -611,7 +611,7 @@ def test_any_value_is_taken_or_refused_by_name(serving, field, value):
 def test_an_image_that_changes_after_it_was_given_changes_nothing(serving, monkeypatch):
     image, waiting = stripes(1).images[0], []
     serving.start()
-    monkeypatch.setattr(Driver, "submit", lambda self, task, payload, **_: waiting.append(payload))
+    monkeypatch.setattr(Driver, "serve", lambda self, task, payload, **_: waiting.append(payload))
     serving.make_query(image, "stripes", latency=30.0)
     np.testing.assert_array_equal(waiting[0], image)
     assert not np.shares_memory(waiting[0], image)

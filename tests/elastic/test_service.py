@@ -24,7 +24,6 @@ from jaxinfer.elastic import (
     InvalidImageError,
     LevelError,
     MergeSchedule,
-    OverloadedError,
     ProfileError,
     Service,
     TaskExistsError,
@@ -33,10 +32,11 @@ from jaxinfer.elastic import (
 )
 from jaxinfer.elastic import service as service_module
 from jaxinfer.elastic.latency import NEWEST, LatencyProfile
-from jaxinfer.elastic.programs import PROGRAM
+from jaxinfer.elastic.programs import Classify
 from jaxinfer.elastic.scheduling.policies import FixedLevel
-from jaxinfer.elastic.training import fit_head
+from jaxinfer.elastic.tasks.training import fit_head
 from jaxinfer.models.loading import load_model
+from jaxinfer.serving import FailedError, OverloadedError
 from tests.elastic.vits import CONFIG, SIZE, logits, save_vit, stripes, tiny_vit
 
 QUICK = TrainingConfig(steps=20, batch=8)
@@ -322,10 +322,10 @@ def test_logits_that_are_not_finite_are_no_answer(vit, registered, options, monk
             return launched._replace(logits=launched.logits.at[places, 1].set(np.nan))
 
         monkeypatch.setattr(found._programs, "launch", overflow)
-        with pytest.raises(ElasticError, match="the logits of an image are not finite"):
+        with pytest.raises(FailedError, match="the logits of an image are not finite"):
             found.classify([good, bad], "stripes")
         futures = [found.make_query(image, "stripes", latency=60.0) for image in (bad, good, good)]
-        with pytest.raises(ElasticError, match="the logits of an image are not finite"):
+        with pytest.raises(FailedError, match="the logits of an image are not finite"):
             futures[0].result(60)
         assert [future.result(60).in_time for future in futures[1:]] == [True, True]
         assert (found.statistics.failed, found.statistics.answered) == (1, 2)
@@ -527,7 +527,7 @@ def test_batches_fit_into_device_memory(vit, registered, options):
     programs = Service.from_checkpoint(vit, repository=registered, **options)._programs
     needed = programs.bytes_needed
     assert needed(4) > needed(2) > needed(1)
-    batch = max(level.cache.get(PROGRAM, batch=4).memory.workspace_bytes for level in programs._levels.values())
+    batch = max(level.cache.get(Classify(batch=4)).memory.workspace_bytes for level in programs._levels.values())
     weights = sum(leaf.nbytes for leaf in load_model(vit).leaves.values())
     assert needed(4) > weights + 2 * batch  # one runs while the next one is sent
     small = Service.from_checkpoint(vit, repository=registered, device_memory=needed(4) - 1, **options)
@@ -554,7 +554,7 @@ def test_images_that_wait_are_bounded(vit, registered, options, monkeypatch):
         found.measure_latency()
         image = stripes(1).images[0]
         futures = [found.make_query(image, "stripes", latency=60.0) for _ in range(2)]
-        with pytest.raises(OverloadedError, match="2 queries wait"):
+        with pytest.raises(OverloadedError, match="2 requests are in flight already"):
             found.make_query(image, "stripes", latency=60.0)
         released.set()
         assert [future.result(60).in_time for future in futures] == [True, True]

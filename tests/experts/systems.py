@@ -1,12 +1,13 @@
 """Small systems: experts of 10 bytes, seconds that are easy to add up."""
 
+from jaxinfer.evaluation.experts.simulator import Simulator
+from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
 from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Batch, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
-from jaxinfer.experts.simulator import Simulator, TraceRequest
 
 GPU = Profile(k=1.0, b=2.0, max_batch=3, load={"disk": 10.0, "host": 1.0}, activation_bytes=5)
 CPU = Profile(k=8.0, b=4.0, max_batch=2, load={"disk": 9.0, "host": 0.5}, activation_bytes=5)

@@ -4,21 +4,19 @@ import dataclasses
 
 import pytest
 
+from jaxinfer.evaluation.experts.simulator import Simulator
 from jaxinfer.experts.errors import (
     ConfigError,
-    DeadlineExceededError,
     ExecutorDiedError,
     InsufficientMemoryError,
     LoadError,
-    OverloadedError,
     ProfileError,
     RoutingError,
-    ShutdownError,
 )
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
 from jaxinfer.experts.scheduling.request import Batch, Evict, Load
 from jaxinfer.experts.scheduling.scheduler import LIMITED, MAX_BACK_OFF, Scheduler
-from jaxinfer.experts.simulator import Simulator
+from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, OverloadedError
 from tests.experts.systems import CPU, GPU, cpu, expert, gpu, profiles, request, scheduler, shown, simulate, trace
 
 
@@ -417,7 +415,7 @@ def test_draining():
     system = scheduler("ab")
     submit(system, "abb")
     system.poll(0)
-    failures = system.drain(ShutdownError("closed"))
+    failures = system.drain(ClosedError("closed"))
     assert [failure.request.expert for failure in failures] == ["b", "b"]
     assert system.queued == 0
 

@@ -8,15 +8,16 @@ import random
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from jaxinfer.evaluation.experts.forecast import compulsory_loads
+from jaxinfer.evaluation.experts.simulator import Simulator
+from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.errors import ConfigError, InsufficientMemoryError, LoadError
-from jaxinfer.experts.scheduling.bounds import compulsory_loads
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
 from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Batch, Evict, Load
 from jaxinfer.experts.scheduling.scheduler import Scheduler
-from jaxinfer.experts.simulator import Simulator, TraceRequest
 
 LARGEST = 30
 

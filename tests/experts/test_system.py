@@ -21,6 +21,9 @@ from hypothesis import strategies as st
 
 import jaxinfer
 from jaxinfer.compiled import Costs
+from jaxinfer.evaluation.experts.replay import Recorder, Replayer
+from jaxinfer.evaluation.experts.simulator import Simulator
+from jaxinfer.evaluation.experts.workloads import draw_trace
 from jaxinfer.experts.config import ExecutorOptions, ExpertConfig
 from jaxinfer.experts.errors import ConfigError, InvalidInputError, LoadError, RoutingError
 from jaxinfer.experts.execution import profiler
@@ -29,10 +32,7 @@ from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.scheduling import scheduler
 from jaxinfer.experts.scheduling.policy import POLICIES, Policy
-from jaxinfer.experts.scheduling.replay import Recorder, Replayer
-from jaxinfer.experts.simulator import Simulator
 from jaxinfer.experts.system import IN_FLIGHT
-from jaxinfer.experts.traces import draw_trace
 from tests.experts.boards import (
     CLASSIFIERS,
     COSTS,

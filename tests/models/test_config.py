@@ -14,7 +14,6 @@ from jaxinfer.models.config import (
     ResNetConfig,
     RopeScaling,
     alibi_slopes,
-    kv_bytes_per_token,
 )
 from jaxinfer.models.presets import preset
 from jaxinfer.models.rotary import rotary_frequencies, rotary_table
@@ -78,10 +77,6 @@ def test_scores_are_scaled_layer_by_layer():
     assert [by_layer.score_scale(i) for i in range(3)] == [0.5, 0.5 / 2, 0.5 / 3]
     unscaled = dataclasses.replace(by_layer, scale=1.0)
     assert [unscaled.score_scale(i) for i in range(3)] == [1.0, 1 / 2, 1 / 3]
-
-
-def test_kv_bytes_per_token():
-    assert kv_bytes_per_token(LLAMA, itemsize=2) == 2 * 16 * 4 * 64 * 2  # k and v, layers, heads, width, bytes
 
 
 @pytest.mark.parametrize(

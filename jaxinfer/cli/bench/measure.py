@@ -14,6 +14,7 @@ from jaxinfer.cli.bench.results import Latency, Throughput, WarmUp
 from jaxinfer.cli.bench.workload import Request, random_prompts
 from jaxinfer.compiled.program import bucket_text
 from jaxinfer.generation import LLM, CompletionOutput, SamplingParams
+from jaxinfer.generation.engine.config import EngineConfig
 
 
 def measure_latency(
@@ -75,7 +76,9 @@ def measure_throughput(
 
 
 def _check_fits_at_once(llm: LLM, batch: int, tokens: int) -> None:
-    page_size, pages = llm.engine.config.page_size, llm.memory.num_pages
+    config, pages = llm.engine.config, llm.memory.num_pages
+    assert isinstance(config, EngineConfig)
+    page_size = config.page_size
     if batch * -(-tokens // page_size) > pages:
         raise ValueError(
             f"A batch of {batch} requests of {tokens} tokens does not fit in the cache of {pages} pages of {page_size} "

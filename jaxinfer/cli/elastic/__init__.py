@@ -205,12 +205,12 @@ def report(
 ) -> None:
     """Compare recorded runs: tables here, and the figures of OTAS's evaluation in a page."""
     from jaxinfer.cli.display import show
-    from jaxinfer.elastic.reporting.runs import read_runs
-    from jaxinfer.elastic.reporting.tables import by_cell, terminal_table
+    from jaxinfer.evaluation.elastic.runs import read_runs
+    from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
 
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("a report needs matplotlib: pip install 'jaxinfer[bench]'")
-    from jaxinfer.elastic.reporting.report import write_report
+    from jaxinfer.evaluation.elastic.report import write_report
 
     found = read_runs(runs)
     show(*(terminal_table(cell, own) for cell, own in by_cell(found).items()))

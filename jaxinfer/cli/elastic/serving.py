@@ -1,5 +1,6 @@
 """What `jaxinfer elastic serve` and `simulate` do."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,16 +12,17 @@ from rich.live import Live
 
 from jaxinfer.cli.display import show, show_progress
 from jaxinfer.elastic import Dataset, Service, load_dataset
-from jaxinfer.elastic.measurements import Measurements, measure
-from jaxinfer.elastic.replay import replay
-from jaxinfer.elastic.reporting.dashboard import Dashboard
-from jaxinfer.elastic.reporting.runs import Run, write_run
-from jaxinfer.elastic.reporting.tables import by_cell, terminal_table
 from jaxinfer.elastic.scheduling.policies import make_policy
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.elastic.scheduling.simulator import Served
-from jaxinfer.elastic.scheduling.workloads import ARRIVALS, arrivals_at, burstiness, read_trace, write_trace
 from jaxinfer.elastic.service import PLAN_SECONDS
+from jaxinfer.evaluation.elastic.dashboard import Dashboard
+from jaxinfer.evaluation.elastic.live import send_queries
+from jaxinfer.evaluation.elastic.measurements import Measurements, measure
+from jaxinfer.evaluation.elastic.runs import Run, write_run
+from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
+from jaxinfer.evaluation.elastic.workloads import ARRIVALS, arrivals_at, burstiness, read_trace
+from jaxinfer.evaluation.traces import write_trace
 
 SAMPLES = 10
 """Batches of each level and size that are timed."""
@@ -126,7 +128,7 @@ def serve(setting: Setting, workload: Workload, policy: str) -> Run:
         service.measure_latency()  # nothing, where what was measured before could be kept
         dashboard = Dashboard(service, f"{policy}: {workload.name} at {load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
-            answers = replay(service, queries, setting.tests, watch=dashboard.watch)
+            answers = send_queries(service, queries, setting.tests, watch=dashboard.watch)
     typer.echo()
     served = Served(answers=answers, best=measured.best(queries))
     name, seed = workload.name, workload.seed
@@ -144,12 +146,12 @@ def simulate(setting: Setting, workload: Workload, policy: str) -> Run:
 def record(run: Run, folder: Path) -> None:
     """Keep a run and its trace, and say what it earned."""
     file = write_run(folder, run)
-    queries = [answer.query for answer in sorted(run.served.answers, key=lambda answer: answer.query.arrival)]
+    queries = [dataclasses.replace(answer.query, payload=None) for answer in run.served.answers]
     traces = folder / "traces"
     traces.mkdir(exist_ok=True)
     trace = traces / f"{Path(run.header.arrivals).stem}-{run.header.load:.2f}x-{run.header.seed}.jsonl"
     write_trace(trace, queries)
-    found = burstiness(np.array([query.arrival for query in queries]))
+    found = burstiness(np.sort([query.arrival for query in queries]))
     ((cell, runs),) = by_cell([run]).items()
     show(terminal_table(cell, runs))
     typer.echo("arrivals: " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from jaxinfer.experts import OpenedSystem, TraceRequest
+    from jaxinfer.evaluation.experts import TraceRequest
+    from jaxinfer.experts import OpenedSystem
 
 ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A TOML file that describes a system.", show_default=False)
@@ -65,8 +66,8 @@ def plan(
     """Say where experts are at the start, what a simulation expects, and how much memory experts should get."""
     from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.experts import tables
+    from jaxinfer.evaluation.experts.forecast import advise_memory, forecast
     from jaxinfer.experts import ConfigError, OpenedSystem
-    from jaxinfer.experts.forecast import advise_memory, forecast
 
     with show_progress() as progress:
         opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
@@ -147,8 +148,9 @@ def simulate(
     """Compare policies on one trace and a simulated clock, from what experts cost here."""
     from jaxinfer.cli.display import show, show_progress
     from jaxinfer.cli.experts import tables
-    from jaxinfer.experts import OpenedSystem, policy_of, write_trace
-    from jaxinfer.experts.forecast import forecast
+    from jaxinfer.evaluation.experts.forecast import forecast
+    from jaxinfer.evaluation.traces import write_trace
+    from jaxinfer.experts import OpenedSystem, policy_of
 
     policies = {name: policy_of(name) for name in mode or ("samba", "paper", "best")}
     with show_progress() as progress:
@@ -164,7 +166,7 @@ def simulate(
 def _trace(
     opened: "OpenedSystem", file: Path | None, requests: int, interval_ms: float, seed: int
 ) -> "list[TraceRequest]":
-    from jaxinfer.experts import draw_trace, read_trace
+    from jaxinfer.evaluation.experts import draw_trace, read_trace
 
     if file is not None:
         return read_trace(file, opened.graph)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.evaluation.experts.workloads import draw_kinds
 from jaxinfer.experts.errors import RoutingError
 from jaxinfer.experts.execution.executors import Result
 from jaxinfer.experts.system import System
-from jaxinfer.experts.traces import draw_kinds
 from jaxinfer.models.config import EncoderConfig
 
 PILLOW = {".png", ".jpg", ".jpeg"}

@@ -7,8 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal
 from rich.table import Table
 
+from jaxinfer.evaluation.experts.forecast import Forecast, MemoryAdvice
 from jaxinfer.experts.execution.profiler import Measured
-from jaxinfer.experts.forecast import Forecast, MemoryAdvice
 from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.scheduling.profile import MIN_R_SQUARED as MIN_R_SQUARED
 

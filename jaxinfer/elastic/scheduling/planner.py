@@ -120,43 +120,6 @@ def _rises(values: np.ndarray) -> np.ndarray:
     return np.concatenate(([True], values[1:] > np.maximum.accumulate(values)[:-1]))
 
 
-def plan_approximate(jobs: Sequence[Job], start: float, *, epsilon: float = 0.05) -> Plan:
-    """A plan that earns at least 1 - epsilon of the best one, in time that is bounded by the number of jobs alone.
-
-    Utilities are rounded down to a multiple of epsilon * largest / jobs, and for each sum the earliest end is kept.
-    Arguments and errors as of `plan_exact`.
-    """
-    _check(jobs, start)
-    order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
-    options = [_useful(job, start) for job in jobs]
-    largest = max((option.utility for of_job in options for option in of_job), default=0.0)
-    unit = epsilon * largest / max(len(jobs), 1)
-    if not unit:  # or next to nothing
-        return Plan([None] * len(jobs), 0.0, start)
-    width = 1 + sum(max((int(option.utility / unit) for option in options[i]), default=0) for i in order)
-    ends = np.full(width, np.inf)
-    ends[0] = start
-    chosen = np.zeros((len(jobs), width), np.int32)
-    for row, index in enumerate(order):
-        new = ends.copy()
-        for number, option in enumerate(options[index], 1):
-            gain = int(option.utility / unit)
-            candidate = np.full(width, np.inf)
-            candidate[gain:] = ends[: width - gain] + option.seconds
-            better = (candidate < jobs[index].deadline) & (candidate < new)
-            new[better], chosen[row, better] = candidate[better], number
-        ends = new
-    at = int(np.flatnonzero(np.isfinite(ends))[-1])
-    levels: list[int | None] = [None] * len(jobs)
-    utility, end = 0.0, float(ends[at])
-    for row in reversed(range(len(order))):
-        if number := chosen[row, at]:
-            option = options[order[row]][number - 1]
-            levels[order[row]], utility = option.level, utility + option.utility
-            at -= int(option.utility / unit)
-    return Plan(levels, utility, end)
-
-
 def plan_paper(jobs: Sequence[Job], start: float) -> Plan:
     """OTAS's Algorithm 2 as it is printed, whose plans can be far from the best one and even miss deadlines.
 

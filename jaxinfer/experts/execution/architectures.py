@@ -56,7 +56,15 @@ class Architecture:
         return sum(leaf.bytes for leaf in canonical_leaves(self.config, self.weights).values())
 
 
-def build(static: Architecture, sizes: Sizes) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judge(Sizes):
+    """`batch` inputs."""
+
+    program = PROGRAM
+    batch: int
+
+
+def build(static: Architecture, sizes: Judge) -> Callable[..., Any]:
     """The function of a batch: leaves, inputs [B, ...] -> what the kind's `run` gives."""
     kinds = {ResNetConfig: Classifier, ViTConfig: Classifier, YoloConfig: Detector, EncoderConfig: TextEncoder}
     run = kinds[type(static.config)].run
@@ -91,20 +99,20 @@ class ArchitecturePrograms:
         self.cache: ProgramCache[Iterable[int]] = ProgramCache([self._spec()], store=store)
         self._sizes: tuple[int, ...] = ()
 
-    def _spec(self) -> ProgramSpec[Iterable[int]]:
+    def _spec(self) -> ProgramSpec[Judge, Iterable[int]]:
         shapes = canonical_leaves(self.architecture.config, self.architecture.weights).values()
         leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype), sharding=self.sharding) for x in shapes]
 
-        def arguments(sizes: Sizes) -> tuple[Any, ...]:
-            shape, dtype = (sizes["batch"], *self.architecture.shape), np.dtype(self.architecture.dtype)
+        def arguments(sizes: Judge) -> tuple[Any, ...]:
+            shape, dtype = (sizes.batch, *self.architecture.shape), np.dtype(self.architecture.dtype)
             return leaves, jax.ShapeDtypeStruct(shape, dtype)
 
         return ProgramSpec(
-            name=PROGRAM,
+            sizes=Judge,
             build=build,
             static=self.architecture,
             arguments=arguments,
-            reachable=lambda sizes: ({"batch": size} for size in sizes),
+            reachable=lambda sizes: (Judge(batch=size) for size in sizes),
             compiler_options=lambda sizes: self._options,
         )
 
@@ -120,14 +128,14 @@ class ArchitecturePrograms:
 
     def workspace_bytes(self, batch: int) -> int:
         """What a batch takes beside weights and inputs."""
-        return self.cache.get(PROGRAM, batch=batch).memory.workspace_bytes
+        return self.cache.get(Judge(batch=batch)).memory.workspace_bytes
 
     def run(self, leaves: Sequence[jax.Array], inputs: Sequence[np.ndarray]) -> Any:
         """Run a batch of at most the largest size, and wait for it."""
         size = round_up(len(inputs), self._sizes)
         padded = np.zeros((size, *self.architecture.shape), self.architecture.dtype)
         padded[: len(inputs)] = inputs
-        return jax.block_until_ready(self.cache.get(PROGRAM, batch=size)(list(leaves), padded))
+        return jax.block_until_ready(self.cache.get(Judge(batch=size))(list(leaves), padded))
 
 
 def open_costs(architecture: Architecture, device: Any, *, beside: int, disk: str) -> Costs:

@@ -1,35 +1,29 @@
-"""Real executors: two threads each, one that runs batches and one that loads experts, told by the scheduler what to do.
+"""Real executors: what the scheduler decides, as work for a loop's threads, and inputs on their way through experts."""
 
-All decisions are made under one lock, between compiled steps: they take microseconds.
-"""
-
-import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from queue import SimpleQueue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import numpy as np
 
-from jaxinfer.compiled import Origin, close_at_exit, end_future
-from jaxinfer.experts.errors import CollaborationError, LoadError, ShutdownError
+from jaxinfer.experts.errors import LoadError
 from jaxinfer.experts.execution.architectures import Architecture, ArchitecturePrograms
 from jaxinfer.experts.execution.kinds import Judgement
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, is_out_of_memory
 from jaxinfer.experts.execution.observed import LoadTimes, ObservedProfiles
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
+from jaxinfer.serving.errors import ServingError
+from jaxinfer.serving.loop import Decider, Done, Loop, Work
+from jaxinfer.serving.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
-GRACE = 30.0
-"""Seconds that a batch or a load which has begun is waited for when a system is closed."""
 SOON = 1e-3
 """Seconds after a deadline that it counts as passed."""
 
@@ -72,16 +66,23 @@ class Result:
         return self.stages[-1].judgement.verdict
 
 
-@dataclasses.dataclass
-class _Input:
-    """An input on its way: its value, what was said of it so far, and who waits."""
+class Input(Ticket[Result]):
+    """An input on its way.
 
-    value: np.ndarray | Any
-    submitted: float
-    deadline: float | None
-    future: Future[Result]
-    request: Request | None = None
-    stages: tuple[Stage, ...] = ()
+    Args:
+      id: its number.
+      expert: the first that judges it.
+      value: as it goes into a batch.
+      within: seconds from when it is submitted within which each expert must begin.
+      owner: what must live until it has ended.
+    """
+
+    def __init__(self, id: int, expert: str, value: np.ndarray, *, within: float | None, owner: object):
+        super().__init__(id, owner=owner)
+        self.id, self.expert, self.value, self.within = id, expert, value, within
+        self.submitted = 0.0
+        self.request: Request | None = None
+        self.stages: tuple[Stage, ...] = ()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -106,8 +107,8 @@ class Times:
         return self.managing / (self.running + self.loading) if self.running else 0.0
 
 
-class Executors:
-    """Runs what a scheduler decides.
+class Executors(Decider[Input]):
+    """Has done what a scheduler decides: each executor has a lane that runs batches and one that loads experts.
 
     Args:
       scheduler: with its experts placed.
@@ -116,9 +117,9 @@ class Executors:
       programs: by architecture and device.
       loader: has the weights of the experts that are placed.
       devices: of each executor.
-      clock: seconds.
 
     Attributes:
+      loop: which serves.
       times: where time went.
     """
 
@@ -130,89 +131,32 @@ class Executors:
         programs: Mapping[tuple[Architecture, Any], ArchitecturePrograms],
         loader: ExpertLoader,
         devices: Sequence[Any],
-        *,
-        clock: Callable[[], float] = time.perf_counter,
     ):
         self.scheduler, self.times, self._profiles = scheduler, Times(), profiles
         self._experts, self._programs, self._loader, self._devices = experts, programs, loader, list(devices)
-        self._clock, self._load_times = clock, LoadTimes()
-        self._lock = threading.RLock()
-        self._idle = threading.Condition(self._lock)
-        self._deadline = threading.Condition(self._lock)  # notified of one that is earlier than all before, and the end
-        self._inputs: dict[int, _Input] = {}
-        self._ended: deque[tuple[Future[Result], Result | Exception]] = deque()  # to be told once the lock is free
-        self._next_id, self._closed, self._ending = 0, False, False
-        self._origin = Origin("This system")
-        self._batches: list[SimpleQueue[Batch | Callable[[], None] | None]] = []
-        self._loads: list[SimpleQueue[tuple[Load, Callable[[], None]] | None]] = []
-        self._threads: list[threading.Thread] = []
-        for index, executor in enumerate(scheduler.executors):
-            self._batches.append(SimpleQueue())
-            self._loads.append(SimpleQueue())
-            for kind, loop in (("executor", self._run_batches), ("loader", self._run_loads)):
-                name = f"jaxinfer-{kind}-{executor.config.name}"
-                self._threads.append(threading.Thread(target=loop, args=(index,), name=name, daemon=True))
-        self._threads.append(threading.Thread(target=self._run_deadlines, name="jaxinfer-deadlines", daemon=True))
-        close_at_exit(self, lambda executors: executors.close(drain=False))
-        for thread in self._threads:
-            thread.start()
+        self._load_times = LoadTimes()
+        self._inputs: dict[int, Input] = {}
+        self._numbers = itertools.count()
+        names = [executor.config.name for executor in scheduler.executors]
+        lanes = [f"{kind}-{name}" for name in names for kind in ("executor", "loader")]
+        self.loop = Loop(self, what="This system", name="experts", lanes=lanes)
+        self.loop.start()
 
-    def submit(self, expert: str, value: Any, *, deadline: float | None = None) -> Future[Result]:
-        """Have an expert, and those that follow it, judge an input.
+    def serve(self, expert: str, value: np.ndarray, *, within: float | None, owner: object) -> Future[Result]:
+        """Have an expert, and those that follow it, judge an input; arguments as of `Input`.
 
-        Args:
-          expert: the first one.
-          value: the input, as it goes into a batch.
-          deadline: seconds from now within which each expert must begin.
-        Raises what `Scheduler.submit` raises; ShutdownError once it is closed, and in a process that was forked.
+        Raises what `Loop.submit` and `Scheduler.submit` raise.
         """
-        self._origin.check(ShutdownError)
-        now = self._clock()
-        with self._deciding():
-            if self._closed:
-                raise ShutdownError("the system is closed.")
-            self._next_id += 1
-            until = None if deadline is None else now + deadline
-            found = _Input(value, now, until, Future())
-            request = Request(id=self._next_id, expert=expert, arrival=now, deadline=until)
-            self._submit(request, now)
-            self._inputs[request.id], found.request = found, request
-            self._begin(now)
-            if until is not None and until == self.scheduler.next_deadline:
-                self._deadline.notify()
-        number = request.id
-        found.future.add_done_callback(lambda future: self._cancel(number) if future.cancelled() else None)
-        return found.future
-
-    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
-
-        A batch or a load that has begun may end, within `timeout` or `GRACE` seconds; then its thread is left alone.
-        Does nothing in a process that was forked.
-        """
-        if self._origin.forked:
-            return
-        error = ShutdownError("the system was closed before the request was done.")
-        with self._deciding():
-            self._closed = True
-            if drain:
-                self._idle.wait_for(lambda: not self._inputs, timeout)
-            self._end(self.scheduler.drain(error))
-            for queue in (*self._batches, *self._loads):
-                queue.put(None)
-            self._ending = True
-            self._deadline.notify()
-        until = time.monotonic() + (GRACE if timeout is None else timeout)
-        for thread in self._threads:
-            thread.join(max(until - time.monotonic(), 0.0))
-        with self._deciding():
-            for number in list(self._inputs):
-                self._finish(number, error)
+        ticket = Input(next(self._numbers), expert, value, within=within, owner=owner)
+        self.loop.submit(ticket)
+        assert ticket.future is not None
+        return ticket.future
 
     def retry(self, expert: str) -> None:
         """As of `Scheduler`."""
-        with self._lock:
+        with self.loop.lock:
             self.scheduler.retry(expert)
+        self.loop.wake()
 
     def perform(self, action: Action) -> Sequence[Judgement]:
         """Do an action here and now, with zeros as inputs: for a `Simulator` that has everything really done.
@@ -225,28 +169,68 @@ class Executors:
             case Evict():
                 self._loader.note(action.pool, action.evictions, action.dropped)()
             case Batch():
-                return self._judge(action.executor, action)
+                return self._judge(action)
         return ()
 
-    # -- decisions, under the lock --
+    # -- what a loop asks --
 
-    @contextlib.contextmanager
-    def _deciding(self) -> Iterator[None]:
-        """Holds the lock. Futures that end meanwhile do so after it: their callbacks may take long, or wait."""
-        try:
-            with self._lock:
-                yield
-        finally:
-            with contextlib.suppress(IndexError):  # there are no more
-                while True:
-                    end_future(*self._ended.popleft(), "an input")
+    @property
+    def next_time(self) -> float | None:
+        deadline = self.scheduler.next_deadline
+        return None if deadline is None else deadline + SOON
 
-    def _submit(self, request: Request, now: float) -> None:
+    def submit(self, ticket: Input, now: float) -> None:
+        ticket.submitted = now
+        ticket.deadline = None if ticket.within is None else now + ticket.within
+        self._ask(ticket, Request(id=ticket.id, expert=ticket.expert, arrival=now, deadline=ticket.deadline))
+        self._inputs[ticket.id] = ticket
+
+    def poll(self, now: float) -> Sequence[Work]:
+        return [work for action in self._manage(self.scheduler.poll, now) if (work := self._begin(action)) is not None]
+
+    def done(self, done: Done) -> None:
+        match done.work.what:
+            case Load() as load:
+                self._loaded(load, done)
+            case Batch() as batch:
+                self._executed(batch, done)
+            case Evict() if done.error is not None:
+                raise done.error
+
+    def cancel(self, ticket: Input) -> bool:
+        if ticket.request is None or not self.scheduler.cancel(ticket.request):
+            return False
+        del self._inputs[ticket.id]
+        return True
+
+    def drain(self, error: Exception) -> None:
+        self._fail(self.scheduler.drain(error))
+
+    # -- what begins --
+
+    def _begin(self, action: Action) -> Work | None:
+        match action:
+            case Load():
+                begin = functools.partial(self._note_begin, action)
+                load = self._loader.prepare(action, begin, self._copied(action))
+                return Work(load, 2 * action.executor + 1, action)
+            case Batch():
+                return Work(functools.partial(self._judge, action), 2 * action.executor, action)
+            case Evict():  # before its batch; not here: it may wait for other evictions
+                leave = self._loader.note(action.pool, action.evictions, action.dropped, self._copied(action))
+                return Work(leave, 2 * action.executor, action)
+            case Failure():
+                self._fail([action])
+        return None
+
+    def _ask(self, found: Input, request: Request) -> None:
+        """Have a request for an input assigned."""
         begun = time.thread_time()
         try:
-            self.scheduler.submit(request, now)
+            self.scheduler.submit(request, request.arrival)
         finally:
             self.times.scheduling += time.thread_time() - begun
+        found.request = request
 
     def _manage[**Given, Made](
         self, decision: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs
@@ -257,137 +241,91 @@ class Executors:
         finally:
             self.times.managing += time.thread_time() - begun
 
-    def _begin(self, now: float) -> None:
-        """Have begun what may begin now."""
-        for action in self._manage(self.scheduler.poll, now):
-            match action:
-                case Load():
-                    begin = functools.partial(self._note_begin, action)
-                    copied = functools.partial(self._note_copy, action.executor)
-                    self._loads[action.executor].put((action, self._loader.prepare(action, begin, copied)))
-                case Batch():
-                    self._batches[action.executor].put(action)
-                case Evict():  # before its batch; not here: it may wait for other evictions
-                    copied = functools.partial(self._note_copy, action.executor)
-                    leave = self._loader.note(action.pool, action.evictions, action.dropped, copied)
-                    self._batches[action.executor].put(leave)
-                case Failure():
-                    self._end([action])
-
-    def _end(self, failures: Sequence[Failure]) -> None:
-        for failure in failures:
-            self._finish(failure.request.id, failure.error)
-
-    def _finish(self, number: int, result: Result | Exception) -> None:
-        found = self._inputs.pop(number, None)
-        if found is not None:
-            self._ended.append((found.future, result))
-        if not self._inputs:
-            self._idle.notify_all()
-
-    def _cancel(self, number: int) -> None:
-        with self._deciding():
-            found = self._inputs.get(number)
-            if found is not None and found.request is not None and self.scheduler.cancel(found.request):
-                self._finish(number, ShutdownError("cancelled"))
-                self._begin(self._clock())
-
-    # -- threads --
-
-    def _run_deadlines(self) -> None:
-        """End requests as soon as their deadlines have passed, whatever else happens."""
-        while not self._ending:
-            with self._deciding():
-                until = self.scheduler.next_deadline
-                left = None if until is None else until - self._clock()
-                if left is not None and left < 0:
-                    self._begin(self._clock())
-                elif not self._ending:
-                    self._deadline.wait(None if left is None else left + SOON)
-
-    def _run_loads(self, index: int) -> None:
-        try:
-            while (item := self._loads[index].get()) is not None:
-                self._run_load(*item)
-        except BaseException:
-            self._die(index)
-
-    def _run_load(self, load: Load, run: Callable[[], None]) -> None:
-        begun, error = self._clock(), None
-        try:
-            run()
-        except BaseException as raised:  # of whatever kind: the expert cannot be used, the others can
-            error = raised if isinstance(raised, Exception) else LoadError(f"its load has ended with {raised!r}.")
-            log.warning("expert %s: %s", load.expert, raised)
-        with self._deciding():
-            now = self._clock()
-            self.times.loading += now - begun
-            if (alone := self._load_times.end(load, now)) is not None and error is None:
-                self._profiles.note_load(self._cost_key(load.executor, load.expert), load.tier, alone)
-            self._end(self._manage(self.scheduler.loaded, load, now, error))
-            self._begin(now)
-
     def _note_begin(self, load: Load) -> None:
-        with self._lock:
-            self._load_times.begin(load, self._clock())
+        with self.loop.lock:
+            self._load_times.begin(load, self.loop.clock())
 
-    def _note_copy(self, index: int, expert: str, seconds: float) -> None:
-        with self._lock:
-            self._profiles.note_eviction(self._cost_key(index, expert), seconds)
+    def _copied(self, action: Load | Evict) -> Callable[[str, float], None]:
+        """What is told of the copies to the host's memory that an action makes."""
 
-    def _die(self, index: int) -> None:
-        """A thread of an executor ends by an error that is nobody's: others do its work."""
-        log.exception("executor %s has ended", self.scheduler.executors[index].config.name)
-        with self._deciding():
-            now = self._clock()
-            self._end(self.scheduler.remove_executor(index, now))
-            self._begin(now)
+        def copied(expert: str, seconds: float) -> None:
+            with self.loop.lock:
+                self._profiles.note_eviction(self._cost_key(action.executor, expert), seconds)
 
-    def _run_batches(self, index: int) -> None:
+        return copied
+
+    # -- what has ended --
+
+    def _loaded(self, load: Load, done: Done) -> None:
+        error = done.error
+        if error is not None:  # of whatever kind: the expert cannot be used, the others can
+            log.warning("expert %s: %s", load.expert, error)
+            error = error if isinstance(error, Exception) else LoadError(f"its load has ended with {error!r}.")
+        self.times.loading += done.ended - done.began
+        if (alone := self._load_times.end(load, done.ended)) is not None and error is None:
+            self._profiles.note_load(self._cost_key(load.executor, load.expert), load.tier, alone)
+        self._fail(self._manage(self.scheduler.loaded, load, done.ended, error))
+
+    def _executed(self, batch: Batch, done: Done) -> None:
+        error, seconds, name = done.error, done.ended - done.began, self.scheduler.executors[batch.executor].config.name
+        if error is not None and not isinstance(error, Exception):  # what a batch's own errors are not
+            log.error("executor %s has ended", name, exc_info=error)
+            self._fail(self.scheduler.remove_executor(batch.executor, done.ended))
+            return
+        self.times.running += seconds
+        if error is None:
+            self._profiles.note_batch(self._cost_key(batch.executor, batch.expert), len(batch.requests), seconds)
+        self._fail(self._manage(self.scheduler.executed, batch, done.ended, error))
+        for request, judgement in zip(batch.requests, done.result, strict=True) if error is None else ():
+            stage = Stage(
+                expert=batch.expert,
+                judgement=judgement,
+                executor=name,
+                batch=len(batch.requests),
+                waited=done.began - request.arrival,
+                seconds=seconds,
+            )
+            self._follow(request, stage, done.ended)
+
+    def _follow(self, request: Request, stage: Stage, now: float) -> None:
+        """Have the next expert judge the input, if its rules say so; otherwise it is done."""
+        found = self._inputs.get(request.id)
+        if found is None or found.cancelled:  # nobody waits for what would follow
+            self._end(request.id, CancelledError())
+            return
+        found.stages += (stage,)
+        following = self.scheduler.graph.next(request.expert, stage.judgement.verdict)
+        if following is None:
+            self._end(request.id, Result(stages=found.stages, latency=now - found.submitted))
+            return
+        follow_up = Request(
+            id=request.id, expert=following, arrival=now, stage=request.stage + 1, deadline=found.deadline
+        )
         try:
-            while (item := self._batches[index].get()) is not None:
-                if isinstance(item, Batch):
-                    self._run_batch(index, item)
-                else:
-                    item()
-        except BaseException:  # what a batch's own errors are not: the thread ends
-            self._die(index)
+            self._ask(found, follow_up)
+        except (ServingError, ValueError) as error:
+            self._end(request.id, error)
 
-    def _run_batch(self, index: int, batch: Batch) -> None:
-        begun = self._clock()
-        judgements, error = [], None
-        try:
-            judgements = self._judge(index, batch)
-        except Exception as raised:
-            error = raised
-        with self._deciding():
-            now = self._clock()
-            self.times.running += now - begun
-            if error is None:
-                self._profiles.note_batch(self._cost_key(index, batch.expert), len(batch.requests), now - begun)
-            self._end(self._manage(self.scheduler.executed, batch, now, error))
-            for request, judgement in zip(batch.requests if not error else (), judgements, strict=True):
-                stage = Stage(
-                    expert=batch.expert,
-                    judgement=judgement,
-                    executor=self.scheduler.executors[index].config.name,
-                    batch=len(batch.requests),
-                    waited=begun - request.arrival,
-                    seconds=now - begun,
-                )
-                self._follow(request, stage, now)
-            self._begin(now)
+    def _fail(self, failures: Sequence[Failure]) -> None:
+        for failure in failures:
+            self._end(failure.request.id, failure.error)
+
+    def _end(self, number: int, outcome: Result | Exception) -> None:
+        if (found := self._inputs.pop(number, None)) is not None:
+            self.loop.end(found, outcome)
+
+    # -- batches, in their lanes --
 
     def _cost_key(self, index: int, expert: str) -> tuple[str, str]:
         """Which profile says what an expert costs on an executor."""
         return self.scheduler.graph.experts[expert].architecture, self.scheduler.executors[index].config.processor
 
-    def _judge(self, index: int, batch: Batch) -> Sequence[Judgement]:
+    def _judge(self, batch: Batch) -> Sequence[Judgement]:
         """The answers of a batch; if the device has too little memory, of its halves."""
-        expert, device = self._experts[batch.expert], self._devices[index]
+        expert, device = self._experts[batch.expert], self._devices[batch.executor]
         programs = self._programs[expert.architecture, device]
-        leaves = self._loader.leaves(self.scheduler.executors[index].pool.index, batch.expert)
-        with self._lock:
+        leaves = self._loader.leaves(self.scheduler.executors[batch.executor].pool.index, batch.expert)
+        with self.loop.lock:
             values = [self._inputs[r.id].value if r.id in self._inputs else None for r in batch.requests]
         values = [np.zeros(expert.kind.shape, expert.kind.dtype) if value is None else value for value in values]
 
@@ -402,23 +340,3 @@ class Executors:
             log.warning("a batch of %d does not fit the device; it runs in halves", len(values))
             half = len(values) // 2
             return judge(values[:half]) + judge(values[half:])
-
-    def _follow(self, request: Request, stage: Stage, now: float) -> None:
-        """Have the next expert judge the input, if its rules say so; otherwise it is done."""
-        found = self._inputs.get(request.id)
-        if found is None or found.future.cancelled():  # nobody waits for what would follow
-            self._finish(request.id, ShutdownError("cancelled"))
-            return
-        found.stages += (stage,)
-        following = self.scheduler.graph.next(request.expert, stage.judgement.verdict)
-        if following is None:
-            self._finish(request.id, Result(stages=found.stages, latency=now - found.submitted))
-            return
-        follow_up = Request(
-            id=request.id, expert=following, arrival=now, stage=request.stage + 1, deadline=found.deadline
-        )
-        try:
-            self._submit(follow_up, now)
-            found.request = follow_up
-        except CollaborationError as error:
-            self._finish(request.id, error)

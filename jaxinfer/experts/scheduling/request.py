@@ -1,7 +1,6 @@
 """Requests, and what executors are told to do with them."""
 
 import dataclasses
-from typing import Any
 
 from jaxinfer.experts.scheduling.profile import Tier
 
@@ -15,7 +14,6 @@ class Request:
       stage: 0 for the first expert.
       expert: its name.
       arrival: when the scheduler got it, in seconds of its clock.
-      payload: the input; the scheduler never looks at it.
       deadline: by when its expert must have begun.
       latency: the additional inference latency that it was predicted to cost (paper section 4.2).
       requeued: whether its executor could not run it, so that another one got it.
@@ -25,7 +23,6 @@ class Request:
     expert: str
     arrival: float
     stage: int = 0
-    payload: Any = None
     deadline: float | None = None
     latency: float = 0.0
     requeued: bool = False

@@ -12,12 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxinfer.experts.errors import (
-    CollaborationError,
-    DeadlineExceededError,
     ExecutorDiedError,
     InsufficientMemoryError,
     LoadError,
-    OverloadedError,
 )
 from jaxinfer.experts.scheduling.assignment import assign
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig, ExecutorState
@@ -27,6 +24,7 @@ from jaxinfer.experts.scheduling.policy import Policy
 from jaxinfer.experts.scheduling.profile import Profile, Profiles
 from jaxinfer.experts.scheduling.queue import Group
 from jaxinfer.experts.scheduling.request import Action, Batch, Failure, Load, Request
+from jaxinfer.serving.errors import DeadlineExceededError, FailedError, OverloadedError
 
 MAX_PADDING = 0.25
 FIRST_BACK_OFF = 1.0
@@ -387,7 +385,7 @@ class Scheduler:
 
     # -- what goes wrong --
 
-    def _why_none(self, expert: ExpertInfo, now: float) -> CollaborationError:
+    def _why_none(self, expert: ExpertInfo, now: float) -> FailedError:
         """Why no executor can run an expert now."""
         alive = [x for x in self.executors if x.alive]
         found = [self._quarantined.get((expert.name, x.pool.index)) for x in alive]
@@ -421,7 +419,7 @@ class Scheduler:
         for request in requests:
             if not request.requeued:
                 request.requeued = True
-                with contextlib.suppress(CollaborationError):
+                with contextlib.suppress(FailedError):
                     self._assign(request, self.graph.experts[request.expert], now)
                     continue
             failed.append(request)

@@ -10,9 +10,8 @@ from typing import Any, Self, Unpack, overload
 
 import numpy as np
 
-from jaxinfer.generation.api.embedder import Embedder
 from jaxinfer.generation.api.embedding import pooling_requests
-from jaxinfer.generation.api.llm import LLM
+from jaxinfer.generation.api.loading import load_decoder, load_encoder
 from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages, check_options
 from jaxinfer.generation.engine.driver import Driver
 from jaxinfer.generation.engine.pending import EngineGenerateError, OutputReader, PendingRequest
@@ -50,8 +49,10 @@ class AsyncLLM:
 
     def __init__(self, path: str | Path, *, max_requests: int = 1024, **options: Any):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
-        loaded = (LLM if Description.read(path).kind == "decoder" else Embedder)(path, **options)
+        load = load_decoder if Description.read(path).kind == "decoder" else load_encoder
+        loaded = load(path, **options)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.memory, self.placement, self.streaming = loaded.memory, loaded.placement, loaded.streaming
         self._engine = loaded.engine
         self._engine.compile_ahead()
         self._driver = Driver(self._engine, max_requests=max_requests)

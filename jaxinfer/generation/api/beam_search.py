@@ -24,7 +24,6 @@ from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.fields import AtLeast1, check_fields, shown
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import MAX_LOGPROBS, SamplingParams, StopTokenIds
-from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.text import Prompt
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
@@ -33,7 +32,6 @@ MAX_LENGTH_PENALTY = 10.0
 _BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH, description=f"an integer in [1, {MAX_BEAM_WIDTH}]")]
 
 
-@renamed(width="beam_width", stop_ids="stop_token_ids")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """How to search for the likeliest continuations of a prompt.

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.buckets import EncoderBuckets
-from jaxinfer.generation.engine.config import EngineConfig, EngineOptions
+from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.input import InputProcessor
@@ -36,14 +36,11 @@ from sharding import MeshFile
 
 _Processors = Annotated[dict[str, Any], Meta(description="a dict of functions by name")]
 
-COST_OPTIONS = ("page_size", "chunk_size", "kv_dtype", "max_adapters", "max_lora_rank", "level", "kernels")
-"""The fields of `EngineConfig` that decide how long programs of the same sizes take."""
-
 
 def build_engine(
     model: LoadedModel,
     tokenizer: Tokenizer | None,
-    config: EngineConfig,
+    config: SharedConfig,
     *,
     num_pages: int = 0,
     max_chunks: int | None = None,
@@ -69,12 +66,13 @@ def build_engine(
     if costs is None:
         costs = open_costs(model, config, tuple(processors)) if clock is time.perf_counter else Costs()
     if isinstance(model.config, EncoderConfig):
+        assert isinstance(config, EncoderEngineConfig)
         shapes = EncoderBuckets.of(config)
         scheduler = EncoderScheduler(config, shapes)
         runs_encoder = EncoderChainExecutor if isinstance(model, StreamedModel) else EncoderExecutor
         executor = runs_encoder(model, config, shapes, clock=clock, costs=costs)
     else:
-        config.check("level", config.level == 0, "0 for a decoder: only an encoder's tokens can be merged")
+        assert isinstance(config, EngineConfig)
         if config.max_adapters:
             sizes = config.max_adapters, config.max_lora_rank, config.adapter_bytes
             original = model.description.config
@@ -136,15 +134,15 @@ def split_options(options: ModelOptions, mesh: AnyMesh, *, owner: str) -> tuple[
     return cast(EngineOptions, engine), MemoryConfig.of(cast(MemoryOptions, memory))
 
 
-def place_model(
+def place_model[Config: SharedConfig](
     opened: OpenedModel,
-    config: EngineConfig,
+    config: Config,
     memory: MemoryConfig,
     *,
     costs: Costs,
     cache_bytes: int | None = None,
     given: Collection[str] = (),
-) -> tuple[LoadedModel, EngineConfig]:
+) -> tuple[LoadedModel, Config]:
     """The model, all of it on its devices or streamed to them; and the engine's sizes that it can run.
 
     Args:
@@ -156,18 +154,18 @@ def place_model(
     if placement is None:
         return opened.load(), config
     for name, only in (("max_decode_passes", 1), ("level", 0)):
-        if name in given and (value := getattr(config, name)) != only:
+        if name in given and (value := getattr(config, name, only)) != only:
             raise ValueError(
                 f"{name}={value} needs all weights on the devices, and weights={memory.weights!r} streams them: "
                 f"leave it {only}."
             )
     model = stream_model(opened, placement, memory.layer_files)
-    if isinstance(opened.config, DecoderConfig):  # the host drives each pass through the layers: a step is one pass
+    if isinstance(config, EngineConfig):  # the host drives each pass through the layers: a step is one pass
         config = dataclasses.replace(config, max_decode_passes=1)
     return model, config
 
 
-def open_costs(model: OpenedModel, config: EngineConfig, logits_processors: Iterable[str] = ()) -> Costs:
+def open_costs(model: OpenedModel, config: SharedConfig, logits_processors: Iterable[str] = ()) -> Costs:
     """The record of a model's programs that is kept on disk, under all that decides how long they take.
 
     What only says which programs there are, or how large arrays are of which a step reads a part (the number of pages,
@@ -179,7 +177,7 @@ def open_costs(model: OpenedModel, config: EngineConfig, logits_processors: Iter
             "config": str(model.description.config),
             "weights": str(model.weights),
             "mesh": "" if model.mesh is None else f"{dict(model.mesh.shape)} {model.rules}",
-            "options": ", ".join(f"{name}={getattr(config, name)}" for name in COST_OPTIONS),
+            "options": ", ".join(f"{name}={value}" for name, value in config.deciding_costs.items()),
             "logits_processors": ", ".join(logits_processors),
         },
     )

@@ -7,45 +7,26 @@ from typing import Unpack
 import numpy as np
 
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from jaxinfer.generation.api.build import (
-    ModelOptions,
-    build_engine,
-    check_processors,
-    open_costs,
-    place_model,
-    split_options,
-)
+from jaxinfer.generation.api.build import ModelOptions
 from jaxinfer.generation.api.embedding import embed
+from jaxinfer.generation.api.loading import load_decoder
 from jaxinfer.generation.chat_template import ChatOptions, Messages
-from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.view import RequestView
-from jaxinfer.generation.execution.chain import ChainExecutor
-from jaxinfer.generation.execution.memory import plan_memory
+from jaxinfer.generation.execution.memory import MemoryPlan
 from jaxinfer.generation.fields import AtLeast1, check
-from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
-from jaxinfer.generation.renamed import renamed
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
-from jaxinfer.generation.text import Prompt, Tokenizer, as_list, encode_chat
-from jaxinfer.models import DecoderConfig
-from jaxinfer.models.devices import AnyMesh, build_mesh, open_mesh
-from jaxinfer.models.loading import open_model
+from jaxinfer.generation.text import Prompt, as_list, encode_chat
+from jaxinfer.models.devices import AnyMesh
 from jaxinfer.streaming.config import Placement
-from jaxinfer.streaming.model import StreamedModel
 from jaxinfer.streaming.statistics import StreamingStatistics
 from sharding import ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
 
 
-@renamed(
-    draft_tokens="num_speculative_tokens",
-    processors="logits_processors",
-    piece_tokens="chunk_size",
-    max_decode_steps="max_decode_passes",
-)
 class LLM:
     """A decoder-only model, ready to generate.
 
@@ -63,9 +44,8 @@ class LLM:
       cache_bytes: memory for keys and values; None: as `memory.plan_memory` finds.
       adapters: LoRA adapters (PEFT folders) by the name that `SamplingParams.adapter` gives.
       logits_processors: `sampler.LogitsProcessor`s by the name that `SamplingParams.logits_processors` gives.
-      options: `EngineOptions`: page_size, token_budget, chunk_size, max_decode_passes, num_speculative_tokens,
-        prefix_caching, kv_dtype, max_adapters, max_lora_rank, adapter_bytes, overlap, kernels; and `MemoryOptions`:
-        weights ("device", "host", "disk", "auto"), device_memory, host_memory, prefetch, layer_files.
+      options: `EngineOptions` (generation/engine/config.py) and `MemoryOptions` (streaming/config.py), such as
+        page_size, num_speculative_tokens and weights.
 
     Raises ValueError naming what is wrong and how to fix it, and MemoryError if the weights do not fit, both before
     any weight is read.
@@ -89,54 +69,36 @@ class LLM:
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **options: Unpack[ModelOptions],
     ):
-        if max_batch < 1:
-            raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
-        logits_processors = check_processors(logits_processors)
-        mesh = open_mesh(mesh)
-        engine_options, memory = split_options(options, mesh, owner="LLM")
-        mesh, rules = build_mesh(mesh, rules)
-        opened = open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
-        model = opened.transformer
-        if not isinstance(model, DecoderConfig):
-            raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
-        if context is not None and not 1 < context <= model.context:
-            raise ValueError(f"LLM.context must be in [2, {model.context}] for this model, got {context}.")
-        if adapters:
-            engine_options.setdefault("max_adapters", min(len(adapters), 8))
-            rank = max(AdapterInfo.read(folder).rank for folder in adapters.values())
-            engine_options.setdefault("max_lora_rank", rank)
-            if engine_options.get("max_adapters") == 0:
-                raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
-        config = EngineConfig(max_batch=max_batch, context=context or model.context, **engine_options)
-        costs = open_costs(opened, config, logits_processors)
-        self.model, config = place_model(
-            opened, config, memory, costs=costs, cache_bytes=cache_bytes, given=options.keys()
-        )
-        self.tokenizer = Tokenizer.of(self.model.folder)
-        self.memory = plan_memory(self.model, config, cache_bytes=cache_bytes, device_memory=memory.device_memory)
-        self.engine = build_engine(
-            self.model,
-            self.tokenizer,
-            config,
-            num_pages=self.memory.num_pages,
-            max_chunks=self.memory.max_chunks,
+        self._loaded = load_decoder(
+            path,
+            mesh=mesh,
+            dtype=dtype,
+            quantize=quantize,
+            rules=rules,
+            max_batch=max_batch,
+            context=context,
+            cache_bytes=cache_bytes,
+            adapters=adapters,
             logits_processors=logits_processors,
-            costs=costs,
+            **options,
         )
-        for name, folder in (adapters or {}).items():
-            assert self.engine.adapters is not None
-            self.engine.adapters.register(name, folder)
+        self.engine, self.model, self.tokenizer = self._loaded.engine, self._loaded.model, self._loaded.tokenizer
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """How memory is divided."""
+        assert self._loaded.memory is not None, "a decoder has a cache"
+        return self._loaded.memory
 
     @property
     def placement(self) -> Placement | None:
         """Where each layer is, and why; None if all are on the devices."""
-        return self.model.placement if isinstance(self.model, StreamedModel) else None
+        return self._loaded.placement
 
     @property
     def streaming(self) -> StreamingStatistics | None:
         """What bringing layers was seen to take; None if all are on the devices."""
-        executor = self.engine.executor
-        return executor.prefetcher.statistics if isinstance(executor, ChainExecutor) else None
+        return self._loaded.streaming
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """A request that `generate` and `stream` take in place of a prompt: tokenised and checked once.
@@ -160,7 +122,6 @@ class LLM:
             pass
         return [RequestView(sequences).output() for sequences in groups]
 
-    @renamed(max_steps="max_passes")
     def stream(
         self,
         prompts: Prompt | Request | Sequence[Prompt | Request],

@@ -5,13 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Sizes
 
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig
 from jaxinfer.generation.engine.request import Sequence
 
 SMALLEST_PAGE_TABLE = 8
 SMALLEST_LENGTH = 16
-ENCODER_OPTIONS = ("max_batch", "context", "token_budget", "overlap", "level", "kernels")
-"""The fields of `EngineConfig` that mean something to an encoder."""
 
 
 def round_up(size: int, sizes: Sizes[int]) -> int:
@@ -127,12 +125,8 @@ class EncoderBuckets:
     token_budget: int
 
     @classmethod
-    def of(cls, config: EngineConfig) -> "EncoderBuckets":
-        """The buckets of an engine. Raises ValueError for options that only decoders have."""
-        for field in dataclasses.fields(config):
-            if field.name not in ENCODER_OPTIONS and (value := getattr(config, field.name)) != field.default:
-                known = ", ".join(ENCODER_OPTIONS)
-                raise ValueError(f"EngineConfig.{field.name}={value!r} is for decoders; an encoder takes {known}.")
+    def of(cls, config: EncoderEngineConfig) -> "EncoderBuckets":
+        """The buckets of an engine."""
         return cls(
             lengths=powers(4, min(SMALLEST_LENGTH, config.context), config.context),
             rows=powers(2, 1, config.max_batch),

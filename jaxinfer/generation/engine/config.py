@@ -2,17 +2,16 @@
 
 import dataclasses
 import operator
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypedDict
 
 import numpy as np
-
-from jaxinfer.generation.renamed import renamed
 
 KV_DTYPES = ("int8",)
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of `EngineConfig` that `LLM` and `Embedder` take as options."""
+    """What `LLM` and `Embedder` take as options: the fields of `EngineConfig` and `EncoderEngineConfig`."""
 
     page_size: int
     """Tokens in a page of the KV cache."""
@@ -42,15 +41,13 @@ class EngineOptions(TypedDict, total=False):
     """Whether operations run as the kernels of `pallas_kernels` where a GPU takes them; else as plain XLA."""
 
 
-@renamed(
-    slots="max_batch",
-    piece_tokens="chunk_size",
-    draft_tokens="num_speculative_tokens",
-    max_decode_steps="max_decode_passes",
-)
+_COSTS = {"costs": True}
+"""Of the fields that decide how long programs of the same sizes take."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How many requests an engine holds, and in what portions it runs them.
+class SharedConfig:
+    """What engines on decoders and on encoders have in common.
 
     Attributes:
       max_batch: how many sequences can run at once.
@@ -58,40 +55,39 @@ class EngineConfig:
       others: see `EngineOptions`.
     """
 
+    kind: ClassVar[str]
     max_batch: int
     context: int
-    page_size: int = 16
-    token_budget: int = 512
-    chunk_size: int = 32
-    max_decode_passes: int = 16
-    num_speculative_tokens: int = 0
-    prefix_caching: bool = True
-    kv_dtype: str | None = None
-    max_adapters: int = 0
-    max_lora_rank: int = 16
-    adapter_bytes: int = 1 << 30
+    token_budget: int
     overlap: bool = True
-    level: int = 0
-    kernels: bool = True
+    kernels: bool = dataclasses.field(default=True, metadata=_COSTS)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], *, max_batch: int, context: int) -> Self:
+        """From what a user has given. Raises ValueError for options of the other kind of model, unless they are off."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for other in (EngineConfig, EncoderEngineConfig):
+            for field in dataclasses.fields(other):
+                name, value = field.name, options.get(field.name, field.default)
+                if name not in known and value != field.default:
+                    raise ValueError(
+                        f"{name}={value!r} is for {other.kind}s; this {cls.kind} takes {', '.join(known)}."
+                    )
+        own = {name: value for name, value in options.items() if name in known}
+        return cls(max_batch=max_batch, context=context, **own)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if field.type in (int, bool):
                 object.__setattr__(self, field.name, self._plain(field.name, field.type))
-        for name in ("max_batch", "page_size", "token_budget", "chunk_size", "max_decode_passes", "max_lora_rank"):
+        for name in ("max_batch", "token_budget"):
             self.check(name, getattr(self, name) >= 1, ">= 1")
-        self.check("token_budget", self.token_budget >= self.chunk_size, f">= chunk_size={self.chunk_size}")
         self.check("context", self.context >= 2, ">= 2")
-        speculative = 0 <= self.num_speculative_tokens < self.context
-        self.check("num_speculative_tokens", speculative, f"in [0, {self.context})")
-        self.check("max_adapters", self.max_adapters >= 0, ">= 0")
-        self.check("level", self.level <= 0, "<= 0: prompts are for tasks of images (jaxinfer.elastic)")
-        self.check("kv_dtype", self.kv_dtype in (None, *KV_DTYPES), f"None or one of {KV_DTYPES}")
 
     @property
-    def pages_per_sequence(self) -> int:
-        """Pages of a sequence as long as the context."""
-        return -(-self.context // self.page_size)
+    def deciding_costs(self) -> dict[str, Any]:
+        """The fields that decide how long programs of the same sizes take."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
 
     def _plain(self, name: str, kind: type[int]) -> int:
         """The value of a field as an int or a bool of Python; numpy's are taken, since they mean the same."""
@@ -112,4 +108,49 @@ class EngineConfig:
             raise self._error(name, wanted)
 
     def _error(self, name: str, wanted: str) -> ValueError:
-        return ValueError(f"EngineConfig.{name} must be {wanted}, got {getattr(self, name)!r}.")
+        return ValueError(f"{type(self).__name__}.{name} must be {wanted}, got {getattr(self, name)!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(SharedConfig):
+    """How many requests an engine on a decoder holds, and in what portions it runs them; see `EngineOptions`."""
+
+    kind = "decoder"
+    token_budget: int = 512
+    page_size: int = dataclasses.field(default=16, metadata=_COSTS)
+    chunk_size: int = dataclasses.field(default=32, metadata=_COSTS)
+    max_decode_passes: int = 16
+    num_speculative_tokens: int = 0
+    prefix_caching: bool = True
+    kv_dtype: str | None = dataclasses.field(default=None, metadata=_COSTS)
+    max_adapters: int = dataclasses.field(default=0, metadata=_COSTS)
+    max_lora_rank: int = dataclasses.field(default=16, metadata=_COSTS)
+    adapter_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("page_size", "chunk_size", "max_decode_passes", "max_lora_rank"):
+            self.check(name, getattr(self, name) >= 1, ">= 1")
+        self.check("token_budget", self.token_budget >= self.chunk_size, f">= chunk_size={self.chunk_size}")
+        speculative = 0 <= self.num_speculative_tokens < self.context
+        self.check("num_speculative_tokens", speculative, f"in [0, {self.context})")
+        self.check("max_adapters", self.max_adapters >= 0, ">= 0")
+        self.check("kv_dtype", self.kv_dtype in (None, *KV_DTYPES), f"None or one of {KV_DTYPES}")
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages of a sequence as long as the context."""
+        return -(-self.context // self.page_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderEngineConfig(SharedConfig):
+    """How many texts an engine on an encoder embeds at once; see `EngineOptions`. Its budget counts padding too."""
+
+    kind = "encoder"
+    token_budget: int = 4096
+    level: int = dataclasses.field(default=0, metadata=_COSTS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("level", self.level <= 0, "<= 0: prompts are for tasks of images (jaxinfer.elastic)")

@@ -4,7 +4,7 @@ import itertools
 
 from jaxinfer.generation.engine.batch import Batch, Chunk, StepOutput
 from jaxinfer.generation.engine.buckets import EncoderBuckets
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EncoderEngineConfig
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import check_context, queue_order
 from jaxinfer.generation.engine.waiting import WaitingQueue
@@ -15,7 +15,7 @@ class EncoderScheduler:
 
     needs_host_sync = False  # no step needs what the one before has found
 
-    def __init__(self, config: EngineConfig, buckets: EncoderBuckets):
+    def __init__(self, config: EncoderEngineConfig, buckets: EncoderBuckets):
         self._context, self._buckets = config.context, buckets
         self._orders: dict[Sequence, tuple[int, int]] = {}  # of those that wait or run
         self._waiting = self._queues()

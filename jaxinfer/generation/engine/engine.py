@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from jaxinfer.compiled import Origin
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.protocols import Clock, Executor, InFlightStep, Scheduler
@@ -42,7 +42,7 @@ class Engine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: SharedConfig,
         inputs: InputProcessor,
         scheduler: Scheduler,
         executor: Executor,
@@ -62,7 +62,7 @@ class Engine:
         self._origin = Origin("This model")
 
     @property
-    def config(self) -> EngineConfig:
+    def config(self) -> SharedConfig:
         """The engine's sizes, which cannot be changed."""
         return self._config
 

@@ -1,11 +1,12 @@
 """What all executors have in common: programs, and the record of what they cost."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 
 from jaxinfer.compiled import Costs, DeviceTime, ExecutableStore, ProgramCache, ProgramSpec
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.execution.platforms import can_overlap
 from jaxinfer.models.loading import LoadedModel
@@ -30,8 +31,8 @@ class BaseExecutor[Buckets]:
     def __init__(
         self,
         model: LoadedModel,
-        config: EngineConfig,
-        specs: Iterable[ProgramSpec[Buckets]],
+        config: SharedConfig,
+        specs: Iterable[ProgramSpec[Any, Buckets]],
         clock: Clock,
         costs: Costs,
     ):

@@ -14,13 +14,23 @@ import numpy as np
 from jaxinfer.compiled import Costs, Program, ProgramSpec
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import chain, chain_programs
+from jaxinfer.generation.execution.programs.chain import (
+    EncoderEnter,
+    EncoderLayer,
+    EncoderLeave,
+    Enter,
+    Layer,
+    Leave,
+    Pass,
+    Propose,
+)
 from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.programs.verification import DecodeOutput, Speculation
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
@@ -37,14 +47,15 @@ class _Slice:
     """A part of a batch on its way through the layers.
 
     Attributes:
-      batch: it. sizes: of its programs.
+      batch: it.
+      sizes: of its programs.
       inputs: its chunks, rows, bitmask and speculative tokens.
       groups: its tokens.
       x: [N, D], what the last layer that ran has given.
     """
 
     batch: Batch
-    sizes: dict[str, int]
+    sizes: Pass
     inputs: tuple[Chunks | None, Rows, Any, Speculation | None]
     groups: tuple[TokenRows, ...]
     x: jax.Array
@@ -91,7 +102,7 @@ class ChainExecutor(DecoderExecutor):
         self.depth = 0
         self.prefetcher = self._layers.prefetcher
 
-    def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+    def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
         return chain_programs(layout, self._layers.ranges)
 
     def _give_up(self) -> None:
@@ -107,18 +118,18 @@ class ChainExecutor(DecoderExecutor):
         for layers, leaves in self._layers:
             at, adapters = layers.layers, None if self._adapters is None else self._adapters[layers.layers]
             for part in slices:
-                program = self.programs.get("layer", kind=layers.kind, layers=layers.count, **part.sizes)
+                program = self.programs.get(Layer.of_kind(part.sizes, layers.kind, layers.count))
                 part.x, caches[at] = self._in_turn(program(leaves, adapters, caches[at], part.x, part.groups))
             self.prefetcher.computing(caches[layers.first].k, layers.count)  # what is waited for must not be donated
         outputs = [self._leave(part) for part in slices]
-        return self.programs.get("leave", **slices[0].sizes), outputs
+        return self.programs.get(Leave.of(slices[0].sizes)), outputs
 
-    def _sizes(self, batch: Batch) -> dict[str, int]:
+    def _sizes(self, batch: Batch) -> Pass:
         """Those of the programs of a plain pass over a batch."""
         buckets = self._packer.buckets
         count = round_up(len(batch.chunks), buckets.chunks) if batch.chunks else 0
         size = round_up(len(batch.rows), buckets.prefill_rows if count else buckets.decode_rows)
-        return {"chunks": count, "batch": size, "speculative": 0, "pages": self._packer.page_table_width(batch)}
+        return Pass(chunks=count, batch=size, speculative=0, pages=self._packer.page_table_width(batch))
 
     def _slices(self, batch: Batch) -> list[Batch]:
         """Parts of a batch whose activations fit, for each of which a layer runs; the first has the rows."""
@@ -132,24 +143,25 @@ class ChainExecutor(DecoderExecutor):
     def _enter(self, batch: Batch) -> "_Slice":
         """The embeddings of a batch's tokens."""
         sizes = self._sizes(batch)
-        chunks, rows, bitmask = self._inputs(batch, sizes)
+        chunks, rows, bitmask = self._inputs(batch, sizes.chunks, sizes.batch, sizes.pages)
         guess = self._propose(batch, rows) if batch.num_speculative_tokens else None
-        sizes["speculative"] = 0 if guess is None else batch.num_speculative_tokens
-        program = self.programs.get("enter", **sizes)
+        if guess is not None:
+            sizes = dataclasses.replace(sizes, speculative=batch.num_speculative_tokens)
+        program = self.programs.get(Enter.of(sizes))
         x, groups = self._in_turn(program(self._layout.leaves, self._state.slots, chunks, rows, guess))
         return _Slice(batch, sizes, (chunks, rows, bitmask, guess), groups, x)
 
     def _propose(self, batch: Batch, rows: Rows) -> Speculation | None:
         """The speculative tokens of the rows; None if there are none, since a plain pass computes less."""
         size = len(rows.slot)
-        program = self.programs.get("propose", batch=size, speculative=batch.num_speculative_tokens)
+        program = self.programs.get(Propose(batch=size, speculative=batch.num_speculative_tokens))
         limits = self._packer.speculation_limits(batch.rows, size)
         guess: Speculation = program(self._state.slots, rows.slot, limits)
         return guess if np.any(np.asarray(guess.num_tokens)) else None
 
     def _leave(self, part: "_Slice") -> PrefillOutput | DecodeOutput:
         """The next tokens, put into their slots."""
-        program = self.programs.get("leave", **part.sizes)
+        program = self.programs.get(Leave.of(part.sizes))
         found = program(self._layout.leaves, self._state.slots, part.x, part.groups, *part.inputs)
         slots, output = self._in_turn(found)
         self._state = self._state._replace(slots=slots)
@@ -168,7 +180,7 @@ class ChainExecutor(DecoderExecutor):
         chunks: list[SequenceOutput] = []
         rows: list[SequenceOutput] = []
         for part, output in zip(self._slices(step.batch), outputs, strict=True):
-            found = read_prefill(part, output, padded_chunks=self._sizes(part)["chunks"])
+            found = read_prefill(part, output, padded_chunks=self._sizes(part).chunks)
             chunks += found[: len(part.chunks)]
             rows += found[len(part.chunks) :]
         return StepOutput(outputs=chunks + rows)
@@ -184,14 +196,16 @@ class EncoderChainExecutor(EncoderExecutor):
     _recorded_as = "pass"
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
+        self, model: LoadedModel, config: EncoderEngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
         self._layers = _Layers(model, costs)
         super().__init__(model, config, buckets, clock=clock, costs=costs)
         self.depth = 0
         self.prefetcher = self._layers.prefetcher
 
-    def _specs(self, model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+    def _specs(
+        self, model: LoadedModel, config: EncoderEngineConfig
+    ) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
         assert isinstance(model, StreamedModel)
         return chain.encoder_specs(model)
 
@@ -205,14 +219,16 @@ class EncoderChainExecutor(EncoderExecutor):
         self.prefetcher.close()
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[Program, jax.Array]:
-        sizes = {"batch": tokens.shape[0], "tokens": tokens.shape[1]}
-        x: Any = self._in_turn(self.programs.get("enter", **sizes)(self._leaves, tokens, positions))
+        rows, length = tokens.shape
+        enter = self.programs.get(EncoderEnter(batch=rows, tokens=length))
+        x: Any = self._in_turn(enter(self._leaves, tokens, positions))
         groups = (TokenRows(tokens, positions),)  # type: ignore[arg-type]  # numpy until sent
         for layers, leaves in self._layers:
-            program = self.programs.get("layer", kind=layers.kind, layers=layers.count, **sizes)
+            sizes = EncoderLayer(batch=rows, tokens=length, kind=layers.kind, layers=layers.count)
+            program = self.programs.get(sizes)
             x = self._in_turn(program(leaves, x, groups))
             self.prefetcher.computing(x, layers.count)
-        program = self.programs.get("leave", **sizes)
+        program = self.programs.get(EncoderLeave(batch=rows, tokens=length))
         return program, program(self._leaves, x, positions)
 
     def collect(self, step: InFlightStep) -> StepOutput:

@@ -17,7 +17,11 @@ from jaxinfer.generation.execution.base import BaseExecutor
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import ALL_TOKENS, Packer
 from jaxinfer.generation.execution.programs import decoder_programs, zeros
-from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
+from jaxinfer.generation.execution.programs.admit import Admit
+from jaxinfer.generation.execution.programs.copy_pages import CopyPages
+from jaxinfer.generation.execution.programs.decode import Decode
+from jaxinfer.generation.execution.programs.place_adapter import PlaceAdapter
+from jaxinfer.generation.execution.programs.prefill import Chunks, Prefill
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
 from jaxinfer.generation.execution.state import DeviceState, Rows
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
@@ -54,17 +58,21 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         super().__init__(model, config, self._specs(self._layout), clock, costs.all)
         self._pass_costs = costs
         self._packer = Packer(self._layout, buckets, logits_processors)
-        self._empty_state = zeros.spec(self._layout.state).compile({}, mesh=model.mesh, store=self.store)
+        self._empty_state = self._zeros(self._layout.state)
         self._state: DeviceState = self._empty_state()
         self._restarting = False  # whether `restart` has begun and not ended
         self._adapters: list[LayerAdapters] | None = None
         if config.max_adapters:
-            self._adapters = zeros.spec(self._layout.adapters).compile({}, mesh=model.mesh, store=self.store)()
+            self._adapters = self._zeros(self._layout.adapters)()
         self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
 
-    def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+    def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
         """All programs there are."""
         return decoder_programs(layout)
+
+    def _zeros(self, shapes: Any) -> Program:
+        """The program that makes arrays of these shapes."""
+        return zeros.spec(shapes).compile(zeros.Zeros(), mesh=self._layout.mesh, store=self.store)
 
     def restart(self) -> None:
         """Begin with an empty state, after a step that failed may have destroyed it.
@@ -89,7 +97,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         """
         buckets = self._packer.buckets
         if sequences is not None:
-            buckets = buckets.reachable(list(sequences), self.config, num_pages=self._layout.num_pages)
+            buckets = buckets.reachable(list(sequences), self._layout.engine, num_pages=self._layout.num_pages)
         missing = self.programs.compile_ahead(buckets)
         if missing and (workspace := self.workspace_bytes) > (free := available_bytes(self._layout.mesh)):
             raise MemoryError(
@@ -103,12 +111,14 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         if self._restarting:
             self.restart()
         for index, adapter in batch.adapter_uploads:  # steps in flight keep the arrays they were given
-            place, layers = self.programs.get("place_adapter"), self._layout.adapter_layers(adapter)
+            place, layers = self.programs.get(PlaceAdapter()), self._layout.adapter_layers(adapter)
             self._adapters = place(self._adapters, np.int32(index - 1), layers)
         if batch.copies:
-            self._update("copy_pages", *self._packer.copies(batch.copies))
+            source, target = self._packer.copies(batch.copies)
+            self._update(CopyPages(count=len(source)), source, target)
         if batch.admissions:
-            self._update("admit", *self._packer.admissions(batch.admissions))
+            slot, requests = self._packer.admissions(batch.admissions)
+            self._update(Admit(count=len(slot)), slot, requests)
         launched = self._clock()
         program, output = self._run(batch)
         for array in jax.tree.leaves(output):
@@ -121,19 +131,19 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         self._state, output = program(self._layout.leaves, self._adapters, self._state, *inputs)
         return program, only_asked(batch, output)
 
-    def _update(self, name: str, first: np.ndarray, second: Any) -> None:
-        """Change the state by a program of this name, for as many items as the arrays have."""
-        self._state = self.programs.get(name, count=len(first))(self._state, first, second)
+    def _update(self, sizes: Sizes, *inputs: Any) -> None:
+        """Change the state by the program of these sizes."""
+        self._state = self.programs.get(sizes)(self._state, *inputs)
 
     def _prefill(self, batch: Batch) -> tuple[Program, tuple[Any, ...]]:
         buckets = self._packer.buckets
         count, size = round_up(len(batch.chunks), buckets.chunks), round_up(len(batch.rows), buckets.prefill_rows)
-        sizes = {"chunks": count, "batch": size, "pages": self._packer.page_table_width(batch)}
-        return self.programs.get("prefill", **sizes), self._inputs(batch, sizes)
+        width = self._packer.page_table_width(batch)
+        program = self.programs.get(Prefill(chunks=count, batch=size, pages=width))
+        return program, self._inputs(batch, count, size, width)
 
-    def _inputs(self, batch: Batch, sizes: Sizes) -> tuple[Chunks | None, Rows, Any]:
-        """A batch's chunks (None for none), rows and bitmask, padded to these sizes."""
-        count, size, width = sizes["chunks"], sizes["batch"], sizes["pages"]
+    def _inputs(self, batch: Batch, count: int, size: int, width: int) -> tuple[Chunks | None, Rows, Any]:
+        """A batch's chunks (None for none), rows and bitmask, padded to `count` chunks and `size` rows."""
         parts = [*batch.chunks, *[None] * (count - len(batch.chunks)), *batch.rows]
         chunks = self._packer.chunks(batch.chunks, count, width) if count else None
         return chunks, self._packer.rows(batch.rows, size, width), self._bitmask(parts, count + size)
@@ -142,7 +152,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         width, speculative = self._packer.page_table_width(batch), batch.num_speculative_tokens
         size = round_up(len(batch.rows), self._packer.buckets.decode_rows)
         rows, limits = self._packer.rows(batch.rows, size, width), self._packer.speculation_limits(batch.rows, size)
-        program = self.programs.get("decode", batch=size, speculative=speculative, pages=width)
+        program = self.programs.get(Decode(batch=size, speculative=speculative, pages=width))
         return program, (rows, self._bitmask(list(batch.rows), size), np.int32(batch.passes), limits)
 
     def _bitmask(self, parts: list[Chunk | DecodeRow | None], count: int) -> Any:
@@ -160,9 +170,9 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         batch, program = step.batch, step.program
         output = jax.device_get(step.output)
         seconds = self._seconds(step)
-        if isinstance(output, PrefillOutput):
+        if isinstance(program.sizes, Prefill):
             self.costs.record(program.name, program.bucket, seconds)
-            return StepOutput(outputs=read_prefill(batch, output, padded_chunks=dict(program.bucket)["chunks"]))
+            return StepOutput(outputs=read_prefill(batch, output, padded_chunks=program.sizes.chunks))
         plain, speculative = map(int, output.passes)
         self._pass_costs.record(program.bucket, seconds, plain=plain, speculative=speculative)
         return StepOutput(outputs=read_decode(batch, output))

@@ -1,6 +1,7 @@
 """Runs an encoder's batches: one program for each number of rows and of tokens, and no state."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from jaxinfer.compiled import Costs, Program, ProgramSpec
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import EncoderBuckets, round_up
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EncoderEngineConfig
 from jaxinfer.generation.engine.protocols import Clock, InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.execution.base import BaseExecutor
@@ -22,12 +23,14 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
     _recorded_as = "embed"  # what the costs call a batch
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
+        self, model: LoadedModel, config: EncoderEngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
     ):
         super().__init__(model, config, self._specs(model, config), clock, costs)
         self._leaves, self._buckets = list(model.leaves.values()), buckets
 
-    def _specs(self, model: LoadedModel, config: EngineConfig) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
+    def _specs(
+        self, model: LoadedModel, config: EncoderEngineConfig
+    ) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
         """All programs there are."""
         return [embed.spec(model, config.level)]
 
@@ -52,7 +55,7 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[Program, jax.Array]:
         """Send a padded batch to the device; the program that ran, and its vectors to come."""
-        program = self.programs.get("embed", batch=tokens.shape[0], tokens=tokens.shape[1])
+        program = self.programs.get(embed.Embed(batch=tokens.shape[0], tokens=tokens.shape[1]))
         return program, program(self._leaves, tokens, positions)
 
     def collect(self, step: InFlightStep) -> StepOutput:

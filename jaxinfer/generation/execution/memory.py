@@ -192,7 +192,9 @@ def slice_workspace(layout: DeviceLayout, ranges: Collection[LayerRange], bucket
     return workspace_bytes(layout, largest, chain.decoder_specs(layout, ranges))
 
 
-def workspace_bytes(layout: DeviceLayout, buckets: Buckets, specs: Iterable[ProgramSpec[Buckets]] | None = None) -> int:
+def workspace_bytes(
+    layout: DeviceLayout, buckets: Buckets, specs: Iterable[ProgramSpec[Any, Buckets]] | None = None
+) -> int:
     """What the largest programs need while they run, on each device; compiles them. specs: other ones than usually."""
     specs = specs or [prefill.spec(layout), decode.spec(layout)]
     programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=ExecutableStore())

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Costs
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.memory import (
     FRACTION,
@@ -54,19 +54,21 @@ class DeviceBytes:
       cache: the cache of `EngineConfig.max_batch` full sequences.
     """
 
-    def __init__(self, opened: OpenedModel, config: EngineConfig, memory: MemoryConfig):
-        self._opened, self._config, self._memory = opened, config, memory
+    def __init__(self, opened: OpenedModel, config: SharedConfig, memory: MemoryConfig):
+        self._opened, self._memory = opened, memory
         available = available_bytes(opened.mesh)
         self.limit = min(available, memory.device_memory or available)
         kinds = sorted(set(opened.transformer.layer_kinds))
         layers = {kind: opened.bytes_per_device(lambda name, kind=kind: layer_of(name) == kind) for kind in kinds}
         self.largest = max(layers, key=layers.__getitem__)
         self.layer = layers[self.largest]
-        self.rest, self.adapters, self.page = opened.bytes_per_device(_is_rest), 0, 0
+        self.rest, self.adapters, self.page, self.cache = opened.bytes_per_device(_is_rest), 0, 0, 0
         if self._has_cache:
+            assert isinstance(config, EngineConfig)
+            self._config = config
             layout = DeviceLayout.of(opened, config, num_pages=1, only=_is_rest)
             self.adapters, self.page = part_bytes(layout.adapters), part_bytes(layout.state.caches)
-        self.cache = self.page * config.max_batch * config.pages_per_sequence
+            self.cache = self.page * config.max_batch * config.pages_per_sequence
 
     @property
     def whole(self) -> int:
@@ -116,7 +118,7 @@ def _is_rest(name: str) -> bool:
 
 def plan_placement(
     opened: OpenedModel,
-    config: EngineConfig,
+    config: SharedConfig,
     memory: MemoryConfig,
     *,
     cache_bytes: int | None = None,
@@ -139,6 +141,7 @@ def plan_placement(
         return None
     needs, count = DeviceBytes(opened, config, memory), opened.transformer.layers
     if cache_bytes is not None:
+        assert isinstance(config, EngineConfig), "an encoder has no cache"
         check_page(cache_bytes, needs.page, config)
     least, full = (needs.page, needs.cache) if cache_bytes is None else (cache_bytes, cache_bytes)
     if memory.weights == "device":

@@ -13,18 +13,16 @@ import pytest
 
 from checkpoints import layer_files, stores
 from jaxinfer.experts.errors import (
-    DeadlineExceededError,
     ExecutorDiedError,
     InvalidInputError,
     LoadError,
-    OverloadedError,
-    ShutdownError,
 )
 from jaxinfer.experts.execution.architectures import ArchitecturePrograms
 from jaxinfer.experts.execution.kinds import Classifier
 from jaxinfer.experts.execution.loader import write_expert
 from jaxinfer.experts.scheduling import scheduler
 from jaxinfer.models.loading import open_model
+from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, OverloadedError
 from tests.experts.boards import CLASSIFIERS, COSTS, architecture, image, probabilities
 
 SECONDS = 20
@@ -431,7 +429,7 @@ def test_drain(board, blocked, gate):
     system.close()
     assert all(future.done() for future in (first, *others))
     assert is_right(board, "c2", image(2), others[1].result())
-    with pytest.raises(ShutdownError, match="the system is closed"):
+    with pytest.raises(ClosedError, match="system is closed"):
         system.submit("c0", image(0))
     system.close()
 
@@ -440,9 +438,9 @@ def test_draining_accepts_nothing_new(blocked, gate):
     system, first = blocked()
     closing = threading.Thread(target=system.close)
     closing.start()
-    while not system._executors._closed:
+    while system.is_running:
         time.sleep(1e-3)
-    with pytest.raises(ShutdownError):
+    with pytest.raises(ClosedError):
         system.submit("c0", image(0))
     gate.open.set()
     closing.join(SECONDS)
@@ -457,7 +455,7 @@ def test_a_load_that_hangs_does_not_hang_the_end(blocked, gate, drain):
     system.close(drain=drain, timeout=0.1)
     assert time.monotonic() - begun < 5
     for future in (first, other):
-        with pytest.raises(ShutdownError, match="closed before the request was done"):
+        with pytest.raises(ClosedError, match="system is closed"):
             future.result(0)
 
 
@@ -467,6 +465,6 @@ def test_leaving_the_context_by_an_error_drops_what_waits(blocked, gate):
     threading.Timer(0.05, gate.open.set).start()
     with pytest.raises(ZeroDivisionError), system:
         _ = 1 / 0
-    with pytest.raises(ShutdownError):
+    with pytest.raises(ClosedError):
         other.result(0)
     assert first.done()

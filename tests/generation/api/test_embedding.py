@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from jaxinfer.generation import LLM, Embedder, PoolingParams, SamplingParams
 from jaxinfer.generation.engine.buckets import EncoderBuckets
-from jaxinfer.generation.engine.config import EngineConfig
+from jaxinfer.generation.engine.config import EncoderEngineConfig
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import MAX_PRIORITY
@@ -88,9 +88,9 @@ def test_merging_takes_padding_first(encoder, golden):
 
 
 def test_levels_that_there_are_not(encoder, model_dir):
-    with pytest.raises(ValueError, match=r"EngineConfig.level must be <= 0: prompts .*, got 2"):
+    with pytest.raises(ValueError, match=r"EncoderEngineConfig.level must be <= 0: prompts .*, got 2"):
         Embedder(encoder.model.folder, level=2)
-    with pytest.raises(ValueError, match=r"EngineConfig\.level must be 0 for a decoder"):
+    with pytest.raises(ValueError, match=r"^level=-2 is for encoders; this decoder takes .*max_batch"):
         LLM(model_dir, level=-2)
     with pytest.raises(ValueError, match="level=-2 needs all weights on the devices"):
         Embedder(encoder.model.folder, level=-2, weights="host")
@@ -146,7 +146,7 @@ def test_a_step_of_an_encoder_that_fails_ends_its_requests_alone(encoder, golden
 
 def test_batches_of_an_encoder():
     """In order, by priority, of one padded length, within the token budget."""
-    config = EngineConfig(max_batch=4, context=64, token_budget=128)
+    config = EncoderEngineConfig(max_batch=4, context=64, token_budget=128)
     scheduler, ids = EncoderScheduler(config, EncoderBuckets.of(config)), map(str, itertools.count())
 
     def add(length, priority=0):
@@ -184,7 +184,7 @@ def test_what_an_encoder_refuses(encoder):
     path = encoder.model.folder
     with pytest.raises(ValueError, match=r"holds an encoder; use jaxinfer\.Embedder"):
         LLM(path)
-    with pytest.raises(ValueError, match=r"EngineConfig.max_adapters=2 is for decoders; an encoder takes max_batch"):
+    with pytest.raises(ValueError, match=r"^max_adapters=2 is for decoders; this encoder takes max_batch"):
         Embedder(path, max_adapters=2)
     with pytest.raises(ValueError, match=r"Embedder.context must be in \[2, 24\] for this model, got 25"):
         Embedder(path, context=25)

@@ -10,6 +10,8 @@ from jax.sharding import AxisType
 
 from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
 from jaxinfer.compiled.dumps import read_collectives
+from jaxinfer.generation.execution.programs.decode import Decode
+from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import BlockKind
 from jaxinfer.models.conversion import convert
@@ -83,7 +85,7 @@ def test_a_step_that_fails_keeps_the_layout(pair, monkeypatch):
 
 def collectives(llm, **sizes):
     """Of every run or turn of the decode program, without what rows may ask for besides their best tokens."""
-    program = llm.engine.executor.programs.get("decode", **sizes)
+    program = llm.engine.executor.programs.get(Decode(**sizes))
     return read_collectives(program.executable.as_text(), llm.model.mesh.size)
 
 
@@ -192,8 +194,8 @@ def check_family(name, tmp_path, tensor):
     parallel = config.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
     for program in list(llm.engine.executor.programs):
         if program.name in ("decode", "prefill"):
-            sizes = dict(program.bucket)
-            rows = sizes["batch"] + sizes.get("chunks", 0) * (ONE["chunk_size"] if "chunks" in sizes else 0)
+            sizes = program.sizes
+            rows = sizes.batch + (sizes.chunks * ONE["chunk_size"] if isinstance(sizes, Prefill) else 0)
             found = read_collectives(program.executable.as_text(), tensor)
             found = [c for c in found if not c.conditions]
             sums = [c for c in found if c.kind == "all-reduce"]

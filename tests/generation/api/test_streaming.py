@@ -22,6 +22,7 @@ from jaxinfer.generation.engine.driver import Driver, EngineDeadError
 from jaxinfer.generation.engine.pending import PendingRequest
 from jaxinfer.generation.execution.chain import ChainExecutor, _Layers
 from jaxinfer.generation.execution.decoder import DecoderExecutor
+from jaxinfer.generation.execution.programs.chain import Layer
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.leaves import layer_of
@@ -102,7 +103,7 @@ def test_all_layers_of_a_kind_are_one_program(deep):
     llm = LLM(deep, weights="disk", **ONE)
     llm.generate([[1, 2, 3]], GREEDY)
     layers = [program for program in llm.engine.executor.programs if program.name == "layer"]
-    assert {dict(program.bucket)["kind"] for program in layers} == {0, 1}
+    assert {program.sizes.kind for program in layers} == {0, 1}
     assert len(layers) == 2 * 2  # with a chunk, and with a row
 
 
@@ -272,7 +273,8 @@ def fetched(llm):
 
 
 def exchanged(llm):
-    program = llm.engine.executor.programs.get("layer", kind=0, layers=1, chunks=0, batch=1, speculative=0, pages=8)
+    sizes = Layer(kind=0, layers=1, chunks=0, batch=1, speculative=0, pages=8)
+    program = llm.engine.executor.programs.get(sizes)
     return read_collectives(program.executable.as_text(), llm.model.mesh.size)
 
 
@@ -284,6 +286,8 @@ def test_an_encoder(tmp_path, dtype):
     for weights in ("host", "disk"):
         streamed = Embedder(tmp_path / "bert", weights=weights, dtype=dtype)
         np.testing.assert_allclose(streamed.embed(texts), alone, atol=1e-6)
+        assert weights in streamed.placement.tiers
+        assert streamed.streaming.layers > 0
     streamed.embed(texts)  # a program's first call does not count
     costs = streamed.engine.executor.costs
     assert costs.of("pass", batch=2).calls == 1
@@ -314,7 +318,7 @@ def with_speculation(model, **options):
     sizes = [(("chunks", 0), ("batch", rows), ("speculative", count), ("pages", 8)) for count in (0, 4)]
     costs = Costs.fixed({("pass", bucket): 0.001 for bucket in sizes})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxinfer.generation.api.llm.open_costs", lambda *key: costs)
+        patch.setattr("jaxinfer.generation.api.loading.open_costs", lambda *key: costs)
         return LLM(model, weights="disk", num_speculative_tokens=4, **options)
 
 
@@ -367,7 +371,7 @@ def test_one_fetch_serves_all_speculative_tokens(speculating):
 def test_passes_are_compiled_ahead_with_and_without_speculation(speculating):
     speculating.generate(REPETITIVE[1:], SamplingParams(temperature=0, max_tokens=12, logit_bias=BIAS))
     programs = speculating.engine.executor.programs
-    widths = {dict(program.bucket)["speculative"] for program in programs if program.name == "leave"}
+    widths = {program.sizes.speculative for program in programs if program.name == "leave"}
     assert (widths, programs.misses) == ({0, 4}, 0)
 
 

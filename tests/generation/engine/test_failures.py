@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.generation.api.build import build_engine
+from jaxinfer.generation.execution.programs.decode import Decode
+from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
@@ -114,11 +116,11 @@ class Faulty:
         self.batch = batch
         return self._launch(batch)
 
-    def get(self, name, **sizes):
-        self.program = self._get(name, **sizes)
-        if self.failed is not None or name not in ("prefill", "decode"):
+    def get(self, sizes):
+        self.program = self._get(sizes)
+        if self.failed is not None or not isinstance(sizes, Prefill | Decode):
             return self.program
-        self.name, self.bucket = name, self.program.bucket
+        self.sizes, self.name, self.bucket = sizes, self.program.name, self.program.bucket
         return self
 
     def __call__(self, *args):

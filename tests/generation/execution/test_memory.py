@@ -61,7 +61,7 @@ def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
 def test_a_step_of_chunks_and_rows_copies_no_cache(model):
     """Chunks and decoding rows write to one cache in turn, and the first read it in between."""
     layout = DeviceLayout.of(model, CONFIG, num_pages=4096)
-    program = prefill.spec(layout).compile({"chunks": 1, "batch": 2, "pages": 8})
+    program = prefill.spec(layout).compile(prefill.Prefill(chunks=1, batch=2, pages=8))
     assert program.memory.temp_bytes < layout.state.caches[0].k.size * 4
 
 

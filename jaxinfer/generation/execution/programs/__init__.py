@@ -8,6 +8,7 @@ Dimensions: B rows of the batch, M chunks of prompts, T tokens a chunk, P pages 
 """
 
 from collections.abc import Collection
+from typing import Any
 
 from jaxinfer.compiled import ProgramSpec
 from jaxinfer.generation.engine.buckets import Buckets
@@ -16,15 +17,15 @@ from jaxinfer.generation.execution.programs import admit, chain, copy_pages, dec
 from jaxinfer.streaming.config import LayerRange
 
 
-def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
     """All programs of a decoder."""
     return [*_state_programs(layout), prefill.spec(layout), decode.spec(layout)]
 
 
-def chain_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Buckets]]:
+def chain_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
     """All programs of a decoder whose layers are streamed, and run in these ranges."""
     return [*_state_programs(layout), *chain.decoder_specs(layout, ranges)]
 
 
-def _state_programs(layout: DeviceLayout) -> list[ProgramSpec[Buckets]]:
+def _state_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
     return [file.spec(layout) for file in (admit, copy_pages, place_adapter)]

@@ -1,5 +1,6 @@
 """`admit`: requests get their slots."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,27 +12,35 @@ from jaxinfer.generation.execution.layout import DeviceLayout, integers
 from jaxinfer.generation.execution.state import DeviceState, Slots
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Admit(Sizes):
+    """`count` requests."""
+
+    program = "admit"
+    count: int
+
+
 def admit(state: DeviceState, slot: jax.Array, requests: Slots) -> DeviceState:
     """Put requests into slots. slot: int32 [R], out of range in padding rows; requests: Slots of R rows."""
     slots = jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), state.slots, requests)
     return DeviceState(state.caches, slots)
 
 
-def build(static: None, sizes: Sizes) -> Callable[..., Any]:
+def build(static: None, sizes: Admit) -> Callable[..., Any]:
     """The function of these sizes."""
     return admit
 
 
-def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
-    """Sizes: `count` requests."""
+def spec(layout: DeviceLayout) -> ProgramSpec[Admit, Buckets]:
+    """The program of an engine."""
     return ProgramSpec(
-        name="admit",
+        sizes=Admit,
         build=build,
         arguments=lambda sizes: (
             layout.state,
-            *layout.inputs(integers(sizes["count"]), layout.slots(sizes["count"])),
+            *layout.inputs(integers(sizes.count), layout.slots(sizes.count)),
         ),
-        reachable=lambda buckets: ({"count": count} for count in buckets.admissions),
+        reachable=lambda buckets: (Admit(count=count) for count in buckets.admissions),
         donate=(0,),
         out_shardings=lambda sizes: layout.state_shardings,
     )

@@ -5,9 +5,10 @@ executable for each bucket, whatever their number (DeepSpeed Inference, VI-A). A
 one with speculative tokens begins with `propose`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
 from jaxinfer.generation.execution.programs import prefill
-from jaxinfer.generation.execution.programs.embed import EncoderStatic
+from jaxinfer.generation.execution.programs.embed import EncoderSizes, EncoderStatic
 from jaxinfer.generation.execution.programs.prefill import Chunks, PrefillOutput
 from jaxinfer.generation.execution.programs.verification import (
     DecodeOutput,
@@ -39,6 +40,77 @@ from sharding.collectives import gather_fetched, use_rules
 
 if TYPE_CHECKING:
     from jaxinfer.models import Decoder, Encoder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass(Sizes):
+    """What the programs of a pass have in common.
+
+    Attributes:
+      chunks: of prompts; 0 in a decode step.
+      batch: decoding rows.
+      speculative: tokens of each row.
+      pages: of a page table.
+    """
+
+    chunks: int
+    batch: int
+    speculative: int
+    pages: int
+
+    @classmethod
+    def of(cls, sizes: "Pass") -> Self:
+        """Those of a program, in a pass of these sizes."""
+        return cls(chunks=sizes.chunks, batch=sizes.batch, speculative=sizes.speculative, pages=sizes.pages)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Propose(Sizes):
+    """`batch` rows, `speculative` tokens of each."""
+
+    program = "propose"
+    batch: int
+    speculative: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Enter(Pass):
+    """Those of the pass."""
+
+    program = "enter"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer(Pass):
+    """Those of the pass, and which layers.
+
+    Attributes:
+      kind: the first layer of the model from which as many of the same kinds follow.
+      layers: how many.
+    """
+
+    program = "layer"
+    kind: int
+    layers: int
+
+    @classmethod
+    def of_kind(cls, sizes: Pass, kind: int, layers: int) -> Self:
+        """Those of some layers, in a pass of these sizes."""
+        return cls(
+            chunks=sizes.chunks,
+            batch=sizes.batch,
+            speculative=sizes.speculative,
+            pages=sizes.pages,
+            kind=kind,
+            layers=layers,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leave(Pass):
+    """Those of the pass."""
+
+    program = "leave"
 
 
 def with_parts(
@@ -114,78 +186,70 @@ def leave(
     return finish_step(slots, step, after, guess.num_tokens, accepted, passes, width=width)
 
 
-def _layers(sizes: Sizes) -> range:
+def _layers(sizes: "Layer | EncoderLayer") -> range:
     """Those whose names a program of these sizes has."""
-    return range(sizes["kind"], sizes["kind"] + sizes["layers"])
+    return range(sizes.kind, sizes.kind + sizes.layers)
 
 
-def build_layer(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def build_layer(static: DecoderStatic, sizes: Layer) -> Callable[..., Any]:
     """The function of these sizes."""
     return with_parts(static, _layers(sizes), functools.partial(run_layers, layers=_layers(sizes)))
 
 
-def build_propose(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def build_propose(static: DecoderStatic, sizes: Propose) -> Callable[..., Any]:
     """The function of these sizes."""
-    return functools.partial(propose, width=sizes["speculative"])
+    return functools.partial(propose, width=sizes.speculative)
 
 
-def build_enter(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def build_enter(static: DecoderStatic, sizes: Enter) -> Callable[..., Any]:
     """The function of these sizes."""
     return with_parts(static, None, functools.partial(enter, chunk_size=static.engine.chunk_size))
 
 
-def build_leave(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def build_leave(static: DecoderStatic, sizes: Leave) -> Callable[..., Any]:
     """The function of these sizes."""
     return with_parts(static, None, functools.partial(leave, processors=static.processors))
 
 
-def _passes(buckets: Buckets, speculative: int) -> Iterable[dict[str, int]]:
+def _passes(buckets: Buckets, speculative: int) -> Iterable[Pass]:
     """The sizes of all passes: with chunks, and without, in which rows may have so many speculative tokens."""
     for pages in buckets.page_tables:
         for chunks in buckets.chunks:
             for batch in buckets.prefill_rows:
-                yield {"chunks": chunks, "batch": batch, "speculative": 0, "pages": pages}
+                yield Pass(chunks=chunks, batch=batch, speculative=0, pages=pages)
         for batch in buckets.decode_rows:
             for count in sorted({0, speculative}):
-                yield {"chunks": 0, "batch": batch, "speculative": count, "pages": pages}
+                yield Pass(chunks=0, batch=batch, speculative=count, pages=pages)
 
 
-def _of_ranges(ranges: Iterable[LayerRange], passes: Iterable[dict[str, int]]) -> Iterable[dict[str, int]]:
-    """The sizes of `layer` in passes of these sizes."""
-    programs = sorted({(layers.kind, layers.count) for layers in ranges})
-    return ({"kind": kind, "layers": count, **sizes} for sizes in passes for kind, count in programs)
+def _kinds(ranges: Iterable[LayerRange]) -> list[tuple[int, int]]:
+    """The kind and the number of layers of every `layer` program."""
+    return sorted({(layers.kind, layers.count) for layers in ranges})
 
 
-def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Buckets]]:
-    """The programs of a pass over layers in these ranges.
-
-    Sizes: `chunks`, `batch` decoding rows, `speculative` tokens of each, `pages` of a page table; of `layer` also its
-    `kind`, and how many `layers`.
-    """
+def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
+    """The programs of a pass over layers in these ranges."""
     config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
     most = layout.engine.num_speculative_tokens
 
-    def options(sizes: Sizes) -> dict[str, Any]:
-        rows = sizes["batch"] * (1 + sizes["speculative"])
-        return layout.compiler_options(tokens=rows + sizes["chunks"] * layout.engine.chunk_size)
+    def options(sizes: Pass) -> dict[str, Any]:
+        rows = sizes.batch * (1 + sizes.speculative)
+        return layout.compiler_options(tokens=rows + sizes.chunks * layout.engine.chunk_size)
 
-    def passes(buckets: Buckets) -> Iterable[dict[str, int]]:
-        return _passes(buckets, most)
-
-    def guess(sizes: Sizes) -> tuple[Speculation | None]:
-        batch, width = sizes["batch"], sizes["speculative"]
+    def guess(sizes: Pass) -> tuple[Speculation | None]:
+        batch, width = sizes.batch, sizes.speculative
         return layout.inputs(Speculation(integers(batch, width), integers(batch)) if width else None)  # type: ignore
 
-    def parts(sizes: Sizes) -> tuple[Chunks | None, Rows]:
-        chunks, rows = prefill.parts(layout, sizes)
-        return chunks if sizes["chunks"] else None, rows
+    def parts(sizes: Pass) -> tuple[Chunks | None, Rows]:
+        chunks, rows = prefill.parts(layout, chunks=sizes.chunks, batch=sizes.batch, pages=sizes.pages)
+        return chunks if sizes.chunks else None, rows
 
-    def activations(sizes: Sizes) -> tuple[Any, tuple[TokenRows, ...]]:
+    def activations(sizes: Pass) -> tuple[Any, tuple[TokenRows, ...]]:
         groups = tuple(
-            TokenRows(integers(rows, tokens), integers(rows, tokens), integers(rows, sizes["pages"]), integers(rows))
+            TokenRows(integers(rows, tokens), integers(rows, tokens), integers(rows, sizes.pages), integers(rows))
             for rows, tokens in (
-                (sizes["chunks"], layout.engine.chunk_size),
-                (sizes["batch"], 1 + sizes["speculative"]),
+                (sizes.chunks, layout.engine.chunk_size),
+                (sizes.batch, 1 + sizes.speculative),
             )
             if rows
         )
@@ -193,60 +257,86 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
         x = jax.ShapeDtypeStruct((*shape, config.embed), layout.weights.dtype)
         return layout.inputs(x, groups)  # type: ignore[return-value]
 
-    def of_enter(sizes: Sizes) -> tuple[Any, ...]:
+    def of_enter(sizes: Enter) -> tuple[Any, ...]:
         return layout.leaves, layout.state.slots, *layout.inputs(*parts(sizes)), *guess(sizes)
 
-    def of_propose(sizes: Sizes) -> tuple[Any, ...]:
-        vector = integers(sizes["batch"])
+    def of_propose(sizes: Propose) -> tuple[Any, ...]:
+        vector = integers(sizes.batch)
         return layout.state.slots, *layout.inputs(vector, vector)
 
-    def of_layer(sizes: Sizes) -> tuple[Any, ...]:
+    def of_layer(sizes: Layer) -> tuple[Any, ...]:
         layers = _layers(sizes)
         leaves = [leaf for layer in layers for leaf in layout.layer_leaves(layer)]
         adapters = None if layout.adapters is None else [layout.adapters[layer] for layer in layers]
         return leaves, adapters, [layout.state.caches[layer] for layer in layers], *activations(sizes)
 
-    def of_leave(sizes: Sizes) -> tuple[Any, ...]:
-        bitmask = layout.bitmask(sizes["chunks"] + sizes["batch"])
+    def of_leave(sizes: Leave) -> tuple[Any, ...]:
+        bitmask = layout.bitmask(sizes.chunks + sizes.batch)
         inputs = layout.inputs(*parts(sizes), bitmask)
         return layout.leaves, layout.state.slots, *activations(sizes), *inputs, *guess(sizes)
 
-    def proposals(buckets: Buckets) -> Iterable[dict[str, int]]:
-        return ({"batch": batch, "speculative": most} for batch in buckets.decode_rows if most)
-
     return [
-        ProgramSpec(name="propose", build=build_propose, static=static, arguments=of_propose, reachable=proposals),
         ProgramSpec(
-            name="enter",
+            sizes=Propose,
+            build=build_propose,
+            static=static,
+            arguments=of_propose,
+            reachable=lambda buckets: (Propose(batch=batch, speculative=most) for batch in buckets.decode_rows if most),
+        ),
+        ProgramSpec(
+            sizes=Enter,
             build=build_enter,
             static=static,
             arguments=of_enter,
-            reachable=passes,
+            reachable=lambda buckets: map(Enter.of, _passes(buckets, most)),
             compiler_options=options,
         ),
         ProgramSpec(
-            name="layer",
+            sizes=Layer,
             build=build_layer,
             static=static,
             arguments=of_layer,
-            reachable=lambda buckets: _of_ranges(ranges, passes(buckets)),
-            donate=(2, 3),
-            out_shardings=lambda sizes: (
-                (None, [layout.state_shardings.caches[0]] * sizes["layers"]) if on_mesh else None
+            reachable=lambda buckets: (
+                Layer.of_kind(sizes, *kind) for sizes in _passes(buckets, most) for kind in _kinds(ranges)
             ),
+            donate=(2, 3),
+            out_shardings=lambda sizes: (None, [layout.state_shardings.caches[0]] * sizes.layers) if on_mesh else None,
             compiler_options=options,
         ),
         ProgramSpec(
-            name="leave",
+            sizes=Leave,
             build=build_leave,
             static=static,
             arguments=of_leave,
-            reachable=passes,
+            reachable=lambda buckets: map(Leave.of, _passes(buckets, most)),
             donate=(1,),
             out_shardings=lambda sizes: (layout.state_shardings.slots, None) if on_mesh else None,
             compiler_options=options,
         ),
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderEnter(EncoderSizes):
+    """Those of the batch."""
+
+    program = "enter"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderLayer(EncoderSizes):
+    """Those of the batch, and which layers, as of `Layer`."""
+
+    program = "layer"
+    kind: int
+    layers: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderLeave(EncoderSizes):
+    """Those of the batch."""
+
+    program = "leave"
 
 
 def enter_encoder(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -265,52 +355,68 @@ def leave_encoder(model: "Encoder", x: jax.Array, positions: jax.Array) -> jax.A
     return model.pool(x, positions >= 0)
 
 
-def build_enter_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def build_enter_encoder(static: EncoderStatic, sizes: EncoderEnter) -> Callable[..., Any]:
     """The function of these sizes."""
     return with_parts(static, None, enter_encoder)
 
 
-def build_layer_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def build_layer_encoder(static: EncoderStatic, sizes: EncoderLayer) -> Callable[..., Any]:
     """The function of these sizes."""
     return with_parts(static, _layers(sizes), functools.partial(run_encoder_layers, layers=_layers(sizes)))
 
 
-def build_leave_encoder(static: EncoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def build_leave_encoder(static: EncoderStatic, sizes: EncoderLeave) -> Callable[..., Any]:
     """The function of these sizes."""
     return with_parts(static, None, leave_encoder)
 
 
-def encoder_specs(model: StreamedModel) -> list[ProgramSpec[Iterable[tuple[int, int]]]]:
-    """The programs of a batch. Sizes: `batch` rows of `tokens`; of `layer` also its `kind`, and how many `layers`."""
+def encoder_specs(model: StreamedModel) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
+    """The programs of a batch."""
     config, leaves = model.transformer, list(model.leaves.values())
     static = EncoderStatic.of(model)
 
-    def activations(sizes: Sizes) -> tuple[Any, Any, tuple[TokenRows, ...]]:
-        shape = (sizes["batch"], sizes["tokens"])
+    def activations(sizes: EncoderSizes) -> tuple[Any, Any, tuple[TokenRows, ...]]:
+        shape = (sizes.batch, sizes.tokens)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         x = jax.ShapeDtypeStruct((*shape, config.embed), model.weights.dtype)
         return tokens, x, (TokenRows(tokens, tokens),)  # type: ignore[arg-type]
 
-    def of_enter(sizes: Sizes) -> tuple[Any, ...]:
+    def of_enter(sizes: EncoderEnter) -> tuple[Any, ...]:
         tokens, _, _ = activations(sizes)
         return leaves, tokens, tokens
 
-    def of_layer(sizes: Sizes) -> tuple[Any, ...]:
+    def of_layer(sizes: EncoderLayer) -> tuple[Any, ...]:
         _, x, groups = activations(sizes)
         return [leaf for layer in _layers(sizes) for leaf in model.layer_shapes(layer)], x, groups
 
-    def of_leave(sizes: Sizes) -> tuple[Any, ...]:
+    def of_leave(sizes: EncoderLeave) -> tuple[Any, ...]:
         tokens, x, _ = activations(sizes)
         return leaves, x, tokens
 
-    def reachable(shapes: Iterable[tuple[int, int]]) -> Iterable[dict[str, int]]:
-        return ({"batch": rows, "tokens": length} for rows, length in shapes)
-
-    def of_ranges(shapes: Iterable[tuple[int, int]]) -> Iterable[dict[str, int]]:
-        return _of_ranges(model.ranges, reachable(shapes))
-
     return [
-        ProgramSpec(name="enter", build=build_enter_encoder, static=static, arguments=of_enter, reachable=reachable),
-        ProgramSpec(name="layer", build=build_layer_encoder, static=static, arguments=of_layer, reachable=of_ranges),
-        ProgramSpec(name="leave", build=build_leave_encoder, static=static, arguments=of_leave, reachable=reachable),
+        ProgramSpec(
+            sizes=EncoderEnter,
+            build=build_enter_encoder,
+            static=static,
+            arguments=of_enter,
+            reachable=lambda shapes: (EncoderEnter(batch=rows, tokens=length) for rows, length in shapes),
+        ),
+        ProgramSpec(
+            sizes=EncoderLayer,
+            build=build_layer_encoder,
+            static=static,
+            arguments=of_layer,
+            reachable=lambda shapes: (
+                EncoderLayer(batch=rows, tokens=length, kind=kind, layers=count)
+                for rows, length in shapes
+                for kind, count in _kinds(model.ranges)
+            ),
+        ),
+        ProgramSpec(
+            sizes=EncoderLeave,
+            build=build_leave_encoder,
+            static=static,
+            arguments=of_leave,
+            reachable=lambda shapes: (EncoderLeave(batch=rows, tokens=length) for rows, length in shapes),
+        ),
     ]

@@ -1,5 +1,6 @@
 """`copy_pages`: a request that shares a part of a page gets a copy of it."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,25 +12,33 @@ from jaxinfer.generation.execution.layout import DeviceLayout, integers
 from jaxinfer.generation.execution.state import DeviceState
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CopyPages(Sizes):
+    """`count` pages."""
+
+    program = "copy_pages"
+    count: int
+
+
 def copy_pages(state: DeviceState, source: jax.Array, target: jax.Array) -> DeviceState:
     """Copy pages, all read before any is written. source, target: int32 [R]; a target out of range is dropped."""
     caches = jax.tree.map(lambda x: x.at[target].set(x[source], mode="drop"), state.caches)
     return DeviceState(caches, state.slots)
 
 
-def build(static: None, sizes: Sizes) -> Callable[..., Any]:
+def build(static: None, sizes: CopyPages) -> Callable[..., Any]:
     """The function of these sizes."""
     return copy_pages
 
 
-def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
-    """Sizes: `count` pages."""
+def spec(layout: DeviceLayout) -> ProgramSpec[CopyPages, Buckets]:
+    """The program of an engine."""
     return ProgramSpec(
-        name="copy_pages",
+        sizes=CopyPages,
         build=build,
-        arguments=lambda sizes: (layout.state, *layout.inputs(integers(sizes["count"]), integers(sizes["count"]))),
+        arguments=lambda sizes: (layout.state, *layout.inputs(integers(sizes.count), integers(sizes.count))),
         reachable=lambda buckets: (
-            {"count": count} for count in (buckets.admissions if layout.engine.prefix_caching else ())
+            CopyPages(count=count) for count in (buckets.admissions if layout.engine.prefix_caching else ())
         ),
         donate=(0,),
         out_shardings=lambda sizes: layout.state_shardings,

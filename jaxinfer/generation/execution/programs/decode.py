@@ -1,5 +1,6 @@
 """`decode`: several passes in one loop, each over a token of every row, with speculative tokens if asked."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
 
 MIN_ACCEPTED = 4
 """One speculative token of this many must have been right, or a row gets no more in this step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode(Sizes):
+    """`batch` rows, `speculative` tokens of each in a pass, `pages` of a page table."""
+
+    program = "decode"
+    batch: int
+    speculative: int
+    pages: int
 
 
 class _Carry(NamedTuple):
@@ -130,37 +141,37 @@ def _pass(
     )
 
 
-def build(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def build(static: DecoderStatic, sizes: Decode) -> Callable[..., Any]:
     """The function of these sizes."""
     body = functools.partial(
         decode,
         max_passes=static.engine.max_decode_passes,
-        num_speculative_tokens=sizes["speculative"],
+        num_speculative_tokens=sizes.speculative,
         processors=static.processors,
     )
     return static.with_model(body)
 
 
-def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
-    """Sizes: `batch` rows, `speculative` tokens of each in a pass, `pages` of a page table."""
+def spec(layout: DeviceLayout) -> ProgramSpec[Decode, Buckets]:
+    """The program of an engine."""
 
-    def arguments(sizes):
-        batch = sizes["batch"]
-        inputs = layout.rows(batch, sizes["pages"]), layout.bitmask(batch), integers(), integers(batch)
+    def arguments(sizes: Decode) -> tuple[Any, ...]:
+        batch = sizes.batch
+        inputs = layout.rows(batch, sizes.pages), layout.bitmask(batch), integers(), integers(batch)
         return (layout.leaves, layout.adapters, layout.state, *layout.inputs(*inputs))
 
     return ProgramSpec(
-        name="decode",
+        sizes=Decode,
         build=build,
         static=layout.static,
         arguments=arguments,
         reachable=lambda buckets: (
-            {"batch": batch, "speculative": speculative, "pages": pages}
+            Decode(batch=batch, speculative=speculative, pages=pages)
             for pages in buckets.page_tables
             for batch in buckets.decode_rows
             for speculative in sorted({0, layout.engine.num_speculative_tokens})
         ),
         donate=(2,),
         out_shardings=lambda sizes: None if layout.mesh is None else (layout.state_shardings, None),
-        compiler_options=lambda sizes: layout.compiler_options(tokens=sizes["batch"] * (1 + sizes["speculative"])),
+        compiler_options=lambda sizes: layout.compiler_options(tokens=sizes.batch * (1 + sizes.speculative)),
     )

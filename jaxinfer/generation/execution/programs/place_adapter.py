@@ -1,5 +1,6 @@
 """`place_adapter`: a LoRA adapter comes to the device."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,13 @@ from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DeviceLayout, integers
 from jaxinfer.models import LayerAdapters, LowRankStack
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlaceAdapter(Sizes):
+    """None: adapters have one shape."""
+
+    program = "place_adapter"
 
 
 def place_adapter(adapters: list[LayerAdapters], index: jax.Array, one: list[LayerAdapters]) -> list[LayerAdapters]:
@@ -21,18 +29,18 @@ def place_adapter(adapters: list[LayerAdapters], index: jax.Array, one: list[Lay
     return jax.tree.map(fill, adapters, one, is_leaf=lambda x: isinstance(x, LowRankStack))
 
 
-def build(static: None, sizes: Sizes) -> Callable[..., Any]:
+def build(static: None, sizes: PlaceAdapter) -> Callable[..., Any]:
     """The function of these sizes."""
     return place_adapter
 
 
-def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
-    """No sizes. Nothing is donated: a step that fails here leaves the adapters that are there."""
+def spec(layout: DeviceLayout) -> ProgramSpec[PlaceAdapter, Buckets]:
+    """The program of an engine. Nothing is donated: a step that fails here leaves the adapters that are there."""
     return ProgramSpec(
-        name="place_adapter",
+        sizes=PlaceAdapter,
         build=build,
         arguments=lambda sizes: (layout.adapters, *layout.inputs(integers()), layout.one_adapter()),
-        reachable=lambda buckets: () if layout.adapters is None else ({},),
+        reachable=lambda buckets: () if layout.adapters is None else (PlaceAdapter(),),
         out_shardings=lambda sizes: (
             None if layout.mesh is None else jax.tree.map(lambda x: x.sharding, layout.adapters)
         ),

@@ -1,5 +1,6 @@
 """`prefill`: one pass over chunks of prompts, beside a token of each decoding row (chunked prefill)."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -34,6 +35,16 @@ if TYPE_CHECKING:
 
 PROMPT_LOGPROB_POSITIONS = 64
 """How many prompt positions' logits exist at once, at most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill(Sizes):
+    """`chunks`, `batch` decoding rows beside them, `pages` of a page table."""
+
+    program = "prefill"
+    chunks: int
+    batch: int
+    pages: int
 
 
 class Chunks(NamedTuple):
@@ -209,39 +220,39 @@ def _prompt_logprobs(
     return lax.cond(jnp.any(asked), every, lambda: no_logprobs((batch, tokens)))
 
 
-def build(static: DecoderStatic, sizes: Sizes) -> Callable[..., Any]:
+def build(static: DecoderStatic, sizes: Prefill) -> Callable[..., Any]:
     """The function of these sizes."""
     body = functools.partial(prefill, chunk_size=static.engine.chunk_size, processors=static.processors)
     return static.with_model(body)
 
 
-def parts(layout: DeviceLayout, sizes: Sizes) -> tuple[Chunks, Rows]:
+def parts(layout: DeviceLayout, *, chunks: int, batch: int, pages: int) -> tuple[Chunks, Rows]:
     """The shapes of chunks and rows."""
-    chunks, batch, pages = sizes["chunks"], sizes["batch"], sizes["pages"]
     vector, flag = integers(chunks), flags(chunks)
     return Chunks(vector, vector, vector, flag, flag, integers(chunks, pages)), layout.rows(batch, pages)
 
 
-def spec(layout: DeviceLayout) -> ProgramSpec[Buckets]:
-    """Sizes: `chunks`, `batch` decoding rows beside them, `pages` of a page table."""
+def spec(layout: DeviceLayout) -> ProgramSpec[Prefill, Buckets]:
+    """The program of an engine."""
     chunk_size = layout.engine.chunk_size
 
-    def arguments(sizes):
-        bitmask = layout.bitmask(sizes["chunks"] + sizes["batch"])
-        return (layout.leaves, layout.adapters, layout.state, *layout.inputs(*parts(layout, sizes), bitmask))
+    def arguments(sizes: Prefill) -> tuple[Any, ...]:
+        inputs = parts(layout, chunks=sizes.chunks, batch=sizes.batch, pages=sizes.pages)
+        bitmask = layout.bitmask(sizes.chunks + sizes.batch)
+        return (layout.leaves, layout.adapters, layout.state, *layout.inputs(*inputs, bitmask))
 
     return ProgramSpec(
-        name="prefill",
+        sizes=Prefill,
         build=build,
         static=layout.static,
         arguments=arguments,
         reachable=lambda buckets: (
-            {"chunks": chunks, "batch": batch, "pages": pages}
+            Prefill(chunks=chunks, batch=batch, pages=pages)
             for pages in buckets.page_tables
             for chunks in buckets.chunks
             for batch in buckets.prefill_rows
         ),
         donate=(2,),
         out_shardings=lambda sizes: None if layout.mesh is None else (layout.state_shardings, None),
-        compiler_options=lambda sizes: layout.compiler_options(tokens=sizes["batch"] + sizes["chunks"] * chunk_size),
+        compiler_options=lambda sizes: layout.compiler_options(tokens=sizes.batch + sizes.chunks * chunk_size),
     )

@@ -1,5 +1,6 @@
 """`zeros`: what the device starts with, made there in one call, whatever the number of layers."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,14 @@ import jax.numpy as jnp
 from jaxinfer.compiled import ProgramSpec, Sizes
 
 
-def build(static: Any, sizes: Sizes) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Zeros(Sizes):
+    """None: the shapes are in `static`."""
+
+    program = "zeros"
+
+
+def build(static: Any, sizes: Zeros) -> Callable[..., Any]:
     """The function without arguments that returns zeros of these shapes."""
 
     def zeros() -> Any:
@@ -18,13 +26,13 @@ def build(static: Any, sizes: Sizes) -> Callable[..., Any]:
     return zeros
 
 
-def spec(shapes: Any) -> ProgramSpec[Any]:
-    """No sizes. shapes: a pytree of `jax.ShapeDtypeStruct`s, which say where the arrays will live."""
+def spec(shapes: Any) -> ProgramSpec[Zeros, Any]:
+    """The program of these shapes, a pytree of `jax.ShapeDtypeStruct`s, which say where the arrays will live."""
     return ProgramSpec(
-        name="zeros",
+        sizes=Zeros,
         build=build,
         static=shapes,
         arguments=lambda sizes: (),
-        reachable=lambda buckets: ({},),
+        reachable=lambda buckets: (Zeros(),),
         out_shardings=lambda sizes: jax.tree.map(lambda x: x.sharding, shapes),
     )

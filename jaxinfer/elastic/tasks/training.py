@@ -1,0 +1,206 @@
+"""Trains what a task has of its own: a head, and prompts. The backbone is frozen (VPT, arXiv:2203.12119, section 3)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxinfer.elastic.tasks.repository import Head
+from jaxinfer.generation.fields import AtLeast1, Positive, check_fields
+from jaxinfer.models.config import ViTConfig
+from jaxinfer.models.token_adaptation import PromptMode, TokenAdaptation
+from jaxinfer.models.weight_format import WeightFormat
+
+Leaves = list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How prompts are trained.
+
+    Attributes:
+      steps: of a batch each.
+      batch: images of a step, drawn anew each time.
+      learning_rate: Adam's, of prompts; it falls to 0 along a cosine.
+      head_rate: the head's, as a share of it: a head that has been fitted should follow slowly.
+      seed: of the prompts at the start, and of the batches.
+    """
+
+    steps: AtLeast1 = 600
+    batch: AtLeast1 = 64
+    learning_rate: Positive = 2e-2
+    head_rate: Positive = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+STEPS_AT_ONCE = 20
+"""Training steps of one call: enough that calling costs nothing, few enough that progress shows."""
+
+_FEATURES_BATCH = 64
+_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
+"""Of the head's weights: which is best is tried on a fifth of the images."""
+
+
+class Trainer:
+    """Trains on one backbone.
+
+    Args:
+      config: of the model.
+      weights: the format of its leaves.
+      leaves: the model's, in the order in which programs take them.
+    """
+
+    def __init__(self, config: ViTConfig, weights: WeightFormat, leaves: Leaves):
+        self._config, self._weights, self._leaves = config, weights, leaves
+
+    def features(self, images: np.ndarray) -> np.ndarray:
+        """What the head sees at level 0, float32 [N, D]."""
+        run = _features(self._config, self._weights)
+        found = []
+        for first in range(0, len(images), _FEATURES_BATCH):
+            part = images[first : first + _FEATURES_BATCH]
+            padded = np.pad(part, ((0, _FEATURES_BATCH - len(part)), (0, 0), (0, 0), (0, 0)))
+            found.append(np.asarray(run(self._leaves, padded))[: len(part)])
+        return np.concatenate(found)
+
+    def prompts(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        head: Head,
+        prompts: int,
+        mode: PromptMode,
+        options: TrainingConfig,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> tuple[np.ndarray, Head]:
+        """Train the prompts of each layer, float32 [layers, prompts, D], and with them a head.
+
+        Args:
+          images: uint8 [N, H, W, 3]. labels: int [N].
+          head: where the head begins.
+          prompts: how many each layer has.
+          mode: what becomes of them in the next layer.
+          options: how they are trained.
+          progress: called with the steps done and their total.
+        """
+        config = self._config
+        rng = np.random.default_rng(options.seed)
+        initial = 0.02 * rng.standard_normal((config.layers, prompts, config.embed))
+        params: Mapping[str, Any] = {
+            "prompts": jnp.asarray(initial, jnp.float32),
+            "kernel": jnp.zeros_like(head.kernel),  # what is added to the head, as a share
+            "bias": jnp.zeros_like(head.bias),
+        }
+        step, optimizer = _prompt_step(
+            config, self._weights, TokenAdaptation(prompts=prompts, prompt_mode=mode), options
+        )
+        state = optimizer.init(params)
+        total = -(-options.steps // STEPS_AT_ONCE)
+        for done in range(total):
+            drawn = rng.integers(0, len(images), (STEPS_AT_ONCE, options.batch))
+            params, state = step(params, state, self._leaves, head.kernel, head.bias, images[drawn], labels[drawn])
+            jax.block_until_ready(params)  # or progress would run ahead
+            progress(min((done + 1) * STEPS_AT_ONCE, options.steps), options.steps)
+        kernel, bias = (
+            np.asarray(start + options.head_rate * params[name])
+            for name, start in (("kernel", head.kernel), ("bias", head.bias))
+        )
+        return np.asarray(params["prompts"]), Head(kernel, bias)
+
+
+def fit_head(features: np.ndarray, labels: np.ndarray, classes: int, *, seed: int = 0) -> Head:
+    """The linear classifier of features with the least cross-entropy, and a penalty on its weights that suits them.
+
+    Args:
+      features: float32 [N, D]. labels: int [N].
+      classes: how many there are.
+      seed: of the fifth on which penalties are tried.
+    """
+    order = np.random.default_rng(seed).permutation(len(labels))
+    tried, rest = np.split(order, [len(order) // 5])
+    scores = []
+    for penalty in _PENALTIES:
+        head = _fit(features[rest], labels[rest], classes, penalty)
+        logits = features[tried] @ head.kernel.T + head.bias
+        losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), jnp.asarray(labels[tried]))
+        scores.append(float(jnp.sum(losses)))
+    return _fit(features, labels, classes, _PENALTIES[int(np.argmin(scores))])
+
+
+def _fit(features: np.ndarray, labels: np.ndarray, classes: int, penalty: float) -> Head:
+    kernel, bias = _minimise(jnp.asarray(features), jnp.asarray(labels), jnp.float32(penalty), classes=classes)
+    return Head(np.asarray(kernel), np.asarray(bias))
+
+
+@functools.partial(jax.jit, static_argnames=("classes", "steps"))
+def _minimise(
+    features: jax.Array, labels: jax.Array, penalty: jax.Array, *, classes: int, steps: int = 200
+) -> tuple[jax.Array, jax.Array]:
+    """Kernel [classes, D] and bias [classes], by L-BFGS."""
+    # Features of unit deviation make one penalty mean the same for every backbone.
+    mean, deviation = jnp.mean(features, axis=0), jnp.std(features, axis=0) + 1e-6
+    scaled = (features - mean) / deviation
+
+    def loss(params: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = scaled @ params[0].T + params[1]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.mean(losses) + penalty * jnp.mean(jnp.sum(params[0] ** 2, axis=0))
+
+    solver = optax.lbfgs()
+    value_and_grad = optax.value_and_grad_from_state(loss)
+
+    def step(carry: Any, _: None) -> tuple[Any, None]:
+        params, state = carry
+        value, gradient = value_and_grad(params, state=state)
+        updates, state = solver.update(gradient, state, params, value=value, grad=gradient, value_fn=loss)
+        return (optax.apply_updates(params, updates), state), None
+
+    start = (jnp.zeros((classes, features.shape[1])), jnp.zeros(classes))
+    ((kernel, bias), _), _ = jax.lax.scan(step, (start, solver.init(start)), length=steps)
+    kernel = kernel / deviation
+    return kernel, bias - kernel @ mean
+
+
+@functools.cache
+def _features(config: ViTConfig, weights: WeightFormat) -> Callable[[Leaves, np.ndarray], jax.Array]:
+    from jaxinfer.models.abstract import merge_model
+
+    return jax.jit(lambda leaves, images: merge_model(config, weights, leaves).features(images).astype(jnp.float32))
+
+
+@functools.cache
+def _prompt_step(
+    config: ViTConfig, weights: WeightFormat, adaptation: TokenAdaptation, options: TrainingConfig
+) -> tuple[Callable[..., Any], optax.GradientTransformation]:
+    """A function of `STEPS_AT_ONCE` steps, and the optimiser whose state it takes."""
+    from jaxinfer.models.abstract import merge_model
+
+    schedule = optax.cosine_decay_schedule(options.learning_rate, options.steps)
+    optimizer = optax.adam(schedule)
+
+    def loss(params: Any, leaves: Leaves, kernel: jax.Array, bias: jax.Array, images: Any, labels: Any) -> jax.Array:
+        prompts = jnp.broadcast_to(params["prompts"], (len(images), *params["prompts"].shape))
+        features = merge_model(config, weights, leaves).features(images, adaptation, prompts).astype(jnp.float32)
+        kernel = kernel + options.head_rate * params["kernel"]
+        logits = features @ kernel.T + bias + options.head_rate * params["bias"]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+    @jax.jit
+    def steps(params: Any, state: Any, leaves: Leaves, kernel: Any, bias: Any, images: Any, labels: Any) -> Any:
+        def step(carry: Any, batch: Any) -> tuple[Any, None]:
+            params, state = carry
+            gradient = jax.grad(loss)(params, leaves, kernel, bias, *batch)
+            updates, state = optimizer.update(gradient, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, state), (images, labels))[0]
+
+    return steps, optimizer

@@ -1,0 +1,88 @@
+"""Sends queries to a service live, each with its image when it is due."""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+
+from jaxinfer.elastic.answers import Answer
+from jaxinfer.elastic.scheduling.query import Outcome, Query
+from jaxinfer.elastic.service import Service
+from jaxinfer.elastic.tasks.datasets import Dataset
+from jaxinfer.evaluation.elastic.simulator import ServedQuery, shed_query
+from jaxinfer.serving.errors import OverloadedError, ShedError
+
+TICK = 1e-3
+"""Seconds between looks at which queries are due: they come as a network brings them, a few at a time."""
+
+
+def send_queries(
+    service: Service,
+    queries: Sequence[Query],
+    tests: Mapping[str, Dataset],
+    *,
+    watch: Callable[[int], None] = lambda sent: None,
+) -> list[ServedQuery]:
+    """Send queries when they are due, and say how each ended; queries that are refused count as shed.
+
+    Args:
+      service: answers them.
+      queries: by arrival, in seconds from now; payloads are indices of images.
+      tests: images with labels of each task.
+      watch: called again and again with how many queries were sent, in this thread; it should be quick.
+    """
+    given = sorted(queries, key=lambda query: (query.arrival, query.id))
+    if not given:
+        return []
+    service.start()
+    futures: list[Future[Answer] | None] = []
+    with _no_garbage_collection():
+        begun = time.perf_counter()
+        while len(futures) < len(given):
+            now = time.perf_counter() - begun
+            while len(futures) < len(given) and given[len(futures)].arrival <= now:
+                futures.append(_send(service, given[len(futures)], tests))
+            watch(len(futures))
+            time.sleep(TICK)
+        while service.waiting:  # looking through all futures would hold up those that are still to come
+            watch(len(futures))
+            time.sleep(TICK)
+    return [_end_of(query, future, tests[query.task]) for query, future in zip(given, futures, strict=True)]
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Answers are kept here, as clients would not: looking through all of them stops everything for 50 ms and more."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _send(service: Service, query: Query, tests: Mapping[str, Dataset]) -> "Future[Answer] | None":
+    image = tests[query.task].images[query.payload]
+    try:
+        return service.make_query(image, query.task, latency=query.latency, utility=query.utility)
+    except OverloadedError:
+        return None
+
+
+def _end_of(query: Query, future: "Future[Answer] | None", test: Dataset) -> ServedQuery:
+    if future is None or isinstance(future.exception(), ShedError):
+        return shed_query(query, query.arrival)
+    found = future.result()
+    is_right = found.label == test.names[test.labels[query.payload]]
+    outcome = (Outcome.CORRECT if is_right else Outcome.WRONG) if found.in_time else Outcome.LATE
+    began = query.arrival + found.queue_seconds
+    return ServedQuery(
+        query=query,
+        outcome=outcome,
+        level=found.level,
+        batch=found.batch,
+        began=began,
+        ended=began + found.compute_seconds,
+    )

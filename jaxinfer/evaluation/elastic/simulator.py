@@ -1,0 +1,175 @@
+"""Serving on a simulated clock, with the same controller: a device that takes as long as batches were seen to take."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxinfer.elastic.scheduling.controller import Controller
+from jaxinfer.elastic.scheduling.policies import Decision, Policy
+from jaxinfer.elastic.scheduling.profile import ServingProfile
+from jaxinfer.elastic.scheduling.query import Outcome, Query
+from jaxinfer.evaluation.simulation import Simulation
+
+Sampler = Callable[[int, int], float]
+"""Seconds that a batch takes, from level and number of queries."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedQuery:
+    """How a query ended.
+
+    Attributes:
+      level: that it ran at; None if it was shed.
+      batch: counts batches; None if it was shed.
+      began, ended: seconds; when it was shed they are the same.
+    """
+
+    query: Query
+    outcome: Outcome
+    level: int | None
+    batch: int | None
+    began: float
+    ended: float
+
+    @property
+    def utility(self) -> float:
+        """What it earned."""
+        return self.query.utility if self.outcome is Outcome.CORRECT else 0.0
+
+
+def shed_query(query: Query, at: float) -> ServedQuery:
+    """One that was given up at this time."""
+    return ServedQuery(query=query, outcome=Outcome.SHED, level=None, batch=None, began=at, ended=at)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a policy earned with a trace.
+
+    Attributes:
+      answers: one for each query.
+      best: what all would have earned at the most accurate level in time: more than anybody can know how to earn.
+    """
+
+    answers: Sequence[ServedQuery]
+    best: float
+
+    @property
+    def utility(self) -> float:
+        """In all."""
+        return sum(answer.utility for answer in self.answers)
+
+    @property
+    def normalised(self) -> float:
+        """As a share of the best."""
+        return self.utility / self.best if self.best else 1.0
+
+    @property
+    def outcomes(self) -> Counter[Outcome]:
+        """How many queries ended in each way."""
+        return Counter(answer.outcome for answer in self.answers)
+
+    @property
+    def levels(self) -> Counter[int]:
+        """How many queries ran at each level."""
+        return Counter(answer.level for answer in self.answers if answer.level is not None)
+
+    def share(self, outcome: Outcome) -> float:
+        """Of the queries, those that ended so."""
+        return self.outcomes[outcome] / len(self.answers) if self.answers else 0.0
+
+
+def best_utility(queries: Sequence[Query], profile: ServingProfile) -> float:
+    """What queries would earn on average if each ran at its task's most accurate level, in time."""
+    best = {task: profile.best(task) for task in profile.tasks}
+    return sum(query.utility * best[query.task] for query in queries)
+
+
+def simulate(
+    queries: Sequence[Query],
+    policy: Policy,
+    profile: ServingProfile,
+    *,
+    seconds: Sampler | None = None,
+    right: Callable[[Query, int], bool] | None = None,
+    seed: int = 0,
+) -> Served:
+    """Serve a trace.
+
+    Args:
+      queries: in any order.
+      policy: chooses batches and levels.
+      profile: of the levels.
+      seconds: of a batch; None: those of the profile.
+      right: whether the answer to a query at a level is right; None: drawn by the profile's accuracies, where a query
+        that is right at one level is so at all that are more accurate, and the same for all policies.
+      seed: of what is drawn.
+    """
+    given = sorted(queries, key=lambda query: (query.arrival, query.id))
+    draws = np.random.default_rng((seed, 2)).random(len(given)) if right is None else np.zeros(0)
+    drawn = {query.id: draw for query, draw in zip(given, draws, strict=False)}
+    is_right = right or (lambda query, level: bool(drawn[query.id] < profile.right(query.task, level)))
+    device = _Device(Controller(policy), seconds or profile.batch_seconds, is_right)
+    return Served(answers=device.serve(given), best=best_utility(queries, profile))
+
+
+class _Device:
+    """One that takes a batch at a time from a controller.
+
+    Args:
+      controller: decides.
+      seconds: of a batch.
+      right: whether the answer to a query at a level is right.
+    """
+
+    def __init__(self, controller: Controller, seconds: Sampler, right: Callable[[Query, int], bool]):
+        self._controller, self._seconds, self._right = controller, seconds, right
+        self._simulation = Simulation[Query | Decision]()
+        self._answers: list[ServedQuery] = []
+        self._batches, self._is_free = 0, True
+
+    def serve(self, queries: Sequence[Query]) -> list[ServedQuery]:
+        """How queries end, those of a batch after those that were shed before it began."""
+        for query in queries:
+            self._simulation.arrive(query.arrival, query)
+        self._simulation.run(self._handle, self._begin)
+        return self._answers
+
+    def _handle(self, event: Query | Decision) -> None:
+        if isinstance(event, Query):
+            self._controller.submit(event)
+        else:
+            self._is_free = True
+
+    def _begin(self) -> None:
+        """Begin the next batch, if queries wait and none runs."""
+        if not (self._is_free and self._controller.waiting):
+            return
+        now = self._simulation.now
+        decision, shed = self._controller.next(now)
+        self._answers += [shed_query(query, now) for query in shed]
+        if decision is not None:
+            self._execute(decision, now)
+
+    def _execute(self, decision: Decision, now: float) -> None:
+        ended = now + decision.setup + self._seconds(decision.level, len(decision.batch))
+        self._answers += [
+            ServedQuery(
+                query=query,
+                outcome=self._outcome(query, decision.level, ended),
+                level=decision.level,
+                batch=self._batches,
+                began=now,
+                ended=ended,
+            )
+            for query in decision.batch.queries
+        ]
+        self._simulation.end(ended, decision)
+        self._batches, self._is_free = self._batches + 1, False
+
+    def _outcome(self, query: Query, level: int, ended: float) -> Outcome:
+        if ended >= query.deadline:
+            return Outcome.LATE
+        return Outcome.CORRECT if self._right(query, level) else Outcome.WRONG

@@ -1,0 +1,124 @@
+"""What a system would do before it is started: the simulator on its placement, and how to divide its memory."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+from jaxinfer.evaluation.experts.memory_search import MemoryChoice, search_memory
+from jaxinfer.evaluation.experts.simulator import Outcome, Simulator
+from jaxinfer.evaluation.experts.workloads import TraceRequest
+from jaxinfer.experts.errors import ConfigError
+from jaxinfer.experts.opened import OpenedSystem
+from jaxinfer.experts.scheduling.policy import Policy
+from jaxinfer.experts.scheduling.profile import Profiles
+from jaxinfer.experts.scheduling.scheduler import Scheduler
+
+KEEPS_UP = 0.9
+"""The part of the rate at which inputs come that a system must reach not to be busy all the time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What would come of a trace.
+
+    Attributes:
+      scheduler: when all is done.
+      placed: the experts of each pool at the start, by its index.
+      bound: loads that no scheduler could do without.
+    """
+
+    outcome: Outcome
+    scheduler: Scheduler
+    placed: Mapping[int, Sequence[str]]
+    bound: int
+
+
+def forecast(
+    opened: OpenedSystem, profiles: Profiles, trace: Sequence[TraceRequest], *, policy: Policy | None = None
+) -> Forecast:
+    """Run a trace on the simulated clock.
+
+    Args:
+      profiles: what experts cost.
+      policy: instead of the config's.
+    """
+    scheduler = opened.make_scheduler(profiles, policy=policy, max_queued=None)
+    return _run(scheduler, trace)
+
+
+def compulsory_loads(used: Iterable[str], resident: Set[str]) -> int:
+    """The least if requests may run in any order: every expert that is used and not there yet, once."""
+    return len(set(used) - resident)
+
+
+def _run(scheduler: Scheduler, trace: Sequence[TraceRequest]) -> Forecast:
+    placed = scheduler.manager.place()
+    used = {name for item in trace for name in item.experts}
+    resident = {name for names in placed.values() for name in names}
+    return Forecast(
+        outcome=Simulator(scheduler).run(trace),
+        scheduler=scheduler,
+        placed=placed,
+        bound=compulsory_loads(used, resident),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryAdvice:
+    """How to divide the memory of all executors.
+
+    Attributes:
+      choice: how many experts to have room for, and the windows that were tried.
+      expert_bytes: of each executor for experts, in their order. activation_bytes: what that leaves for batches.
+    """
+
+    choice: MemoryChoice
+    expert_bytes: Sequence[int]
+    activation_bytes: Sequence[int]
+
+
+def advise_memory(opened: OpenedSystem, profiles: Profiles, trace: Sequence[TraceRequest]) -> MemoryAdvice:
+    """Search for how much memory experts get, by simulation (paper section 4.4).
+
+    What executors have, for experts and for activations, is divided anew: each gets room for its part of the most used
+    experts, and batches the rest. Raises ConfigError where not one expert and one request fit, and where inputs come
+    so slowly that any division would do.
+    """
+    executors = opened.make_scheduler(profiles).executors
+    configs = [executor.config for executor in executors]
+    totals = [config.expert_bytes + (config.activation_bytes or 0) for config in configs]
+    experts = opened.graph.experts
+    largest = max(expert.bytes for expert in experts.values())
+    room = list(itertools.accumulate(experts[name].bytes for name in opened.graph.by_usage))
+    one = max(profile.activations(1) for profile in profiles.values()) or 1
+
+    def divided(count: int) -> list[int]:
+        """Room for so many experts, in the executors' order; each has room for the largest."""
+        return [max(largest, math.ceil(room[count - 1] * total / sum(totals))) for total in totals]
+
+    def fits(count: int) -> bool:
+        return all(total - part >= one for total, part in zip(totals, divided(count), strict=True))
+
+    limit = max((count for count in range(1, len(experts) + 1) if fits(count)), default=0)
+    if not limit:
+        raise ConfigError(
+            f"an executor has no room for an expert of {largest} bytes beside a request of {one} bytes; "
+            "give it more memory."
+        )
+
+    def throughput(count: int) -> float:
+        parts = [
+            dataclasses.replace(config, expert_bytes=part, activation_bytes=total - part)
+            for config, part, total in zip(configs, divided(count), totals, strict=True)
+        ]
+        scheduler = Scheduler(opened.graph, profiles, parts, opened.config.policy, host_bytes=opened.config.host_memory)
+        return _run(scheduler, trace).outcome.throughput
+
+    rate = len(trace) / trace[-1].arrival if trace and trace[-1].arrival else math.inf
+    if throughput(limit) > KEEPS_UP * rate:
+        raise ConfigError(f"experts keep up with {rate:.4g} inputs a second anyhow; try inputs that come faster.")
+    choice = search_memory(opened.graph.usage.values(), throughput, limit=limit, choose="midpoint")
+    parts = divided(choice.experts)
+    rest = [total - part for total, part in zip(totals, parts, strict=True)]
+    return MemoryAdvice(choice=choice, expert_bytes=parts, activation_bytes=rest)

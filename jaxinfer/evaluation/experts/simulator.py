@@ -1,0 +1,190 @@
+"""The scheduler on a simulated clock: what a system would do, from what its experts cost.
+
+It runs the same decisions as real executors do. With `act` it also has every load and every batch really done, at the
+moment when the simulated clock says that it begins.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jaxinfer.evaluation.experts.workloads import TraceRequest
+from jaxinfer.evaluation.simulation import Simulation
+from jaxinfer.experts.scheduling.executor_state import Statistics
+from jaxinfer.experts.scheduling.profile import Tier
+from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
+from jaxinfer.experts.scheduling.scheduler import Scheduler
+from jaxinfer.serving.errors import ServingError
+
+
+class Hardware(Protocol):
+    """How long things take."""
+
+    def load(self, architecture: str, size: int, processor: str, tier: Tier, now: float) -> float:
+        """When a load ends that begins now."""
+        ...
+
+    def execute(self, architecture: str, processor: str, batch: int) -> float:
+        """Seconds of a batch."""
+        ...
+
+
+class ProfiledHardware:
+    """Takes what the profiles say. One expert is read from disk at a time, as fast as if it were alone.
+
+    Args:
+      scheduler: whose profiles.
+    """
+
+    def __init__(self, scheduler: Scheduler):
+        self._profiles, self._disk_free = scheduler.profiles, 0.0
+
+    def load(self, architecture: str, size: int, processor: str, tier: Tier, now: float) -> float:
+        seconds = self._profiles[architecture, processor].load_seconds(tier)
+        if tier == "host":
+            return now + seconds
+        self._disk_free = max(now, self._disk_free) + seconds
+        return self._disk_free
+
+    def execute(self, architecture: str, processor: str, batch: int) -> float:
+        return self._profiles[architecture, processor].seconds(batch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a trace.
+
+    Attributes:
+      seconds: from the first arrival to the last result.
+      finished: inputs that have a result. failed: those that ended with an error.
+      latencies: seconds of each input from its arrival to its result.
+      statistics: the scheduler's.
+      decision_seconds: real time of each call into the scheduler that assigned a request or asked what may begin.
+      busy_seconds: simulated time that executors spent on batches.
+    """
+
+    seconds: float
+    finished: int
+    failed: int
+    latencies: Sequence[float]
+    statistics: Statistics
+    decision_seconds: np.ndarray
+    busy_seconds: float
+
+    @property
+    def throughput(self) -> float:
+        """Inputs with a result for each second; 0 if there were none."""
+        return self.finished / self.seconds if self.seconds else 0.0
+
+
+class Simulator:
+    """Runs a trace through a scheduler.
+
+    Args:
+      scheduler: one without requests.
+      hardware: how long things take; None: as the scheduler's profiles say.
+      act: has an action really done.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, hardware: Hardware | None = None, *, act: Callable[[Action], object] | None = None
+    ):
+        self._scheduler, self._hardware = scheduler, hardware or ProfiledHardware(scheduler)
+        self._act = act or (lambda action: None)
+        self._simulation = Simulation[Load | Batch | Request]()
+        self._inputs: Sequence[TraceRequest] = ()
+        self._ends: dict[int, float] = {}  # of inputs that have a result, in the order of their results
+        self._failed = 0
+        self._decisions: list[float] = []
+        self._busy = 0.0
+        self._leaving: dict[int, float] = {}  # of executors, until when experts leave for their next batch
+
+    def run(self, trace: Iterable[TraceRequest]) -> Outcome:
+        """Run until nothing is left to do."""
+        self._inputs = list(trace)
+        for number, item in enumerate(self._inputs):
+            self._simulation.arrive(item.arrival, Request(id=number, expert=item.experts[0], arrival=item.arrival))
+        self._simulation.run(self._handle, self._begin)
+        start, end = self._inputs[0].arrival if self._inputs else 0.0, max(self._ends.values(), default=0.0)
+        return Outcome(
+            seconds=end - start if self._ends else 0.0,
+            finished=len(self._ends),
+            failed=self._failed,
+            latencies=[self._ends[number] - self._inputs[number].arrival for number in sorted(self._ends)],
+            statistics=self._scheduler.statistics,
+            decision_seconds=np.array(self._decisions),
+            busy_seconds=self._busy,
+        )
+
+    def _handle(self, event: Load | Batch | Request) -> None:
+        """Tell the scheduler what has happened."""
+        now = self._simulation.now
+        match event:
+            case Request():
+                self._submit(event)
+            case Load():
+                self._failed += len(self._scheduler.loaded(event, now))
+            case Batch():
+                self._scheduler.executed(event, now)
+                for request in event.requests:
+                    self._follow(request)
+
+    def _follow(self, request: Request) -> None:
+        """Have the next expert judge an input; or it is done."""
+        now, stage, experts = self._simulation.now, request.stage + 1, self._inputs[request.id].experts
+        if stage < len(experts):
+            self._submit(Request(id=request.id, expert=experts[stage], stage=stage, arrival=now))
+        else:
+            self._ends[request.id] = now
+
+    def _submit(self, request: Request) -> None:
+        begun = time.perf_counter()
+        try:
+            self._scheduler.submit(request, self._simulation.now)
+        except (ServingError, ValueError):
+            self._failed += 1
+        finally:
+            self._decisions.append(time.perf_counter() - begun)
+
+    def _begin(self) -> None:
+        """Begin what may begin."""
+        begun = time.perf_counter()
+        actions = self._scheduler.poll(self._simulation.now)
+        self._decisions.append(time.perf_counter() - begun)
+        for action in actions:
+            self._act(action)
+            match action:
+                case Load():
+                    self._load(action)
+                case Batch():
+                    self._execute(action)
+                case Evict():
+                    self._leaving[action.executor] = self._simulation.now + self._leave(action)
+                case Failure():
+                    self._failed += 1
+
+    def _load(self, load: Load) -> None:
+        """A load begins when the experts have left that make room for it."""
+        expert, processor = self._scheduler.graph.experts[load.expert], self._processor(load)
+        begun = self._simulation.now + self._leave(load)
+        end = self._hardware.load(expert.architecture, expert.bytes, processor, load.tier, begun)
+        self._simulation.end(end, load)
+
+    def _execute(self, batch: Batch) -> None:
+        """A batch begins when the experts have left that give it their memory."""
+        now, expert = self._simulation.now, self._scheduler.graph.experts[batch.expert]
+        seconds = self._hardware.execute(expert.architecture, self._processor(batch), len(batch.requests))
+        self._busy += seconds
+        self._simulation.end(max(now, self._leaving.pop(batch.executor, now)) + seconds, batch)
+
+    def _leave(self, action: Load | Evict) -> float:
+        """Seconds until the experts have left that make room."""
+        scheduler, processor = self._scheduler, self._processor(action)
+        leaving = [scheduler.graph.experts[x.expert].architecture for x in action.evictions if x.to_host]
+        return sum(scheduler.profiles[architecture, processor].evict for architecture in leaving)
+
+    def _processor(self, action: Load | Batch | Evict) -> str:
+        return self._scheduler.executors[action.executor].config.processor

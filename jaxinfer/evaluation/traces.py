@@ -1,0 +1,81 @@
+"""Traces on disk: one format, whatever comes. A JSON object a line, with the fields of its class by their names.
+
+Inputs of experts are `TraceRequest`s, queries of elastic services are `Query`s. Recorded runs have a header before such
+lines.
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from jaxinfer.disk_cache.files import write_atomically
+
+
+class Arriving(Protocol):
+    """What a trace has: a dataclass with `arrival`, in seconds from the start."""
+
+    @property
+    def arrival(self) -> float: ...
+
+
+def write_trace(file: str | os.PathLike[str], items: Iterable[Arriving]) -> None:
+    """Write what comes, in the order of its arrival."""
+    ordered = sorted(items, key=lambda item: item.arrival)
+    write_lines(file, ordered)
+
+
+def read_trace[T: Arriving](file: str | os.PathLike[str], kind: type[T], *, name: str) -> list[T]:
+    """Read what `write_trace` has written.
+
+    Args:
+      kind: what comes.
+      name: of one of them in errors, such as "a query".
+
+    Raises OSError, and ValueError that names file and line.
+    """
+    items = read_lines(file, Path(file).read_bytes().splitlines(), kind, name=name)
+    for number, (before, item) in enumerate(itertools.pairwise(items), 2):
+        if item.arrival < before.arrival:
+            raise ValueError(f"{file}:{number}: arrives before the line above does; sort the lines.")
+    return items
+
+
+def write_lines(file: str | os.PathLike[str], values: Iterable[object]) -> None:
+    """Write values, each as JSON in a line: the whole file, or nothing."""
+    write_atomically(Path(file), *(msgspec.json.encode(value) + b"\n" for value in values))
+
+
+def read_lines[T](
+    file: str | os.PathLike[str], lines: Sequence[bytes], kind: type[T], *, name: str, first: int = 1
+) -> list[T]:
+    """The values in lines of a file.
+
+    Args:
+      file: where the lines are from.
+      kind: a dataclass.
+      name: of a value in errors.
+      first: number of the first line.
+
+    Raises ValueError that names file and line.
+    """
+    return [_read_line(line, kind, f"{file}:{number}: not {name}") for number, line in enumerate(lines, first)]
+
+
+def _read_line[T](line: bytes, kind: type[T], problem: str) -> T:
+    try:
+        value = msgspec.json.decode(line)
+        if unknown := _unknown_fields(value, kind):
+            raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
+        return msgspec.convert(value, kind)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ValueError(f"{problem} ({error}); write the file again.") from error
+
+
+def _unknown_fields(value: Any, kind: Any) -> set[str]:
+    """Fields that a line has and its class does not."""
+    return value.keys() - {field.name for field in dataclasses.fields(kind)} if isinstance(value, dict) else set()

@@ -1,0 +1,37 @@
+"""How a request may end other than by its answer. Bad input is not among these: it is a ValueError, before it waits."""
+
+
+class ServingError(RuntimeError):
+    """Any of the errors below."""
+
+
+class OverloadedError(ServingError):
+    """A request that was refused, because too many wait.
+
+    Attributes:
+      retry_after: seconds after which there will probably be room; None if nothing has ended yet to tell by.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceededError(ServingError, TimeoutError):
+    """The request's deadline passed before it began."""
+
+
+class ShedError(ServingError):
+    """A request that was given up, because its answer could not have come in time."""
+
+
+class ClosedError(ServingError):
+    """What serves was closed: it takes no more requests, and has ended those it had."""
+
+
+class DiedError(ServingError):
+    """What serves has died, of `__cause__`, and all its requests have ended."""
+
+
+class FailedError(ServingError):
+    """A request has failed; others go on."""

@@ -1,0 +1,466 @@
+"""The threads between callers and devices: a `Decider` says what to do; a `Loop` does it, and ends requests once."""
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import CancelledError
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from jaxinfer.compiled import Origin, close_at_exit
+from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError
+from jaxinfer.serving.statistics import Statistics
+from jaxinfer.serving.ticket import Ticket, tell_readers
+
+log = logging.getLogger(__name__)
+
+HANGING_SECONDS = 300.0
+"""Work that takes so long when its loop is to end is taken to hang; a streamed model may need minutes for a step."""
+CALLBACK_SECONDS = 1.0
+"""How long callbacks are waited for when work hangs."""
+RECENT = 0.1
+"""How much the last end counts in the mean time between ends."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What a decider wants done.
+
+    Attributes:
+      run: does it.
+      lane: the thread that does, one piece of work after the other; None: the loop's own, which decides nothing
+        meanwhile.
+      what: for the decider, when it is done.
+    """
+
+    run: Callable[[], Any]
+    lane: int | None = None
+    what: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """Work that has ended.
+
+    Attributes:
+      result: what `run` gave.
+      error: what it raised, in place of a result.
+      began, ended: on the loop's clock.
+    """
+
+    work: Work
+    result: Any
+    error: BaseException | None
+    began: float
+    ended: float
+
+
+class Decider[AnyTicket: Ticket[Any]](abc.ABC):
+    """Says what is done next: a paper's policy, or an engine, without threads.
+
+    All but `interrupt` is called under the loop's lock, so never twice at once. It ends tickets by `Loop.end`.
+    """
+
+    @abc.abstractmethod
+    def submit(self, ticket: AnyTicket, now: float) -> None:
+        """Take a request. In its caller's thread: what this raises, the caller gets, and the request never was."""
+
+    @abc.abstractmethod
+    def poll(self, now: float) -> Sequence[Work]:
+        """What begins now, in this order. In the loop's thread, after anything has happened or at `next_time`."""
+
+    @property
+    @abc.abstractmethod
+    def next_time(self) -> float | None:
+        """When to be polled if nothing happens before; None: not at all."""
+
+    @abc.abstractmethod
+    def done(self, done: Done) -> None:
+        """Work has ended. In the thread that did it."""
+
+    @abc.abstractmethod
+    def cancel(self, ticket: AnyTicket) -> bool:
+        """Give a request up; whether it ends by that, and not by itself later. In its caller's thread."""
+
+    @abc.abstractmethod
+    def drain(self, error: Exception) -> None:
+        """The end: end all requests that have not begun, with this error. It is not polled any more."""
+
+    def interrupt(self) -> None:  # noqa: B027 (most cannot)
+        """Cut short what is being done, if that can be. From any thread, without the lock."""
+
+
+class Loop[AnyTicket: Ticket[Any]]:
+    """Serves tickets of any thread and event loop.
+
+    One thread polls the decider whenever something has happened; each lane has one that does work, one piece after the
+    other; one ends the futures, so that their callbacks hold nothing else up.
+
+    At most `max_tickets` are accepted at a time. A caller that may wait stands in line, first come, first served.
+
+    Args:
+      decider: says what is done.
+      what: is served so, the subject of errors: "This system".
+      name: of the threads: "jaxinfer-NAME".
+      lanes: names of the threads that do work.
+      max_tickets: None: no limit.
+      statistics: where ends are counted.
+      clock: seconds, never going back.
+
+    Attributes:
+      lock: under which the decider is called.
+    """
+
+    def __init__(
+        self,
+        decider: Decider[AnyTicket],
+        *,
+        what: str,
+        name: str,
+        lanes: Sequence[str] = (),
+        max_tickets: int | None = None,
+        statistics: Statistics | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.statistics, self.clock = Statistics() if statistics is None else statistics, clock
+        self._decider, self._what, self._max_tickets = decider, what, max_tickets
+        self.lock = threading.RLock()
+        self._idle = threading.Condition(self.lock)
+        self._tickets: dict[Hashable, AnyTicket] = {}
+        self._line: OrderedDict[Hashable, AnyTicket] = OrderedDict()  # a dict is slow to find its first after many left
+        self._turns: dict[Hashable, threading.Event] = {}  # of threads that stand in line
+        self._closed = self._drain = False
+        self._cause: BaseException | None = None  # what it died of, or why it is given up
+        self._num_running = self._num_done = 0
+        self._last_end, self._between_ends = clock(), None
+        self._origin = Origin(what)
+        self._news: SimpleQueue[None] = SimpleQueue()  # not a condition: finalizers may put, wherever they run
+        self._ended: SimpleQueue[AnyTicket | None] = SimpleQueue()
+        self._lanes: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in lanes]
+        self._thread = self._make_thread(self._run, name)
+        self._callbacks = self._make_thread(self._run_callbacks, f"{name}-callbacks")
+        self._threads = [self._thread, self._callbacks]
+        self._threads += [self._make_thread(self._run_lane, *lane) for lane in zip(lanes, self._lanes, strict=True)]
+        close_at_exit(self, lambda loop: loop.close(drain=False))
+
+    def start(self) -> None:
+        """Begin to serve."""
+        for thread in self._threads:
+            thread.start()
+
+    # From any thread
+
+    @property
+    def num_tickets(self) -> int:
+        """How many requests have not ended, those in line included."""
+        return 0 if self._origin.forked else len(self._tickets) + len(self._line)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return not self._closed and not self._origin.forked
+
+    def wake(self) -> None:
+        """Have the decider polled: something has happened."""
+        self._news.put(None)
+
+    def submit(self, ticket: AnyTicket, *, block: bool = False) -> None:
+        """Serve a request.
+
+        Where too many are accepted, a caller that may `block` is held up here until its turn; with a reader, it is
+        while it reads.
+
+        Raises ClosedError, also in a process that was forked; DiedError; OverloadedError rather than to wait, if it may
+        not, or is one of the loop's own threads (a future's callback), which would wait for itself; ValueError for one
+        that is served already; what the decider raises.
+        """
+        self._origin.check(ClosedError)
+        with self.lock:
+            turn = self._take(ticket, block=block)
+        if ticket.future is not None:
+            ticket.future.add_done_callback(functools.partial(_cancel_if_cancelled, weakref.ref(self), ticket))
+        if turn is not None:
+            self._wait_in_line(ticket, turn)
+
+    def cancel(self, ticket: AnyTicket) -> None:
+        """Give a request up; does nothing if it has ended."""
+        if self._origin.forked:
+            return
+        with self.lock:
+            if self._line.get(ticket.key) is ticket:  # beyond `max_tickets`, but only to end at once
+                self._leave_line(ticket.key)
+            if self._tickets.get(ticket.key) is ticket and self._decider.cancel(ticket):
+                self.end(ticket, CancelledError())
+        self._news.put(None)
+
+    def find(self, key: Hashable) -> AnyTicket | None:
+        """The request of this key that has not ended."""
+        with self.lock:
+            return self._tickets.get(key) or self._line.get(key)
+
+    def end(self, ticket: AnyTicket, outcome: Any, *, at: float | None = None) -> None:
+        """End a request, unless it has ended. `at`: when it did, on the loop's clock; None: now."""
+        with self.lock:
+            if self._tickets.get(ticket.key) is not ticket:
+                return
+            del self._tickets[ticket.key]
+            outcome = CancelledError() if ticket.cancelled else outcome
+            self._count(ticket, outcome, self.clock() if at is None else at)
+            self._finish(ticket, outcome)
+            while self._line and (self._max_tickets is None or len(self._tickets) < self._max_tickets):
+                self._leave_line(next(iter(self._line)))
+            if not self._tickets:
+                self._idle.notify_all()
+
+    def stop(self, *, drain: bool = False) -> None:
+        """Take no more requests, and end soon: when those there are have ended (`drain`), or what runs now has.
+
+        Takes no lock, since it is also called when an object is collected, which may be anywhere.
+        """
+        if self._origin.forked:
+            return
+        self._drain = drain and (self._drain or not self._closed)
+        self._closed = True
+        self._news.put(None)
+        if not self._drain:
+            self._decider.interrupt()
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """`stop`, and wait for the end, at most `timeout` seconds; not at all in a process that was forked.
+
+        What has not ended by then ends with ClosedError, and the threads that work on it are left alone. Without a
+        timeout, raises DiedError if work hangs: if none has ended for `HANGING_SECONDS`.
+        """
+        if self._origin.forked:
+            return
+        until = None if timeout is None else time.monotonic() + timeout
+        self.stop(drain=drain)
+        if threading.current_thread() in self._threads or not self._thread.ident:
+            return
+        if drain and timeout is not None:
+            with self.lock:
+                self._idle.wait_for(lambda: not self._tickets, timeout)
+            self.stop()
+        if self._join(until):
+            return
+        if timeout is None:
+            self._cause = TimeoutError(f"its work has not ended for {HANGING_SECONDS:g} s")
+        self._end_all()
+        self._callbacks.join(CALLBACK_SECONDS)
+        if self._cause is not None:
+            raise self._closed_error()
+
+    # Under the lock
+
+    def _take(self, ticket: AnyTicket, *, block: bool) -> threading.Event | None:
+        """Accept a request, or let it stand in line: then the event of its turn, if it has no reader."""
+        if self._closed:
+            raise self._closed_error()
+        if ticket.key in self._tickets or ticket.key in self._line:
+            raise ValueError("This prepared request runs already: prepare the prompt once for each time it is to run.")
+        if self._max_tickets is None or len(self._tickets) < self._max_tickets:
+            self._accept(ticket)
+            return None
+        if not block or threading.current_thread() in self._threads:
+            raise OverloadedError(
+                f"{len(self._tickets)} requests are in flight already, and the limit ({self._max_tickets}) allows no "
+                "more; try later.",
+                self._between_ends,
+            )
+        self._line[ticket.key] = ticket
+        if ticket.reader is not None:
+            return None
+        turn = self._turns[ticket.key] = threading.Event()
+        return turn
+
+    def _accept(self, ticket: AnyTicket) -> None:
+        now = self.clock()
+        if not self._tickets:
+            self._last_end = now
+        self._tickets[ticket.key] = ticket
+        try:
+            self._decider.submit(ticket, now)
+        except BaseException:
+            self._tickets.pop(ticket.key, None)
+            raise
+        self._news.put(None)
+
+    def _leave_line(self, key: Hashable) -> None:
+        ticket = self._line.pop(key)
+        try:
+            self._accept(ticket)
+        except Exception as error:
+            self._finish(ticket, error)
+        if (turn := self._turns.pop(key, None)) is not None:
+            turn.set()
+
+    def _finish(self, ticket: AnyTicket, outcome: Any) -> None:
+        """Let the caller know what has come of its request."""
+        ticket.outcome, ticket.owner = outcome, None
+        if ticket.future is not None:
+            self._ended.put(ticket)
+        else:
+            tell_readers([ticket])
+
+    def _count(self, ticket: AnyTicket, outcome: Any, now: float) -> None:
+        self.statistics.count(outcome, late=ticket.deadline is not None and now >= ticket.deadline)
+        seconds, mean = max(now - self._last_end, 0.0), self._between_ends
+        self._last_end = now
+        self._between_ends = seconds if mean is None else mean + RECENT * (seconds - mean)
+
+    def _closed_error(self) -> ClosedError | DiedError:
+        if self._cause is None:
+            return ClosedError(f"{self._what} is closed: it takes no more requests, and has ended those it had.")
+        error = DiedError(f"{self._what} has died of {type(self._cause).__name__}: {self._cause}. Make another one.")
+        error.__cause__ = self._cause
+        return error
+
+    # In the caller's thread
+
+    def _wait_in_line(self, ticket: AnyTicket, turn: threading.Event) -> None:
+        try:
+            turn.wait()
+        except BaseException:  # Ctrl-C
+            self.cancel(ticket)
+            raise
+
+    def _join(self, until: float | None) -> bool:
+        """Wait for the threads; whether they have ended."""
+        for thread in self._threads:
+            before = -1
+            while thread.is_alive() and (until is not None or before != self._num_done):
+                before = self._num_done
+                thread.join(HANGING_SECONDS if until is None else max(until - time.monotonic(), 0.0))
+                if until is not None:
+                    break
+            if thread.is_alive():
+                return False
+        return True
+
+    # In the loop's threads
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+            with self.lock:
+                self._decider.drain(self._closed_error())
+            while self._num_running:  # what has begun may end
+                self._news.get()
+        except BaseException as error:
+            log.critical("%s has died; all its requests end with an error.", self._what, exc_info=error)
+            self._cause = error
+        self._end_all()
+
+    def _turn(self) -> bool:
+        """Have begun what may begin, once something has happened; False at the end."""
+        self._sleep()
+        with self.lock:
+            if self._closed and not (self._drain and self._tickets):
+                return False
+            works = self._decider.poll(self.clock())
+            self._num_running += len(works)
+        for work in works:
+            if work.lane is None:
+                self._do(work)
+                self.wake()
+            else:
+                self._lanes[work.lane].put(work)
+        return True
+
+    def _sleep(self) -> None:
+        with self.lock:
+            until = self._decider.next_time
+        seconds = None if until is None else until - self.clock()
+        with contextlib.suppress(Empty):
+            if seconds is None or seconds > 0:
+                self._news.get(timeout=seconds)
+            while True:
+                self._news.get_nowait()
+        if self._cause is not None:
+            raise self._cause
+
+    def _run_lane(self, works: "SimpleQueue[Work | None]") -> None:
+        while (work := works.get()) is not None:
+            try:
+                self._do(work)
+            except BaseException as mistake:  # the decider's: no request may wait for ever
+                self._cause = mistake
+            del work  # while it waits for the next
+            self._news.put(None)
+
+    def _do(self, work: Work) -> None:
+        began, result, error = self.clock(), None, None
+        try:
+            result = work.run()
+        except BaseException as raised:
+            error = raised
+        ended = self.clock()
+        with self.lock:
+            self._num_running -= 1
+            self._num_done += 1
+            self._decider.done(Done(work, result, error, began, ended))
+
+    def _run_callbacks(self) -> None:
+        while (ticket := self._ended.get()) is not None:
+            ticket.end_future()
+            del ticket  # while it waits for the next
+
+    def _end_all(self) -> None:
+        """The end of every request there is, and of the other threads."""
+        with self.lock:
+            self._closed, error = True, self._closed_error()
+            ending = [*self._tickets.values(), *self._line.values()]
+            turns = list(self._turns.values())
+            self._tickets, self._line, self._turns = {}, OrderedDict(), {}
+            for ticket in ending:
+                self.statistics.count(error, late=False)
+                self._finish(ticket, error)
+            self._idle.notify_all()
+            self._decider = _NOTHING  # what is decided for may be large, and holds whoever holds this
+        for turn in turns:
+            turn.set()
+        for queue in (*self._lanes, self._ended):
+            queue.put(None)
+
+    @staticmethod
+    def _make_thread(run: Callable[..., None], name: str, *args: Any) -> threading.Thread:
+        return threading.Thread(target=run, args=args, name=f"jaxinfer-{name}", daemon=True)
+
+
+class _Nothing(Decider[Any]):
+    """Takes the place of a decider at the end."""
+
+    @property
+    def next_time(self) -> None:
+        return None
+
+    def submit(self, ticket: Ticket[Any], now: float) -> None: ...
+
+    def poll(self, now: float) -> Sequence[Work]:
+        return ()
+
+    def done(self, done: Done) -> None: ...
+
+    def cancel(self, ticket: Ticket[Any]) -> bool:
+        return False
+
+    def drain(self, error: Exception) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+def _cancel_if_cancelled[AnyTicket: Ticket[Any]](
+    loop: "weakref.ref[Loop[AnyTicket]]", ticket: AnyTicket, future: object
+) -> None:
+    """A future's callback; it does not keep the loop, and so the model, alive."""
+    if ticket.cancelled and (running := loop()) is not None:
+        running.cancel(ticket)

@@ -1,0 +1,127 @@
+"""A request between its caller, in any thread or event loop, and the loop that serves it."""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from jaxinfer.compiled import end_future
+
+
+class Reader[Snapshot]:
+    """Where one task reads what becomes of its requests; a loop's thread writes.
+
+    It holds the newest snapshot of a stream alone, and the task makes an output of it. Each says all that came before
+    it, so that a task slower than the device skips some and loses nothing, holds nobody up, and lets nothing grow.
+
+    Attributes:
+      loop: the task's event loop, which is told of changes; known from `attach` on.
+      newest: how far the request has come; None before there is anything.
+      final_only: whether the task wants none but the last output.
+    """
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self) -> None:
+        self.newest: Snapshot | None = None
+        self.final_only = False
+        self._changed = asyncio.Event()
+        self._told = False  # the event loop knows of a change that the task has not looked at yet
+
+    def attach(self) -> None:
+        """Read in the event loop that runs now."""
+        self.loop = asyncio.get_running_loop()
+
+    def must_tell(self) -> bool:
+        """Whether the event loop must be told of a change just made, which it then must be. In a loop's thread."""
+        if self._told:  # and the task will find this change too: it forgets that it was told before it looks
+            return False
+        self._told = True
+        return True
+
+    def wake(self) -> None:
+        """Tell of a change; in the event loop's thread."""
+        self._changed.set()
+
+    async def wait(self) -> None:
+        """Wait for a change; there may be none after all."""
+        await self._changed.wait()
+        self._changed.clear()
+        self._told = False
+
+
+class Ticket[Outcome]:
+    """A request that has not ended.
+
+    Args:
+      key: no other ticket has it.
+      deadline: on the loop's clock; None: there is none.
+      owner: what must live until the request has ended.
+      reader: for the task that waits for it, which may wait for others with the same; None for callers in threads.
+
+    Attributes:
+      future: for callers in threads: ends once, as `outcome` says, or cancelled by its caller; None beside a reader.
+      outcome: an answer or an error; None until it has ended.
+    """
+
+    def __init__(
+        self,
+        key: Hashable,
+        *,
+        deadline: float | None = None,
+        owner: object = None,
+        reader: Reader[Any] | None = None,
+    ):
+        self.key, self.deadline, self.owner, self.reader = key, deadline, owner, reader
+        self.future: Future[Outcome] | None = Future() if reader is None else None
+        self.outcome: Outcome | Exception | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller has cancelled its future."""
+        return self.future is not None and self.future.cancelled()
+
+    def begin(self) -> bool:
+        """Let its future be cancelled no more; False if it was."""
+        return self.future is None or self.future.set_running_or_notify_cancel()
+
+    def end_future(self) -> None:
+        """Give the future its outcome, and run its callbacks."""
+        assert self.future is not None
+        assert self.outcome is not None
+        end_future(self.future, self.outcome, f"request {self.key}")
+
+    async def wait(self) -> Outcome:
+        """What has come of it, for the task that reads. Raises the error that it ended with."""
+        assert self.reader is not None
+        while self.outcome is None:
+            await self.reader.wait()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def tell_readers[AnyTicket: Ticket[Any]](changed: Iterable[AnyTicket]) -> list[AnyTicket]:
+    """Wake the tasks that wait for these requests, by one call for each event loop.
+
+    Returns those whose event loop is closed, so that nobody will read them.
+    """
+    loops: dict[asyncio.AbstractEventLoop, list[AnyTicket]] = defaultdict(list)
+    for ticket in changed:
+        if ticket.reader is not None:
+            loops[ticket.reader.loop].append(ticket)
+    unread = []
+    for loop, tickets in loops.items():
+        if readers := [t.reader for t in tickets if t.reader is not None and t.reader.must_tell()]:
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(_wake, readers)
+        if loop.is_closed():
+            unread += tickets
+    return unread
+
+
+def _wake(readers: list[Reader[Any]]) -> None:
+    for reader in readers:
+        reader.wake()
