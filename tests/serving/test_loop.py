@@ -1,0 +1,252 @@
+"""Loops: every request ends once, whatever its decider, its callers and its work do, and no thread is left."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError, Future, wait
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.serving import ClosedError, DiedError, FailedError, OverloadedError
+from jaxinfer.serving import loop as loop_module
+from jaxinfer.serving.loop import Decider, Loop, Work
+from jaxinfer.serving.ticket import Reader, Ticket
+
+PATIENCE = 20
+
+
+class Item(Ticket):
+    """What `run` does with it: gives its number, or raises it."""
+
+    def __init__(self, number, run=lambda number: number, **options):
+        super().__init__(number, **options)
+        self.run = run
+
+
+class InTurn(Decider):
+    """One at a time in each lane, in their order."""
+
+    def __init__(self, lanes=1, **options):
+        self.waiting, self.free = [], list(range(lanes))
+        names = [f"lane{number}" for number in range(lanes)]
+        self.loop = Loop(self, what="This queue", name="test", lanes=names, **options)
+        self.loop.start()
+
+    next_time = None
+
+    def submit(self, ticket, now):
+        if ticket.run is None:
+            raise ValueError("nothing to run")
+        self.waiting.append(ticket)
+
+    def poll(self, now):
+        works = []
+        while self.waiting and self.free:
+            ticket = self.waiting.pop(0)
+            works.append(Work(lambda ticket=ticket: ticket.run(ticket.key), self.free.pop(0), ticket))
+        return works
+
+    def done(self, done):
+        self.free.append(done.work.lane)
+        failed = done.error is not None
+        self.loop.end(done.work.what, FailedError(repr(done.error)) if failed else done.result)
+
+    def cancel(self, ticket):
+        if ticket not in self.waiting:
+            return False
+        self.waiting.remove(ticket)
+        return True
+
+    def drain(self, error):
+        while self.waiting:
+            self.loop.end(self.waiting.pop(), error)
+
+
+@pytest.fixture
+def start():
+    made = []
+
+    def start(*args, **options):
+        made.append(InTurn(*args, **options).loop)
+        return made[-1]
+
+    yield start
+    for loop in made:
+        loop.close(drain=False, timeout=PATIENCE)
+        assert loop.num_tickets == 0
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxinfer-lane")]
+
+
+def ask(loop, item, **options):
+    loop.submit(item, **options)
+    return item.future
+
+
+class Held:
+    """Work that waits until it may go on."""
+
+    def __init__(self):
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, number):
+        self.begun.set()
+        assert self.go.wait(PATIENCE)
+        return number
+
+
+def raises(error):
+    def run(number):
+        raise error
+
+    return run
+
+
+ACTIONS = st.lists(st.sampled_from(["work", "fail", "interrupt", "refuse", "cancel", "wait"]), min_size=1, max_size=40)
+
+
+@settings(max_examples=40, deadline=None)
+@given(actions=ACTIONS, lanes=st.integers(1, 3), limit=st.none() | st.integers(1, 5), drain=st.booleans())
+def test_every_request_ends_once(actions, lanes, limit, drain):
+    loop, futures, ends = InTurn(lanes, max_tickets=limit).loop, [], []
+    runs = {"work": lambda number: number, "fail": raises(KeyError("x")), "interrupt": raises(SystemExit())}
+    for number, action in enumerate(actions):
+        if action == "cancel" and futures:
+            futures[number % len(futures)].cancel()
+        elif action == "wait":
+            time.sleep(1e-4)
+        elif action == "refuse":
+            with pytest.raises((ValueError, OverloadedError)):
+                loop.submit(Item(number, run=None))
+        elif action in runs:
+            try:
+                futures.append(ask(loop, Item(number, run=runs[action])))
+            except OverloadedError as error:
+                assert limit is not None
+                assert error.retry_after is None or error.retry_after >= 0  # noqa: PT017
+            else:
+                futures[-1].add_done_callback(ends.append)
+    loop.close(drain=drain)
+    assert not wait(futures, 0).not_done
+    assert len(ends) == len(set(ends)) == len(futures)
+    for future in futures:
+        error = None if future.cancelled() else future.exception()
+        assert error is None or isinstance(error, FailedError | ClosedError)
+        assert not (drain and isinstance(error, ClosedError))
+    counted = loop.statistics
+    assert counted.answered + counted.failed + counted.cancelled == len(futures)
+    assert loop.num_tickets == 0
+    with pytest.raises(ClosedError, match="This queue is closed"):
+        loop.submit(Item(-1))
+
+
+def test_callers_stand_in_line(start):
+    loop, held = start(max_tickets=1), Held()
+    first = ask(loop, Item(0, held))
+    with pytest.raises(OverloadedError, match="1 requests are in flight already"):
+        loop.submit(Item(1))
+    found = []
+    threads = [
+        threading.Thread(target=lambda number=number: found.append(ask(loop, Item(number), block=True)))
+        for number in (1, 2)
+    ]
+    for count, thread in enumerate(threads, 2):
+        thread.start()
+        give_up = time.monotonic() + PATIENCE
+        while loop.num_tickets < count:
+            assert time.monotonic() < give_up
+            time.sleep(1e-3)
+    with pytest.raises(ValueError, match="runs already"):
+        loop.submit(Item(2), block=True)
+    held.go.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert first.result(PATIENCE) == 0
+    assert sorted(future.result(PATIENCE) for future in found) == [1, 2]
+
+
+def test_a_callback_cannot_wait_for_itself(start):
+    loop, held, second, refused = start(max_tickets=1), Held(), Held(), Future()
+
+    def again(_):
+        try:
+            loop.submit(Item(2, second), block=True)
+            loop.submit(Item(3), block=True)
+        except OverloadedError as error:
+            refused.set_result(error)
+
+    ask(loop, Item(0, held)).add_done_callback(again)
+    held.go.set()
+    assert isinstance(refused.result(PATIENCE), OverloadedError)
+    second.go.set()
+
+
+def test_a_reader_is_told(start):
+    loop = start()
+
+    async def main():
+        reader = Reader()
+        reader.attach()
+        items = [Item(number, reader=reader) for number in range(3)]
+        for item in items:
+            loop.submit(item)
+        return [await item.wait() for item in items]
+
+    assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("where", ["poll", "done"])
+def test_a_mistake_of_the_decider_ends_all(start, where, monkeypatch):
+    def mistake(self, _):
+        raise SystemExit(where)
+
+    held, loop = Held(), start()
+    futures = [ask(loop, Item(0, held)), ask(loop, Item(1))]
+    assert held.begun.wait(PATIENCE)
+    monkeypatch.setattr(InTurn, where, mistake)
+    held.go.set()
+    for future in futures[where == "poll" :]:
+        with pytest.raises(DiedError, match=f"This queue has died of SystemExit: {where}"):
+            future.result(PATIENCE)
+    with pytest.raises(DiedError):
+        loop.submit(Item(2))
+
+
+def test_work_that_hangs_does_not_hang_the_end(start, monkeypatch):
+    held, loop = Held(), start()
+    future = ask(loop, Item(0, held))
+    assert held.begun.wait(PATIENCE)
+    loop.close(drain=False, timeout=0.05)
+    with pytest.raises(ClosedError):
+        future.result(0)
+    held.go.set()
+    held, loop = Held(), start()
+    future = ask(loop, Item(0, held))
+    assert held.begun.wait(PATIENCE)
+    monkeypatch.setattr(loop_module, "HANGING_SECONDS", 0.05)
+    with pytest.raises(DiedError, match=r"its work has not ended for 0\.05 s"):
+        loop.close()
+    with pytest.raises(DiedError):
+        future.result(0)
+    held.go.set()
+
+
+def test_what_is_decided_for_is_let_go(start):
+    class Owner:
+        pass
+
+    loop, owner = start(), Owner()
+    gone = weakref.ref(owner)
+    future = ask(loop, Item(0, owner=owner))
+    assert future.result(PATIENCE) == 0
+    del owner
+    gc.collect()
+    assert gone() is None
+    cancelled = ask(loop, Item(1))
+    cancelled.cancel()
+    wait([cancelled], PATIENCE)
+    with pytest.raises(CancelledError):
+        cancelled.result(0)
