@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -185,7 +185,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         with self.lock:
             turn = self._take(ticket, block=block)
         if ticket.future is not None:
-            ticket.future.add_done_callback(functools.partial(_cancel_if_cancelled, weakref.ref(self), ticket))
+            ticket.future.add_done_callback(functools.partial(_cancel_if_cancelled, weakref.ref(self), ticket.key))
         if turn is not None:
             self._wait_in_line(ticket, turn)
 
@@ -202,6 +202,8 @@ class Loop[AnyTicket: Ticket[Any]]:
 
     def find(self, key: Hashable) -> AnyTicket | None:
         """The request of this key that has not ended."""
+        if self._origin.forked:
+            return None
         with self.lock:
             return self._tickets.get(key) or self._line.get(key)
 
@@ -354,6 +356,8 @@ class Loop[AnyTicket: Ticket[Any]]:
                 self._decider.drain(self._closed_error())
             while self._num_running:  # what has begun may end
                 self._news.get()
+            if self._cause is not None:
+                raise self._cause
         except BaseException as error:
             log.critical("%s has died; all its requests end with an error.", self._what, exc_info=error)
             self._cause = error
@@ -458,9 +462,9 @@ class _Nothing(Decider[Any]):
 _NOTHING = _Nothing()
 
 
-def _cancel_if_cancelled[AnyTicket: Ticket[Any]](
-    loop: "weakref.ref[Loop[AnyTicket]]", ticket: AnyTicket, future: object
-) -> None:
-    """A future's callback; it does not keep the loop, and so the model, alive."""
-    if ticket.cancelled and (running := loop()) is not None:
-        running.cancel(ticket)
+def _cancel_if_cancelled(loop: "weakref.ref[Loop[Any]]", key: Hashable, future: Future[Any]) -> None:
+    """A future's callback, which it keeps: so this keeps neither the loop, and so the model, nor the ticket's input."""
+    if future.cancelled() and (running := loop()) is not None:
+        ticket = running.find(key)
+        if ticket is not None and ticket.future is future:
+            running.cancel(ticket)

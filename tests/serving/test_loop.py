@@ -239,12 +239,17 @@ def test_what_is_decided_for_is_let_go(start):
         pass
 
     loop, owner = start(), Owner()
-    gone = weakref.ref(owner)
-    future = ask(loop, Item(0, owner=owner))
+    item = Item(0, owner=owner)
+    owner_gone, item_gone = weakref.ref(owner), weakref.ref(item)
+    future = ask(loop, item)
     assert future.result(PATIENCE) == 0
-    del owner
+    del owner, item
     gc.collect()
-    assert gone() is None
+    assert owner_gone() is None
+    give_up = time.monotonic() + PATIENCE
+    while item_gone() is not None:
+        assert time.monotonic() < give_up, "the future, which the caller keeps, keeps more"
+        gc.collect()
     cancelled = ask(loop, Item(1))
     cancelled.cancel()
     wait([cancelled], PATIENCE)

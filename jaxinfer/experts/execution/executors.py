@@ -194,8 +194,8 @@ class Executors(Decider[Input]):
                 self._loaded(load, done)
             case Batch() as batch:
                 self._executed(batch, done)
-            case Evict() if done.error is not None:
-                raise done.error
+            case Evict() as evict if done.error is not None:
+                self._die(evict.executor, done.error, done.ended)
 
     def cancel(self, ticket: Input) -> bool:
         if ticket.request is None or not self.scheduler.cancel(ticket.request):
@@ -267,10 +267,11 @@ class Executors(Decider[Input]):
         self._fail(self._manage(self.scheduler.loaded, load, done.ended, error))
 
     def _executed(self, batch: Batch, done: Done) -> None:
-        error, seconds, name = done.error, done.ended - done.began, self.scheduler.executors[batch.executor].config.name
+        executor, error, seconds = self.scheduler.executors[batch.executor], done.error, done.ended - done.began
+        if not executor.alive:  # it ended before its batch, whose requests have ended with it
+            return
         if error is not None and not isinstance(error, Exception):  # what a batch's own errors are not
-            log.error("executor %s has ended", name, exc_info=error)
-            self._fail(self.scheduler.remove_executor(batch.executor, done.ended))
+            self._die(batch.executor, error, done.ended)
             return
         self.times.running += seconds
         if error is None:
@@ -280,12 +281,17 @@ class Executors(Decider[Input]):
             stage = Stage(
                 expert=batch.expert,
                 judgement=judgement,
-                executor=name,
+                executor=executor.config.name,
                 batch=len(batch.requests),
                 waited=done.began - request.arrival,
                 seconds=seconds,
             )
             self._follow(request, stage, done.ended)
+
+    def _die(self, index: int, error: BaseException, now: float) -> None:
+        """An executor ends by an error that is no request's: others do its work."""
+        log.error("executor %s has ended", self.scheduler.executors[index].config.name, exc_info=error)
+        self._fail(self.scheduler.remove_executor(index, now))
 
     def _follow(self, request: Request, stage: Stage, now: float) -> None:
         """Have the next expert judge the input, if its rules say so; otherwise it is done."""

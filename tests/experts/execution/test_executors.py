@@ -419,6 +419,31 @@ def test_experts_make_room_for_batches(board, start, mode):
     assert system.statistics.evictions > 0
 
 
+def test_a_copy_to_the_host_that_fails_ends_its_executor_alone(start, monkeypatch):
+    costs = dataclasses.replace(COSTS, activation_bytes=3000)
+    system = start(slots=2, executors=2, activation=1000, costs=costs, mode="paper", host=1)
+    note, failed = system._weights.note, []
+
+    def fails(*args):
+        leave = note(*args)
+
+        def leaves():
+            leave()
+            if not failed:
+                failed.append(True)
+                raise RuntimeError("no memory on the host")
+
+        return leaves
+
+    monkeypatch.setattr(system._weights, "note", fails)
+    rng = np.random.default_rng(0)
+    futures = [system.submit(f"c{rng.integers(5)}", image(0)) for _ in range(60)]
+    ends = {type(future.exception(SECONDS)) for future in futures}
+    assert failed
+    assert ends <= {type(None), ExecutorDiedError}
+    assert system.submit("c0", image(0)).result(SECONDS).verdict
+
+
 # The end
 
 
