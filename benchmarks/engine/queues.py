@@ -27,7 +27,7 @@ from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
-from jaxinfer.generation.engine.pending import OutputReader, PendingRequest
+from jaxinfer.generation.engine.pending import PendingRequest
 from jaxinfer.generation.engine.protocols import Executor, InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
@@ -40,6 +40,7 @@ from jaxinfer.generation.execution.results import read_decode, read_prefill
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, WeightFormat
 from jaxinfer.models.description import Description
+from jaxinfer.serving.ticket import Reader
 
 STREAMS, PROMPT, STEPS = 256, 32_000, 64
 FEW, MANY = 2_000, 20_000
@@ -190,7 +191,7 @@ def host_ms(folder: Path, *, streams: int, prompt: int, steps: int) -> list[floa
     driver = Driver(engine, max_requests=streams)
 
     async def main() -> None:
-        pending = [PendingRequest(r.sequences(), owner=driver, reader=OutputReader()) for r in requests]
+        pending = [PendingRequest(r.sequences(), owner=driver, reader=Reader()) for r in requests]
         for request in pending:
             assert request.reader is not None
             request.reader.attach()
@@ -243,7 +244,7 @@ def embed_in_line(folder: Path, count: int) -> Callable[[], object]:
 
     async def main() -> None:
         driver = Driver(engine, max_requests=1024)
-        reader = OutputReader()
+        reader = Reader()
         reader.attach()
         pending = [PendingRequest(r.sequences(), owner=driver, reader=reader) for r in requests]
         for request in pending:

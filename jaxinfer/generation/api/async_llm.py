@@ -14,13 +14,15 @@ from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.loading import load_decoder, load_encoder
 from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages, check_options
 from jaxinfer.generation.engine.driver import Driver
-from jaxinfer.generation.engine.pending import EngineGenerateError, OutputReader, PendingRequest
+from jaxinfer.generation.engine.pending import EngineGenerateError, PendingRequest
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.engine.view import RequestSnapshot
 from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
 from jaxinfer.models.description import Description
+from jaxinfer.serving.ticket import Reader
 
 
 class AsyncLLM:
@@ -95,7 +97,7 @@ class AsyncLLM:
         Raises ValueError for an invalid text, naming it, before anything runs; EngineGenerateError if a step fails.
         """
         requests = await asyncio.to_thread(pooling_requests, self._engine, as_list(texts), adapter)
-        reader = OutputReader()
+        reader = Reader()
         pending = [PendingRequest(request.sequences(), owner=self, reader=reader) for request in requests]
         vectors = []
         with self._running(*pending):
@@ -107,10 +109,12 @@ class AsyncLLM:
         return np.array(vectors, np.float32).reshape(-1, self.model.transformer.output_width)
 
     def _stream(self, prepare: Callable[[], Request]) -> "OutputStream":
-        reader = OutputReader()
+        reader = Reader()
         return OutputStream(self._outputs(prepare, reader), reader)
 
-    async def _outputs(self, prepare: Callable[[], Request], reader: OutputReader) -> AsyncGenerator[RequestOutput]:
+    async def _outputs(
+        self, prepare: Callable[[], Request], reader: Reader[RequestSnapshot]
+    ) -> AsyncGenerator[RequestOutput]:
         sequences = await asyncio.to_thread(lambda: prepare().sequences())
         pending, seen = PendingRequest(sequences, owner=self, reader=reader), None
         with self._running(pending):
@@ -204,7 +208,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
     where the request fails, and EngineDeadError where the engine does.
     """
 
-    def __init__(self, outputs: AsyncGenerator[RequestOutput], reader: OutputReader):
+    def __init__(self, outputs: AsyncGenerator[RequestOutput], reader: Reader[RequestSnapshot]):
         self._outputs, self._reader = outputs, reader
         self._newest: RequestOutput | None = None
 

@@ -12,8 +12,9 @@ from concurrent.futures import Future
 
 from jaxinfer.compiled import Origin, close_at_exit
 from jaxinfer.generation.engine.engine import Engine
-from jaxinfer.generation.engine.pending import EngineGenerateError, PendingRequest, tell_readers
+from jaxinfer.generation.engine.pending import EngineGenerateError, PendingRequest
 from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.serving.ticket import tell_readers
 
 log = logging.getLogger(__name__)
 
@@ -234,8 +235,8 @@ class Driver:
                 log.error("An output of request %s could not be made.", request_id, exc_info=error)
             else:
                 changed += [pending] if told else []
-        for request_id in tell_readers(changed):
-            self.abort(request_id)
+        for unread in tell_readers(changed):
+            self.abort(unread.request_id)
 
     def _tell(self, pending: PendingRequest) -> bool:
         """Give a caller what there is; whether that is anything new."""

@@ -29,6 +29,7 @@ from jaxinfer import (
 from jaxinfer.generation.api import async_llm
 from jaxinfer.generation.engine import driver, pending, view
 from jaxinfer.models.conversion import convert
+from jaxinfer.serving import ticket
 from tests.generation.api.test_embedding import GOLDEN
 from tests.generation.conftest import PAGE_BYTES, SMALL_PAGES
 
@@ -460,8 +461,8 @@ def test_an_event_loop_that_stands_still_holds_up_nobody(short_outputs, start, g
 
 
 def test_a_loop_is_told_once_a_step(served, gate, monkeypatch):
-    told, wake = [], pending._wake
-    monkeypatch.setattr(pending, "_wake", lambda readers: told.append(len(readers)) or wake(readers))
+    told, wake = [], ticket._wake
+    monkeypatch.setattr(ticket, "_wake", lambda readers: told.append(len(readers)) or wake(readers))
 
     async def main():
         tasks = [asyncio.create_task(read_all(served.generate(prompt, LONG))) for prompt in ("a", "b", "c", "d")]
@@ -479,7 +480,7 @@ def test_a_reader_is_told_anew_once_it_looks():
     """A change is told if it comes when the task may have looked already; else it would wait for ever."""
 
     async def main():
-        reader = pending.OutputReader()
+        reader = ticket.Reader()
         reader.attach()
         waiting = asyncio.create_task(reader.wait())
         await asyncio.sleep(0)
