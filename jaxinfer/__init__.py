@@ -9,12 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxinfer import elastic, evaluation, experts
+    from jaxinfer import elastic, evaluation, experts, serving
     from jaxinfer.generation import LLM, Embedder, FinishReason, PoolingParams, Request, RequestOutput, SamplingParams
     from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
     from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams
-    from jaxinfer.generation.engine.driver import EngineDeadError
-    from jaxinfer.generation.engine.pending import EngineGenerateError
     from jaxinfer.generation.params import StructuredOutputsParams
     from jaxinfer.generation.sampling.sampler import LogitsProcessor
     from sharding import MeshConfig
@@ -25,8 +23,6 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "Embedder",
-    "EngineDeadError",
-    "EngineGenerateError",
     "FinishReason",
     "LogitsProcessor",
     "MeshConfig",
@@ -39,14 +35,13 @@ __all__ = [
     "elastic",
     "evaluation",
     "experts",
+    "serving",
 ]
 
 _MODULES = {
     "AsyncLLM": "jaxinfer.generation.api.async_llm",
     "BeamSearchOutput": "jaxinfer.generation.api.beam_search",
     "BeamSearchParams": "jaxinfer.generation.api.beam_search",
-    "EngineDeadError": "jaxinfer.generation.engine.driver",
-    "EngineGenerateError": "jaxinfer.generation.engine.pending",
     "LogitsProcessor": "jaxinfer.generation.sampling.sampler",
     "MeshConfig": "sharding",
     "OutputStream": "jaxinfer.generation.api.async_llm",
@@ -56,7 +51,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     # Imported when first used: `jaxinfer --help` should not wait for JAX.
-    if name in ("elastic", "evaluation", "experts"):
+    if name in ("elastic", "evaluation", "experts", "serving"):
         return importlib.import_module(f"jaxinfer.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")

@@ -22,7 +22,7 @@ from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, SharedConfig
-from jaxinfer.generation.engine.driver import Driver, EngineDeadError
+from jaxinfer.generation.engine.driver import EngineDriver
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.input import InputProcessor
@@ -40,6 +40,8 @@ from jaxinfer.generation.execution.results import read_decode, read_prefill
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, WeightFormat
 from jaxinfer.models.description import Description
+from jaxinfer.serving import ClosedError
+from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.ticket import Reader
 
 STREAMS, PROMPT, STEPS = 256, 32_000, 64
@@ -188,18 +190,18 @@ def host_ms(folder: Path, *, streams: int, prompt: int, steps: int) -> list[floa
     engine = decoder_engine(folder, num_pages=streams * (-(-(prompt + steps) // 16)), **config)
     random, params = Random(0), SamplingParams(max_tokens=steps)
     requests = [engine.prepare(random.choices(range(1, VOCAB), k=prompt), params) for _ in range(streams)]
-    driver = Driver(engine, max_requests=streams)
+    loop = EngineDriver(engine, max_requests=streams).loop
 
     async def main() -> None:
-        pending = [PendingRequest(r.sequences(), owner=driver, reader=Reader()) for r in requests]
+        pending = [PendingRequest(r.sequences(), owner=loop, reader=Reader()) for r in requests]
         for request in pending:
             assert request.reader is not None
             request.reader.attach()
-            driver.submit(request)
+            loop.submit(request, block=True)
         await asyncio.gather(*map(read, pending))
 
     asyncio.run(main())
-    driver.close()
+    loop.close(drain=False)
     launches = cast(InstantExecutor, engine.executor).launches
     together = [seconds for rows, seconds in launches if rows == streams]
     return [1e3 * (after - before) for before, after in itertools.pairwise(together)]
@@ -222,12 +224,12 @@ def pending_of(engine: Engine, count: int, **options: Any) -> list[PendingReques
     return [PendingRequest(engine.prepare(p, params).sequences(), owner=engine, **options) for p in prompts_of(count)]
 
 
-def submit_all(driver: Driver, engine: Engine, pending: list[PendingRequest]) -> None:
+def submit_all(loop: Loop[PendingRequest], engine: Engine, pending: list[PendingRequest]) -> None:
     """Have all requests come during one step."""
     is_open = cast(InstantExecutor, engine.executor).open
     is_open.clear()
     for request in pending:
-        driver.submit(request)
+        loop.submit(request, block=True)
     is_open.set()
 
 
@@ -243,15 +245,15 @@ def embed_in_line(folder: Path, count: int) -> Callable[[], object]:
     requests = [engine.prepare(prompt, PoolingParams()) for prompt in prompts_of(count)]
 
     async def main() -> None:
-        driver = Driver(engine, max_requests=1024)
+        loop = EngineDriver(engine, max_requests=1024).loop
         reader = Reader()
         reader.attach()
-        pending = [PendingRequest(r.sequences(), owner=driver, reader=reader) for r in requests]
+        pending = [PendingRequest(r.sequences(), owner=loop, reader=reader) for r in requests]
         for request in pending:
-            driver.submit(request)
+            loop.submit(request, block=True)
         for request in pending:
             await request.wait()
-        driver.close()
+        loop.close(drain=False)
 
     return lambda: asyncio.run(main())
 
@@ -287,14 +289,14 @@ def abort_queued(folder: Path, count: int) -> Callable[[], object]:
 def cancel_pending(folder: Path, count: int) -> Callable[[], object]:
     """Many callers give their requests up."""
     engine = small_engine(folder)
-    pending, driver = pending_of(engine, count), Driver(engine, max_requests=count)
+    pending, loop = pending_of(engine, count), EngineDriver(engine, max_requests=count).loop
 
     def run() -> None:
-        submit_all(driver, engine, pending)
+        submit_all(loop, engine, pending)
         for request in Random(1).sample(pending, len(pending)):
             assert request.future is not None
             request.future.cancel()
-        driver.close(finish=True)
+        loop.close(drain=True)
 
     return run
 
@@ -302,12 +304,12 @@ def cancel_pending(folder: Path, count: int) -> Callable[[], object]:
 def close_with_pending(folder: Path, count: int) -> Callable[[], object]:
     """A model is closed while many requests are queued."""
     engine = small_engine(folder)
-    pending, driver = pending_of(engine, count), Driver(engine, max_requests=count)
+    pending, loop = pending_of(engine, count), EngineDriver(engine, max_requests=count).loop
 
     def run() -> None:
-        submit_all(driver, engine, pending)
-        driver.close()
-        assert all(isinstance(request.outcome, EngineDeadError) for request in pending)
+        submit_all(loop, engine, pending)
+        loop.close(drain=False)
+        assert all(isinstance(request.outcome, ClosedError) for request in pending)
 
     return run
 

@@ -1,5 +1,7 @@
 """How a request may end other than by its answer. Bad input is not among these: it is a ValueError, before it waits."""
 
+from typing import Any
+
 
 class ServingError(RuntimeError):
     """Any of the errors below."""
@@ -34,4 +36,12 @@ class DiedError(ServingError):
 
 
 class FailedError(ServingError):
-    """A request has failed; others go on."""
+    """A request has failed; others go on.
+
+    Attributes:
+      output: what had come of it, of a request that is answered bit by bit; None if nothing had.
+    """
+
+    def __init__(self, message: str, output: Any = None):
+        super().__init__(message)
+        self.output = output

@@ -96,6 +96,9 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
     def interrupt(self) -> None:  # noqa: B027 (most cannot)
         """Cut short what is being done, if that can be. From any thread, without the lock."""
 
+    def release(self) -> None:  # noqa: B027 (most have nothing)
+        """Let devices come to rest. The last call, before what is left ends; in the loop's thread, without the lock."""
+
 
 class Loop[AnyTicket: Ticket[Any]]:
     """Serves tickets of any thread and event loop.
@@ -361,6 +364,10 @@ class Loop[AnyTicket: Ticket[Any]]:
         except BaseException as error:
             log.critical("%s has died; all its requests end with an error.", self._what, exc_info=error)
             self._cause = error
+        try:
+            self._decider.release()
+        except BaseException as error:
+            log.error("%s could not bring its devices to rest.", self._what, exc_info=error)
         self._end_all()
 
     def _turn(self) -> bool:

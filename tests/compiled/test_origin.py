@@ -52,7 +52,7 @@ request, sequences = served.prepare("a"), None
 served.submit("a", params).result()
 held = threading.Event()
 def hold():
-    with served._driver._lock:
+    with served._loop.lock:
         held.set()
         threading.Event().wait()
 threading.Thread(target=hold, daemon=True).start()
@@ -84,7 +84,7 @@ says(lambda: llm.embed("a"))
 
 def test_an_async_llm(model_dir):
     """Also where a thread held its lock."""
-    refused = "EngineDeadError True"
+    refused = "ClosedError True"
     assert in_a_child(ASYNC_LLM, model_dir) == [
         "False 0",
         "RuntimeError True",

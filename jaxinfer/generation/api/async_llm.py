@@ -13,8 +13,8 @@ import numpy as np
 from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.loading import load_decoder, load_encoder
 from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages, check_options
-from jaxinfer.generation.engine.driver import Driver
-from jaxinfer.generation.engine.pending import EngineGenerateError, PendingRequest
+from jaxinfer.generation.engine.driver import EngineDriver
+from jaxinfer.generation.engine.pending import PendingRequest
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.view import RequestSnapshot
 from jaxinfer.generation.fields import AtLeast1, check
@@ -22,6 +22,8 @@ from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
 from jaxinfer.models.description import Description
+from jaxinfer.serving.errors import FailedError
+from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Reader
 
 
@@ -36,8 +38,8 @@ class AsyncLLM:
     All programs are compiled before it takes requests, so that none ever waits for a compilation. Requests in flight
     keep it alive; without any, dropping it ends its thread, as `close` does, and as the end of the process does.
 
-    A step that fails ends its own requests with EngineGenerateError, and the others go on. If the thread itself dies,
-    every request ends with EngineDeadError, and so does every later call. `Timings` count from when a request is in
+    A step that fails ends its own requests with FailedError, and the others go on. If the thread itself dies,
+    every request ends with DiedError, and so does every later call. `Timings` count from when a request is in
     flight.
 
     Raises as `LLM` does.
@@ -57,9 +59,9 @@ class AsyncLLM:
         self.memory, self.placement, self.streaming = loaded.memory, loaded.placement, loaded.streaming
         self._engine = loaded.engine
         self._engine.compile_ahead()
-        self._driver = Driver(self._engine, max_requests=max_requests)
-        # At the end of the process the driver is closed, which waits for its thread.
-        weakref.finalize(self, self._driver.stop).atexit = False
+        self._loop = EngineDriver(self._engine, max_requests=max_requests).loop
+        # At the end of the process the loop is closed, which waits for its thread.
+        weakref.finalize(self, self._loop.stop).atexit = False
 
     def prepare(self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None) -> Request:
         """A request that other methods take in place of a prompt: tokenised and checked, its `request_id` known.
@@ -94,7 +96,7 @@ class AsyncLLM:
     async def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """The vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].
 
-        Raises ValueError for an invalid text, naming it, before anything runs; EngineGenerateError if a step fails.
+        Raises ValueError for an invalid text, naming it, before anything runs; FailedError if a step fails.
         """
         requests = await asyncio.to_thread(pooling_requests, self._engine, as_list(texts), adapter)
         reader = Reader()
@@ -104,8 +106,8 @@ class AsyncLLM:
             for index, request in enumerate(pending):
                 try:
                     vectors.append(await request.wait())
-                except EngineGenerateError as error:
-                    raise EngineGenerateError(f"Text {index}: {error}") from error
+                except FailedError as error:
+                    raise FailedError(f"Text {index}: {error}") from error
         return np.array(vectors, np.float32).reshape(-1, self.model.transformer.output_width)
 
     def _stream(self, prepare: Callable[[], Request]) -> "OutputStream":
@@ -137,11 +139,11 @@ class AsyncLLM:
             for request in pending:
                 assert request.reader is not None
                 request.reader.attach()
-                self._driver.submit(request)
+                self._loop.submit(request, block=True)
             yield
         finally:
             for request in pending:
-                self._driver.abort(request.request_id, request)
+                self._loop.cancel(request)
 
     # Threads
 
@@ -158,41 +160,47 @@ class AsyncLLM:
     ) -> Future[Any]:
         """Continue a prompt, or with PoolingParams embed it, from any thread; cancelling the future gives it up.
 
-        Where `max_requests` are in flight, it waits, or raises queue.Full if `block` is false. A coroutine should
+        Where `max_requests` are in flight, it waits, or raises OverloadedError if `block` is false. A coroutine should
         `generate` instead.
 
         Raises ValueError for an invalid prompt.
         """
         pending = PendingRequest(self.prepare(prompt, params).sequences(), owner=self)
-        self._driver.submit(pending, block=block)
+        self._loop.submit(pending, block=block)
         assert pending.future is not None
         return pending.future
 
     def abort(self, request_id: str) -> None:
         """Give a request up, from any thread: it ends as it is, with FinishReason.ABORT. Nothing if it has ended."""
-        self._driver.abort(request_id)
+        if (ticket := self._loop.find(request_id)) is not None:
+            self._loop.cancel(ticket)
 
     @property
     def num_requests(self) -> int:
         """How many requests have not ended: in flight, or waiting for one of those to end."""
-        return self._driver.num_requests
+        return self._loop.num_tickets
+
+    @property
+    def statistics(self) -> Statistics:
+        """What became of requests so far."""
+        return self._loop.statistics
 
     @property
     def is_running(self) -> bool:
         """Whether requests are taken: not after `close`, nor if the engine's thread has died."""
-        return self._driver.is_running
+        return self._loop.is_running
 
     # The end
 
-    def close(self, *, wait: bool = False) -> None:
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Take no more requests, and end the engine's thread; may be called again.
 
-        Requests in flight end with EngineDeadError, or with `wait` by themselves. In a coroutine `async with` closes
-        without holding up the event loop.
+        Requests in flight end with ClosedError: at once, or with `drain` those that `timeout` seconds do not suffice
+        for. In a coroutine `async with` closes without holding up the event loop.
 
-        Raises EngineDeadError if a step hangs, rather than wait for ever.
+        Raises DiedError if a step hangs, rather than wait for ever.
         """
-        self._driver.close(finish=wait)
+        self._loop.close(drain=drain, timeout=timeout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -204,8 +212,8 @@ class AsyncLLM:
 class OutputStream(AsyncIterator[RequestOutput]):
     """What comes of a request, for one task: `async for` yields its output, as far as it has come, when it has grown.
 
-    A task that reads slowly finds the newest output, which holds those that it has missed. Raises EngineGenerateError
-    where the request fails, and EngineDeadError where the engine does.
+    A task that reads slowly finds the newest output, which holds those that it has missed. Raises FailedError
+    where the request fails, and ClosedError or DiedError where the engine ends.
     """
 
     def __init__(self, outputs: AsyncGenerator[RequestOutput], reader: Reader[RequestSnapshot]):

@@ -7,19 +7,8 @@ import numpy as np
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.view import RequestSnapshot, RequestView
 from jaxinfer.generation.outputs import FinishReason, RequestOutput
+from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.ticket import Reader, Ticket
-
-
-class EngineGenerateError(RuntimeError):
-    """A request has ended with an error; others go on.
-
-    Attributes:
-      output: what had come of it, with each completion's error; None for a request for a vector.
-    """
-
-    def __init__(self, message: str, output: RequestOutput | None = None):
-        super().__init__(message)
-        self.output = output
 
 
 class PendingRequest(Ticket[Any]):
@@ -55,21 +44,15 @@ class PendingRequest(Ticket[Any]):
         self.reader.newest = self._view.snapshot()
         return True
 
-    def result(self) -> RequestOutput | np.ndarray | EngineGenerateError:
+    def result(self) -> RequestOutput | np.ndarray | FailedError:
         """What has come of a request whose completions have ended."""
         output = None if self._view is None else self._view.output()
         for sequence in self.sequences:
             if sequence.finish_reason is FinishReason.ERROR:
-                return EngineGenerateError(str(sequence.error), output)
+                return FailedError(str(sequence.error), output)
         if output is not None:
             return output
         vector = self.sequences[0].embedding
         if vector is None or self.sequences[0].finish_reason is FinishReason.ABORT:
-            return EngineGenerateError("The request was aborted.")
+            return FailedError("The request was aborted.")
         return vector
-
-    def end(self, outcome: RequestOutput | np.ndarray | Exception) -> None:
-        """Let callers know what has come of it."""
-        self.outcome = outcome
-        if self.future is not None:
-            self.end_future()

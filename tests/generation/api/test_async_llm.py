@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import queue
 import subprocess
 import sys
 import threading
@@ -19,17 +18,16 @@ from jaxinfer import (
     LLM,
     AsyncLLM,
     Embedder,
-    EngineDeadError,
-    EngineGenerateError,
     FinishReason,
     PoolingParams,
     SamplingParams,
     StructuredOutputsParams,
 )
 from jaxinfer.generation.api import async_llm
-from jaxinfer.generation.engine import driver, pending, view
+from jaxinfer.generation.engine import pending, view
 from jaxinfer.models.conversion import convert
-from jaxinfer.serving import ticket
+from jaxinfer.serving import ClosedError, DiedError, FailedError, OverloadedError, ticket
+from jaxinfer.serving import loop as loop_module
 from tests.generation.api.test_embedding import GOLDEN
 from tests.generation.conftest import PAGE_BYTES, SMALL_PAGES
 
@@ -330,7 +328,7 @@ def test_64_tasks_with_random_cancellations_and_a_failing_step(llm, start, gate,
         if isinstance(result, asyncio.CancelledError):
             assert index in doomed
             kinds["cancelled"] += 1
-        elif isinstance(result, EngineGenerateError):
+        elif isinstance(result, FailedError):
             assert request.request_id in failing.requests
             assert str(result) == "RuntimeError: injected"
             (got,), (whole,) = tokens_of(result.output), expected[index]
@@ -499,7 +497,7 @@ def test_requests_of_a_closed_event_loop_are_given_up(llm, served, gate):
     stream = served.generate(request)
     gate.open(TO_FIRST_OUTPUT)
     loop.run_until_complete(anext(stream))
-    (sequence,) = served._driver._accepted[request.request_id].sequences
+    (sequence,) = served._loop.find(request.request_id).sequences
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
     gate.open()
@@ -601,7 +599,7 @@ def test_aborting_by_id_ends_a_request_as_it_is(llm, served, gate):
     output = future.result(PATIENCE).outputs[0]
     assert output.finish_reason is FinishReason.ABORT
     assert len(output.token_ids) < LONG.max_tokens
-    with pytest.raises(EngineGenerateError, match="The request was aborted"):
+    with pytest.raises(FailedError, match="The request was aborted"):
         embedding.result(PATIENCE)
     served.abort(request.request_id)
     again = served.submit(request)
@@ -638,7 +636,7 @@ def test_a_full_inbox_holds_callers_up_in_their_order(llm, short_outputs, start,
     served = start(max_requests=2)
     accepted = [served.submit(prompt, SHORT) for prompt in prompts[:2]]
     assert gate.entered.wait(PATIENCE)
-    with pytest.raises(queue.Full, match="2 requests are in flight already, and max_requests allows no more"):
+    with pytest.raises(OverloadedError, match=r"2 requests are in flight already, and the limit \(2\) allows no more"):
         served.submit(prompts[2], SHORT, block=False)
 
     async def task():
@@ -680,7 +678,7 @@ def test_the_engines_own_thread_never_waits_for_itself(start, gate):
     def again(_):
         try:
             served.submit("c", SHORT)
-        except queue.Full as error:
+        except OverloadedError as error:
             refused.set_result(error)
 
     first = served.submit("a", SHORT)
@@ -690,7 +688,7 @@ def test_the_engines_own_thread_never_waits_for_itself(start, gate):
         second = pool.submit(served.submit, "b", SHORT)
         wait_until(lambda: served.num_requests == 2)
         gate.open()
-        assert isinstance(refused.result(PATIENCE), queue.Full)
+        assert isinstance(refused.result(PATIENCE), OverloadedError)
         second.result(PATIENCE).result(PATIENCE)
 
 
@@ -719,13 +717,13 @@ def test_a_close_ends_every_request_once(llm, start, gate):
         gate.open()
         closing.result(PATIENCE)
         for future in (*futures, waiting.result(PATIENCE), reading):
-            with pytest.raises(EngineDeadError, match="The engine is closed"):
+            with pytest.raises(ClosedError, match="This AsyncLLM is closed"):
                 future.result(PATIENCE)
     assert sorted(map(id, ends)) == sorted(map(id, futures))
     served.close()
-    with pytest.raises(EngineDeadError, match="The engine is closed"):
+    with pytest.raises(ClosedError, match="This AsyncLLM is closed"):
         served.submit("a")
-    with pytest.raises(EngineDeadError, match="The engine is closed"):
+    with pytest.raises(ClosedError, match="This AsyncLLM is closed"):
         asyncio.run(served.embed("a"))
 
 
@@ -734,29 +732,27 @@ def test_a_close_can_wait_for_the_requests(llm, start):
     expected = [tokens_of(output) for output in llm.generate(prompts, LONG)]
     served = start()
     futures = [served.submit(prompt, LONG) for prompt in prompts]
-    served.close(wait=True)
+    served.close(drain=True)
     assert all(future.done() for future in futures)
     assert [tokens_of(future.result()) for future in futures] == expected
-    with pytest.raises(EngineDeadError):
+    with pytest.raises(ClosedError):
         served.submit("a")
 
 
 def test_a_close_gives_up_a_step_that_hangs(llm, start, gate, monkeypatch):
-    monkeypatch.setattr(driver, "HANGING_SECONDS", 0.2)
+    monkeypatch.setattr(loop_module, "HANGING_SECONDS", 0.2)
     served = start()
     future = served.submit("a", LONG)
     assert gate.entered.wait(PATIENCE)
-    with pytest.raises(
-        EngineDeadError, match=r"The engine's thread hangs: TimeoutError: a step has not ended for 0.2 s"
-    ):
+    with pytest.raises(DiedError, match=r"has died of TimeoutError: its work has not ended for 0.2 s"):
         served.close()
-    assert isinstance(future.exception(PATIENCE), EngineDeadError)
-    with pytest.raises(EngineDeadError, match="hangs") as raised:
+    assert isinstance(future.exception(PATIENCE), DiedError)
+    with pytest.raises(DiedError, match="not ended") as raised:
         served.submit("a")
     assert isinstance(raised.value.__cause__, TimeoutError)
     assert served.num_requests == 0
     gate.open()
-    served._driver._thread.join(PATIENCE)
+    served._loop._thread.join(PATIENCE)
     served.close()
     for allocation in [*llm.engine.scheduler.waiting, *llm.engine.scheduler.running]:
         llm.engine.abort(allocation.sequence.request_id)
@@ -775,7 +771,7 @@ def test_leaving_the_context_closes(served, gate):
             opening = asyncio.create_task(open_gate())
             assert await asyncio.to_thread(gate.entered.wait, PATIENCE)
         await opening
-        with pytest.raises(EngineDeadError, match="The engine is closed"):
+        with pytest.raises(ClosedError, match="This AsyncLLM is closed"):
             await running
 
     asyncio.run(main())
@@ -825,7 +821,7 @@ def test_it_survives_what_is_raised_once(llm, served, short_outputs, monkeypatch
         return await asyncio.gather(*map(task, prompts), return_exceptions=True)
 
     found = asyncio.run(asyncio.wait_for(main(), PATIENCE))
-    failed = [one for one in found if isinstance(one, EngineGenerateError)]
+    failed = [one for one in found if isinstance(one, FailedError)]
     assert bool(failed) == ((phase, error) in HARMED)
     assert all(f"{error.__name__}: injected" in str(one) for one in failed)
     for got, want in zip(found[1:], outputs[1:], strict=True):
@@ -881,21 +877,21 @@ def test_a_thread_that_dies_ends_every_request_once(llm, start, monkeypatch):
         futures = [pool.submit(blocking, index) for index in range(4)]
         errors = list(reading.result(PATIENCE))
         for future in futures:
-            if isinstance(error := future.exception(PATIENCE), EngineDeadError):
+            if isinstance(error := future.exception(PATIENCE), DiedError):
                 errors.append(error)  # it came when the thread had died
             else:
                 errors.append(future.result().exception(PATIENCE))
     assert len(errors) == 8
     assert len(ends) == len(set(ends))
     for error in errors:
-        assert isinstance(error, EngineDeadError)
-        assert str(error) == "The engine's thread has died: Interrupt: a page that is not there"
+        assert isinstance(error, DiedError)
+        assert str(error) == "This AsyncLLM has died of Interrupt: a page that is not there. Make another one."
         assert isinstance(error.__cause__, Interrupt)
     assert not served.is_running
     assert served.num_requests == 0
-    with pytest.raises(EngineDeadError, match="a page that is not there"):
+    with pytest.raises(DiedError, match="a page that is not there"):
         served.submit("a")
-    with pytest.raises(EngineDeadError, match="a page that is not there"):
+    with pytest.raises(DiedError, match="a page that is not there"):
         asyncio.run(served.generate("a").final())
     served.close()
     for allocation in [*llm.engine.scheduler.waiting, *llm.engine.scheduler.running]:
@@ -906,7 +902,7 @@ def test_a_thread_that_dies_ends_every_request_once(llm, start, monkeypatch):
 def test_dropping_it_ends_its_thread_when_its_requests_have_ended(llm, model_dir, monkeypatch):
     monkeypatch.setattr(async_llm, "load_decoder", lambda path, **options: llm)
     served = AsyncLLM(model_dir)
-    thread = served._driver._thread
+    thread = served._loop._thread
     served.submit("a", SHORT).result(PATIENCE)
     del served
     gc.collect()
@@ -914,7 +910,7 @@ def test_dropping_it_ends_its_thread_when_its_requests_have_ended(llm, model_dir
     assert not thread.is_alive()
 
     served = AsyncLLM(model_dir)
-    thread = served._driver._thread
+    thread = served._loop._thread
     future = served.submit("a", LONG)
     del served
     gc.collect()
