@@ -74,3 +74,37 @@ def model_dir(tmp_path_factory):
     from tests.tiny import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def vit(tmp_path_factory):
+    """The model directory of `tests.elastic.vits`."""
+    from tests.elastic.vits import save_vit
+
+    return save_vit(tmp_path_factory.mktemp("vits") / "vit")
+
+
+@pytest.fixture(scope="session")
+def service_options():
+    """Of elastic services: few programs."""
+    return {"merge_levels": (-4,), "max_batch": 2, "max_tasks": 2, "max_classes": 3, "schedule": "constant"}
+
+
+@pytest.fixture(scope="session")
+def registered(vit, tmp_path_factory, service_options):
+    """A repository with the task "stripes", with 2 prompts."""
+    from jaxinfer.elastic import Service, TrainingConfig
+    from tests.elastic.vits import stripes
+
+    folder = tmp_path_factory.mktemp("tasks")
+    service = Service.from_checkpoint(vit, repository=folder, **service_options)
+    service.register_task("stripes", stripes(), prompts=[2], training=TrainingConfig(steps=40, batch=16))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def board(tmp_path_factory):
+    """The folder of `tests.experts.boards.save_board`: tests that damage something copy it."""
+    from tests.experts.boards import save_board
+
+    return save_board(tmp_path_factory.mktemp("board"))

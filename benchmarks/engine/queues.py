@@ -90,7 +90,7 @@ class InstantExecutor:
     def restart(self) -> None:
         """There is nothing on the device."""
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         """Nothing waits for a disk."""
 
 

@@ -22,7 +22,7 @@ def close_at_exit[Owner](owner: Owner, close: Callable[[Owner], object]) -> None
 
 @atexit.register
 def _close_all() -> None:
-    for owner, close in list(_owners.items()):
+    for owner, close in reversed(list(_owners.items())):  # what was made later may use what was there
         try:
             close(owner)
         except Exception as error:

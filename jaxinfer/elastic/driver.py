@@ -209,6 +209,9 @@ class Driver(Decider[QueryTicket]):
         self._withdrawn.add(ticket.id)
         return True
 
+    def release(self) -> None:
+        del self._runner  # and with it the weights; statistics stay
+
     def drain(self, error: Exception) -> None:
         for ticket in list(self._waiting.values()):
             self.loop.end(ticket, error)

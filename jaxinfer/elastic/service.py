@@ -7,7 +7,7 @@ import hashlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Self
@@ -15,7 +15,7 @@ from typing import Annotated, Self
 import numpy as np
 from msgspec import Meta
 
-from jaxinfer.compiled import Costs, ExecutableStore
+from jaxinfer.compiled import Costs, ExecutableStore, Origin
 from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
 from jaxinfer.elastic.answers import Answer, Classification
 from jaxinfer.elastic.driver import Driver, Statistics
@@ -37,7 +37,8 @@ from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.loading import LoadedModel, load_model
 from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
-from jaxinfer.serving.errors import ClosedError, FailedError
+from jaxinfer.serving.errors import FailedError, closed_error
+from jaxinfer.serving.heap import trim_heap
 from jaxinfer.streaming.config import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Service:
         ):
             if value < 1:
                 raise ElasticError(f"Service.{name} must be >= 1, got {value}.")
-        self.config, self._repository = config, repository
+        self.config, self._repository, self._origin = config, repository, Origin("This service")
         levels = Levels(
             config=config,
             merge_levels=tuple(sorted(set(default_merge_levels(config) if merge_levels is None else merge_levels))),
@@ -133,10 +134,11 @@ class Service:
                 self.refused[name] = error
         schedules = schedules_of(self._tasks.values(), levels, self._format)
         self._levels = dataclasses.replace(levels, schedules=schedules)
-        self._trainer = Trainer(config, model.weights, list(model.leaves.values()))
-        self._programs = LevelPrograms(
+        trainer = Trainer(config, model.weights, list(model.leaves.values()))
+        programs = LevelPrograms(
             model, max_batch=max_batch, max_tasks=max_tasks, max_classes=max_classes, store=ExecutableStore()
         )
+        self._held: tuple[LevelPrograms, Trainer] | None = programs, trainer  # all that has the model's weights
         costs = Costs.open(
             device=device_name(devices_of(model.mesh)[0]),
             model={
@@ -145,8 +147,7 @@ class Service:
                 "options": f"{prompt_mode=!s}, {protect_isolated=}, {max_tasks=}, {max_classes=}",
             },
         )
-        programs = self._programs  # a service is no part of what it has, so that its programs leave with it
-        self.latency = LatencyProfile(costs, lambda level: sum(programs.adaptation(level).merges))
+        self.latency = LatencyProfile(costs, _merged(programs))
         self._registering = threading.Lock()  # held for as long as a task is trained and profiled
         self._serving = threading.Lock()  # held while what is served changes
         self._policy, self._max_waiting = policy, max_waiting
@@ -179,6 +180,21 @@ class Service:
         """
         model = load_model(path, dtype=dtype, quantize=quantize)
         return cls(model, TaskRepository(Path(path) / "tasks" if repository is None else repository), **options)
+
+    @property
+    def _programs(self) -> LevelPrograms:
+        return self._parts[0]
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._parts[1]
+
+    @property
+    def _parts(self) -> tuple[LevelPrograms, Trainer]:
+        self._origin.check()
+        if self._held is None:
+            raise closed_error("This service")
+        return self._held
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -232,17 +248,19 @@ class Service:
             raise ElasticError(f"{len(images)} images need as many tasks or a single one, got {len(tasks)}.")
         for name in dict.fromkeys(tasks):
             self._check_has_level(self.task(name), level)
-        largest, answers = self._programs.sizes[-1], []
+        programs, answers = self._programs, []  # which may be closed meanwhile
+        largest = programs.sizes[-1]
         for first in range(0, len(images), largest):
             part = slice(first, first + largest)
-            answers += self._classify(images[part], tasks[part], level)
+            answers += self._classify(programs, images[part], tasks[part], level)
         return answers
 
-    def _classify(self, images: np.ndarray, tasks: list[str], level: int) -> list[Classification]:
-        device, answers = self._programs.device, []
-        sent = device.clock()
-        found = best_labels(self._programs.launch(level, tasks, images))
-        device.end(sent)
+    def _classify(
+        self, programs: LevelPrograms, images: np.ndarray, tasks: list[str], level: int
+    ) -> list[Classification]:
+        answers, sent = [], programs.device.clock()
+        found = best_labels(programs.launch(level, tasks, images))
+        programs.device.end(sent)
         for answered in found:
             if isinstance(answered, FailedError):
                 raise answered
@@ -313,12 +331,39 @@ class Service:
         """
         self._started()
 
-    def close(self, *, drain: bool = True) -> None:
-        """Take no more queries, and wait for those there are (`drain`), or end them with ClosedError."""
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """End, and give the memory of weights, tasks and programs back; may be called again.
+
+        Queries come to their end before (`drain`), or end with ClosedError, as do those that `timeout` seconds do not
+        suffice for. A task that is being registered or profiled is first kept; all other calls raise ClosedError.
+        """
         with self._serving:
             self._closed, driver = True, self._driver
-        if driver is not None:
-            driver.loop.close(drain=drain)
+        try:
+            if driver is not None:
+                driver.loop.close(drain=drain, timeout=timeout)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Give memory back, unless a task is being registered, whose end does."""
+        if self._origin.forked or not self._registering.acquire(blocking=False):
+            return
+        try:
+            self._held = None
+            trim_heap()
+        finally:
+            self._registering.release()
+
+    @contextlib.contextmanager
+    def _registration(self) -> Iterator[None]:
+        """Register or profile one task at a time."""
+        try:
+            with self._registering:
+                yield
+        finally:
+            if self._closed:
+                self._let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -346,7 +391,7 @@ class Service:
         if self._driver is None:
             with self._serving:
                 if self._closed:
-                    raise ClosedError("This service is closed: it takes no queries.")
+                    raise closed_error("This service")
                 if self._driver is None:
                     profile = self.serving_profile()
                     self._programs.warm_up(profile.levels)
@@ -405,7 +450,7 @@ class Service:
           progress: see `Progress`.
         Raises TaskExistsError, InvalidImageError, ElasticError for too many classes or tasks, LevelError.
         """
-        with self._registering:
+        with self._registration():
             version = self._repository.next_version(name, new_version=new_version)
             check_images(dataset.images, self.config.image_size)
             if wrong := [count for count in prompts if count < 1]:
@@ -458,7 +503,7 @@ class Service:
           progress: see `Progress`.
         Raises UnknownTaskError, InvalidImageError.
         """
-        with self._registering:
+        with self._registration():
             task = self.task(name)
             validation = self._checked_validation(validation, task.labels)
             version = self._repository.next_version(name, new_version=True)
@@ -586,6 +631,18 @@ def _digest(model: LoadedModel) -> str:
     """Of the weights on disk."""
     files = sorted((name, file.sha256) for name, file in model.manifest.files.items() if name.startswith("state/"))
     return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+
+
+def _merged(programs: LevelPrograms) -> Callable[[int], int]:
+    """How many tokens a level merges in all layers; does not keep the programs, which leave with their service."""
+    held = weakref.ref(programs)
+
+    def merged(level: int) -> int:
+        if (found := held()) is None:
+            raise closed_error("This service")
+        return sum(found.adaptation(level).merges)
+
+    return merged
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
@@ -27,7 +28,7 @@ from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.models.devices import device_available_bytes, host_available_bytes
 from jaxinfer.models.loading import open_model
 from jaxinfer.serving.budget import Budget, BudgetError, Offer
-from jaxinfer.streaming.model import map_large_arrays
+from jaxinfer.serving.heap import map_large_arrays
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +271,14 @@ class OpenedSystem:
     def _loader(self, devices: list[Any]) -> ExpertLoader:
         """One with a pool on each of these devices; it keeps one buffer, of the largest expert."""
         keep = max(file_bytes(expert.architecture) for expert in self.experts.values())
-        return ExpertLoader(self._find_to_load, devices, staging=Staging(keep=keep), preadv=self._preadv)
+        method = weakref.WeakMethod(self._find_to_load)  # a system is no part of what it has, which leaves with it
+
+        def find(name: str) -> OpenedExpert:
+            if (found := method()) is None:
+                raise LoadError("its system is gone.")
+            return found(name)
+
+        return ExpertLoader(find, devices, staging=Staging(keep=keep), preadv=self._preadv)
 
 
 def _make_budgets(

@@ -21,6 +21,7 @@ from jaxinfer.experts.scheduling.request import Action, Load
 from jaxinfer.experts.scheduling.scheduler import Decision, Scheduler
 from jaxinfer.generation.fields import NotNegative, check
 from jaxinfer.serving.errors import OverloadedError
+from jaxinfer.serving.heap import trim_heap
 
 log = logging.getLogger(__name__)
 
@@ -152,10 +153,11 @@ class System(OpenedSystem):
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
 
-        Nothing is accepted any more from when this begins. What fails does so with ClosedError.
+        Nothing is accepted any more from when this begins. What fails does so with ClosedError. The experts' memory is
+        given back. May be called again.
         """
         self._executors.loop.close(drain=drain, timeout=timeout)
-        self._weights.close()
+        trim_heap()
 
     def __enter__(self) -> Self:
         return self

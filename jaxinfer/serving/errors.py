@@ -31,6 +31,11 @@ class ClosedError(ServingError):
     """What serves was closed: it takes no more requests, and has ended those it had."""
 
 
+def closed_error(what: str) -> ClosedError:
+    """The error of what is closed; `what` is its subject, such as "This system"."""
+    return ClosedError(f"{what} is closed: it takes no more requests, and has ended those it had.")
+
+
 class DiedError(ServingError):
     """What serves has died, of `__cause__`, and all its requests have ended."""
 

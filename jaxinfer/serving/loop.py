@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from jaxinfer.compiled import Origin, close_at_exit
-from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError
+from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError, closed_error
 from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Ticket, tell_readers
 
@@ -170,6 +170,14 @@ class Loop[AnyTicket: Ticket[Any]]:
         """Whether requests are taken."""
         return not self._closed and not self._origin.forked
 
+    def end_error(self) -> ClosedError | DiedError:
+        """What a request gets that comes after the end, or has not ended then."""
+        if self._cause is None:
+            return closed_error(self._what)
+        error = DiedError(f"{self._what} has died of {type(self._cause).__name__}: {self._cause}. Make another one.")
+        error.__cause__ = self._cause
+        return error
+
     def wake(self) -> None:
         """Have the decider polled: something has happened."""
         self._news.put(None)
@@ -260,14 +268,14 @@ class Loop[AnyTicket: Ticket[Any]]:
         self._end_all()
         self._callbacks.join(CALLBACK_SECONDS)
         if self._cause is not None:
-            raise self._closed_error()
+            raise self.end_error()
 
     # Under the lock
 
     def _take(self, ticket: AnyTicket, *, block: bool) -> threading.Event | None:
         """Accept a request, or let it stand in line: then the event of its turn, if it has no reader."""
         if self._closed:
-            raise self._closed_error()
+            raise self.end_error()
         if ticket.key in self._tickets or ticket.key in self._line:
             raise ValueError("This prepared request runs already: prepare the prompt once for each time it is to run.")
         if self._max_tickets is None or len(self._tickets) < self._max_tickets:
@@ -320,13 +328,6 @@ class Loop[AnyTicket: Ticket[Any]]:
         self._last_end = now
         self._between_ends = seconds if mean is None else mean + RECENT * (seconds - mean)
 
-    def _closed_error(self) -> ClosedError | DiedError:
-        if self._cause is None:
-            return ClosedError(f"{self._what} is closed: it takes no more requests, and has ended those it had.")
-        error = DiedError(f"{self._what} has died of {type(self._cause).__name__}: {self._cause}. Make another one.")
-        error.__cause__ = self._cause
-        return error
-
     # In the caller's thread
 
     def _wait_in_line(self, ticket: AnyTicket, turn: threading.Event) -> None:
@@ -356,7 +357,7 @@ class Loop[AnyTicket: Ticket[Any]]:
             while self._turn():
                 pass
             with self.lock:
-                self._decider.drain(self._closed_error())
+                self._decider.drain(self.end_error())
             while self._num_running:  # what has begun may end
                 self._news.get()
             if self._cause is not None:
@@ -427,7 +428,7 @@ class Loop[AnyTicket: Ticket[Any]]:
     def _end_all(self) -> None:
         """The end of every request there is, and of the other threads."""
         with self.lock:
-            self._closed, error = True, self._closed_error()
+            self._closed, error = True, self.end_error()
             ending = [*self._tickets.values(), *self._line.values()]
             turns = list(self._turns.values())
             self._tickets, self._line, self._turns = {}, OrderedDict(), {}

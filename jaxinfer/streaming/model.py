@@ -1,7 +1,5 @@
 """A model whose layers are brought to its devices while it runs."""
 
-import contextlib
-import ctypes
 import dataclasses
 import logging
 import pathlib
@@ -9,14 +7,9 @@ import pathlib
 from checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, TieredStore, to_host
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
+from jaxinfer.serving.heap import map_large_arrays
 from jaxinfer.streaming.config import LayerRange, Placement, Tier
 from jaxinfer.streaming.layer_folders import layer_leaves, open_layer_files, read_leaves
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""From glibc's malloc.h."""
-LARGE_ARRAY = 4 << 20
-KEPT_ARRAYS = 16
-"""How many freed arrays a heap keeps at its end, of the largest that are not large."""
 
 _log = logging.getLogger("jaxinfer.streaming")
 
@@ -64,15 +57,3 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
     stores["host"], stores["device"] = HostStore(host, shardings), DeviceStore(device)
     store = TieredStore([stores[tier] for tier in placement.tiers])
     return StreamedModel(**opened.fields(), leaves=leaves, placement=placement, store=store)
-
-
-def map_large_arrays(smallest: int = LARGE_ARRAY) -> None:
-    """Have glibc give every large array pages of its own, which go back to the system when it is freed.
-
-    Otherwise its heaps, one for each thread that reads or copies, keep half a GiB of what passing layers have left. The
-    smaller ones stay in the heaps: each would else be given back when it is freed, and mapped anew in the next pass.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, smallest)
-        libc.mallopt(M_TRIM_THRESHOLD, KEPT_ARRAYS * smallest)

@@ -79,6 +79,33 @@ says(lambda: llm.generate("a", params))
 says(lambda: llm.generate(request))
 says(lambda: next(stream))
 says(lambda: llm.embed("a"))
+del stream
+llm.close()
+"""
+
+SYSTEM = """
+from pathlib import Path
+from jaxinfer.experts import System
+from tests.experts.boards import AnyProfiles, config, image
+system = System(config(Path(sys.argv[1]), ["c0"]), profiles=AnyProfiles())
+system.submit("c0", image(0)).result()
+fork()
+says(lambda: system.submit("c0", image(0)))
+says(lambda: next(system.run([("c0", image(0))])))
+system.close()
+"""
+
+SERVICE = """
+from jaxinfer.elastic import Service
+from tests.elastic.vits import stripes
+service = Service.from_checkpoint(sys.argv[1], repository=sys.argv[2], merge_levels=(), max_batch=1, max_classes=3)
+service.measure_latency()
+image = stripes(1).images[0]
+service.make_query(image, "stripes", latency=60.0).result()
+fork()
+says(lambda: service.make_query(image, "stripes", latency=60.0))
+says(lambda: service.classify(image, "stripes"))
+service.close()
 """
 
 
@@ -96,3 +123,11 @@ def test_an_async_llm(model_dir):
 
 def test_an_llm(model_dir):
     assert in_a_child(LLM, model_dir) == ["RuntimeError True"] * 4
+
+
+def test_a_system(board):
+    assert in_a_child(SYSTEM, board) == ["ClosedError True"] * 2
+
+
+def test_a_service(vit, registered):
+    assert in_a_child(SERVICE, vit, registered) == ["ClosedError True", "RuntimeError True"]

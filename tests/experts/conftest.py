@@ -1,16 +1,8 @@
-"""Tiny experts on disk, and systems of them whose buffers are overwritten once nothing uses them."""
+"""Systems of tiny experts whose buffers are overwritten once nothing uses them."""
 
 import functools
 
 import pytest
-
-
-@pytest.fixture(scope="session")
-def board(tmp_path_factory):
-    """The folder of `boards.save_board`: tests that damage something copy it."""
-    from tests.experts.boards import save_board
-
-    return save_board(tmp_path_factory.mktemp("board"))
 
 
 @pytest.fixture

@@ -133,7 +133,9 @@ class TaskRepository:
             described = msgspec.json.decode((folder / _TASK).read_bytes(), type=_TaskFile)
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointError(f"{folder}: {_TASK} is damaged ({error}); register the task again.") from error
-        leaves = {name: np.asarray(leaf) for name, leaf in checkpoints.load(folder).items()}
+        leaves = {
+            name: np.array(leaf) for name, leaf in checkpoints.load(folder).items()
+        }  # of views, JAX keeps the arrays
         heads = {int(n.split(".")[1]) for n in leaves if n.startswith("heads.")}
         return Task(
             name=name,

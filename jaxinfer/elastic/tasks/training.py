@@ -110,10 +110,10 @@ class Trainer:
             jax.block_until_ready(params)  # or progress would run ahead
             progress(min((done + 1) * STEPS_AT_ONCE, options.steps), options.steps)
         kernel, bias = (
-            np.asarray(start + options.head_rate * params[name])
+            np.array(start + options.head_rate * params[name])
             for name, start in (("kernel", head.kernel), ("bias", head.bias))
         )
-        return np.asarray(params["prompts"]), Head(kernel, bias)
+        return np.array(params["prompts"]), Head(kernel, bias)
 
 
 def fit_head(features: np.ndarray, labels: np.ndarray, classes: int, *, seed: int = 0) -> Head:
@@ -137,7 +137,7 @@ def fit_head(features: np.ndarray, labels: np.ndarray, classes: int, *, seed: in
 
 def _fit(features: np.ndarray, labels: np.ndarray, classes: int, penalty: float) -> Head:
     kernel, bias = _minimise(jnp.asarray(features), jnp.asarray(labels), jnp.float32(penalty), classes=classes)
-    return Head(np.asarray(kernel), np.asarray(bias))
+    return Head(np.array(kernel), np.array(bias))
 
 
 @functools.partial(jax.jit, static_argnames=("classes", "steps"))

@@ -206,6 +206,9 @@ class Executors(Decider[Input]):
     def drain(self, error: Exception) -> None:
         self._fail(self.scheduler.drain(error))
 
+    def release(self) -> None:
+        self._loader.close()
+
     # -- what begins --
 
     def _begin(self, action: Action) -> Work | None:

@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack, overload
 import numpy as np
 
 from jaxinfer.generation.api.embedding import pooling_requests
+from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_decoder, load_encoder
 from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages, check_options
 from jaxinfer.generation.engine.driver import EngineDriver
@@ -27,7 +28,7 @@ from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Reader
 
 
-class AsyncLLM:
+class AsyncLLM(EngineHolder):
     """A model that takes requests from many tasks and threads at once, and runs them together in a thread of its own.
 
     Args:
@@ -54,12 +55,9 @@ class AsyncLLM:
     def __init__(self, path: str | Path, *, max_requests: int = 1024, **options: Any):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
         load = load_decoder if Description.read(path).kind == "decoder" else load_encoder
-        loaded = load(path, **options)
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        self.memory, self.placement, self.streaming = loaded.memory, loaded.placement, loaded.streaming
-        self._engine = loaded.engine
-        self._engine.compile_ahead()
-        self._loop = EngineDriver(self._engine, max_requests=max_requests).loop
+        super().__init__(load(path, **options))
+        self.engine.compile_ahead()
+        self._loop = EngineDriver(self.engine, max_requests=max_requests).loop
         # At the end of the process the loop is closed, which waits for its thread.
         weakref.finalize(self, self._loop.stop).atexit = False
 
@@ -68,7 +66,7 @@ class AsyncLLM:
 
         Raises the ValueError that they would raise for this prompt.
         """
-        return self._engine.prepare(prompt, params)
+        return self.engine.prepare(prompt, params)
 
     # Tasks
 
@@ -98,7 +96,8 @@ class AsyncLLM:
 
         Raises ValueError for an invalid text, naming it, before anything runs; FailedError if a step fails.
         """
-        requests = await asyncio.to_thread(pooling_requests, self._engine, as_list(texts), adapter)
+        width = self.model.transformer.output_width
+        requests = await asyncio.to_thread(pooling_requests, self.engine, as_list(texts), adapter)
         reader = Reader()
         pending = [PendingRequest(request.sequences(), owner=self, reader=reader) for request in requests]
         vectors = []
@@ -108,7 +107,7 @@ class AsyncLLM:
                     vectors.append(await request.wait())
                 except FailedError as error:
                     raise FailedError(f"Text {index}: {error}") from error
-        return np.array(vectors, np.float32).reshape(-1, self.model.transformer.output_width)
+        return np.array(vectors, np.float32).reshape(-1, width)
 
     def _stream(self, prepare: Callable[[], Request]) -> "OutputStream":
         reader = Reader()
@@ -193,14 +192,20 @@ class AsyncLLM:
     # The end
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
-        """Take no more requests, and end the engine's thread; may be called again.
+        """Take no more requests, end the engine's thread and give back all memory; may be called again.
 
         Requests in flight end with ClosedError: at once, or with `drain` those that `timeout` seconds do not suffice
         for. In a coroutine `async with` closes without holding up the event loop.
 
         Raises DiedError if a step hangs, rather than wait for ever.
         """
-        self._loop.close(drain=drain, timeout=timeout)
+        try:
+            self._loop.close(drain=drain, timeout=timeout)
+        finally:
+            self._let_go()  # the driver closes the engine
+
+    def _end_error(self) -> Exception:
+        return self._loop.end_error()
 
     async def __aenter__(self) -> Self:
         return self

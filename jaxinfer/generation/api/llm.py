@@ -9,6 +9,7 @@ import numpy as np
 from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from jaxinfer.generation.api.build import ModelOptions
 from jaxinfer.generation.api.embedding import embed
+from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_decoder
 from jaxinfer.generation.chat_template import ChatOptions, Messages
 from jaxinfer.generation.engine.request import Request
@@ -20,14 +21,12 @@ from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Prompt, as_list, encode_chat
 from jaxinfer.models.devices import AnyMesh
-from jaxinfer.streaming.config import Placement
-from jaxinfer.streaming.statistics import StreamingStatistics
 from sharding import ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
 
 
-class LLM:
+class LLM(EngineHolder):
     """A decoder-only model, ready to generate.
 
     Args:
@@ -69,36 +68,28 @@ class LLM:
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **options: Unpack[ModelOptions],
     ):
-        self._loaded = load_decoder(
-            path,
-            mesh=mesh,
-            dtype=dtype,
-            quantize=quantize,
-            rules=rules,
-            max_batch=max_batch,
-            context=context,
-            cache_bytes=cache_bytes,
-            adapters=adapters,
-            logits_processors=logits_processors,
-            **options,
+        super().__init__(
+            load_decoder(
+                path,
+                mesh=mesh,
+                dtype=dtype,
+                quantize=quantize,
+                rules=rules,
+                max_batch=max_batch,
+                context=context,
+                cache_bytes=cache_bytes,
+                adapters=adapters,
+                logits_processors=logits_processors,
+                **options,
+            )
         )
-        self.engine, self.model, self.tokenizer = self._loaded.engine, self._loaded.model, self._loaded.tokenizer
 
     @property
     def memory(self) -> MemoryPlan:
         """How memory is divided."""
-        assert self._loaded.memory is not None, "a decoder has a cache"
-        return self._loaded.memory
-
-    @property
-    def placement(self) -> Placement | None:
-        """Where each layer is, and why; None if all are on the devices."""
-        return self._loaded.placement
-
-    @property
-    def streaming(self) -> StreamingStatistics | None:
-        """What bringing layers was seen to take; None if all are on the devices."""
-        return self._loaded.streaming
+        memory = super().memory
+        assert memory is not None, "a decoder has a cache"
+        return memory
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """A request that `generate` and `stream` take in place of a prompt: tokenised and checked once.
@@ -117,9 +108,10 @@ class LLM:
           params: one SamplingParams for all, or one each; None for requests, which have theirs.
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
-        groups = [request.sequences() for request in self._prepare(prompts, params)]
-        for _ in self.engine.run(groups):
-            pass
+        with self._call() as engine:
+            groups = [request.sequences() for request in self._prepare(prompts, params)]
+            for _ in engine.run(groups):
+                pass
         return [RequestView(sequences).output() for sequences in groups]
 
     def stream(
@@ -148,14 +140,16 @@ class LLM:
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
-        return beam_search(self.engine, as_list(prompts), BeamSearchParams() if params is None else params)
+        with self._call() as engine:
+            return beam_search(engine, as_list(prompts), BeamSearchParams() if params is None else params)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """The mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
-        return embed(self.engine, texts, size=self.model.transformer.output_width, adapter=adapter)
+        with self._call() as engine:
+            return embed(engine, texts, size=self.model.transformer.output_width, adapter=adapter)
 
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]

@@ -63,11 +63,14 @@ class EngineDriver(Decider[PendingRequest]):
 
     def interrupt(self) -> None:
         self._interrupted = True
-        self._engine.close()
+        self._engine.interrupt()
 
     def release(self) -> None:
         """The device must not be at work still when the process ends."""
-        self._engine.drain()
+        try:
+            self._engine.drain()
+        finally:
+            self._engine.close()
 
     # A step: without the lock
 

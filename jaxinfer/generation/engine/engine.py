@@ -19,6 +19,7 @@ from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt
+from jaxinfer.serving.errors import closed_error
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,11 @@ class Engine:
         clock: Clock = time.perf_counter,
     ):
         self._config = config
-        self.inputs, self.scheduler, self.executor = inputs, scheduler, executor
+        self.inputs, self.scheduler = inputs, scheduler
+        self._executor: Executor | None = executor
         self._outputs = OutputProcessor(clock)
+        self._lock = threading.RLock()  # of steps, and of the end
+        self._closed = False
         self._in_flight: deque[InFlightStep] = deque()
         self._advanced: list[Sequence] = []  # by this step, or by one that was interrupted
         self._interrupted = False  # a call has not come to its end, or is running now
@@ -70,6 +74,13 @@ class Engine:
     def adapters(self) -> AdapterCache | None:
         """Where LoRA adapters are registered; None for an engine without room for them."""
         return self.inputs.adapters
+
+    @property
+    def executor(self) -> Executor:
+        """What runs on the device. Raises ClosedError after `close`."""
+        if self._executor is None:
+            raise closed_error("This model")
+        return self._executor
 
     # Requests
 
@@ -93,14 +104,14 @@ class Engine:
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue the sequences of a request (`Request.sequences`)."""
-        with _Change(self):
+        with self._lock, _Change(self):
             for sequence in sequences:
                 self._outputs.arrive(sequence)
                 self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Give up a request; its pages are free at once."""
-        with _Change(self):
+        with self._lock, _Change(self):
             for sequence in self.scheduler.remove(request_id):
                 if not sequence.finished:
                     self._outputs.abort(sequence)
@@ -112,13 +123,15 @@ class Engine:
         """Send the next step to the device and take back the one before; returns sequences that have advanced.
 
         `max_passes` bounds the passes through the model in the step, and so the tokens of each sequence, speculative
-        ones aside.
+        ones aside. Raises ClosedError once the engine is closed.
         """
-        with _Change(self):
+        with self._lock, _Change(self):
             try:
                 self._step(max_passes)
             except Exception as error:  # in the scheduler: about no sequence in particular
                 self._survive(error)
+            if self._closed:  # meanwhile, which may have cut the step short
+                raise closed_error("This model")
         return self._take_advanced()
 
     def _step(self, max_passes: int | None) -> None:
@@ -188,14 +201,40 @@ class Engine:
 
     def drain(self) -> list[Sequence]:
         """Wait for the steps in flight, and keep what they cost; returns sequences that have advanced."""
-        with _Change(self):
+        with self._lock, _Change(self):
+            if self._closed:
+                return self._take_advanced()
             self._collect(0)
-        self.executor.costs.save(every=SAVE_SECONDS)
+            costs = self.executor.costs
+        costs.save(every=SAVE_SECONDS)
         return self._take_advanced()
 
-    def close(self) -> None:
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from that in which the engine works."""
+        return self._origin.forked
+
+    def interrupt(self) -> None:
         """End a step that waits for a disk; from any thread, when no other step is to follow."""
-        self.executor.close()
+        if (executor := self._executor) is not None:
+            executor.interrupt()
+
+    def close(self, *, timeout: float | None = None) -> None:
+        """Let go of all that is on the device, and of weights; from any thread, again or not.
+
+        A step that runs comes to its end first, for which this waits at most `timeout` seconds; the next one, of
+        whatever run, raises ClosedError.
+        """
+        if self._origin.forked:
+            return
+        self._closed = True
+        self.interrupt()
+        if self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            try:
+                self._in_flight.clear()
+                self._executor = None
+            finally:
+                self._lock.release()
 
     def compile_ahead(self) -> int:
         """Compile every program that any request can need; returns how many were missing."""
@@ -227,8 +266,11 @@ class Engine:
         self, sequences: list[Sequence], max_passes: int | None, compiled: bool, me: list[weakref.ref[Generator]]
     ) -> Generator[list[Sequence], None, None]:
         self._become_current(me[0])
-        if sequences and not compiled:
-            self.executor.compile_ahead(sequences)
+        with self._lock:
+            executor = self.executor
+            if sequences and not compiled:
+                executor.compile_ahead(sequences)
+            del executor
         try:
             self._abort_run()  # the one before, if its end was interrupted
             self._run_ids = list(dict.fromkeys(s.request_id for s in sequences))
@@ -239,8 +281,9 @@ class Engine:
                 unfinished.difference_update(s for s in advanced if s.finished)
                 yield advanced
         finally:
-            self._abort_run()
-            self.drain()
+            if not self._origin.forked:  # nor would locks be free there
+                self._abort_run()
+                self.drain()
 
     def _become_current(self, me: weakref.ref[Generator]) -> None:
         """Let a run that begins be the only one.
@@ -270,7 +313,7 @@ class _Change:
         self._engine = engine
 
     def __enter__(self) -> None:
-        if self._engine._interrupted:
+        if self._engine._interrupted and not self._engine._closed:
             self._engine._begin_anew()
         self._engine._interrupted = True
 

@@ -113,6 +113,6 @@ class Executor(Protocol):
         """Begin anew, after a step that failed or was interrupted anywhere may have destroyed what is on the device."""
         ...
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         """End a step that waits for a disk, with an error; from any thread, when no other step is to follow."""
         ...

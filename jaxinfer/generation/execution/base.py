@@ -58,5 +58,5 @@ class BaseExecutor[Buckets]:
     def restart(self) -> None:
         """As in `Executor`; programs and costs stay as they are."""
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         """As in `Executor`; nothing here waits for a disk."""

@@ -108,7 +108,7 @@ class ChainExecutor(DecoderExecutor):
     def _give_up(self) -> None:
         self.prefetcher.restart()
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         """End a step that waits for a layer."""
         self.prefetcher.close()
 
@@ -214,7 +214,7 @@ class EncoderChainExecutor(EncoderExecutor):
         self.prefetcher.restart()
         super().restart()
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         """End a step that waits for a layer."""
         self.prefetcher.close()
 

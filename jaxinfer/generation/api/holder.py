@@ -1,0 +1,126 @@
+"""What `LLM`, `Embedder` and `AsyncLLM` have in common: a loaded engine, from their beginning to their end."""
+
+import threading
+import time
+from typing import Self
+
+from jaxinfer.compiled import close_at_exit
+from jaxinfer.generation.api.loading import LoadedEngine
+from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.execution.memory import MemoryPlan
+from jaxinfer.generation.text import Tokenizer
+from jaxinfer.models.loading import LoadedModel
+from jaxinfer.serving.errors import closed_error
+from jaxinfer.serving.heap import trim_heap
+from jaxinfer.streaming.config import Placement
+from jaxinfer.streaming.statistics import StreamingStatistics
+
+
+class EngineHolder:
+    """Holds an engine until it is closed; then whatever needs it raises ClosedError."""
+
+    def __init__(self, loaded: LoadedEngine):
+        self._held: LoadedEngine | None = loaded
+        self._ending = False  # no call may begin
+        self._calls: set[_Call] = set()  # that have not come back
+        self._idle = threading.Condition()
+        close_at_exit(loaded.engine, Engine.close)  # a thread that still ran a step could crash the interpreter
+
+    @property
+    def _loaded(self) -> LoadedEngine:
+        if self._held is None:
+            raise self._end_error()
+        return self._held
+
+    def _end_error(self) -> Exception:
+        """What a call gets after the end."""
+        return closed_error(f"This {type(self).__name__}")
+
+    @property
+    def engine(self) -> Engine:
+        """Where requests can be queued one by one (`prepare`, `add`, `step`, `abort`)."""
+        return self._loaded.engine
+
+    @property
+    def model(self) -> LoadedModel:
+        """Weights and config. Whoever keeps it keeps the memory of its weights, also after `close`."""
+        return self._loaded.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """That of the model directory, if it has one."""
+        return self._loaded.tokenizer
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """How memory is divided; None for an encoder, which has no cache."""
+        return self._loaded.memory
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where each layer is, and why; None if all are on the devices."""
+        return self._loaded.placement
+
+    @property
+    def streaming(self) -> StreamingStatistics | None:
+        """What bringing layers was seen to take; None if all are on the devices."""
+        return self._loaded.streaming
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """Give back all memory, of devices and of the host; may be called again, and from any thread.
+
+        Args:
+          drain: let calls in other threads come to their end before; if not, or after `timeout`, they raise
+            ClosedError once the step that runs has ended. A stream that is not being read is given up.
+          timeout: seconds to wait at most; a step that takes longer keeps the memory until it ends.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        if self._held is None or self._held.engine.forked:
+            return
+        engine = self._held.engine
+        with self._idle:
+            self._ending = True
+            if drain:
+                self._idle.wait_for(lambda: all(call.is_mine for call in self._calls), timeout)
+        engine.close(timeout=None if until is None else until - time.monotonic())
+        del engine
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held is not None and not self._held.engine.forked:
+            self._held = None
+            trim_heap()
+
+    def _call(self) -> "_Call":
+        """Marks a call of another thread, which `close` may wait for."""
+        return _Call(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(drain=kind is None)
+
+
+class _Call:
+    """A call of a holder's method, from its beginning to its end."""
+
+    def __init__(self, holder: EngineHolder):
+        self._holder, self._thread = holder, threading.get_ident()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread makes it, as where a signal's handler closes what it interrupts."""
+        return self._thread == threading.get_ident()
+
+    def __enter__(self) -> Engine:
+        with self._holder._idle:
+            if self._holder._ending:
+                raise self._holder._end_error()
+            self._holder._calls.add(self)
+        return self._holder.engine
+
+    def __exit__(self, *_: object) -> None:
+        with self._holder._idle:
+            self._holder._calls.discard(self)
+            self._holder._idle.notify_all()
