@@ -200,9 +200,9 @@ def host_ms(folder: Path, *, streams: int, prompt: int, steps: int) -> list[floa
             loop.submit(request, block=True)
         await asyncio.gather(*map(read, pending))
 
+    launches = cast(InstantExecutor, engine.executor).launches
     asyncio.run(main())
     loop.close(drain=False)
-    launches = cast(InstantExecutor, engine.executor).launches
     together = [seconds for rows, seconds in launches if rows == streams]
     return [1e3 * (after - before) for before, after in itertools.pairwise(together)]
 

@@ -169,9 +169,8 @@ class Driver(Decider[QueryTicket]):
         self._inbox.append(query)
 
     def poll(self, now: float) -> Sequence[Work]:
-        if self._sent is not None:  # its end is waited for in its lane, so that the next one can be planned meanwhile
-            (batch, launched), self._sent = self._sent, None
-            return [Work(functools.partial(self._collect, batch, launched), 0, batch)]
+        if sent := self._take_sent():
+            return sent
         ahead = self._running[0] if self._running else None
         if not self._unplanned or len(self._running) > 1 or (ahead is not None and now < ahead.expected_end - LEAD):
             return ()
@@ -212,10 +211,16 @@ class Driver(Decider[QueryTicket]):
     def release(self) -> None:
         del self._runner  # and with it the weights; statistics stay
 
-    def drain(self, error: Exception) -> None:
-        for ticket in list(self._waiting.values()):
-            self.loop.end(ticket, error)
-        self._waiting.clear()
+    def drain(self, error: Exception) -> Sequence[Work]:
+        self._end_waiting(error)
+        return self._take_sent()
+
+    def _take_sent(self) -> Sequence[Work]:
+        """Waiting for the batch that was sent last, in its lane, so that the next one can be planned meanwhile."""
+        if self._sent is None:
+            return ()
+        (batch, launched), self._sent = self._sent, None
+        return [Work(functools.partial(self._collect, batch, launched), 0, batch)]
 
     # Batches: without the lock, so that planning holds nobody up
 
@@ -296,6 +301,11 @@ class Driver(Decider[QueryTicket]):
         error = FailedError(f"the policy has failed at the queries that waited: {cause!r}")
         error.__cause__ = cause
         with self.loop.lock:
-            self.drain(error)
+            self._end_waiting(error)
             self._inbox.clear()
         self._controller = Controller(self._controller.policy)
+
+    def _end_waiting(self, error: Exception) -> None:
+        for ticket in list(self._waiting.values()):
+            self.loop.end(ticket, error)
+        self._waiting.clear()

@@ -90,8 +90,11 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
         """Give a request up; whether it ends by that, and not by itself later. In its caller's thread."""
 
     @abc.abstractmethod
-    def drain(self, error: Exception) -> None:
-        """The end: end all requests that have not begun, with this error. It is not polled any more."""
+    def drain(self, error: Exception) -> Sequence[Work]:
+        """The end: end all requests that have not begun, with this error. Returns what must still be done of others.
+
+        It is not polled any more.
+        """
 
     def interrupt(self) -> None:  # noqa: B027 (most cannot)
         """Cut short what is being done, if that can be. From any thread, without the lock."""
@@ -357,7 +360,9 @@ class Loop[AnyTicket: Ticket[Any]]:
             while self._turn():
                 pass
             with self.lock:
-                self._decider.drain(self.end_error())
+                works = self._decider.drain(self.end_error())
+                self._num_running += len(works)
+            self._begin(works)
             while self._num_running:  # what has begun may end
                 self._news.get()
             if self._cause is not None:
@@ -379,13 +384,16 @@ class Loop[AnyTicket: Ticket[Any]]:
                 return False
             works = self._decider.poll(self.clock())
             self._num_running += len(works)
+        self._begin(works)
+        return True
+
+    def _begin(self, works: Sequence[Work]) -> None:
         for work in works:
             if work.lane is None:
                 self._do(work)
                 self.wake()
             else:
                 self._lanes[work.lane].put(work)
-        return True
 
     def _sleep(self) -> None:
         with self.lock:
@@ -464,7 +472,8 @@ class _Nothing(Decider[Any]):
     def cancel(self, ticket: Ticket[Any]) -> bool:
         return False
 
-    def drain(self, error: Exception) -> None: ...
+    def drain(self, error: Exception) -> Sequence[Work]:
+        return ()
 
 
 _NOTHING = _Nothing()

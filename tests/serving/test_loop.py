@@ -64,6 +64,7 @@ class InTurn(Decider):
     def drain(self, error):
         while self.waiting:
             self.loop.end(self.waiting.pop(), error)
+        return ()
 
 
 @pytest.fixture

@@ -203,8 +203,9 @@ class Executors(Decider[Input]):
         del self._inputs[ticket.id]
         return True
 
-    def drain(self, error: Exception) -> None:
+    def drain(self, error: Exception) -> Sequence[Work]:
         self._fail(self.scheduler.drain(error))
+        return ()
 
     def release(self) -> None:
         self._loader.close()

@@ -57,9 +57,10 @@ class EngineDriver(Decider[PendingRequest]):
         self._aborts.append(ticket)
         return False
 
-    def drain(self, error: Exception) -> None:
+    def drain(self, error: Exception) -> Sequence[Work]:
         for request_id in self._running:
             self._engine.abort(request_id)
+        return ()
 
     def interrupt(self) -> None:
         self._interrupted = True

@@ -1,5 +1,5 @@
 """The services of `tests/elastic`."""
 
-from tests.elastic.conftest import options, registered, service, vit
+from tests.elastic.conftest import options, service
 
-__all__ = ["options", "registered", "service", "vit"]
+__all__ = ["options", "service"]
