@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxinfer.disk_cache import cache_folder
-from jaxinfer.experts.execution.executors import Result
 from jaxinfer.experts.execution.kinds import NOTHING
-from jaxinfer.experts.scheduling.executor_state import Statistics
+from jaxinfer.experts.results import Result
+from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.system import Progress, System
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import STRIDES, ResNetConfig, YoloConfig
@@ -448,7 +448,7 @@ class Outcome(NamedTuple):
     """What the line did in one mode."""
 
     results: list[Result]
-    statistics: Statistics
+    statistics: ExpertStatistics
     seconds: float
 
     @property

@@ -221,7 +221,7 @@ def test_an_event_loop_that_ends_gives_its_requests_up(kinds):
 
     with system, service, llm:
         asyncio.run(main())
-        wait_until(lambda: not llm.num_requests and not service.waiting and not system._executors.loop.num_tickets)
+        wait_until(lambda: not llm.num_requests and not service.waiting and not system._decider.loop.num_tickets)
 
 
 AT_EXIT = """

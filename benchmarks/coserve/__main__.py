@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.coserve.real import measure
+from benchmarks.coserve.real import LOAD_BOUND, measure, measure_modes
 from benchmarks.coserve.simulated import Simulation
 from benchmarks.coserve.tables import print_tables
 from benchmarks.report import Report
@@ -24,7 +24,10 @@ def simulated(report: Report, args: argparse.Namespace) -> None:
 
 def real(report: Report, args: argparse.Namespace) -> None:
     rounds = 1 if args.quick else args.rounds
-    measure(report, args.folder, quick=args.quick, rounds=rounds, ratios=args.ratios)
+    if args.modes:
+        measure_modes(report, args.folder, args.modes, quick=args.quick, rounds=rounds)
+    else:
+        measure(report, args.folder, quick=args.quick, rounds=rounds, ratios=args.ratios)
 
 
 PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {"simulated": simulated, "real": real}
@@ -41,6 +44,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/jaxinfer-coserve"), help="of real experts: 28 GB")
     parser.add_argument("--rounds", type=int, default=3, help="of all real systems in turn (default: %(default)s)")
     parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=LOAD_BOUND.modes,
+        metavar="MODE",
+        help=f"real systems of these modes alone, at a ratio of 10: {', '.join(LOAD_BOUND.modes)}",
+    )
+    parser.add_argument(
         "--ratios",
         type=float,
         nargs="*",
@@ -49,6 +59,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     args = parser.parse_args()
+    if args.modes and args.part != "real":
+        parser.error("--modes are of the real part: add --part real.")
     report = Report()
     report.print_header()
     for name in PARTS if args.part == "all" else [args.part]:

@@ -157,6 +157,14 @@ def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: S
     _rates(report, runs)
 
 
+def measure_modes(report: Report, folder: Path, modes: Sequence[str], *, quick: bool, rounds: int) -> None:
+    """Add the rows of some modes alone, at a ratio of 10; they say nothing of the checks, which compare modes."""
+    setting = dataclasses.replace(LOAD_BOUND, modes=tuple(modes))
+    folder.mkdir(parents=True, exist_ok=True)
+    make_experts(folder, setting.pixels)
+    _report_rounds(report, setting, Runs(folder, quick=quick).rounds(setting, rounds))
+
+
 def _execution(run: dict[str, Any]) -> float:
     """Seconds of a classifier's batch of one."""
     return _classifier(run)["k"] + _classifier(run)["b"]

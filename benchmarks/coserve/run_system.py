@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.coserve.boards import config, inputs_of
 from jaxinfer.evaluation.experts.replay import Recorder, Replayer
-from jaxinfer.evaluation.experts.simulator import Outcome, Simulator
+from jaxinfer.evaluation.experts.simulator import SimulatedRun, Simulator
 from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.scheduling.profile import Profiles
@@ -123,7 +123,7 @@ def _live(system: System, disk: Disk, trace: list[TraceRequest], image: np.ndarr
     results = [future.result() for future in futures]
     seconds = time.perf_counter() - begun
     assert [[stage.expert for stage in result.stages] for result in results] == [list(item.experts) for item in trace]
-    counted, times = system.statistics, system.times
+    counted = system.statistics
     latencies = [result.latency for result in results]
     return {
         "seconds": seconds,
@@ -133,11 +133,11 @@ def _live(system: System, disk: Disk, trace: list[TraceRequest], image: np.ndarr
         "prefetched": counted.prefetched,
         "batches": counted.batches,
         "cpu_seconds": time.process_time() - cpu,
-        "scheduling": times.scheduling,
-        "managing": times.managing,
-        "running": times.running,
-        "loading": times.loading,
-        "management_share": times.management_share,
+        "scheduling": counted.scheduling_seconds,
+        "managing": counted.managing_seconds,
+        "running": counted.running_seconds,
+        "loading": counted.loading_seconds,
+        "management_share": counted.management_share,
         "p50": float(np.percentile(latencies, 50)),
         "p99": float(np.percentile(latencies, 99)),
         "initially": sorted(system.initially),
@@ -188,7 +188,7 @@ def _predict(system: System, trace: list[TraceRequest]) -> dict[str, Any]:
     }
 
 
-def _simulate(opened: OpenedSystem, profiles: Profiles, trace: list[TraceRequest]) -> Outcome:
+def _simulate(opened: OpenedSystem, profiles: Profiles, trace: list[TraceRequest]) -> SimulatedRun:
     scheduler = opened.make_scheduler(profiles)
     scheduler.manager.place()
     return Simulator(scheduler).run(trace)

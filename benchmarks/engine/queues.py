@@ -22,16 +22,16 @@ from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, SharedConfig
-from jaxinfer.generation.engine.driver import EngineDriver
+from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
-from jaxinfer.generation.engine.pending import PendingRequest
 from jaxinfer.generation.engine.protocols import Executor, InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
+from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.packing import Packer
 from jaxinfer.generation.execution.programs.decode import DecodeOutput
@@ -175,7 +175,7 @@ def make_engine(
 # Many streams
 
 
-async def read(pending: PendingRequest) -> None:
+async def read(pending: RequestTicket) -> None:
     """Make all outputs of a request that its task finds."""
     assert pending.reader is not None
     while pending.outcome is None:
@@ -190,10 +190,10 @@ def host_ms(folder: Path, *, streams: int, prompt: int, steps: int) -> list[floa
     engine = decoder_engine(folder, num_pages=streams * (-(-(prompt + steps) // 16)), **config)
     random, params = Random(0), SamplingParams(max_tokens=steps)
     requests = [engine.prepare(random.choices(range(1, VOCAB), k=prompt), params) for _ in range(streams)]
-    loop = EngineDriver(engine, max_requests=streams).loop
+    loop = RequestDecider(engine, max_requests=streams).loop
 
     async def main() -> None:
-        pending = [PendingRequest(r.sequences(), owner=loop, reader=Reader()) for r in requests]
+        pending = [RequestTicket(r.sequences(), owner=loop, reader=Reader()) for r in requests]
         for request in pending:
             assert request.reader is not None
             request.reader.attach()
@@ -219,12 +219,12 @@ def small_engine(folder: Path) -> Engine:
     return decoder_engine(folder, num_pages=4096, max_batch=64, context=512)
 
 
-def pending_of(engine: Engine, count: int, **options: Any) -> list[PendingRequest]:
+def pending_of(engine: Engine, count: int, **options: Any) -> list[RequestTicket]:
     params = SamplingParams(max_tokens=400)
-    return [PendingRequest(engine.prepare(p, params).sequences(), owner=engine, **options) for p in prompts_of(count)]
+    return [RequestTicket(engine.prepare(p, params).sequences(), owner=engine, **options) for p in prompts_of(count)]
 
 
-def submit_all(loop: Loop[PendingRequest], engine: Engine, pending: list[PendingRequest]) -> None:
+def submit_all(loop: Loop[RequestTicket], engine: Engine, pending: list[RequestTicket]) -> None:
     """Have all requests come during one step."""
     is_open = cast(InstantExecutor, engine.executor).open
     is_open.clear()
@@ -245,10 +245,10 @@ def embed_in_line(folder: Path, count: int) -> Callable[[], object]:
     requests = [engine.prepare(prompt, PoolingParams()) for prompt in prompts_of(count)]
 
     async def main() -> None:
-        loop = EngineDriver(engine, max_requests=1024).loop
+        loop = RequestDecider(engine, max_requests=1024).loop
         reader = Reader()
         reader.attach()
-        pending = [PendingRequest(r.sequences(), owner=loop, reader=reader) for r in requests]
+        pending = [RequestTicket(r.sequences(), owner=loop, reader=reader) for r in requests]
         for request in pending:
             loop.submit(request, block=True)
         for request in pending:
@@ -289,7 +289,7 @@ def abort_queued(folder: Path, count: int) -> Callable[[], object]:
 def cancel_pending(folder: Path, count: int) -> Callable[[], object]:
     """Many callers give their requests up."""
     engine = small_engine(folder)
-    pending, loop = pending_of(engine, count), EngineDriver(engine, max_requests=count).loop
+    pending, loop = pending_of(engine, count), RequestDecider(engine, max_requests=count).loop
 
     def run() -> None:
         submit_all(loop, engine, pending)
@@ -304,7 +304,7 @@ def cancel_pending(folder: Path, count: int) -> Callable[[], object]:
 def close_with_pending(folder: Path, count: int) -> Callable[[], object]:
     """A model is closed while many requests are queued."""
     engine = small_engine(folder)
-    pending, loop = pending_of(engine, count), EngineDriver(engine, max_requests=count).loop
+    pending, loop = pending_of(engine, count), RequestDecider(engine, max_requests=count).loop
 
     def run() -> None:
         submit_all(loop, engine, pending)

@@ -1,6 +1,7 @@
-"""Runs the batches of a driver on a service's programs."""
+"""Runs batches of queries on a service's programs."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,8 +29,28 @@ def _best_label(logits: np.ndarray, labels: Sequence[str]) -> tuple[str, np.ndar
     return labels[int(probabilities.argmax())], probabilities
 
 
+class Runner(Protocol):
+    """The device side."""
+
+    def launch(self, level: int, queries: Sequence[Query]) -> Any:
+        """Send a batch to the device, without waiting for it."""
+        ...
+
+    def collect(self, launched: Any) -> list[tuple[str, np.ndarray] | FailedError]:
+        """Wait for a batch; label and probabilities of each query, or why it has none."""
+        ...
+
+    def expected_seconds(self, level: int, count: int) -> float:
+        """What a batch of so many queries usually takes."""
+        ...
+
+    def observe(self, level: int, count: int, seconds: float) -> None:
+        """What one took."""
+        ...
+
+
 class LevelRunner:
-    """The device side of a driver.
+    """Runs batches on the programs of levels.
 
     Args:
       programs: of all levels.

@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from jaxinfer.compiled import Costs, ExecutableStore, Origin
 from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
-from jaxinfer.elastic.answers import Answer, Classification
-from jaxinfer.elastic.driver import Driver, Statistics
+from jaxinfer.elastic.answers import Answer, Classification, QueryStatistics
+from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile, LevelAndSize
 from jaxinfer.elastic.levels import Levels, default_merge_levels
@@ -152,7 +152,7 @@ class Service:
         self._serving = threading.Lock()  # held while what is served changes
         self._policy, self._max_waiting = policy, max_waiting
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
-        self._driver: Driver | None = None
+        self._decider: QueryDecider | None = None
         self._closed = False
         for task in self._tasks.values():
             self._programs.put(task)
@@ -338,10 +338,10 @@ class Service:
         suffice for. A task that is being registered or profiled is first kept; all other calls raise ClosedError.
         """
         with self._serving:
-            self._closed, driver = True, self._driver
+            self._closed, decider = True, self._decider
         try:
-            if driver is not None:
-                driver.loop.close(drain=drain, timeout=timeout)
+            if decider is not None:
+                decider.loop.close(drain=drain, timeout=timeout)
         finally:
             self._let_go()
 
@@ -374,40 +374,40 @@ class Service:
     @property
     def is_running(self) -> bool:
         """Whether queries are taken: not once it is closed, nor if the thread that serves them has died."""
-        return not self._closed and (self._driver is None or self._driver.loop.is_running)
+        return not self._closed and (self._decider is None or self._decider.loop.is_running)
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> QueryStatistics:
         """What became of queries so far."""
-        return Statistics() if self._driver is None else self._driver.statistics
+        return QueryStatistics() if self._decider is None else self._decider.statistics
 
     @property
     def waiting(self) -> int:
         """How many queries have no answer yet."""
-        return 0 if self._driver is None else self._driver.loop.num_tickets
+        return 0 if self._decider is None else self._decider.loop.num_tickets
 
-    def _started(self) -> Driver:
-        """The driver, which starts with the first query."""
-        if self._driver is None:
+    def _started(self) -> QueryDecider:
+        """The decider, which starts with the first query."""
+        if self._decider is None:
             with self._serving:
                 if self._closed:
                     raise closed_error("This service")
-                if self._driver is None:
+                if self._decider is None:
                     profile = self.serving_profile()
                     self._programs.warm_up(profile.levels)
                     runner = LevelRunner(self._programs, self.latency, _weakly(self._plan_anew))
-                    self._driver = Driver(
+                    self._decider = QueryDecider(
                         runner, self._policy(profile), max_waiting=self._max_waiting, device=self._programs.device
                     )
                     # At the end of the process the loop is closed, which waits for its threads.
-                    weakref.finalize(self, self._driver.loop.stop).atexit = False
-        return self._driver
+                    weakref.finalize(self, self._decider.loop.stop).atexit = False
+        return self._decider
 
     def _plan_anew(self) -> None:
-        """Let the driver go by latencies that have changed; by what it has if not all is measured."""
+        """Let the decider go by latencies that have changed; by what it has if not all is measured."""
         with self._serving, contextlib.suppress(ProfileError):
-            if self._driver is not None:
-                self._driver.use(self.serving_profile())
+            if self._decider is not None:
+                self._decider.use(self.serving_profile())
 
     def accuracy(self, task: str, level: int) -> LevelAccuracy:
         """What profiling has found. Raises ProfileError if it has not, or if the level has changed since."""
@@ -507,7 +507,7 @@ class Service:
             task = self.task(name)
             validation = self._checked_validation(validation, task.labels)
             version = self._repository.next_version(name, new_version=True)
-            anew = self._driver is None
+            anew = self._decider is None
             return self._install(dataclasses.replace(task, version=version), validation, progress, anew=anew)
 
     def measure_latency(
@@ -585,7 +585,7 @@ class Service:
         tasks = self._tasks | {task.name: task}
         lost = set(self._shared_levels(self._tasks)) - set(self._shared_levels(tasks))
         with self._serving:
-            profile = None if self._driver is None else self._serving_profile(tasks)
+            profile = None if self._decider is None else self._serving_profile(tasks)
             if profile is not None:
                 self._policy(profile)
                 self._programs.warm_up(profile.levels)
@@ -593,8 +593,8 @@ class Service:
             self._programs.put(task)
             self._tasks = tasks
             self.refused.pop(task.name, None)
-            if self._driver is not None and profile is not None:
-                self._driver.use(profile)
+            if self._decider is not None and profile is not None:
+                self._decider.use(profile)
         if lost and len(tasks) > 1:
             levels = ", ".join(map(str, sorted(lost)))
             log.warning("Queries run no more at the levels %s: task %r has no such prompts.", levels, task.name)
@@ -610,7 +610,7 @@ class Service:
             self._programs.compile_ahead(level, self._levels.adaptation(level))
         if self._memory is not None:
             with self._serving:  # queries that wait are in batches of the sizes that there were
-                self._programs.fit(self._memory, may_shrink=self._driver is None)
+                self._programs.fit(self._memory, may_shrink=self._decider is None)
 
     def _checked(self, task: Task, levels: Levels) -> Task:
         """A task from the repository, if it fits this service."""

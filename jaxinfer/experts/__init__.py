@@ -22,9 +22,9 @@ if TYPE_CHECKING:
         ProfileError,
         RoutingError,
     )
-    from jaxinfer.experts.execution.executors import Result, Stage
     from jaxinfer.experts.execution.kinds import Classification, Detection, EmbeddingVector, Judgement
     from jaxinfer.experts.opened import OpenedSystem
+    from jaxinfer.experts.results import Result, Stage
     from jaxinfer.experts.scheduling.experts import InputKind, Rule
     from jaxinfer.experts.scheduling.policy import POLICIES, Policy, policy_of
     from jaxinfer.experts.scheduling.profile import Profile
@@ -41,7 +41,7 @@ _MODULES = {
         "ProfileError",
         "RoutingError",
     ),
-    "execution.executors": ("Result", "Stage"),
+    "results": ("Result", "Stage"),
     "execution.kinds": ("Classification", "Detection", "EmbeddingVector", "Judgement"),
     "opened": ("OpenedSystem",),
     "scheduling.experts": ("InputKind", "Rule"),

@@ -11,14 +11,16 @@ from typing import Any, Literal, Self, overload
 
 from jaxinfer.experts.config import SystemConfig
 from jaxinfer.experts.errors import InsufficientMemoryError, InvalidInputError, LoadError
-from jaxinfer.experts.execution.executors import Executors, Result, Times
+from jaxinfer.experts.execution.decider import InputDecider
 from jaxinfer.experts.execution.kinds import Judgement
 from jaxinfer.experts.execution.observed import ObservedProfiles
+from jaxinfer.experts.execution.runner import ExpertRunner
 from jaxinfer.experts.opened import OpenedSystem, Progress, log_progress
-from jaxinfer.experts.scheduling.executor_state import Statistics
+from jaxinfer.experts.results import Result
+from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Action, Load
-from jaxinfer.experts.scheduling.scheduler import Decision, Scheduler
+from jaxinfer.experts.scheduling.scheduler import Assignment, Scheduler
 from jaxinfer.generation.fields import NotNegative, check
 from jaxinfer.serving.errors import OverloadedError
 from jaxinfer.serving.heap import trim_heap
@@ -43,7 +45,7 @@ class System(OpenedSystem):
       config: what there is.
       profiles: what experts cost at first, by architecture and device, instead of measuring it.
       preadv: reads experts' files; benchmarks give one that is slower.
-      on_decision: told of every assignment of a request to an executor, with the times it was chosen by.
+      on_assignment: told of every assignment of a request to an executor, with the times it was chosen by.
       scheduler: makes the scheduler; benchmarks give one that records, or that replays (`jaxinfer.evaluation`).
       progress: told of what takes a while.
 
@@ -57,20 +59,19 @@ class System(OpenedSystem):
         *,
         profiles: Mapping[tuple[str, str], Profile] | None = None,
         preadv: Callable[[int, list[Any], int], int] = os.preadv,
-        on_decision: Callable[[Decision], None] | None = None,
+        on_assignment: Callable[[Assignment], None] | None = None,
         scheduler: Callable[..., Scheduler] = Scheduler,
         progress: Progress = log_progress,
     ):
         super().__init__(config, preadv=preadv, progress=progress)
         self.profiles = ObservedProfiles(profiles if profiles is not None else self.measure())
-        self.scheduler = self.make_scheduler(self.profiles, scheduler=scheduler, on_decision=on_decision)
+        self.scheduler = self.make_scheduler(self.profiles, scheduler=scheduler, on_assignment=on_assignment)
         self._compile(self.profiles, self.devices[: len(self.scheduler.executors)])
         self._start()
-        self._executors = Executors(
-            self.scheduler, self.profiles, self.experts, self._programs, self._weights, self.devices
-        )
+        self._runner = ExpertRunner(self.scheduler.executors, self.devices, self.experts, self._programs, self._weights)
+        self._decider = InputDecider(self.scheduler, self.profiles, self._runner)
         # At the end of the process the loop is closed, which waits for its threads.
-        weakref.finalize(self, self._executors.loop.stop).atexit = False
+        weakref.finalize(self, self._decider.loop.stop).atexit = False
 
     # -- what users do --
 
@@ -88,7 +89,7 @@ class System(OpenedSystem):
         except ValueError as error:
             raise InvalidInputError(str(error)) from None
         first = self.graph.first(kind)
-        return self._executors.serve(first, self._find(first).kind.check(value), within=deadline, owner=self)
+        return self._decider.serve(first, self._find(first).kind.check(value), within=deadline, owner=self)
 
     async def judge(self, kind: str, value: Any, *, deadline: float | None = None) -> Result:
         """The same for coroutines: waits for the result; cancelling gives the request up."""
@@ -148,7 +149,7 @@ class System(OpenedSystem):
 
     def retry(self, expert: str) -> None:
         """Have an expert that could not be loaded tried again at once, as after its checkpoint was repaired."""
-        self._executors.retry(self.graph.require(expert).name)
+        self._decider.retry(self.graph.require(expert).name)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
@@ -156,7 +157,7 @@ class System(OpenedSystem):
         Nothing is accepted any more from when this begins. What fails does so with ClosedError. The experts' memory is
         given back. May be called again.
         """
-        self._executors.loop.close(drain=drain, timeout=timeout)
+        self._decider.loop.close(drain=drain, timeout=timeout)
         trim_heap()
 
     def __enter__(self) -> Self:
@@ -170,22 +171,17 @@ class System(OpenedSystem):
 
         Returns a batch's answers, to zeros as inputs.
         """
-        return self._executors.perform(action)
+        return self._runner.perform(action)
 
     @property
     def is_running(self) -> bool:
         """Whether inputs are taken."""
-        return self._executors.loop.is_running
+        return self._decider.loop.is_running
 
     @property
-    def statistics(self) -> Statistics:
-        """What the scheduler has done: loads by where they came from, batches, failures."""
+    def statistics(self) -> ExpertStatistics:
+        """What became of inputs, loads by where they came from, batches, and where time went."""
         return self.scheduler.statistics
-
-    @property
-    def times(self) -> Times:
-        """Where time went."""
-        return self._executors.times
 
     @property
     def initially(self) -> set[str]:

@@ -83,7 +83,7 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
 
     @abc.abstractmethod
     def done(self, done: Done) -> None:
-        """Work has ended. In the thread that did it."""
+        """Work has ended. In the thread that did it. What the loop's own thread fails in ends the loop instead."""
 
     @abc.abstractmethod
     def cancel(self, ticket: AnyTicket) -> bool:
@@ -169,6 +169,11 @@ class Loop[AnyTicket: Ticket[Any]]:
         return 0 if self._origin.forked else len(self._tickets) + len(self._line)
 
     @property
+    def tickets(self) -> "list[AnyTicket]":
+        """The requests that were accepted and have not ended."""
+        return list(self._tickets.values())
+
+    @property
     def is_running(self) -> bool:
         """Whether requests are taken."""
         return not self._closed and not self._origin.forked
@@ -203,6 +208,12 @@ class Loop[AnyTicket: Ticket[Any]]:
         if turn is not None:
             self._wait_in_line(ticket, turn)
 
+    def serve(self, ticket: AnyTicket, *, block: bool = False) -> Future[Any]:
+        """`submit` for callers in threads; its future. Raises as `submit`."""
+        assert ticket.future is not None
+        self.submit(ticket, block=block)
+        return ticket.future
+
     def cancel(self, ticket: AnyTicket) -> None:
         """Give a request up; does nothing if it has ended."""
         if self._origin.forked:
@@ -234,6 +245,13 @@ class Loop[AnyTicket: Ticket[Any]]:
                 self._leave_line(next(iter(self._line)))
             if not self._tickets:
                 self._idle.notify_all()
+
+    def end_waiting(self, error: Exception) -> None:
+        """End all requests that have not begun."""
+        with self.lock:
+            for ticket in self.tickets:
+                if not ticket.begun:
+                    self.end(ticket, error)
 
     def stop(self, *, drain: bool = False) -> None:
         """Take no more requests, and end soon: when those there are have ended (`drain`), or what runs now has.
@@ -426,6 +444,8 @@ class Loop[AnyTicket: Ticket[Any]]:
         with self.lock:
             self._num_running -= 1
             self._num_done += 1
+            if error is not None and work.lane is None:
+                raise error
             self._decider.done(Done(work, result, error, began, ended))
 
     def _run_callbacks(self) -> None:

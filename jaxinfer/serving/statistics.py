@@ -1,6 +1,9 @@
 """What became of the requests of a service."""
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 
 from jaxinfer.serving.errors import DeadlineExceededError, ShedError
@@ -14,6 +17,7 @@ class Statistics:
       answered, shed, cancelled, failed: how many requests ended so; those whose deadline passed before they began are
         shed.
       late: how many of the answers came after their deadlines.
+      batches: that ran, of requests together; steps of an engine.
     """
 
     answered: int = 0
@@ -21,6 +25,16 @@ class Statistics:
     shed: int = 0
     cancelled: int = 0
     failed: int = 0
+    batches: int = 0
+
+    @contextlib.contextmanager
+    def timing(self, field: str, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
+        """Add to a field the seconds that something takes, of the thread's CPU or on another clock."""
+        begun = clock()
+        try:
+            yield
+        finally:
+            setattr(self, field, getattr(self, field) + clock() - begun)
 
     def count(self, outcome: object, *, late: bool) -> None:
         """A request has ended."""

@@ -83,6 +83,11 @@ class Ticket[Outcome]:
         """Whether the caller has cancelled its future."""
         return self.future is not None and self.future.cancelled()
 
+    @property
+    def begun(self) -> bool:
+        """Whether its future can be cancelled no more."""
+        return self.future is not None and self.future.running()
+
     def begin(self) -> bool:
         """Let its future be cancelled no more; False if it was."""
         return self.future is None or self.future.set_running_or_notify_cancel()

@@ -108,7 +108,7 @@ def test_experts_are_placed_where_they_can_run():
 
 def test_explains_its_choice():
     decisions = []
-    system = scheduler("abc", gpu(1), gpu(1), options={"on_decision": decisions.append})
+    system = scheduler("abc", gpu(1), gpu(1), options={"on_assignment": decisions.append})
     submit(system, "ac")
     first, second = decisions
     assert (first.totals, first.additions, first.executor) == ([0, 0], [3, 13], 0)
@@ -135,7 +135,7 @@ def test_batches_keep_to_the_memory_for_activations(activations, size):
 
 def test_the_running_batch_counts_and_cannot_be_joined():
     decisions = []
-    system = scheduler("a", gpu(1), options={"on_decision": decisions.append})
+    system = scheduler("a", gpu(1), options={"on_assignment": decisions.append})
     submit(system, "a")
     poll(system)
     system.submit(request(1, "a", 1), 1.0)
@@ -147,7 +147,7 @@ def test_the_running_batch_counts_and_cannot_be_joined():
 def test_a_group_beyond_a_batch_costs_b_again_if_counted():
     decisions = []
     system = scheduler(
-        "a", gpu(1), policy=policy_of("paper", counts_batches=True), options={"on_decision": decisions.append}
+        "a", gpu(1), policy=policy_of("paper", counts_batches=True), options={"on_assignment": decisions.append}
     )
     submit(system, "aaaa")
     assert [decision.additions for decision in decisions] == [[3], [1], [1], [3]]

@@ -51,7 +51,7 @@ class Faulty(Scheduler):
             case.executors,
             case.policy,
             host_bytes=case.host_bytes,
-            on_decision=model.assigned,
+            on_assignment=model.assigned,
         )
         self._model, self._random = model, random.Random(case.seed)
         self._load_failures, self._deaths = case.load_failures, sorted(case.deaths)

@@ -15,14 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.elastic import Service
-from jaxinfer.elastic.driver import Driver
+from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.programs import LevelPrograms
 from jaxinfer.elastic.runner import LevelRunner
 from jaxinfer.elastic.scheduling.policies import Elastic
 from jaxinfer.experts import System
 from jaxinfer.experts.execution.architectures import ArchitecturePrograms
-from jaxinfer.generation.engine.driver import EngineDriver
-from jaxinfer.generation.engine.pending import PendingRequest
+from jaxinfer.generation.engine.decider import RequestDecider
+from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.serving import ClosedError, OverloadedError, ServingError
 from tests.elastic.vits import stripes
 from tests.experts.boards import AnyProfiles, config, image
@@ -56,12 +56,12 @@ class Generating:
     """An engine: requests have no deadlines."""
 
     def __init__(self, engine):
-        self.loop = EngineDriver(engine, max_requests=LIMIT).loop
+        self.loop = RequestDecider(engine, max_requests=LIMIT).loop
         self._engine = engine
 
     def ask(self, number, urgent):
         params = SamplingParams(max_tokens=1 + number % 5, ignore_eos=True)
-        pending = PendingRequest(self._engine.prepare([97 + number % 8] * (1 + number), params).sequences(), owner=self)
+        pending = RequestTicket(self._engine.prepare([97 + number % 8] * (1 + number), params).sequences(), owner=self)
         self.loop.submit(pending)
         return pending.future
 
@@ -76,13 +76,13 @@ class Judging:
     def __init__(self, board):
         system = config(board, ["c0", "c1"], slots=1, host=1, max_queued=LIMIT)
         self._system = System(system, profiles=AnyProfiles())
-        self.loop = self._system._executors.loop
+        self.loop = self._system._decider.loop
 
     def ask(self, number, urgent):
         return self._system.submit(f"c{number % 2}", image(number), deadline=1e-3 if urgent else None)
 
     def check(self):
-        assert not self._system._executors._inputs
+        assert not self._system.scheduler.queued
 
 
 class Classifying:
@@ -93,15 +93,15 @@ class Classifying:
             LevelRunner(service._programs, service.latency, lambda: None),
             Elastic(service.serving_profile()),
         )
-        self._driver = Driver(runner, policy, max_waiting=LIMIT)
-        self.loop = self._driver.loop
+        self._decider = QueryDecider(runner, policy, max_waiting=LIMIT)
+        self.loop = self._decider.loop
 
     def ask(self, number, urgent):
         picture = stripes(1, seed=number).images[0]
-        return self._driver.serve("stripes", picture, latency=1e-6 if urgent else 60.0, utility=1.0, owner=self)
+        return self._decider.serve("stripes", picture, latency=1e-6 if urgent else 60.0, utility=1.0, owner=self)
 
     def check(self):
-        assert not self._driver._waiting
+        assert not self._decider._unplanned
 
 
 def threads():

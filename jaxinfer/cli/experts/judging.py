@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinfer.evaluation.experts.workloads import draw_kinds
 from jaxinfer.experts.errors import RoutingError
-from jaxinfer.experts.execution.executors import Result
+from jaxinfer.experts.results import Result
 from jaxinfer.experts.system import System
 from jaxinfer.models.config import EncoderConfig
 
@@ -89,7 +89,7 @@ def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None],
     text = (
         f"{judged} inputs in {seconds:.3g} s: {judged / seconds:.4g} a second; {failed} failed; "
         f"{system.statistics.batches} batches; {loads.total()} loads ({loads['disk']} from disk, {loads['host']} from "
-        f"the host); managing experts took {system.times.management_share:.2%} of the executors' time."
+        f"the host); managing experts took {system.statistics.management_share:.2%} of the executors' time."
     )
     return Summary(text, failed)
 

@@ -5,7 +5,7 @@
 `replay.py` does recorded decisions again.
 """
 
-from jaxinfer.evaluation.experts.simulator import Outcome, Simulator
+from jaxinfer.evaluation.experts.simulator import SimulatedRun, Simulator
 from jaxinfer.evaluation.experts.workloads import TraceRequest, draw_trace, read_trace
 
-__all__ = ["Outcome", "Simulator", "TraceRequest", "draw_trace", "read_trace"]
+__all__ = ["SimulatedRun", "Simulator", "TraceRequest", "draw_trace", "read_trace"]

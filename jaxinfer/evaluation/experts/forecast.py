@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jaxinfer.evaluation.experts.memory_search import MemoryChoice, search_memory
-from jaxinfer.evaluation.experts.simulator import Outcome, Simulator
+from jaxinfer.evaluation.experts.simulator import SimulatedRun, Simulator
 from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.opened import OpenedSystem
@@ -28,7 +28,7 @@ class Forecast:
       bound: loads that no scheduler could do without.
     """
 
-    outcome: Outcome
+    outcome: SimulatedRun
     scheduler: Scheduler
     placed: Mapping[int, Sequence[str]]
     bound: int

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.evaluation.simulation import Simulation
-from jaxinfer.experts.scheduling.executor_state import Statistics
+from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.scheduling.profile import Tier
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
@@ -54,7 +54,7 @@ class ProfiledHardware:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulatedRun:
     """What came of a trace.
 
     Attributes:
@@ -70,7 +70,7 @@ class Outcome:
     finished: int
     failed: int
     latencies: Sequence[float]
-    statistics: Statistics
+    statistics: ExpertStatistics
     decision_seconds: np.ndarray
     busy_seconds: float
 
@@ -102,14 +102,14 @@ class Simulator:
         self._busy = 0.0
         self._leaving: dict[int, float] = {}  # of executors, until when experts leave for their next batch
 
-    def run(self, trace: Iterable[TraceRequest]) -> Outcome:
+    def run(self, trace: Iterable[TraceRequest]) -> SimulatedRun:
         """Run until nothing is left to do."""
         self._inputs = list(trace)
         for number, item in enumerate(self._inputs):
             self._simulation.arrive(item.arrival, Request(id=number, expert=item.experts[0], arrival=item.arrival))
         self._simulation.run(self._handle, self._begin)
         start, end = self._inputs[0].arrival if self._inputs else 0.0, max(self._ends.values(), default=0.0)
-        return Outcome(
+        return SimulatedRun(
             seconds=end - start if self._ends else 0.0,
             finished=len(self._ends),
             failed=self._failed,

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from jaxinfer.compiled import Drift
 from jaxinfer.experts.scheduling.profile import Profile, Profiles, Tier
-from jaxinfer.experts.scheduling.request import Load
+from jaxinfer.experts.scheduling.request import Batch, Load
+from jaxinfer.experts.scheduling.scheduler import Scheduler
 
 LEAST = 5
 DRIFT = 1.05
@@ -86,3 +87,32 @@ class LoadTimes:
         for load in self._seconds:
             self._seconds[load] += (now - self._counted) / len(self._seconds)
         self._counted = now
+
+
+class Observer:
+    """Tells profiles what a scheduler's actions really take. One thread at a time."""
+
+    def __init__(self, scheduler: Scheduler, profiles: ObservedProfiles):
+        self._scheduler, self._profiles, self._loads = scheduler, profiles, LoadTimes()
+
+    def load_begins(self, load: Load, now: float) -> None:
+        """A load begins, once those that make room for it have left."""
+        self._loads.begin(load, now)
+
+    def load_ended(self, load: Load, now: float, *, loaded: bool) -> None:
+        """A load has ended; one that failed says nothing of what loads take."""
+        if (alone := self._loads.end(load, now)) is not None and loaded:
+            self._profiles.note_load(self._key(load.executor, load.expert), load.tier, alone)
+
+    def batch_ended(self, batch: Batch, seconds: float) -> None:
+        """A batch has run."""
+        self._profiles.note_batch(self._key(batch.executor, batch.expert), len(batch.requests), seconds)
+
+    def copied(self, executor: int, expert: str, seconds: float) -> None:
+        """An expert was copied to the host's memory."""
+        self._profiles.note_eviction(self._key(executor, expert), seconds)
+
+    def _key(self, executor: int, expert: str) -> _Key:
+        """Which profile says what an expert costs on an executor."""
+        scheduler = self._scheduler
+        return scheduler.graph.experts[expert].architecture, scheduler.executors[executor].config.processor

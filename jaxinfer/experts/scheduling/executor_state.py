@@ -8,6 +8,7 @@ from jaxinfer.experts.scheduling.pool import ModelPool
 from jaxinfer.experts.scheduling.profile import Tier
 from jaxinfer.experts.scheduling.queue import ExecutorQueue
 from jaxinfer.experts.scheduling.request import Batch
+from jaxinfer.serving.statistics import Statistics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,25 +63,35 @@ class ExecutorState:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Statistics:
-    """What a scheduler has done.
+class ExpertStatistics(Statistics):
+    """What a scheduler has done, and where the time of those who do it went, in seconds.
 
     Attributes:
       loads: experts that came to a pool after the start (the paper's expert switches), by where they came from.
       prefetched: how many of them came before their batch needed them.
       evictions: experts that left a pool.
-      batches, requests: that were executed.
-      failed: requests that ended with an error.
+      requests: that were executed, each a stage of an input.
+      scheduling_seconds: of the CPU, in assigning requests.
+      managing_seconds: of the CPU, in all other decisions: which batches and loads begin, which experts leave.
+      running_seconds: batches, all executors together.
+      loading_seconds: loads, all executors together.
     """
 
     loads: Counter[Tier] = dataclasses.field(default_factory=Counter)
     prefetched: int = 0
     evictions: int = 0
-    batches: int = 0
     requests: int = 0
-    failed: int = 0
+    scheduling_seconds: float = 0.0
+    managing_seconds: float = 0.0
+    running_seconds: float = 0.0
+    loading_seconds: float = 0.0
 
     @property
     def switches(self) -> int:
         """All loads."""
         return self.loads.total()
+
+    @property
+    def management_share(self) -> float:
+        """The paper's overhead of expert management ("overhead analysis"): for each second of executors' work."""
+        return self.managing_seconds / (self.running_seconds + self.loading_seconds) if self.running_seconds else 0.0

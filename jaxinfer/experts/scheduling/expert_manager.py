@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from jaxinfer.experts.errors import ConfigError, ProfileError
 from jaxinfer.experts.scheduling.eviction import first_in, queue_aware, two_stage
-from jaxinfer.experts.scheduling.executor_state import ExecutorConfig, ExecutorState, Statistics
+from jaxinfer.experts.scheduling.executor_state import ExecutorConfig, ExecutorState, ExpertStatistics
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo
 from jaxinfer.experts.scheduling.placement import place
 from jaxinfer.experts.scheduling.policy import Policy
@@ -47,7 +47,7 @@ class ExpertManager:
         *,
         host_bytes: int,
     ):
-        self.graph, self.profiles, self.policy, self.statistics = graph, profiles, policy, Statistics()
+        self.graph, self.profiles, self.policy, self.statistics = graph, profiles, policy, ExpertStatistics()
         configs = list(executors)
         if not configs:
             raise ConfigError("there are no executors.")

@@ -37,7 +37,7 @@ LIMITED = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decision:
+class Assignment:
     """Why a request went where it went; times in seconds, by executor.
 
     Attributes:
@@ -69,7 +69,7 @@ class Scheduler:
       policy: which rules are followed.
       host_bytes: of the host cache, if the policy has one.
       max_queued: requests beyond so many that wait are refused.
-      on_decision: told of every assignment.
+      on_assignment: told of every assignment.
 
     Attributes:
       manager: which experts are in which memory.
@@ -88,12 +88,12 @@ class Scheduler:
         *,
         host_bytes: int = 0,
         max_queued: int | None = None,
-        on_decision: Callable[[Decision], None] | None = None,
+        on_assignment: Callable[[Assignment], None] | None = None,
     ):
         self.graph, self.profiles, self.policy = graph, profiles, policy
         self.manager = ExpertManager(graph, profiles, executors, policy, host_bytes=host_bytes)
         self.executors, self.statistics = self.manager.executors, self.manager.statistics
-        self._max_queued, self._on_decision = max_queued, on_decision
+        self._max_queued, self._on_assignment = max_queued, on_assignment
         self._quarantined: dict[tuple[str, int], _Quarantine] = {}  # by expert and pool
         self._deadlines: list[tuple[float, int, Request]] = []  # of requests that may have begun; a heap
         self._count = itertools.count()
@@ -212,8 +212,8 @@ class Scheduler:
         request.latency = additions[index] or 0.0
         joined = chosen.queue.add(request)
         self._settled &= joined and chosen.batch is not None
-        if self._on_decision:
-            self._on_decision(Decision(request=request, totals=totals, additions=additions, executor=index))
+        if self._on_assignment:
+            self._on_assignment(Assignment(request=request, totals=totals, additions=additions, executor=index))
         return index
 
     def _addition(self, executor: ExecutorState, expert: ExpertInfo, now: float) -> float | None:
@@ -426,9 +426,7 @@ class Scheduler:
         return self._fail(failed, error)
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> list[Failure]:
-        failures = [Failure(request=request, error=error) for request in requests]
-        self.statistics.failed += len(failures)
-        return failures
+        return [Failure(request=request, error=error) for request in requests]
 
     def _end_batch(self, executor: ExecutorState) -> None:
         assert executor.batch is not None

@@ -14,9 +14,9 @@ from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_decoder, load_encoder
 from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages, check_options
-from jaxinfer.generation.engine.driver import EngineDriver
-from jaxinfer.generation.engine.pending import PendingRequest
+from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestSnapshot
 from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.outputs import RequestOutput
@@ -57,7 +57,7 @@ class AsyncLLM(EngineHolder):
         load = load_decoder if Description.read(path).kind == "decoder" else load_encoder
         super().__init__(load(path, **options))
         self.engine.compile_ahead()
-        self._loop = EngineDriver(self.engine, max_requests=max_requests).loop
+        self._loop = RequestDecider(self.engine, max_requests=max_requests).loop
         # At the end of the process the loop is closed, which waits for its thread.
         weakref.finalize(self, self._loop.stop).atexit = False
 
@@ -99,7 +99,7 @@ class AsyncLLM(EngineHolder):
         width = self.model.transformer.output_width
         requests = await asyncio.to_thread(pooling_requests, self.engine, as_list(texts), adapter)
         reader = Reader()
-        pending = [PendingRequest(request.sequences(), owner=self, reader=reader) for request in requests]
+        pending = [RequestTicket(request.sequences(), owner=self, reader=reader) for request in requests]
         vectors = []
         with self._running(*pending):
             for index, request in enumerate(pending):
@@ -117,7 +117,7 @@ class AsyncLLM(EngineHolder):
         self, prepare: Callable[[], Request], reader: Reader[RequestSnapshot]
     ) -> AsyncGenerator[RequestOutput]:
         sequences = await asyncio.to_thread(lambda: prepare().sequences())
-        pending, seen = PendingRequest(sequences, owner=self, reader=reader), None
+        pending, seen = RequestTicket(sequences, owner=self, reader=reader), None
         with self._running(pending):
             while pending.outcome is None:
                 await reader.wait()
@@ -128,7 +128,7 @@ class AsyncLLM(EngineHolder):
             yield await pending.wait()
 
     @contextlib.contextmanager
-    def _running(self, *pending: PendingRequest) -> Iterator[None]:
+    def _running(self, *pending: RequestTicket) -> Iterator[None]:
         """Run requests while a task reads them; given up if the task leaves before their end.
 
         Not asynchronous: an event loop that ends closes all asynchronous generators in any order, this one before the
@@ -164,7 +164,7 @@ class AsyncLLM(EngineHolder):
 
         Raises ValueError for an invalid prompt.
         """
-        pending = PendingRequest(self.prepare(prompt, params).sequences(), owner=self)
+        pending = RequestTicket(self.prepare(prompt, params).sequences(), owner=self)
         self._loop.submit(pending, block=block)
         assert pending.future is not None
         return pending.future

@@ -24,7 +24,8 @@ from jaxinfer import (
     StructuredOutputsParams,
 )
 from jaxinfer.generation.api import async_llm
-from jaxinfer.generation.engine import pending, view
+from jaxinfer.generation.engine import ticket as engine_ticket
+from jaxinfer.generation.engine import view
 from jaxinfer.models.conversion import convert
 from jaxinfer.serving import ClosedError, DiedError, FailedError, OverloadedError, ticket
 from jaxinfer.serving import loop as loop_module
@@ -790,8 +791,8 @@ PHASES = {
     "commit": lambda engine: (engine.scheduler, "commit"),
     "add": lambda engine: (engine.scheduler, "add"),
     "abort": lambda engine: (engine.scheduler, "remove"),
-    "deliver": lambda engine: (pending.PendingRequest, "advance"),
-    "result": lambda engine: (pending.PendingRequest, "result"),
+    "deliver": lambda engine: (engine_ticket.RequestTicket, "advance"),
+    "result": lambda engine: (engine_ticket.RequestTicket, "result"),
 }
 HARMED = {("launch", LookupError), ("collect", LookupError), ("result", LookupError), ("result", Interrupt)}
 """Where requests are known that it is about: their error it is."""

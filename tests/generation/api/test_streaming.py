@@ -18,8 +18,8 @@ from checkpoints import CheckpointError, readers
 from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.dumps import read_collectives
-from jaxinfer.generation.engine.driver import EngineDriver
-from jaxinfer.generation.engine.pending import PendingRequest
+from jaxinfer.generation.engine.decider import RequestDecider
+from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.execution.chain import ChainExecutor, _Layers
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.programs.chain import Layer
@@ -587,8 +587,8 @@ def test_a_disk_that_hangs_ends_requests_and_may_come_back(deep, monkeypatch):
 def test_closing_does_not_wait_for_a_disk_that_hangs(deep, monkeypatch):
     llm = LLM(deep, weights="disk", **ONE)
     let_go, hanging = hang(monkeypatch, llm)
-    loop = EngineDriver(llm.engine, max_requests=1).loop
-    loop.submit(request := PendingRequest(llm.prepare(PROMPTS[0], GREEDY).sequences(), owner=llm))
+    loop = RequestDecider(llm.engine, max_requests=1).loop
+    loop.submit(request := RequestTicket(llm.prepare(PROMPTS[0], GREEDY).sequences(), owner=llm))
     assert hanging.wait(60)
     loop.close(drain=False)  # else this waits for a minute, and the request ends with another error
     with pytest.raises(ClosedError, match="closed"):

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxinfer.generation.engine.pending import PendingRequest
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.outputs import FinishReason, TokenLogprob
 from jaxinfer.generation.params import SamplingParams
@@ -55,7 +55,7 @@ def test_an_output_is_of_the_moment_of_its_snapshot(request_):
 
 def test_outputs_share_the_prompt_and_the_engine_has_its_own(request_):
     sequences = request_.sequences()
-    pending = PendingRequest(sequences, owner=None, reader=Reader())
+    pending = RequestTicket(sequences, owner=None, reader=Reader())
     outputs = []
     for token in (5, 6):
         for sequence in sequences:
@@ -76,7 +76,7 @@ def test_outputs_share_the_prompt_and_the_engine_has_its_own(request_):
 def test_a_step_copies_no_prompt(request_):
     """What the engine's thread makes in a step has no list but those that sequences and the request have."""
     sequences = request_.sequences()
-    pending = PendingRequest(sequences, owner=None, reader=Reader())
+    pending = RequestTicket(sequences, owner=None, reader=Reader())
     known = {id(value) for sequence in sequences for value in vars(sequence).values()}
     advance(sequences[0], 5, "a", 1.0)
     assert pending.advance()

@@ -25,7 +25,7 @@ from jaxinfer.elastic import (
     TrainingConfig,
     UnknownTaskError,
 )
-from jaxinfer.elastic.driver import Driver
+from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.latency import NEWEST
 from jaxinfer.elastic.runner import LevelRunner
 from jaxinfer.elastic.scheduling.controller import Controller
@@ -65,20 +65,20 @@ class Device:
 
 @pytest.fixture
 def start():
-    """Drivers on a device, closed at the end."""
-    drivers = []
+    """Deciders on a device, closed at the end."""
+    deciders = []
 
     def made(device, policy=Elastic, max_waiting=1000):
-        drivers.append(Driver(device, policy(device.profile), max_waiting=max_waiting))
-        return drivers[-1]
+        deciders.append(QueryDecider(device, policy(device.profile), max_waiting=max_waiting))
+        return deciders[-1]
 
     yield made
-    for driver in drivers:
-        driver.loop.close(drain=False)
+    for decider in deciders:
+        decider.loop.close(drain=False)
 
 
-def ask(driver, payload, latency=5.0, utility=1.0, task="cifar10"):
-    return driver.serve(task, payload, latency=latency, utility=utility)
+def ask(decider, payload, latency=5.0, utility=1.0, task="cifar10"):
+    return decider.serve(task, payload, latency=latency, utility=utility)
 
 
 def until(holds):
@@ -90,14 +90,14 @@ def until(holds):
 
 
 def test_answers(start):
-    driver = start(Device())
-    answers = [future.result(10) for future in [ask(driver, f"image {i}") for i in range(200)]]
+    decider = start(Device())
+    answers = [future.result(10) for future in [ask(decider, f"image {i}") for i in range(200)]]
     assert [answer.label for answer in answers] == [f"image {i}" for i in range(200)]
     for answer in answers:
         assert answer.in_time
         assert answer.queue_seconds >= 0
         assert answer.compute_seconds > 0
-    statistics = driver.statistics
+    statistics = decider.statistics
     assert (statistics.answered, statistics.late, statistics.shed, statistics.failed) == (200, 0, 0, 0)
     assert statistics.levels.total() == 200
     assert statistics.batches < 200  # they share batches
@@ -105,48 +105,48 @@ def test_answers(start):
 
 def test_batches_follow_one_another(start):
     """A batch that is sent while another runs begins when that one ends, so that no second is counted twice."""
-    driver, begun = start(Device(scale=0.2)), time.perf_counter()
+    decider, begun = start(Device(scale=0.2)), time.perf_counter()
     futures = []
     for number in range(200):
-        futures.append(ask(driver, number))
+        futures.append(ask(decider, number))
         time.sleep(0.0005)
     answers = [future.result(10) for future in futures]
     elapsed = time.perf_counter() - begun
     seconds = {answer.batch: answer.compute_seconds for answer in answers}
-    assert len(seconds) == driver.statistics.batches
+    assert len(seconds) == decider.statistics.batches
     assert 0 < sum(seconds.values()) <= elapsed
     assert all(0 <= answer.queue_seconds < elapsed for answer in answers)
 
 
 def test_what_cannot_be_in_time_is_shed_at_once(start):
-    driver = start(Device())
+    decider = start(Device())
     with pytest.raises(ShedError, match=r"no answer could have come within 1e-06 s"):
-        ask(driver, "late", latency=1e-6).result(10)
-    assert ask(driver, "next").result(10).label == "next"
-    assert driver.statistics.shed == 1
+        ask(decider, "late", latency=1e-6).result(10)
+    assert ask(decider, "next").result(10).label == "next"
+    assert decider.statistics.shed == 1
 
 
 def test_overload_is_refused_and_told(start):
     device = Device()
-    driver = start(device, max_waiting=5)
+    decider = start(device, max_waiting=5)
     device.open.clear()
-    futures = [ask(driver, i) for i in range(5)]
+    futures = [ask(decider, i) for i in range(5)]
     with pytest.raises(OverloadedError, match="5 requests are in flight already"):
-        ask(driver, 5)
+        ask(decider, 5)
     device.open.set()
     assert [future.result(10).label for future in futures] == list(range(5))
-    assert ask(driver, 6).result(10).label == 6
+    assert ask(decider, 6).result(10).label == 6
 
 
 def test_what_is_worth_most_goes_first(start):
     """While the device is held, more comes than it can do in time: what is shed is worth little."""
     device = Device(scale=1.0)
-    driver = start(device)
+    decider = start(device)
     device.open.clear()
-    first = ask(driver, "first", latency=60.0)
+    first = ask(decider, "first", latency=60.0)
     time.sleep(0.05)
-    cheap = [ask(driver, "cheap", latency=0.6, utility=0.01) for _ in range(640)]
-    dear = [ask(driver, "dear", latency=0.6, utility=1.0) for _ in range(256)]
+    cheap = [ask(decider, "cheap", latency=0.6, utility=0.01) for _ in range(640)]
+    dear = [ask(decider, "dear", latency=0.6, utility=1.0) for _ in range(256)]
     device.open.set()
     assert first.result(10).label == "first"
     done, _ = wait(cheap + dear, timeout=20)
@@ -157,32 +157,32 @@ def test_what_is_worth_most_goes_first(start):
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e308, np.ones(1), Decimal("NaN"), "1"])
 def test_bad_numbers(start, value):
-    driver = start(Device())
+    decider = start(Device())
     for name in ("latency", "utility"):
         with pytest.raises(ValueError, match=f"{name} must be a finite number >= 0"):
-            ask(driver, "image", **{name: value})
-    assert ask(driver, "image", latency=Decimal(5), utility=np.float32(3e38)).result(10).label == "image"
-    assert ask(driver, "image").result(10).label == "image"
+            ask(decider, "image", **{name: value})
+    assert ask(decider, "image", latency=Decimal(5), utility=np.float32(3e38)).result(10).label == "image"
+    assert ask(decider, "image").result(10).label == "image"
 
 
 def test_a_batch_that_fails_ends_its_own_queries(start):
     device = Device()
-    driver = start(device)
+    decider = start(device)
     device.fails = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        ask(driver, "image").result(10)
+        ask(decider, "image").result(10)
     device.fails = None
-    assert ask(driver, "image").result(10).label == "image"
-    assert driver.statistics.failed == 1
+    assert ask(decider, "image").result(10).label == "image"
+    assert decider.statistics.failed == 1
 
 
 def test_cancelled_queries_do_not_run(start):
     device = Device()
-    driver = start(device)
+    decider = start(device)
     device.open.clear()
-    first = ask(driver, "first")
+    first = ask(decider, "first")
     until(lambda: device.ran)
-    others = [ask(driver, i) for i in range(4)]
+    others = [ask(decider, i) for i in range(4)]
     assert others[1].cancel()
     assert not first.cancel()  # it runs
     device.open.set()
@@ -190,18 +190,18 @@ def test_cancelled_queries_do_not_run(start):
     assert [others[i].result(10).label for i in (0, 2, 3)] == [0, 2, 3]
     with pytest.raises(CancelledError):
         others[1].result(10)
-    assert driver.statistics.cancelled == 1
+    assert decider.statistics.cancelled == 1
     assert all(1 not in payloads for _, payloads in device.ran)
 
 
 def test_cancelled_queries_count_in_no_plan(start):
     """Sixty-three of a batch of 64 are cancelled while the device is held: one is planned, and it runs alone."""
     device = Device()
-    driver = start(device, max_waiting=64)
+    decider = start(device, max_waiting=64)
     device.open.clear()
-    first, seen = ask(driver, "first"), []
+    first, seen = ask(decider, "first"), []
     until(lambda: device.ran)
-    policy = driver._controller.policy
+    policy = decider._controller.policy
     choose = policy.choose
 
     def watched(batches, start, rate):
@@ -209,24 +209,24 @@ def test_cancelled_queries_count_in_no_plan(start):
         return choose(batches, start, rate)
 
     policy.choose = watched
-    others = [ask(driver, i) for i in range(63)]
+    others = [ask(decider, i) for i in range(63)]
     assert all(future.cancel() for future in others[1:])
-    assert driver.loop.num_tickets == 2  # there is room for others
+    assert decider.loop.num_tickets == 2  # there is room for others
     device.open.set()
     assert (first.result(10).label, others[0].result(10).label) == ("first", 0)
     assert set(seen) <= {1}
-    assert driver.statistics.cancelled == 62
+    assert decider.statistics.cancelled == 62
 
 
 @pytest.mark.parametrize("drain", [True, False])
 def test_closing(start, drain):
     device = Device()
-    driver = start(device)
+    decider = start(device)
     device.open.clear()
-    futures = [ask(driver, i) for i in range(100)]
-    assert driver.loop.is_running
+    futures = [ask(decider, i) for i in range(100)]
+    assert decider.loop.is_running
     threading.Timer(0.1, device.open.set).start()
-    driver.loop.close(drain=drain)
+    decider.loop.close(drain=drain)
     assert all(future.done() for future in futures)
     ended = [future.exception() for future in futures]
     if drain:
@@ -234,17 +234,17 @@ def test_closing(start, drain):
     else:
         assert any(isinstance(error, ClosedError) for error in ended)
     with pytest.raises(ClosedError, match="takes no more requests"):
-        ask(driver, "late")
-    driver.loop.close()
+        ask(decider, "late")
+    decider.loop.close()
 
 
 def test_an_answer_does_not_wait_for_what_a_batch_was_expected_to_take(start):
     """Batches are said to take minutes, and take milliseconds."""
     device = Device(scale=1e4, slower=1e-6)
-    driver = start(device)
+    decider = start(device)
     for number in range(3):
-        assert ask(driver, number, latency=1e4).result(10).label == number
-    driver.loop.close()
+        assert ask(decider, number, latency=1e4).result(10).label == number
+    decider.loop.close()
     assert max(device.observed) < 0.01 * device.profile.batch_seconds(-20, 1)
 
 
@@ -276,11 +276,11 @@ def test_a_batch_ends_when_it_ends_whatever_the_planner_does():
     """A plan that takes long is no part of how long the batch took that runs beside it."""
     device, clock = Device(scale=0.1), Clock()
     policy = Held(device.profile)
-    driver = Driver(device, policy, max_waiting=10, device=DeviceTime(clock))
+    decider = QueryDecider(device, policy, max_waiting=10, device=DeviceTime(clock))
     device.open.clear()
-    first = ask(driver, "first")
+    first = ask(decider, "first")
     until(lambda: policy.plans == 1)
-    second = ask(driver, "second", latency=1000.0)
+    second = ask(decider, "second", latency=1000.0)
     policy.may.release()
     until(lambda: policy.plans == 2)  # while the first one runs
     reads = clock.reads
@@ -290,7 +290,7 @@ def test_a_batch_ends_when_it_ends_whatever_the_planner_does():
     policy.may.release()
     assert [future.result(10).compute_seconds for future in (first, second)] == device.observed == [0.0, 0.0]
     assert (first.result().in_time, second.result().queue_seconds) == (True, 100.0)
-    driver.loop.close()
+    decider.loop.close()
 
 
 def test_putting_queries_into_batches_counts_as_planning(monkeypatch):
@@ -301,15 +301,15 @@ def test_putting_queries_into_batches_counts_as_planning(monkeypatch):
         submit(self, query)
 
     monkeypatch.setattr(Controller, "submit", takes_a_second)
-    driver = Driver(device, Elastic(device.profile), max_waiting=10, device=DeviceTime(clock))
-    assert ask(driver, "one", latency=1000.0).result(10).label == "one"
-    assert driver.statistics.planning_seconds == 1.0
-    driver.loop.close()
+    decider = QueryDecider(device, Elastic(device.profile), max_waiting=10, device=DeviceTime(clock))
+    assert ask(decider, "one", latency=1000.0).result(10).label == "one"
+    assert decider.statistics.planning_seconds == 1.0
+    decider.loop.close()
 
 
 def test_a_callback_holds_nothing_up_and_harms_nobody(start, caplog):
     device, release, called = Device(), threading.Event(), []
-    driver = start(device)
+    decider = start(device)
 
     def slow(future):
         assert release.wait(10)
@@ -319,28 +319,28 @@ def test_a_callback_holds_nothing_up_and_harms_nobody(start, caplog):
         raise SystemExit
 
     device.open.clear()
-    ask(driver, "slow").add_done_callback(slow)
+    ask(decider, "slow").add_done_callback(slow)
     device.open.set()
-    first = ask(driver, "fails")
+    first = ask(decider, "fails")
     first.add_done_callback(fails)
-    until(lambda: not driver.loop.num_tickets)  # while the first callback still runs
+    until(lambda: not decider.loop.num_tickets)  # while the first callback still runs
     release.set()
-    assert ask(driver, "next").result(10).label == "next"
+    assert ask(decider, "next").result(10).label == "next"
     assert called == [first]
     assert "A callback of request 1 has failed" in caplog.text
 
 
 def test_a_callback_may_close(start):
-    driver = start(Device())
+    decider = start(Device())
     closed = threading.Event()
 
     def close(future):
-        driver.loop.close()
+        decider.loop.close()
         closed.set()
 
-    ask(driver, "image").add_done_callback(close)
+    ask(decider, "image").add_done_callback(close)
     assert closed.wait(10)
-    driver.loop.close()
+    decider.loop.close()
 
 
 class Broken(FixedLevel):
@@ -353,19 +353,19 @@ class Broken(FixedLevel):
 
 
 def test_a_mistake_of_the_policy_ends_what_waits_and_no_more(start, caplog):
-    driver = start(Device(), lambda profile: Broken(profile, 0))
+    decider = start(Device(), lambda profile: Broken(profile, 0))
     with pytest.raises(FailedError, match="the policy has failed at the queries that waited: AssertionError"):
-        ask(driver, "image").result(10)
+        ask(decider, "image").result(10)
     assert "The policy has failed" in caplog.text
-    assert ask(driver, "image").result(10).label == "image"
-    assert (driver.statistics.failed, driver.statistics.answered, driver.loop.num_tickets) == (1, 1, 0)
+    assert ask(decider, "image").result(10).label == "image"
+    assert (decider.statistics.failed, decider.statistics.answered, decider.loop.num_tickets) == (1, 1, 0)
 
 
 def test_a_task_that_the_profile_has_not_is_refused(start):
-    driver = start(Device())
+    decider = start(Device())
     with pytest.raises(ProfileError, match="task 'imagenet' is being registered, or the policy cannot serve it"):
-        ask(driver, "image", task="imagenet")
-    assert ask(driver, "image").result(10).label == "image"
+        ask(decider, "image", task="imagenet")
+    assert ask(decider, "image").result(10).label == "image"
 
 
 def test_what_cannot_be_observed_harms_nobody(start, caplog):
@@ -375,10 +375,10 @@ def test_what_cannot_be_observed_harms_nobody(start, caplog):
         raise ValueError("a mistake")
 
     device.observe = fail
-    driver = start(device)
+    decider = start(device)
     for number in range(2):
-        assert ask(driver, number).result(10).label == number
-    driver.loop.close()
+        assert ask(decider, number).result(10).label == number
+    decider.loop.close()
     assert "What a batch took could not be taken in" in caplog.text
 
 
@@ -389,14 +389,14 @@ def test_a_mistake_of_the_thread_ends_all(start, caplog):
         raise SystemExit
 
     device.observe = leave
-    driver = start(device)
-    assert driver.loop.is_running
-    assert ask(driver, "image").result(10).label == "image"
-    driver.loop.close()
+    decider = start(device)
+    assert decider.loop.is_running
+    assert ask(decider, "image").result(10).label == "image"
+    decider.loop.close()
     assert "has died" in caplog.text
-    assert not driver.loop.is_running
+    assert not decider.loop.is_running
     with pytest.raises(DiedError, match=r"This service has died of SystemExit"):
-        ask(driver, "image")
+        ask(decider, "image")
 
 
 # On a service
@@ -459,7 +459,7 @@ def test_a_service_answers_queries(serving):
 
 
 def test_drift_while_the_profile_is_incomplete(serving, monkeypatch):
-    """As while a task is being registered: the driver goes on by what it has."""
+    """As while a task is being registered: the decider goes on by what it has."""
     image = stripes(1).images[0]
     serving.make_query(image, "stripes", latency=30.0).result(30)
     known = serving.latency.of(0, 1).p50
@@ -470,7 +470,7 @@ def test_drift_while_the_profile_is_incomplete(serving, monkeypatch):
     monkeypatch.setattr(serving, "serving_profile", incomplete)
     refreshed = serving.latency.refreshed
     for _ in range(NEWEST):
-        serving._driver._runner.observe(0, 1, 50 * known)
+        serving._decider._runner.observe(0, 1, 50 * known)
     assert serving.latency.refreshed > refreshed
     assert serving.make_query(image, "stripes", latency=30.0).result(30).label
 
@@ -506,7 +506,7 @@ def test_labels_are_those_of_the_version_that_ran(two, monkeypatch):
     image = images.images[0]
     (wanted,) = service.classify(image, "stripes", 0)
     monkeypatch.setattr(LevelRunner, "collect", slow)
-    monkeypatch.setattr(Driver, "use", lambda self, profile: None)  # which may be for another level
+    monkeypatch.setattr(QueryDecider, "use", lambda self, profile: None)  # which may be for another level
     answer = service.make_query(image, "stripes", latency=120.0)
     assert held.wait(30)
     version = dataclasses.replace(service.task("stripes"), labels=("columns", "rows"), version=2)
@@ -544,7 +544,7 @@ def test_a_task_that_the_policy_cannot_serve_is_refused_before_it_is_kept(two, c
     assert service.tasks.keys() == {"stripes"}
     known, refreshed = service.latency.of(2, 1).p50, service.latency.refreshed
     for _ in range(NEWEST):
-        service._driver._runner.observe(2, 1, 50 * known)
+        service._decider._runner.observe(2, 1, 50 * known)
     assert service.latency.refreshed > refreshed
     assert service.make_query(image, "stripes", latency=300.0).result(30).level == 2
     service.close()
@@ -612,7 +612,7 @@ def test_any_value_is_taken_or_refused_by_name(serving, field, value):
 def test_an_image_that_changes_after_it_was_given_changes_nothing(serving, monkeypatch):
     image, waiting = stripes(1).images[0], []
     serving.start()
-    monkeypatch.setattr(Driver, "serve", lambda self, task, payload, **_: waiting.append(payload))
+    monkeypatch.setattr(QueryDecider, "serve", lambda self, task, payload, **_: waiting.append(payload))
     serving.make_query(image, "stripes", latency=30.0)
     np.testing.assert_array_equal(waiting[0], image)
     assert not np.shares_memory(waiting[0], image)

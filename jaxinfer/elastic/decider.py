@@ -1,24 +1,24 @@
-"""Queries on their way to the device: between compiled batches the controller says what runs next, at which level."""
+"""What a loop does with queries: between compiled batches the controller says what runs next, at which level."""
 
 import dataclasses
 import functools
 import itertools
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxinfer.compiled import DeviceTime, Interval
-from jaxinfer.elastic.answers import Answer
+from jaxinfer.elastic.answers import Answer, QueryStatistics
 from jaxinfer.elastic.errors import ProfileError
+from jaxinfer.elastic.runner import Runner
 from jaxinfer.elastic.scheduling.controller import Controller
 from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.serving import statistics
 from jaxinfer.serving.errors import FailedError, ShedError
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import Ticket
@@ -29,34 +29,12 @@ LEAD = 4e-3
 """Seconds before a batch is expected to end at which the next one is planned, so that the device does not wait."""
 
 
-class Runner(Protocol):
-    """The device side."""
-
-    def launch(self, level: int, queries: Sequence[Query]) -> Any:
-        """Send a batch to the device, without waiting for it."""
-        ...
-
-    def collect(self, launched: Any) -> list[tuple[str, np.ndarray] | FailedError]:
-        """Wait for a batch; label and probabilities of each query, or why it has none."""
-        ...
-
-    def expected_seconds(self, level: int, count: int) -> float:
-        """What a batch of so many queries usually takes."""
-        ...
-
-    def observe(self, level: int, count: int, seconds: float) -> None:
-        """What one took."""
-        ...
-
-
 class QueryTicket(Ticket[Answer]):
-    """A query that waits for its answer; `make` makes it when it arrives."""
+    """A query that waits for its answer."""
 
-    query: Query
-
-    def __init__(self, id: int, make: Callable[..., Query], owner: object):
-        super().__init__(id, owner=owner)
-        self.id, self.make = id, make
+    def __init__(self, query: Query, owner: object):
+        super().__init__(query.id, deadline=query.deadline, owner=owner)
+        self.query = query
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,31 +43,13 @@ class _InFlight:
 
     tickets: list[QueryTicket]
     level: int
+    launched: Any  # what the runner collects its answers by
     sent: float
     expected_seconds: float
     expected_end: float
 
 
-@dataclasses.dataclass(kw_only=True)
-class Statistics(statistics.Statistics):
-    """What a driver has done so far.
-
-    Attributes:
-      utility: of the queries that were answered in time, whether rightly or not.
-      levels: queries answered at each level.
-      batches: how many ran.
-      planning_seconds: of the controller: putting queries into batches, and choosing what runs.
-      fallbacks: how many of them a simpler rule has taken, since planning took too long.
-    """
-
-    utility: float = 0.0
-    levels: Counter[int] = dataclasses.field(default_factory=Counter)
-    batches: int = 0
-    planning_seconds: float = 0.0
-    fallbacks: int = 0
-
-
-class Driver(Decider[QueryTicket]):
+class QueryDecider(Decider[QueryTicket]):
     """Serves queries.
 
     A batch runs while the next one is chosen, just before the device is expected to be free, so that the choice knows
@@ -108,14 +68,12 @@ class Driver(Decider[QueryTicket]):
 
     def __init__(self, runner: Runner, policy: Policy, *, max_waiting: int, device: DeviceTime | None = None):
         self._runner, self._controller, self._time = runner, Controller(policy), device or DeviceTime()
-        self._clock = self._time.clock
-        self._waiting: dict[int, QueryTicket] = {}
-        self._inbox: list[Query] = []  # of those, what the controller does not have yet
+        self._inbox: list[Query] = []  # what the controller does not have yet
         self._withdrawn: set[int] = set()  # queries that were cancelled, and that the controller still has
-        self._sent: tuple[_InFlight, Any] | None = None  # the batch that was sent last, if nobody waits for it yet
+        self._sent: _InFlight | None = None  # the batch that was sent last, if nobody waits for it yet
         self._running: deque[_InFlight] = deque()  # at most two: one runs, one was sent ahead
         self._numbers = itertools.count()
-        self.statistics = Statistics()
+        self.statistics = QueryStatistics()
         self.loop = Loop(
             self,
             what="This service",
@@ -123,7 +81,7 @@ class Driver(Decider[QueryTicket]):
             lanes=["elastic-device"],
             max_tickets=max_waiting,
             statistics=self.statistics,
-            clock=self._clock,
+            clock=self._time.clock,
         )
         self.loop.start()
 
@@ -136,12 +94,9 @@ class Driver(Decider[QueryTicket]):
         ProfileError for a task that is not in the profile, ValueError for a latency or utility that is negative or not
         finite.
         """
-        number = next(self._numbers)
-        make = functools.partial(Query, id=number, task=task, latency=latency, utility=utility, payload=payload)
-        ticket = QueryTicket(number, make, owner)
-        self.loop.submit(ticket)
-        assert ticket.future is not None
-        return ticket.future
+        number, now = next(self._numbers), self.loop.clock()
+        query = Query(id=number, task=task, arrival=now, latency=latency, utility=utility, payload=payload)
+        return self.loop.serve(QueryTicket(query, owner))
 
     def use(self, profile: ServingProfile) -> None:
         """Decide by another profile from now on. Raises ValueError for one that the policy cannot go by."""
@@ -153,7 +108,7 @@ class Driver(Decider[QueryTicket]):
     def next_time(self) -> float | None:
         if not self._unplanned or len(self._running) > 1:
             return None
-        return self._running[0].expected_end - LEAD if self._running else self._clock()
+        return self._running[0].expected_end - LEAD if self._running else self.loop.clock()
 
     @property
     def _unplanned(self) -> bool:
@@ -161,12 +116,9 @@ class Driver(Decider[QueryTicket]):
         return bool(self._inbox) or self._controller.waiting > 0
 
     def submit(self, ticket: QueryTicket, now: float) -> None:
-        query = ticket.make(arrival=now)
-        if query.task not in self._controller.policy.profile.tasks:
-            raise ProfileError(f"task {query.task!r} is being registered, or the policy cannot serve it at its levels.")
-        ticket.query, ticket.deadline = query, query.deadline
-        self._waiting[ticket.id] = ticket
-        self._inbox.append(query)
+        if (task := ticket.query.task) not in self._controller.policy.profile.tasks:
+            raise ProfileError(f"task {task!r} is being registered, or the policy cannot serve it at its levels.")
+        self._inbox.append(ticket.query)
 
     def poll(self, now: float) -> Sequence[Work]:
         if sent := self._take_sent():
@@ -180,11 +132,78 @@ class Driver(Decider[QueryTicket]):
 
     def done(self, done: Done) -> None:
         if done.work.what is None:
-            if done.error is not None:
-                raise done.error
             self._sent = done.result
-            return
-        batch: _InFlight = done.work.what
+        else:
+            self._end_batch(done.work.what, done)
+
+    def cancel(self, ticket: QueryTicket) -> bool:
+        if not ticket.begun:
+            self._withdrawn.add(ticket.query.id)
+        return not ticket.begun
+
+    def drain(self, error: Exception) -> Sequence[Work]:
+        self.loop.end_waiting(error)
+        return self._take_sent()
+
+    def release(self) -> None:
+        del self._runner  # and with it the weights; statistics stay
+        self._forget_waiting()
+
+    def _take_sent(self) -> Sequence[Work]:
+        """Waiting for the batch that was sent last, in its lane, so that the next one can be planned meanwhile."""
+        sent, self._sent = self._sent, None
+        return [] if sent is None else [Work(functools.partial(self._collect, sent), 0, sent)]
+
+    # Batches: without the lock, so that planning holds nobody up
+
+    def _plan(self, start: float, arrived: list[Query], withdrawn: set[int]) -> _InFlight | None:
+        """Choose what runs when the device is free, at `start`, and send it there."""
+        with self.statistics.timing("planning_seconds", self.loop.clock):
+            for query in arrived:
+                self._controller.submit(query)
+            if withdrawn:
+                self._controller.withdraw(withdrawn)
+            try:
+                decision, shed = self._controller.next(start)
+            except Exception as error:  # a policy's mistake: those that wait may all be of the kind that it cannot take
+                self._fail_waiting(error)
+                return None
+        for ticket in self._begin(shed):
+            why = "too many queries wait, or a batch takes longer."
+            self.loop.end(ticket, ShedError(f"no answer could have come within {ticket.query.latency:g} s: {why}"))
+        if decision is None:
+            return None
+        self.statistics.fallbacks += decision.fell_back
+        tickets = self._begin(decision.batch.queries)
+        return self._launch(tickets, decision.level, start) if tickets else None
+
+    def _begin(self, queries: Sequence[Query]) -> list[QueryTicket]:
+        """Those that were not cancelled, which from now on they cannot be."""
+        with self.loop.lock:
+            tickets = [self.loop.find(query.id) for query in queries]
+            return [ticket for ticket in tickets if ticket is not None and ticket.begin()]
+
+    def _launch(self, tickets: list[QueryTicket], level: int, start: float) -> _InFlight | None:
+        sent = self.loop.clock()
+        try:
+            launched = self._runner.launch(level, [ticket.query for ticket in tickets])
+            expected = self._runner.expected_seconds(level, len(tickets))
+        except Exception as error:  # this batch's alone
+            self._fail_batch(tickets, error)
+            return None
+        with self.loop.lock:
+            expected_end = start + expected if self._running else max(sent, self._time.free) + expected
+            self._running.append(_InFlight(tickets, level, launched, sent, expected, expected_end))
+            return self._running[-1]
+
+    def _collect(self, batch: _InFlight) -> tuple[list[tuple[str, np.ndarray] | FailedError], Interval]:
+        """A batch's answers, and its time, from when the device was free until they were there."""
+        answers = self._runner.collect(batch.launched)
+        return answers, self._time.end(batch.sent)
+
+    # What has ended
+
+    def _end_batch(self, batch: _InFlight, done: Done) -> None:
         self._running.remove(batch)
         for ahead in self._running:
             ahead.expected_end = max(ahead.sent, self._time.free) + ahead.expected_seconds
@@ -201,76 +220,6 @@ class Driver(Decider[QueryTicket]):
             self._runner.observe(batch.level, len(batch.tickets), time.seconds)
         except Exception:
             log.exception("What a batch took could not be taken in; plans go by what is known.")
-
-    def cancel(self, ticket: QueryTicket) -> bool:
-        if self._waiting.pop(ticket.id, None) is None:
-            return False
-        self._withdrawn.add(ticket.id)
-        return True
-
-    def release(self) -> None:
-        del self._runner  # and with it the weights; statistics stay
-
-    def drain(self, error: Exception) -> Sequence[Work]:
-        self._end_waiting(error)
-        return self._take_sent()
-
-    def _take_sent(self) -> Sequence[Work]:
-        """Waiting for the batch that was sent last, in its lane, so that the next one can be planned meanwhile."""
-        if self._sent is None:
-            return ()
-        (batch, launched), self._sent = self._sent, None
-        return [Work(functools.partial(self._collect, batch, launched), 0, batch)]
-
-    # Batches: without the lock, so that planning holds nobody up
-
-    def _plan(self, start: float, arrived: list[Query], withdrawn: set[int]) -> tuple[_InFlight, Any] | None:
-        """Choose what runs when the device is free, at `start`, and send it there."""
-        begun = self._clock()
-        for query in arrived:
-            self._controller.submit(query)
-        if withdrawn:
-            self._controller.withdraw(withdrawn)
-        try:
-            decision, shed = self._controller.next(start)
-        except Exception as error:  # a policy's mistake: those that wait may all be of the kind that it cannot take
-            log.exception("The policy has failed; the queries that wait end with an error.")
-            self._fail_waiting(error)
-            return None
-        self.statistics.planning_seconds += self._clock() - begun
-        for ticket in self._begin(shed):
-            why = "too many queries wait, or a batch takes longer."
-            self.loop.end(ticket, ShedError(f"no answer could have come within {ticket.query.latency:g} s: {why}"))
-        if decision is None:
-            return None
-        self.statistics.fallbacks += decision.fell_back
-        tickets = self._begin(decision.batch.queries)
-        return self._launch(tickets, decision.level, start) if tickets else None
-
-    def _begin(self, queries: Sequence[Query]) -> list[QueryTicket]:
-        """Those that were not cancelled, which from now on they cannot be."""
-        with self.loop.lock:
-            tickets = [self._waiting.pop(query.id, None) for query in queries]
-            return [ticket for ticket in tickets if ticket is not None and ticket.begin()]
-
-    def _launch(self, tickets: list[QueryTicket], level: int, start: float) -> tuple[_InFlight, Any] | None:
-        sent = self._clock()
-        try:
-            launched = self._runner.launch(level, [ticket.query for ticket in tickets])
-            expected = self._runner.expected_seconds(level, len(tickets))
-        except Exception as error:  # this batch's alone
-            self._fail_batch(tickets, error)
-            return None
-        with self.loop.lock:
-            expected_end = start + expected if self._running else max(sent, self._time.free) + expected
-            batch = _InFlight(tickets, level, sent, expected, expected_end)
-            self._running.append(batch)
-        return batch, launched
-
-    def _collect(self, batch: _InFlight, launched: Any) -> tuple[list[tuple[str, np.ndarray] | FailedError], Interval]:
-        """A batch's answers, and its time, from when the device was free until they were there."""
-        answers = self._runner.collect(launched)
-        return answers, self._time.end(batch.sent)
 
     def _answer(
         self, ticket: QueryTicket, batch: _InFlight, answered: tuple[str, np.ndarray], time: Interval
@@ -297,15 +246,14 @@ class Driver(Decider[QueryTicket]):
             self.loop.end(ticket, error)
 
     def _fail_waiting(self, cause: Exception) -> None:
-        """End all queries that wait."""
+        """The policy has failed: end all queries that wait."""
+        log.error("The policy has failed; the queries that wait end with an error.", exc_info=cause)
         error = FailedError(f"the policy has failed at the queries that waited: {cause!r}")
         error.__cause__ = cause
         with self.loop.lock:
-            self._end_waiting(error)
-            self._inbox.clear()
-        self._controller = Controller(self._controller.policy)
+            self.loop.end_waiting(error)
+            self._forget_waiting()
 
-    def _end_waiting(self, error: Exception) -> None:
-        for ticket in list(self._waiting.values()):
-            self.loop.end(ticket, error)
-        self._waiting.clear()
+    def _forget_waiting(self) -> None:
+        self._inbox.clear()
+        self._controller = Controller(self._controller.policy)

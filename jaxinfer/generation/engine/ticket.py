@@ -11,22 +11,20 @@ from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.ticket import Reader, Ticket
 
 
-class PendingRequest(Ticket[Any]):
+class RequestTicket(Ticket[Any]):
     """A request that has not ended. Its outcome is a RequestOutput or a vector, or an error.
 
     Attributes:
       sequences: its completions, which belong to the engine's thread.
     """
 
+    key: str
+
     def __init__(self, sequences: list[Sequence], *, owner: object, reader: Reader[RequestSnapshot] | None = None):
         super().__init__(sequences[0].request_id, owner=owner, reader=reader)
         self.sequences = sequences
         self._view = None if sequences[0].request.pooling else RequestView(sequences)
         self._num_tokens = sum([len(sequence.token_ids) for sequence in sequences])
-
-    @property
-    def request_id(self) -> str:
-        return self.sequences[0].request_id
 
     @property
     def finished(self) -> bool:

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from jaxinfer.generation.engine.engine import Engine
-from jaxinfer.generation.engine.pending import PendingRequest
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
+from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import tell_readers
@@ -14,7 +14,7 @@ from jaxinfer.serving.ticket import tell_readers
 log = logging.getLogger(__name__)
 
 
-class EngineDriver(Decider[PendingRequest]):
+class RequestDecider(Decider[RequestTicket]):
     """Steps an engine in its loop's thread.
 
     Nothing but this thread may touch the engine, except for `Engine.prepare`. What arrives during a step is added
@@ -26,9 +26,8 @@ class EngineDriver(Decider[PendingRequest]):
 
     def __init__(self, engine: Engine, *, max_requests: int):
         self._engine = engine
-        self._arrived: list[PendingRequest] = []  # not in the engine yet
-        self._aborts: list[PendingRequest] = []
-        self._running: dict[str, PendingRequest] = {}
+        self._arrived: list[RequestTicket] = []  # not in the engine yet
+        self._aborts: list[RequestTicket] = []
         self._interrupted = False
         self.loop = Loop(self, what="This AsyncLLM", name="engine", max_tickets=max_requests)
         self.loop.start()
@@ -39,27 +38,24 @@ class EngineDriver(Decider[PendingRequest]):
     def next_time(self) -> None:
         """A step is followed by the next without being asked."""
 
-    def submit(self, ticket: PendingRequest, now: float) -> None:
+    def submit(self, ticket: RequestTicket, now: float) -> None:
         self._arrived.append(ticket)
 
     def poll(self, now: float) -> Sequence[Work]:
         arrived, aborts, self._arrived, self._aborts = self._arrived, self._aborts, [], []
-        self._running.update((ticket.request_id, ticket) for ticket in arrived)
-        aborts = [ticket.request_id for ticket in aborts if self._running.get(ticket.request_id) is ticket]
-        return [Work(functools.partial(self._step, arrived, aborts))] if self._running else ()
+        return [Work(functools.partial(self._step, arrived, aborts))] if self.loop.tickets else ()
 
     def done(self, done: Done) -> None:
-        if done.error is not None:
-            raise done.error
+        self.loop.statistics.batches += 1
 
-    def cancel(self, ticket: PendingRequest) -> bool:
+    def cancel(self, ticket: RequestTicket) -> bool:
         """It ends with the next step, as it is then."""
         self._aborts.append(ticket)
         return False
 
     def drain(self, error: Exception) -> Sequence[Work]:
-        for request_id in self._running:
-            self._engine.abort(request_id)
+        for ticket in self.loop.tickets:
+            self._engine.abort(ticket.key)
         return ()
 
     def interrupt(self) -> None:
@@ -75,9 +71,10 @@ class EngineDriver(Decider[PendingRequest]):
 
     # A step: without the lock
 
-    def _step(self, arrived: list[PendingRequest], aborts: list[str]) -> None:
+    def _step(self, arrived: list[RequestTicket], given_up: list[RequestTicket]) -> None:
         """One step, with what has come since the last one."""
         new = [sequence for ticket in arrived for sequence in ticket.sequences]
+        aborts = [ticket.key for ticket in given_up if self.loop.find(ticket.key) is ticket]
         try:
             advanced = self._advance(new, aborts)
         except BaseException as error:  # the engine begins anew; if that does not help, the thread dies
@@ -86,7 +83,7 @@ class EngineDriver(Decider[PendingRequest]):
             advanced = self._advance([s for s in new if s not in known and not s.finished], aborts)
         if not self._interrupted:  # which may have cut the step short
             self._deliver(dict.fromkeys(sequence.request_id for sequence in advanced))
-        if not self._running:
+        if not self.loop.tickets:
             self._engine.drain()
 
     def _advance(self, new: list[TokenSequence], aborts: list[str]) -> list[TokenSequence]:
@@ -100,7 +97,7 @@ class EngineDriver(Decider[PendingRequest]):
         """Give callers what a step has brought, and end what has ended."""
         changed = []
         for request_id in request_ids:
-            ticket = self._running.get(request_id)
+            ticket = self.loop.find(request_id)
             if ticket is None:  # it was in flight when it ended
                 continue
             try:
@@ -113,11 +110,10 @@ class EngineDriver(Decider[PendingRequest]):
         for unread in tell_readers(changed):
             self.loop.cancel(unread)
 
-    def _end(self, ticket: PendingRequest) -> None:
+    def _end(self, ticket: RequestTicket) -> None:
         try:
             outcome = ticket.result()
         except BaseException as error:
             outcome = FailedError(f"Its output could not be made: {type(error).__name__}: {error}")
             outcome.__cause__ = error
-        del self._running[ticket.request_id]
         self.loop.end(ticket, outcome)
