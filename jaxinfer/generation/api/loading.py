@@ -25,6 +25,7 @@ from jaxinfer.generation.execution.memory import (
     layer_offers,
     placement_of,
     plan_memory,
+    read_adapter_bytes,
     weight_tenants,
 )
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
@@ -34,7 +35,7 @@ from jaxinfer.models import DecoderConfig
 from jaxinfer.models.description import Description, require_transformer
 from jaxinfer.models.devices import AnyMesh, build_mesh, devices_of, open_mesh
 from jaxinfer.models.loading import LoadedModel, open_model
-from jaxinfer.serving.budget import Reservation, sizes_of
+from jaxinfer.serving.budget import Reservation, host_budget, sizes_of
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.statistics import StreamingStatistics
 from sharding import ShardingRules
@@ -99,6 +100,8 @@ def load_decoder(
     context = _context(context, opened.transformer.context, owner="LLM")
     if adapters:
         engine_options = _with_room(engine_options, adapters)
+    if (free := host_budget().free) is not None:  # where there is little, few adapters that were read are kept
+        engine_options = {"adapter_bytes": min(EngineConfig.adapter_bytes, free // 4), **engine_options}
     config = EngineConfig.of(engine_options, max_batch=max_batch, context=context)
     costs = open_costs(opened, config, logits_processors)
     reservation = Reservation(f"{owner} {opened.name}")
@@ -171,7 +174,8 @@ def _reserve(
     tenants: what it takes of each device.
     """
     placement = placement_of(model)
-    sizes = sizes_of(devices_of(model.mesh), tenants, host=host_tenants(model, placement, config))
+    host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
+    sizes = sizes_of(devices_of(model.mesh), tenants, host=host)
     remedy = "lower cache_bytes, max_batch, token_budget or adapter_bytes, or close another model"
     reservation.resize(sizes, offers=layer_offers(model, placement, sizes, costs), remedy=remedy)
 

@@ -83,11 +83,11 @@ def plan_memory(
       device_memory: bytes that the model may take of each device, weights included; None: all that are free.
     Raises ValueError if not even one page fits, MemoryError if `cache_bytes` and the workspace do not fit together.
     """
-    weights, shared = _weight_bytes(model), shares_memory(model.platform)
-    available = free_bytes(model.mesh)
+    placement, shared = placement_of(model), shares_memory(model.platform)
+    tenants = weight_tenants(model, placement)
+    weights, available = sum(tenants.values()), free_bytes(model, config)
     if device_memory is not None:
         available = min(available, device_memory - weights)
-    placement = placement_of(model)
     available -= buffer_bytes(placement)
     buckets = buckets_of(config, model.platform)
     layout = DeviceLayout.of(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
@@ -113,7 +113,6 @@ def plan_memory(
     pages = min(wanted // size, full) if shared else wanted // size
     if cache_bytes is None and pages != full:
         pages = _coarse(pages)
-    tenants = weight_tenants(model, placement)
     tenants |= device_tenants(
         buffers=buffer_bytes(placement), adapters=adapters, cache=pages * size, workspace=workspace or 0
     )
@@ -128,11 +127,18 @@ def plan_memory(
     )
 
 
-def free_bytes(mesh: Mesh | None) -> int:
-    """Bytes of each device that are free, and that nobody has reserved."""
-    sharing = Counter(map(budget_of, devices_of(mesh)))
+def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:
+    """Bytes of each device that are free, and that nobody has reserved, nor will for adapters in the host's memory."""
+    devices = devices_of(opened.mesh)
+    sharing = Counter(map(budget_of, devices))
     unreserved = (free // count for budget, count in sharing.items() if (free := budget.free) is not None)
-    return min([available_bytes(mesh), *unreserved])
+    beside = read_adapter_bytes(config) // len(devices) if shares_memory(opened.platform) else 0
+    return min([available_bytes(opened.mesh), *unreserved]) - beside
+
+
+def read_adapter_bytes(config: SharedConfig) -> int:
+    """What adapters that were read may take of the host's memory."""
+    return config.adapter_bytes if isinstance(config, EngineConfig) and config.max_adapters else 0
 
 
 def who_has(mesh: Mesh | None) -> str:
@@ -182,21 +188,14 @@ def weight_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str
     return device_tenants(weights=rest, layers=placement.tiers.count("device") * placement.layer_bytes)
 
 
-def host_tenants(
-    opened: OpenedModel, placement: Placement | None, config: SharedConfig | None = None
-) -> dict[str, int]:
-    """What a model reserves of the host's memory beside what CPU devices do, in bytes by tenant.
-
-    config: the engine's, with what read adapters may take; None: not yet.
-    """
+def host_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str, int]:
+    """What a model's layers take of the host's memory beside what CPU devices have of it, in bytes by tenant."""
     tenants = dict[str, int]()
     if placement is not None:
         everywhere = placement.layer_bytes * len(devices_of(opened.mesh))
         tenants[LAYERS] = placement.tiers.count("host") * everywhere
         if not shares_memory(opened.platform):
             tenants["layers on their way"] = placement.staged * everywhere
-    if isinstance(config, EngineConfig) and config.max_adapters:
-        tenants["adapters"] = config.adapter_bytes
     return tenants
 
 
@@ -244,13 +243,6 @@ def _coarse(pages: int) -> int:
     """At most 3% fewer pages, of few numbers: free memory varies between starts, and each number is another program."""
     step = 1 << max(0, pages.bit_length() - COARSE_BITS)
     return pages // step * step
-
-
-def _weight_bytes(model: LoadedModel) -> int:
-    """Of the weights that are on each device all the time."""
-    if not isinstance(model, StreamedModel):
-        return part_bytes(model.leaves)
-    return part_bytes(model.leaves) + model.placement.tiers.count("device") * model.placement.layer_bytes
 
 
 def _largest_slice(

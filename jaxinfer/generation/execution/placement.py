@@ -59,7 +59,7 @@ class DeviceBytes:
 
     def __init__(self, opened: OpenedModel, config: SharedConfig, memory: MemoryConfig):
         self._opened, self._memory = opened, memory
-        available = free_bytes(opened.mesh)
+        available = free_bytes(opened, config)
         self.limit = min(available, memory.device_memory or available)
         kinds = sorted(set(opened.transformer.layer_kinds))
         layers = {kind: opened.bytes_per_device(lambda name, kind=kind: layer_of(name) == kind) for kind in kinds}

@@ -46,11 +46,24 @@ def test_each_device_of_a_mesh_has_its_part(model_dir, mesh):
         assert reserved(llm) == {"weights": stored(llm.model.leaves), "KV pages": stored(caches)}
 
 
-def test_adapters_are_on_the_devices_and_in_the_hosts_memory(model_dir, tmp_path):
+@pytest.fixture
+def adapter(tmp_path):
     pair = random_pair(32, 32, 2, np.random.default_rng(0))
-    folder = save_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": pair})
-    with LLM(model_dir, adapters={"a": folder}, adapter_bytes=12345, **ONE) as llm:
+    return save_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": pair})
+
+
+def test_adapters_are_on_the_devices_and_in_the_hosts_memory(model_dir, adapter):
+    with LLM(model_dir, adapters={"a": adapter}, adapter_bytes=12345, **ONE) as llm:
         assert reserved(llm)["adapters"] == stored(llm.engine.executor._adapters) + 12345
+        assert llm.engine.adapters.host_bytes == 12345
+
+
+def test_where_there_is_little_memory_few_adapters_are_kept(model_dir, adapter, monkeypatch):
+    monkeypatch.setattr(host_budget(), "capacity", host_budget().reserved + (32 << 20))
+    with LLM(model_dir, adapters={"a": adapter}, **ONE) as llm:
+        assert llm.engine.adapters.host_bytes == 8 << 20
+    with pytest.raises(ValueError, match="raise cache_bytes"):
+        LLM(model_dir, adapters={"a": adapter}, adapter_bytes=32 << 20, **ONE)
 
 
 def test_layers_that_stay_are_offered_for_what_reading_them_takes(deep):
