@@ -188,32 +188,32 @@ class Reservation:
         for (budget, tenant), size in sizes.items():
             if size < 0:
                 raise ValueError(f"{self.owner} must take at least 0 bytes of {budget.name} for {tenant}, got {size}.")
-        wanted, remedy = {place: size for place, size in sizes.items() if size}, f"{remedy}."
+        wanted = {place: size for place, size in sizes.items() if size}
         available = {budget: budget.available if unused else None for budget, _ in wanted}
         with _lock:
             if self._released:
                 raise ValueError(f"{self.owner} has released its memory; only a new reservation can take some.")
             more = _by_budget(wanted)
             more.subtract(_by_budget(self.sizes))
-            lacking = [
-                (budget, budget.free) for budget in available if _lacks(more[budget], budget.free, available[budget])
-            ]
+            lacking = [budget for budget in available if _lacks(more[budget], budget.free, available[budget])]
             if not lacking:
-                self._sizes, self._offers = wanted, dict(offers or {})
                 for budget in available:
                     budget._admit(self)
+                self._sizes, self._offers = wanted, dict(offers or {})
         if lacking:
-            budget, free = lacking[0]
-            parts = ", ".join(
-                f"{tenant} {decimal(size)}" for (where, tenant), size in wanted.items() if where is budget
-            )
-            has = "" if free is None else f" {decimal(free)} are not reserved,"
-            if (now := budget.available) is not None:
-                has += f" the system has {decimal(now)} free,"
-            raise BudgetError(
-                f"{self.owner} would take {decimal(more[budget])} more of {budget.name} (in all: {parts}), of which"
-                f"{has} which is too little: {remedy}\n{budget}"
-            )
+            raise BudgetError(self._refusal(lacking[0], wanted, more[lacking[0]], remedy))
+
+    def _refusal(self, budget: Budget, wanted: Sizes, more: int, remedy: str) -> str:
+        parts = ", ".join(f"{tenant} {decimal(size)}" for (where, tenant), size in wanted.items() if where is budget)
+        rooms = []
+        if budget.free is not None:
+            rooms.append(f"{decimal(budget.free)} are not reserved")
+        if budget.available is not None:
+            rooms.append(f"the system has {decimal(budget.available)} free")
+        return (
+            f"{self.owner} would take {decimal(more)} more of {budget.name} (in all: {parts}), where "
+            f"{' and '.join(rooms)}: {remedy}.\n{budget}"
+        )
 
     def release(self) -> None:
         """Give all back, for good; again it does nothing. Takes no lock: it may be called anywhere."""

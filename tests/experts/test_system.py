@@ -276,7 +276,7 @@ def test_configs_that_cannot_work(board, start, tmp_path):
     with pytest.raises(ConfigError, match=r"'e0' takes 12 token ids .*, and 'e1' 12 token ids \(vocabulary 300\)"):
         start("e0", "e1", folder=encoders(board, tmp_path), memory=10**6, rules=[("e0", "done", "e1")])
     with pytest.raises(
-        ConfigError, match=r"System .* more of the host .*activations .* the system has .* free, .* give executors and"
+        ConfigError, match=r"System .* more of the host .*activations .* the system has .* free: give executors and"
     ):
         start("c0", "c1", activation=10**15)
     with pytest.raises(ConfigError, match=r"executors: two have the name 'x0'"):

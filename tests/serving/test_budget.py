@@ -139,8 +139,8 @@ def test_a_refusal_says_who_has_what(gpu, system):
     with pytest.raises(MemoryError) as error:
         second.resize({(gpu, "weights"): 9_000_000, (gpu, "KV pages"): 1_000_000}, remedy="lower cache_bytes")
     assert str(error.value).splitlines() == [
-        "LLM demo_model would take 10.0 MB more of gpu:0 (in all: weights 9.0 MB, KV pages 1.0 MB), of which "
-        "9.0 MB are not reserved, the system has 5.0 MB free, which is too little: lower cache_bytes.",
+        "LLM demo_model would take 10.0 MB more of gpu:0 (in all: weights 9.0 MB, KV pages 1.0 MB), where "
+        "9.0 MB are not reserved and the system has 5.0 MB free: lower cache_bytes.",
         "gpu:0: 71.0 MB reserved of 80.0 MB",
         "  System board, experts: 21.0 MB, 6.0 MB pinned and 15.0 MB evictable",
         "  System board, activations: 50.0 MB, 50.0 MB pinned and 0 bytes evictable",
