@@ -98,7 +98,7 @@ class Budget:
     @property
     def holdings(self) -> list[Holding]:
         """What each owner has for each of its tenants, in the order in which they came."""
-        return [Holding(found.owner, tenant, size, found._offer(self, tenant)) for found, tenant, size in self._held()]
+        return [found.holding(self, tenant, size) for found, tenant, size in self._held()]
 
     def table(self) -> "Table":
         """Who has what, for `rich` to print."""
@@ -107,14 +107,13 @@ class Budget:
         table = Table("owner, tenant", title=f"{self.name}: {self._summary()}", title_justify="left")
         for column in ("bytes", "pinned", "evictable", "s to have again"):
             table.add_column(column, justify="right")
-        owner = None
-        for held in self.holdings:
-            if held.owner != owner:
-                table.add_row(owner := held.owner)
-            evictable, seconds = held.offer
+        last = None
+        for found, tenant, size in self._held():
+            if found is not last:  # others may have the same name
+                table.add_row(found.owner)
+            last, (evictable, seconds) = found, found.holding(self, tenant, size).offer
             cost = f"{seconds:.3g}" if evictable else ""
-            sizes = held.bytes, held.bytes - evictable, evictable
-            table.add_row(f"  {held.tenant}", *map(decimal, sizes), cost)
+            table.add_row(f"  {tenant}", *map(decimal, (size, size - evictable, evictable)), cost)
         return table
 
     def _held(self) -> Iterator[tuple["Reservation", str, int]]:
@@ -219,9 +218,10 @@ class Reservation:
         """Give all back, for good; again it does nothing. Takes no lock: it may be called anywhere."""
         self._released = True
 
-    def _offer(self, budget: Budget, tenant: str) -> Offer:
-        offer = self._offers.get((budget, tenant))
-        return Offer(0, 0.0) if offer is None else offer()
+    def holding(self, budget: Budget, tenant: str, size: int) -> Holding:
+        """What it has of a budget for a tenant, which is of this size, with what that would give back now."""
+        offer = self._offers.get((budget, tenant), lambda: Offer(0, 0.0))
+        return Holding(self.owner, tenant, size, offer())
 
 
 def _by_budget(sizes: Sizes) -> Counter[Budget]:

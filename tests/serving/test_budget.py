@@ -183,6 +183,16 @@ def test_the_table_fits_a_terminal(name):
     assert words.index("LLM a") < words.index("weights") < words.index("Service of a model")
 
 
+def test_owners_of_one_name_are_two():
+    budget, text = Budget("the host", None), io.StringIO()
+    owners = [Reservation("LLM a"), Reservation("LLM a")]
+    for owner in owners:
+        owner.resize({(budget, "weights"): 1, (budget, "KV pages"): 2})
+    Console(file=text, width=80).print(budget.table())
+    assert text.getvalue().count("LLM a") == 2
+    assert len(budget.holdings) == 4
+
+
 def test_without_a_limit_nothing_is_refused():
     budget, owner = Budget("a device that is not here", None), Reservation("LLM a")
     owner.resize({(budget, "weights"): 1 << 60})
