@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -69,8 +70,12 @@ def arrays():
 
 
 def reserved():
-    """Bytes that all owners together have of all memories."""
-    return sum(budget.reserved for budget in all_budgets())
+    """What owners have of all memories: bytes by owner and tenant."""
+    found = Counter[tuple[str, str]]()
+    for budget in all_budgets():
+        for held in budget.holdings:
+            found[held.owner, held.tenant] += held.bytes
+    return found
 
 
 def threads():
@@ -90,9 +95,9 @@ def test_a_close_gives_all_back(kind):
     with make() as held:
         ask(held)
         assert arrays() > before
-        budgets = held.budgets
-        mine = [x for x in budgets[HOST].holdings if x.owner.startswith(f"{type(held).__name__} ")]
-        assert reserved() - others == sum(x.bytes for x in mine) > 0
+        mine = reserved() - others
+        assert {owner.split()[0] for owner, _ in mine} == {type(held).__name__}
+        assert {name: budget.reserved for name, budget in held.budgets.items()} == {HOST: reserved().total()}
     assert arrays() == before
     assert reserved() == others
     wait_until(lambda: threads() == already)  # those that read files are not waited for: a disk may hang
@@ -108,7 +113,7 @@ def test_what_is_dropped_unclosed_is_given_back(kind):
     before, already, others = arrays(), threads(), reserved()
     held = make()
     ask(held)
-    assert reserved() > others
+    assert reserved().total() > others.total()
     del held
     wait_until(lambda: arrays() == before)
     assert reserved() == others
