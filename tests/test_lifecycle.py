@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -15,8 +16,10 @@ import pytest
 
 from jaxinfer import LLM, AsyncLLM, Embedder, SamplingParams
 from jaxinfer.elastic import Service
-from jaxinfer.experts import System
+from jaxinfer.experts import ConfigError, System
+from jaxinfer.generation.execution import memory
 from jaxinfer.serving import ClosedError
+from jaxinfer.serving.budget import HOST, BudgetError, Reservation, all_budgets, host_budget
 from tests.elastic.vits import stripes
 from tests.experts.boards import AnyProfiles, config, image
 
@@ -66,6 +69,15 @@ def arrays():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+def reserved():
+    """What owners have of all memories: bytes by owner and tenant."""
+    found = Counter[tuple[str, str]]()
+    for budget in all_budgets():
+        for held in budget.holdings:
+            found[held.owner, held.tenant] += held.bytes
+    return found
+
+
 def threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith("jaxinfer")}
 
@@ -79,11 +91,15 @@ def wait_until(condition):
 
 def test_a_close_gives_all_back(kind):
     make, ask = kind
-    before, already = arrays(), threads()
+    before, already, others = arrays(), threads(), reserved()
     with make() as held:
         ask(held)
         assert arrays() > before
+        mine = reserved() - others
+        assert {owner.split()[0] for owner, _ in mine} == {type(held).__name__}
+        assert {name: budget.reserved for name, budget in held.budgets.items()} == {HOST: reserved().total()}
     assert arrays() == before
+    assert reserved() == others
     wait_until(lambda: threads() == already)  # those that read files are not waited for: a disk may hang
     for drain in (True, False):
         held.close(drain=drain, timeout=1)
@@ -94,12 +110,45 @@ def test_a_close_gives_all_back(kind):
 
 def test_what_is_dropped_unclosed_is_given_back(kind):
     make, ask = kind
-    before, already = arrays(), threads()
+    before, already, others = arrays(), threads(), reserved()
     held = make()
     ask(held)
+    assert reserved().total() > others.total()
     del held
     wait_until(lambda: arrays() == before)
+    assert reserved() == others
     wait_until(lambda: threads() == already)
+
+
+def test_a_second_one_that_does_not_fit_is_refused_and_told_who_has_the_memory(kind, monkeypatch):
+    make, ask = kind
+    with make() as first, monkeypatch.context() as patch:
+        host = host_budget()
+        patch.setattr(host, "capacity", host.reserved + 1)
+        before = host.holdings
+        with pytest.raises((BudgetError, ConfigError), match=r" more of the host \(in all: .* 1 byte") as refused:
+            make()
+        assert host.holdings == before
+        assert f"\n  {type(first).__name__} " in str(refused.value)
+        ask(first)
+
+
+def test_a_cache_has_the_pages_that_others_leave(model_dir, monkeypatch):
+    host, other = host_budget(), Reservation("System board")
+    monkeypatch.setattr(host, "capacity", host.reserved + (64 << 20))
+    monkeypatch.setattr(memory, "AMPLE", 1 << 30)
+    with LLM(model_dir, **SMALL) as llm:
+        plan = llm.memory
+
+    def leave(size):
+        other.resize({(host, "experts"): (64 << 20) - plan.weights - int(size / memory.FRACTION) - 1})
+
+    leave(plan.workspace + 5 * plan.page_bytes)
+    with LLM(model_dir, **SMALL) as llm:
+        assert llm.memory.num_pages == 5 < plan.num_pages
+    leave(plan.workspace)
+    with pytest.raises(ValueError, match=r"(?s)The KV cache may take .*\n  System board, experts: "):
+        LLM(model_dir, **SMALL)
 
 
 def test_the_system_has_its_memory_back(model_dir):

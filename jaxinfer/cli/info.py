@@ -36,13 +36,13 @@ def info(
     from rich.table import Table
 
     from checkpoints import read_manifest
-    from jaxinfer.generation.execution.memory import reserve_model
+    from jaxinfer.generation.execution.memory import device_tenants
     from jaxinfer.models import VisionConfig, WeightFormat
     from jaxinfer.models.description import Description, weight_format
     from jaxinfer.models.devices import bytes_per_device
     from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
-    from jaxinfer.serving.budget import Budget
+    from jaxinfer.serving.budget import Budget, Reservation
     from sharding import MeshConfig, ShardingRules
 
     manifest, description = read_manifest(directory), Description.read(directory)
@@ -76,7 +76,9 @@ def info(
             table.add_row(name, str(value))
     served = f", batch {batch} of {context} tokens" if cache_bytes else ""
     console, budget = Console(), Budget(f"each device{served}", None)
-    reserve_model(budget, weights=weight_bytes, cache=cache_bytes)
+    would_have = Reservation(directory.resolve().name)
+    tenants = device_tenants(weights=weight_bytes, cache=cache_bytes)
+    would_have.resize({(budget, tenant): size for tenant, size in tenants.items()})
     console.print(table)
     console.print(budget.table())
     if costs:

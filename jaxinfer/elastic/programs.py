@@ -91,6 +91,11 @@ def task_arrays(
     return jax.device_put((Head(kernel, bias), found))
 
 
+def image_bytes(config: ViTConfig) -> int:
+    """Of an image as it is sent to the device."""
+    return config.image_size**2 * 3
+
+
 class LevelPrograms:
     """The programs of all levels, and the tasks that they run.
 
@@ -162,14 +167,21 @@ class LevelPrograms:
             raise
 
     def bytes_needed(self, batch: int) -> int:
-        """What the model, the tasks and two batches of this size take at the level that takes most.
+        """What the model, the tasks and two batches of this size take together."""
+        return sum(self.tenants(batch).values())
 
-        Two, since one is sent while another runs.
+    def tenants(self, batch: int) -> dict[str, int]:
+        """The same by what it is for, at the level that takes most: in bytes of the device.
+
+        Two batches, since one is sent while another runs.
         """
-        kept = sum(leaf.nbytes for leaf in jax.tree.leaves((self._leaves, self._served.arrays)))
-        images = batch * self._config.image_size**2 * 3
         programs = (level.cache.get(Classify(batch=batch)) for level in self._levels.values())
-        return kept + 2 * (images + max(program.memory.workspace_bytes for program in programs))
+        return {
+            "weights": sum(leaf.nbytes for leaf in self._leaves),
+            "prompts and heads": sum(leaf.nbytes for leaf in jax.tree.leaves(self._served.arrays)),
+            "programs' workspace": 2 * max((program.memory.workspace_bytes for program in programs), default=0),
+            "images": 2 * batch * image_bytes(self._config),
+        }
 
     def fit(self, device_memory: int, *, may_shrink: bool = True) -> None:
         """Keep the batch sizes that fit. Raises ElasticError if none does, or sizes would go and may not."""

@@ -23,7 +23,7 @@ from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, Unkn
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile, LevelAndSize
 from jaxinfer.elastic.levels import Levels, default_merge_levels
 from jaxinfer.elastic.profiling import choose_schedule, profile_accuracy, schedules_of, what_runs
-from jaxinfer.elastic.programs import LevelPrograms
+from jaxinfer.elastic.programs import LevelPrograms, image_bytes
 from jaxinfer.elastic.progress import Progress, no_progress
 from jaxinfer.elastic.runner import LevelRunner, best_labels
 from jaxinfer.elastic.scheduling.policies import Elastic, Policy
@@ -37,6 +37,7 @@ from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.loading import LoadedModel, load_model
 from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
+from jaxinfer.serving.budget import Budget, Reservation, sizes_of
 from jaxinfer.serving.errors import FailedError, closed_error
 from jaxinfer.serving.heap import trim_heap
 from jaxinfer.streaming.config import parse_bytes
@@ -105,7 +106,7 @@ class Service:
         if not isinstance(config, ViTConfig):
             raise ElasticError(f"{model.folder} is no vision transformer; its tokens cannot be adapted for tasks.")
         if max_waiting is None:
-            max_waiting = max(1, min(MAX_WAITING, WAITING_BYTES // (config.image_size**2 * 3)))
+            max_waiting = max(1, min(MAX_WAITING, WAITING_BYTES // image_bytes(config)))
         for name, value in (
             ("max_batch", max_batch),
             ("max_tasks", max_tasks),
@@ -154,6 +155,9 @@ class Service:
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._decider: QueryDecider | None = None
         self._closed = False
+        self._devices = next(iter(model.leaves.values())).devices()
+        self._reservation = Reservation(f"Service {model.name}")
+        self._reserve()
         for task in self._tasks.values():
             self._programs.put(task)
         if self._tasks:
@@ -195,6 +199,11 @@ class Service:
         if self._held is None:
             raise closed_error("This service")
         return self._held
+
+    @property
+    def budgets(self) -> dict[str, Budget]:
+        """Of each memory that this has something of, by name, who has how much."""
+        return self._reservation.budgets
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -351,6 +360,7 @@ class Service:
             return
         try:
             self._held = None
+            self._reservation.release()
             trim_heap()
         finally:
             self._registering.release()
@@ -448,7 +458,8 @@ class Service:
           training: how prompts are trained.
           new_version: whether it takes the place of a task of this name, which else is an error.
           progress: see `Progress`.
-        Raises TaskExistsError, InvalidImageError, ElasticError for too many classes or tasks, LevelError.
+        Raises TaskExistsError, InvalidImageError, ElasticError for too many classes or tasks, LevelError, BudgetError
+        where programs of new levels need more memory than there is; then nothing has changed.
         """
         with self._registration():
             version = self._repository.next_version(name, new_version=new_version)
@@ -557,17 +568,18 @@ class Service:
         anew: whether to time batches that were timed before.
         """
         before = self._levels
-        with self._programs.unchanged_by_errors():
-            try:
+        try:
+            with self._programs.unchanged_by_errors():
                 self._levels = dataclasses.replace(before, schedules=self._schedules(task, validation, progress))
                 self._compile_ahead(*self._tasks.values(), task)
                 found = profile_accuracy(self._programs, task, validation, self._format, progress)
                 task = dataclasses.replace(task, accuracy={**task.accuracy, **found})
                 self.measure_latency(anew=anew, progress=progress)
                 self._serve(task)
-            except BaseException:
-                self._levels = before
-                raise
+        except BaseException:
+            self._levels = before
+            self._reserve()  # less, if there were new levels
+            raise
         return task
 
     def _schedules(self, task: Task, validation: Dataset, progress: Progress) -> Mapping[int, MergeSchedule]:
@@ -611,6 +623,14 @@ class Service:
         if self._memory is not None:
             with self._serving:  # queries that wait are in batches of the sizes that there were
                 self._programs.fit(self._memory, may_shrink=self._decider is None)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Have the memory that the model, tasks, the largest batches and queries that wait take; raises BudgetError."""
+        device = self._programs.tenants(self.batch_sizes[-1])
+        host = {"images that wait": self._max_waiting * image_bytes(self.config)}
+        remedy = "lower max_batch, max_waiting, max_tasks or device_memory, or close another model"
+        self._reservation.resize(sizes_of(self._devices, device, host=host), remedy=remedy)
 
     def _checked(self, task: Task, levels: Levels) -> Task:
         """A task from the repository, if it fits this service."""

@@ -104,6 +104,7 @@ class SystemConfig:
     """All of a system.
 
     Attributes:
+      name: what has its memory, in errors and tables: that of the file.
       experts, inputs, rules: what there is, and where inputs go.
       executors: what runs them.
       policy: which rules the scheduler follows.
@@ -113,6 +114,7 @@ class SystemConfig:
       dtype: of the experts' matrices; None: as stored, except that a CPU computes in float32.
     """
 
+    name: str = "of experts"
     experts: tuple[ExpertConfig, ...]
     inputs: tuple[InputKind, ...]
     rules: tuple[Rule, ...] = ()
@@ -151,6 +153,7 @@ class SystemConfig:
         try:
             found = msgspec.toml.decode(path.read_bytes(), type=_File)
             return cls(
+                name=path.stem,
                 experts=tuple(_expert(name, expert, path.parent) for name, expert in found.experts.items()),
                 inputs=tuple(InputKind(name=x.kind, expert=x.expert, share=x.share) for x in found.inputs),
                 rules=tuple(Rule(**msgspec.structs.asdict(rule)) for rule in found.rules),

@@ -1,12 +1,11 @@
 """A system of experts before anything of it runs: checkpoints opened and checked, costs measured, programs compiled."""
 
-import functools
 import logging
 import os
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 
@@ -25,18 +24,14 @@ from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, Rule
 from jaxinfer.experts.scheduling.policy import Policy
 from jaxinfer.experts.scheduling.profile import Profiles
 from jaxinfer.experts.scheduling.scheduler import Scheduler
-from jaxinfer.models.devices import device_available_bytes, host_available_bytes
 from jaxinfer.models.loading import open_model
-from jaxinfer.serving.budget import Budget, BudgetError, Offer
+from jaxinfer.serving.budget import Budget, BudgetError, Offer, Reservation, budget_of, host_budget, sizes_of
 from jaxinfer.serving.heap import map_large_arrays
 
 log = logging.getLogger(__name__)
 
 SMALLEST_MAPPED = 128 << 10
 """Bytes of arrays that go back to the system when an expert leaves: most of a convolutional model's are small."""
-
-HOST = "the host"
-"""The name of its memory, which executors on a CPU use too."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is, and how much there is."""
@@ -60,7 +55,6 @@ class OpenedSystem:
       experts: those whose checkpoints can be opened. broken: why others cannot be used.
       graph: which expert follows which, and how often each is used.
       devices: of each executor.
-      budgets: who has how much of each memory, by its name.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
     as long as there is another one.
@@ -82,7 +76,7 @@ class OpenedSystem:
         self._open()
         all_experts = sum(self._like(name).architecture.bytes for name in self._configs)
         self._managers: list[ExpertManager] = []  # the first scheduler's, which runs
-        self.budgets = _make_budgets(config, self.devices, all_experts, self._managers)
+        self._reservation = _reserve(config, self.devices, all_experts, self._managers)
         self.graph = self._graph(config)
         self._prepare()
         self._programs: dict[tuple[Architecture, Any], ArchitecturePrograms] = {}
@@ -118,6 +112,11 @@ class OpenedSystem:
         if not self._managers:
             self._managers.append(made.manager)
         return made
+
+    @property
+    def budgets(self) -> dict[str, Budget]:
+        """Of each memory that this has something of, by name, who has how much."""
+        return self._reservation.budgets
 
     @property
     def compiled(self) -> int:
@@ -281,68 +280,35 @@ class OpenedSystem:
         return ExpertLoader(find, devices, staging=Staging(keep=keep), preadv=self._preadv)
 
 
-def _make_budgets(
+def _reserve(
     config: SystemConfig, devices: Sequence[Any], all_experts: int, managers: Sequence[ExpertManager]
-) -> dict[str, Budget]:
-    """The budgets of all devices and of the host, with all reserved that could be used of what was given.
+) -> Reservation:
+    """All reserved that could be used of what was given, of all devices and of the host.
 
     Args:
       all_experts: bytes of all experts together: no pool has more.
       managers: the first one, once it is there, says which experts could leave.
     Raises ConfigError where a device, or the host, has less memory.
     """
-    budgets: dict[str, Budget] = {}
-    for where, (free, names, given) in _demands(config, devices, all_experts).items():
-        budgets[where] = Budget(where, free)
-        offers = {
-            "experts": lambda names=names: managers[0].offer(names) if managers else Offer(0, 0.0),
-            "host cache": lambda: managers[0].offer_of_host() if managers else Offer(0, 0.0),
-        }
-        try:
-            for tenant, size in given.items():
-                budgets[where].reserve(tenant, size, offer=offers.get(tenant))
-        except BudgetError as error:
-            raise ConfigError(
-                f"{where} has {free / 2**30:.4g} GiB of memory free, and executors and the host cache would use up to "
-                f"{given.total() / 2**30:.4g} GiB; give them less (expert_memory, activation_memory, host_memory). "
-                f"{error}"
-            ) from error
-    return budgets
-
-
-class _Demand(NamedTuple):
-    """What executors and the host cache would use of a memory.
-
-    Attributes:
-      free: bytes that it has.
-      devices: the names of those whose memory it is.
-      given: bytes by tenant.
-    """
-
-    free: int
-    devices: set[str]
-    given: Counter[str]
-
-
-def _demands(config: SystemConfig, devices: Sequence[Any], all_experts: int) -> dict[str, _Demand]:
-    demands: dict[str, _Demand] = {}
-
-    def of(where: str, free: Callable[[], int]) -> _Demand:
-        if where not in demands:
-            demands[where] = _Demand(free(), set(), Counter())
-        return demands[where]
-
+    reservation, names = Reservation(f"System {config.name}"), defaultdict[Budget, set[str]](set)
+    sizes = Counter[tuple[Budget, str]]()
     for executor, device in zip(config.executors, devices, strict=True):
-        if device.platform == "cpu":
-            demand = of(HOST, host_available_bytes)
-        else:
-            demand = of(_device_name(device), functools.partial(device_available_bytes, device))
-        demand.devices.add(_device_name(device))
-        demand.given["experts"] += min(executor.expert_memory, all_experts)
-        demand.given["activations"] += executor.activation_memory or 0
+        names[budget_of(device)].add(_device_name(device))
+        experts = min(executor.expert_memory, all_experts)
+        sizes += sizes_of([device], {"experts": experts, "activations": executor.activation_memory or 0})
+    offers: dict[tuple[Budget, str], Callable[[], Offer]] = {
+        (budget, "experts"): lambda names=of_budget: managers[0].offer(names) if managers else Offer(0, 0.0)
+        for budget, of_budget in names.items()
+    }
     if config.policy.host_cache:
-        of(HOST, host_available_bytes).given["host cache"] += min(config.host_memory, all_experts)
-    return demands
+        sizes[host_budget(), "host cache"] = min(config.host_memory, all_experts)
+        offers[host_budget(), "host cache"] = lambda: managers[0].offer_of_host() if managers else Offer(0, 0.0)
+    remedy = "give executors and the host cache less (expert_memory, activation_memory, host_memory)"
+    try:
+        reservation.resize(sizes, offers=offers, unused=True, remedy=remedy)
+    except BudgetError as error:
+        raise ConfigError(str(error)) from error
+    return reservation
 
 
 def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:

@@ -157,8 +157,11 @@ class System(OpenedSystem):
         Nothing is accepted any more from when this begins. What fails does so with ClosedError. The experts' memory is
         given back. May be called again.
         """
-        self._decider.loop.close(drain=drain, timeout=timeout)
-        trim_heap()
+        try:
+            self._decider.loop.close(drain=drain, timeout=timeout)
+        finally:
+            self._reservation.release()
+            trim_heap()
 
     def __enter__(self) -> Self:
         return self

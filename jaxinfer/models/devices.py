@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -122,17 +122,63 @@ def device_available_bytes(device: Any) -> int:
     return host_available_bytes()
 
 
+def device_total_bytes(device: Any) -> int | None:
+    """Bytes that a device has for arrays, free or not; a CPU has the host's. None: not known."""
+    if device.platform == "cpu":
+        return host_total_bytes()
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
 def host_available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
     """Bytes that the machine has free, or that this process's container may still take if that is less."""
-    if not (meminfo := root / "proc/meminfo").exists():  # macOS: only the total is known
+    available = _meminfo(root, "MemAvailable")
+    return min([available, *(free for group in _containers(root) if (free := group.free) is not None)])
+
+
+def host_total_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """Bytes that the machine has, or that this process's container may take in all if that is less."""
+    total = _meminfo(root, "MemTotal")
+    return min([total, *(limit for group in _containers(root) if (limit := group.limit) is not None)])
+
+
+def _meminfo(root: pathlib.Path, field: str) -> int:
+    """Bytes that Linux says of all memory; macOS says only the total."""
+    if not (meminfo := root / "proc/meminfo").exists():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([available, *_container_bytes(root)])
+    return int(fields[field].split()[0]) * 1024
 
 
-def _container_bytes(root: pathlib.Path) -> Iterator[int]:
-    """What each container around this process may still take: cgroups of version 2 or 1, up to the outermost."""
+class _Container(NamedTuple):
+    """A cgroup, and the names of its files: of the limit and of what is used, and in `memory.stat` of files' pages."""
+
+    folder: pathlib.Path
+    limit_file: str
+    usage_file: str
+    cached: str
+
+    @property
+    def limit(self) -> int | None:
+        """What it may take in all; None: it has no limit, or is not mounted here, or without this controller."""
+        try:
+            return int((self.folder / self.limit_file).read_text())
+        except (OSError, ValueError):  # "max"
+            return None
+
+    @property
+    def free(self) -> int | None:
+        """What it may still take, if it has a limit; pages of files do not count, as the kernel can drop them."""
+        if (limit := self.limit) is None:
+            return None
+        try:
+            stat = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+            return limit - int((self.folder / self.usage_file).read_text()) + int(stat[self.cached])
+        except (OSError, KeyError, ValueError):
+            return None
+
+
+def _containers(root: pathlib.Path) -> Iterator[_Container]:
+    """The containers around this process: cgroups of version 2 or 1, up to the outermost."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -147,16 +193,4 @@ def _container_bytes(root: pathlib.Path) -> Iterator[int]:
             continue
         inside = pathlib.PurePosixPath(path.lstrip("/"))
         for group in {folder, folder / inside, *(folder / parent for parent in inside.parents)}:
-            yield from _group_bytes(group, *files)
-
-
-def _group_bytes(group: pathlib.Path, limit: str, usage: str, cached: str) -> Iterator[int]:
-    """What a cgroup may still take, if it has a limit; pages of files do not count, as the kernel can drop them."""
-    try:
-        most = (group / limit).read_text().strip()
-        if most == "max":
-            return
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        yield int(most) - int((group / usage).read_text()) + int(stat[cached])
-    except (OSError, KeyError, ValueError):  # not mounted here, or without this controller
-        return
+            yield _Container(group, *files)

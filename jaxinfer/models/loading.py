@@ -67,6 +67,11 @@ class OpenedModel:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(OpenedModel)}
 
     @property
+    def name(self) -> str:
+        """That of its directory."""
+        return self.folder.resolve().name
+
+    @property
     def config(self) -> ModelConfig:
         """What is on the devices: that of the description, fitted to the mesh."""
         return self.fitting.config

@@ -1,14 +1,30 @@
-"""Whose memory it is: a budget for each device and one for the host, which all tenants draw on."""
+"""Whose memory it is: a budget for each device and one for the host, which all owners in this process draw on."""
 
-import dataclasses
+import functools
+import os
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.filesize import decimal
 
+from jaxinfer.models.devices import (
+    device_available_bytes,
+    device_total_bytes,
+    host_available_bytes,
+    host_total_bytes,
+)
+
 if TYPE_CHECKING:
     from rich.table import Table
+
+HOST = "the host"
+"""The name of its memory, which is that of CPU devices too."""
+
+_lock = threading.RLock()  # of all that is reserved; a signal's handler may come to it again
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class Offer(NamedTuple):
@@ -24,32 +40,24 @@ class Offer(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What a tenant has of a memory.
+    """What an owner has of a memory for one of its tenants.
 
     Attributes:
-      tenant: its name, such as "KV pages".
+      owner: its name, such as "LLM demo_model".
+      tenant: what it is for, such as "KV pages".
       bytes: all of it.
       offer: what it would give back; nothing of what is pinned.
     """
 
+    owner: str
     tenant: str
     bytes: int
     offer: Offer
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Reservation:
-    """Bytes of a budget, until they are released.
-
-    Attributes:
-      tenant: who has them.
-      bytes: how many.
-      offer: says what of them would be given back now; None: they are pinned.
-    """
-
-    tenant: str
-    bytes: int
-    offer: Callable[[], Offer] | None = None
+    def __str__(self) -> str:
+        evictable = self.offer.bytes
+        pinned = f"{decimal(self.bytes - evictable)} pinned and {decimal(evictable)} evictable"
+        return f"{self.owner}, {self.tenant}: {decimal(self.bytes)}, {pinned}"
 
 
 class BudgetError(MemoryError):
@@ -57,96 +65,218 @@ class BudgetError(MemoryError):
 
 
 class Budget:
-    """The memory of a device, or of the host: who has how much of it. Threads may share one.
-
-    What was reserved never exceeds the capacity; a reservation that does not fit changes nothing.
+    """The memory of a device, or of the host: who has how much of it.
 
     Args:
-      name: of the memory, such as "cpu:0" or "host".
-      capacity: in bytes; None: not known, and so without a limit.
+      name: of the memory, such as "gpu:0" or "the host".
+      capacity: in bytes, which what is reserved never exceeds; None: not known, and so without a limit.
+      available: says how many bytes the system has free now, whoever uses the others; None: not known.
     """
 
-    def __init__(self, name: str, capacity: int | None):
+    def __init__(self, name: str, capacity: int | None, *, available: Callable[[], int] | None = None):
         if capacity is not None and capacity < 0:
             raise ValueError(f"the capacity of {name} must be at least 0 bytes, got {capacity}.")
-        self.name, self.capacity = name, capacity
-        self._reservations: list[Reservation] = []
-        self._lock = threading.Lock()
+        self.name, self.capacity, self._available = name, capacity, available
+        # Weakly, so that what is dropped is given back; replaced and never changed, so that reading needs no lock.
+        self._reservations: tuple[weakref.ref[Reservation], ...] = ()
 
     @property
     def reserved(self) -> int:
-        """Bytes that all tenants have together."""
-        return sum(reservation.bytes for reservation in list(self._reservations))
+        """Bytes that all owners have together."""
+        return sum(size for _, _, size in self._held())
 
     @property
     def free(self) -> int | None:
-        """Bytes that nobody has; None: not known."""
+        """Bytes that nobody has reserved; None: not known."""
         return None if self.capacity is None else self.capacity - self.reserved
 
-    def reserve(self, tenant: str, size: int, *, offer: Callable[[], Offer] | None = None) -> Reservation:
-        """Take bytes until `release`.
-
-        Args:
-          tenant: who takes them; it may have several reservations.
-          size: in bytes.
-          offer: says what of them would be given back now; None: they are pinned.
-        Raises BudgetError if so many are not free, which says who has what; ValueError for less than 0 bytes.
-        """
-        if size < 0:
-            raise ValueError(f"{tenant} must take at least 0 bytes of {self.name}, got {size}.")
-        reservation = Reservation(tenant, size, offer)
-        with self._lock:
-            fits = self.free is None or size <= self.free
-            if fits:
-                self._reservations.append(reservation)
-        if not fits:
-            raise BudgetError(f"{tenant} would take {decimal(size)} of {self.name}, which has too little free.\n{self}")
-        return reservation
-
-    def reserve_all(self, sizes: Mapping[str, int]) -> None:
-        """Take pinned bytes for several tenants, those that need none left out. Raises as `reserve`."""
-        for tenant, size in sizes.items():
-            if size:
-                self.reserve(tenant, size)
-
-    def release(self, reservation: Reservation) -> None:
-        """Give bytes back. Raises ValueError if they were not reserved, or given back before."""
-        with self._lock:
-            self._reservations.remove(reservation)
+    @property
+    def available(self) -> int | None:
+        """Bytes that the system has free now; None: not known."""
+        return None if self._available is None else self._available()
 
     @property
     def holdings(self) -> list[Holding]:
-        """What each tenant has, in the order in which they came."""
-        parts: dict[str, list[Reservation]] = {}
-        for reservation in list(self._reservations):
-            parts.setdefault(reservation.tenant, []).append(reservation)
-        return [_holding(tenant, of_tenant) for tenant, of_tenant in parts.items()]
+        """What each owner has for each of its tenants, in the order in which they came."""
+        return [found.holding(self, tenant, size) for found, tenant, size in self._held()]
 
     def table(self) -> "Table":
         """Who has what, for `rich` to print."""
         from rich.table import Table
 
-        table = Table("tenant", title=f"{self.name}: {self._summary()}", title_justify="left")
+        table = Table("owner, tenant", title=f"{self.name}: {self._summary()}", title_justify="left")
         for column in ("bytes", "pinned", "evictable", "s to have again"):
             table.add_column(column, justify="right")
-        for tenant, size, (evictable, seconds) in self.holdings:
+        last = None
+        for found, tenant, size in self._held():
+            if found is not last:  # others may have the same name
+                table.add_row(found.owner)
+            last, (evictable, seconds) = found, found.holding(self, tenant, size).offer
             cost = f"{seconds:.3g}" if evictable else ""
-            table.add_row(tenant, decimal(size), decimal(size - evictable), decimal(evictable), cost)
+            table.add_row(f"  {tenant}", *map(decimal, (size, size - evictable, evictable)), cost)
         return table
+
+    def _held(self) -> Iterator[tuple["Reservation", str, int]]:
+        for reference in self._reservations:
+            if (found := reference()) is not None:
+                for (budget, tenant), size in found.sizes.items():
+                    if budget is self:
+                        yield found, tenant, size
+
+    def _admit(self, reservation: "Reservation") -> None:
+        """Count a reservation from now on; under the lock."""
+        there = [found for reference in self._reservations if (found := reference()) is not None and found.sizes]
+        if reservation not in there:
+            there.append(reservation)
+        self._reservations = tuple(map(weakref.ref, there))
 
     def _summary(self) -> str:
         reserved = f"{decimal(self.reserved)} reserved"
         return reserved if self.capacity is None else f"{reserved} of {decimal(self.capacity)}"
 
     def __str__(self) -> str:
-        rows = (
-            f"  {tenant}: {decimal(size)}, {decimal(size - offer.bytes)} pinned and {decimal(offer.bytes)} evictable"
-            for tenant, size, offer in self.holdings
+        return "\n".join([f"{self.name}: {self._summary()}", *(f"  {held}" for held in self.holdings)])
+
+
+Sizes = Mapping[tuple[Budget, str], int]
+"""Bytes of memories, by budget and tenant."""
+Offers = Mapping[tuple[Budget, str], Callable[[], Offer]]
+"""Of the same: what says what would be given back of them now."""
+
+
+class Reservation:
+    """What one owner has of any number of memories, until it is released, or dropped with its owner.
+
+    Args:
+      owner: its name, such as "LLM demo_model".
+    """
+
+    def __init__(self, owner: str):
+        self.owner = owner
+        self._sizes: Sizes = {}
+        self._offers: Offers = {}
+        self._released = False
+
+    @property
+    def sizes(self) -> Sizes:
+        """What there is of it; nothing once it is released."""
+        return {} if self._released else self._sizes
+
+    @property
+    def budgets(self) -> dict[str, Budget]:
+        """Those that it has something of, by name."""
+        return {budget.name: budget for budget, _ in self.sizes}
+
+    def resize(
+        self,
+        sizes: Sizes,
+        *,
+        offers: Offers | None = None,
+        unused: bool = False,
+        remedy: str = "close one of those who have it, or ask for less",
+    ) -> None:
+        """Have these bytes in place of those before, of all memories or, if one has too little, of none.
+
+        Args:
+          sizes: tenants with 0 bytes are left out.
+          offers: of those tenants whose memory is not pinned.
+          unused: whether what is new is not in use yet, and so must be free in the system, too.
+          remedy: what would help where it does not fit, for the error.
+        Raises BudgetError, which says who has what, ValueError for less than 0 bytes or after `release`.
+        """
+        for (budget, tenant), size in sizes.items():
+            if size < 0:
+                raise ValueError(f"{self.owner} must take at least 0 bytes of {budget.name} for {tenant}, got {size}.")
+        wanted = {place: size for place, size in sizes.items() if size}
+        available = {budget: budget.available if unused else None for budget, _ in wanted}
+        with _lock:
+            if self._released:
+                raise ValueError(f"{self.owner} has released its memory; only a new reservation can take some.")
+            more = _by_budget(wanted)
+            more.subtract(_by_budget(self.sizes))
+            lacking = [budget for budget in available if _lacks(more[budget], budget.free, available[budget])]
+            if not lacking:
+                for budget in available:
+                    budget._admit(self)
+                self._sizes, self._offers = wanted, dict(offers or {})
+        if lacking:
+            raise BudgetError(self._refusal(lacking[0], wanted, more[lacking[0]], remedy))
+
+    def _refusal(self, budget: Budget, wanted: Sizes, more: int, remedy: str) -> str:
+        parts = ", ".join(f"{tenant} {decimal(size)}" for (where, tenant), size in wanted.items() if where is budget)
+        rooms = []
+        if budget.free is not None:
+            rooms.append(f"{decimal(budget.free)} are not reserved")
+        if budget.available is not None:
+            rooms.append(f"the system has {decimal(budget.available)} free")
+        return (
+            f"{self.owner} would take {decimal(more)} more of {budget.name} (in all: {parts}), where "
+            f"{' and '.join(rooms)}: {remedy}.\n{budget}"
         )
-        return "\n".join([f"{self.name}: {self._summary()}", *rows])
+
+    def release(self) -> None:
+        """Give all back, for good; again it does nothing. Takes no lock: it may be called anywhere."""
+        self._released = True
+
+    def holding(self, budget: Budget, tenant: str, size: int) -> Holding:
+        """What it has of a budget for a tenant, which is of this size, with what that would give back now."""
+        offer = self._offers.get((budget, tenant), lambda: Offer(0, 0.0))
+        return Holding(self.owner, tenant, size, offer())
 
 
-def _holding(tenant: str, reservations: list[Reservation]) -> Holding:
-    offers = [reservation.offer() for reservation in reservations if reservation.offer is not None]
-    offer = Offer(sum(each.bytes for each in offers), sum(each.seconds for each in offers))
-    return Holding(tenant, sum(reservation.bytes for reservation in reservations), offer)
+def _by_budget(sizes: Sizes) -> Counter[Budget]:
+    total = Counter[Budget]()
+    for (budget, _), size in sizes.items():
+        total[budget] += size
+    return total
+
+
+def _lacks(more: int, *rooms: int | None) -> bool:
+    return more > 0 and any(room is not None and more > room for room in rooms)
+
+
+# Those of this process
+
+_budgets: dict[str, Budget] = {}
+
+
+def host_budget() -> Budget:
+    """The budget of the host's memory."""
+    return _budget(HOST, host_total_bytes, host_available_bytes)
+
+
+def budget_of(device: Any) -> Budget:
+    """The budget of a device's memory; a CPU has the host's."""
+    if device.platform == "cpu":
+        return host_budget()
+    total = functools.partial(device_total_bytes, device)
+    return _budget(f"{device.platform}:{device.id}", total, functools.partial(device_available_bytes, device))
+
+
+def all_budgets() -> list[Budget]:
+    """Those that anybody has asked for so far."""
+    return list(_budgets.values())
+
+
+def _budget(name: str, total: Callable[[], int | None], available: Callable[[], int]) -> Budget:
+    with _lock:
+        if name not in _budgets:
+            _budgets[name] = Budget(name, total(), available=available)
+        return _budgets[name]
+
+
+def sizes_of(
+    devices: Iterable[Any], each: Mapping[str, int], *, host: Mapping[str, int] | None = None
+) -> Counter[tuple[Budget, str]]:
+    """What is to be reserved.
+
+    Args:
+      devices: of each of which memory is taken; several may share one.
+      each: bytes of each of them, by tenant.
+      host: bytes of the host's memory, by tenant.
+    """
+    sizes = Counter[tuple[Budget, str]]()
+    for device in devices:
+        sizes.update({(budget_of(device), tenant): size for tenant, size in each.items()})
+    sizes.update({(host_budget(), tenant): size for tenant, size in (host or {}).items()})
+    return sizes

@@ -177,6 +177,11 @@ class Placement:
         """What streamed layers take of each device."""
         return min(self.depth.device + 1, len(self.streamed)) * self.layer_bytes
 
+    @property
+    def staged(self) -> int:
+        """How many layers on their way from disk are in the host's memory at a time."""
+        return min(self.depth.host + 1, self.tiers.count("disk"))
+
     def __str__(self) -> str:
         counts = Counter(self.tiers)
         where = ", ".join(f"{counts[tier]} on {tier}" for tier in ("device", "host", "disk") if counts[tier])

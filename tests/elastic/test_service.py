@@ -37,6 +37,7 @@ from jaxinfer.elastic.scheduling.policies import FixedLevel
 from jaxinfer.elastic.tasks.training import fit_head
 from jaxinfer.models.loading import load_model
 from jaxinfer.serving import FailedError, OverloadedError
+from jaxinfer.serving.budget import BudgetError, host_budget
 from tests.elastic.vits import CONFIG, SIZE, logits, save_vit, stripes, tiny_vit
 
 QUICK = TrainingConfig(steps=20, batch=8)
@@ -245,6 +246,34 @@ def test_a_failure_while_registering_changes_nothing(empty, monkeypatch):
     after = empty.classify(stripes(2).images, "a")
     assert empty.task("a").version == 1
     np.testing.assert_array_equal(before[0].probabilities, after[0].probabilities)
+
+
+def test_memory_is_reserved_for_what_runs(vit, tmp_path, options, monkeypatch):
+    with Service.from_checkpoint(vit, repository=tmp_path, max_waiting=7, **options) as service:
+        programs = service._programs
+        tenants, image = service._reservation.sizes, SIZE**2 * 3
+        host = host_budget()
+        assert tenants[host, "weights"] == sum(leaf.nbytes for leaf in load_model(vit).leaves.values())
+        assert (tenants[host, "images that wait"], tenants[host, "images"]) == (7 * image, 2 * 2 * image)
+        service.register_task("a", stripes(40), training=QUICK)
+        before = service._reservation.sizes
+        assert sum(before.values()) == programs.bytes_needed(2) + 7 * image
+        assert before[host, "programs' workspace"] > 0
+        monkeypatch.setattr(host, "capacity", host.reserved + 100)
+        with pytest.raises(BudgetError, match=r"(?s)lower max_batch, .*\n  Service vit, weights: "):
+            service.register_task("b", stripes(40), prompts=[8], training=QUICK)
+        assert service._reservation.sizes == before
+        assert service.levels == (-4, 0)
+        monkeypatch.undo()
+        monkeypatch.setattr(service._repository, "write", lambda task: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            service.register_task("b", stripes(40), prompts=[8], training=QUICK)
+        assert service._reservation.sizes == before
+        monkeypatch.undo()
+        service.register_task("b", stripes(40), prompts=[8], training=QUICK)
+        after = service._reservation.sizes
+        assert after[host, "prompts and heads"] > before[host, "prompts and heads"]
+        assert sum(after.values()) == programs.bytes_needed(2) + 7 * image
 
 
 KILLED = """

@@ -252,6 +252,9 @@ def test_a_container_may_have_less_than_its_machine(tmp_path):
     (group / "memory.current").write_text("250000\n")
     (group / "memory.stat").write_text("anon 190000\ninactive_file 50000\n")
     assert devices.host_available_bytes(tmp_path) == 100_000
+    assert devices.host_total_bytes(tmp_path) == 300_000
+    (group / "memory.max").write_text("max\n")
+    assert devices.host_total_bytes(tmp_path) == 900 * 1024
 
 
 def test_limits_of_groups_within_groups_and_of_version_1(tmp_path):
@@ -282,6 +285,7 @@ def test_limits_of_groups_within_groups_and_of_version_1(tmp_path):
     (groups / "unified/memory.current").write_text("20000\n")
     (groups / "unified/memory.stat").write_text("inactive_file 1000\n")
     assert devices.host_available_bytes(tmp_path) == 51_000
+    assert devices.host_total_bytes(tmp_path) == 70_000
 
 
 def test_options(saved, original, tmp_path):

@@ -1,110 +1,290 @@
-"""The ledger of a memory: never more than there is, and always clear who has it."""
+"""The ledger of all memories: never more than there is, always clear who has it, and nothing of who is gone."""
 
 import io
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from rich.console import Console
 
-from jaxinfer.serving.budget import Budget, BudgetError, Holding, Offer
+from jaxinfer.serving.budget import (
+    Budget,
+    BudgetError,
+    Holding,
+    Offer,
+    Reservation,
+    all_budgets,
+    budget_of,
+    host_budget,
+    sizes_of,
+)
 
-CAPACITY = 1000
+CAPACITIES = {"a": 1000, "b": 500, "without a limit": None}
 TENANTS = st.sampled_from(["weights", "KV pages", "experts"])
+PLACES = st.dictionaries(st.tuples(st.sampled_from([*CAPACITIES]), TENANTS), st.integers(0, 600), max_size=5)
+
+
+def refused(call):
+    """What a refusal says; unlike `pytest.raises`, this keeps no frames, and so nothing that they have."""
+    try:
+        call()
+    except BudgetError as error:
+        return str(error)
+    raise AssertionError
 
 
 class Ledger(RuleBasedStateMachine):
-    """Tenants come and go; what they have is counted beside the budget."""
+    """Owners come, grow, shrink and go; what they have is counted beside the budgets."""
 
-    taken = Bundle("taken")
+    owners = Bundle("owners")
 
     def __init__(self):
         super().__init__()
-        self.budget, self.known = Budget("a device", CAPACITY), []
+        self.budgets = {name: Budget(name, capacity) for name, capacity in CAPACITIES.items()}
+        self.held, self.known, self.offered = {}, {}, {}
 
-    @rule(target=taken, tenant=TENANTS, size=st.integers(0, CAPACITY), share=st.none() | st.floats(0, 1))
-    def reserve(self, tenant, size, share):
-        before = self.budget.holdings
-        offer = None if share is None else lambda: Offer(int(share * size), 1.0)
-        free = CAPACITY - sum(reservation.bytes for reservation in self.known)
-        if size <= free:
-            reservation = self.budget.reserve(tenant, size, offer=offer)
-            self.known.append(reservation)
-            return reservation
-        with pytest.raises(BudgetError):
-            self.budget.reserve(tenant, size, offer=offer)
-        assert self.budget.holdings == before
-        return multiple()
+    @rule(target=owners)
+    def come(self):
+        owner = f"owner {len(self.known)}"
+        self.held[owner], self.known[owner], self.offered[owner] = Reservation(owner), {}, 0.0
+        return owner
 
-    @rule(reservation=consumes(taken))
-    def release(self, reservation):
-        free = self.budget.free
-        self.budget.release(reservation)
-        self.known.remove(reservation)
-        assert self.budget.free == free + reservation.bytes
-        with pytest.raises(ValueError):  # noqa: PT011
-            self.budget.release(reservation)
+    @rule(owner=owners, sizes=PLACES, share=st.floats(0, 1))
+    def resize(self, owner, sizes, share):
+        if owner not in self.held:
+            return
+        reservation = self.held[owner]
+        places = {(self.budgets[name], tenant): size for (name, tenant), size in sizes.items()}
+        offers = {place: lambda size=size: Offer(int(share * size), share) for place, size in places.items()}
+        after = {**self.known, owner: {place: size for place, size in sizes.items() if size}}
+        grown = [name for name in CAPACITIES if self.total(after, name) > self.total(self.known, name)]
+        lacking = [name for name in grown if self.total(after, name) > (CAPACITIES[name] or float("inf"))]
+        if not lacking:
+            reservation.resize(places, offers=offers)
+            self.known, self.offered[owner] = after, share
+            return
+        before = [budget.holdings for budget in self.budgets.values()]
+        refusal = refused(lambda: reservation.resize(places, offers=offers))
+        assert [budget.holdings for budget in self.budgets.values()] == before
+        assert refusal.startswith(f"{owner} would take ")
+        assert any(all(str(held) in refusal for held in self.budgets[name].holdings) for name in lacking)
+
+    @rule(owner=consumes(owners))
+    def release(self, owner):
+        if owner not in self.held:
+            return
+        self.held[owner].release()
+        self.held[owner].release()
+        self.known[owner] = {}
+
+    @rule(owner=consumes(owners))
+    def drop(self, owner):
+        self.held.pop(owner)
+        self.known[owner] = {}
+
+    @staticmethod
+    def total(known, name):
+        return sum(size for sizes in known.values() for (budget, _), size in sizes.items() if budget == name)
 
     @invariant()
     def sums_agree(self):
-        budget = self.budget
-        held = [reservation.bytes for reservation in self.known]
-        assert budget.reserved == sum(held) == sum(holding.bytes for holding in budget.holdings) <= CAPACITY
-        assert budget.free == CAPACITY - sum(held)
-        assert all(0 <= holding.offer.bytes <= holding.bytes for holding in budget.holdings)
+        for name, budget in self.budgets.items():
+            total, capacity = self.total(self.known, name), CAPACITIES[name]
+            assert budget.reserved == total == sum(held.bytes for held in budget.holdings)
+            assert budget.free == (None if capacity is None else capacity - total)
+            assert capacity is None or total <= capacity
+            assert Counter(
+                (held.owner, held.tenant, held.bytes, held.offer.bytes) for held in budget.holdings
+            ) == Counter(
+                (owner, tenant, size, int(self.offered[owner] * size))
+                for owner, sizes in self.known.items()
+                for (where, tenant), size in sizes.items()
+                if where == name
+            )
 
 
 TestLedger = Ledger.TestCase
 
 
-def filled():
-    budget = Budget("cuda:0", 80_000_000)
-    budget.reserve_all({"weights": 50_000_000, "adapters": 0})
-    budget.reserve("experts", 20_000_000, offer=lambda: Offer(15_000_000, 1.25))
-    budget.reserve("experts", 1_000_000)
-    return budget
+@pytest.fixture
+def gpu():
+    return Budget("gpu:0", 80_000_000, available=lambda: 5_000_000)
 
 
-def test_what_a_tenant_has_is_one_holding():
-    assert filled().holdings == [
-        Holding("weights", 50_000_000, Offer(0, 0)),
-        Holding("experts", 21_000_000, Offer(15_000_000, 1.25)),
+@pytest.fixture
+def system(gpu):
+    system = Reservation("System board")
+    offers = {(gpu, "experts"): lambda: Offer(15_000_000, 1.25)}
+    system.resize({(gpu, "experts"): 21_000_000, (gpu, "activations"): 50_000_000, (gpu, "none"): 0}, offers=offers)
+    return system
+
+
+def test_what_an_owner_has_is_a_holding_for_each_tenant(gpu, system):
+    assert gpu.holdings == [
+        Holding("System board", "experts", 21_000_000, Offer(15_000_000, 1.25)),
+        Holding("System board", "activations", 50_000_000, Offer(0, 0)),
     ]
+    assert system.budgets == {"gpu:0": gpu}
 
 
-def test_a_refusal_says_who_has_what():
-    with pytest.raises(BudgetError) as error:
-        filled().reserve("KV pages", 10_000_000)
+def test_a_refusal_says_who_has_what(gpu, system):
+    second = Reservation("LLM demo_model")
+    with pytest.raises(MemoryError) as error:
+        second.resize({(gpu, "weights"): 9_000_000, (gpu, "KV pages"): 1_000_000}, remedy="lower cache_bytes")
     assert str(error.value).splitlines() == [
-        "KV pages would take 10.0 MB of cuda:0, which has too little free.",
-        "cuda:0: 71.0 MB reserved of 80.0 MB",
-        "  weights: 50.0 MB, 50.0 MB pinned and 0 bytes evictable",
-        "  experts: 21.0 MB, 6.0 MB pinned and 15.0 MB evictable",
+        "LLM demo_model would take 10.0 MB more of gpu:0 (in all: weights 9.0 MB, KV pages 1.0 MB), where "
+        "9.0 MB are not reserved and the system has 5.0 MB free: lower cache_bytes.",
+        "gpu:0: 71.0 MB reserved of 80.0 MB",
+        "  System board, experts: 21.0 MB, 6.0 MB pinned and 15.0 MB evictable",
+        "  System board, activations: 50.0 MB, 50.0 MB pinned and 0 bytes evictable",
     ]
-    assert isinstance(error.value, MemoryError)
 
 
-@pytest.mark.parametrize("name", ["host", "NVIDIA H200 with a name that is long, of eight devices, each"])
+def test_what_is_not_in_use_yet_must_be_free_in_the_system(gpu):
+    owner = Reservation("LLM demo_model")
+    owner.resize({(gpu, "weights"): 5_000_000}, unused=True)
+    owner.resize({(gpu, "weights"): 10_000_000}, unused=True)  # 5 more
+    with pytest.raises(BudgetError, match=r"would take 6.0 MB more .* the system has 5.0 MB free"):
+        owner.resize({(gpu, "weights"): 16_000_000}, unused=True)
+    owner.resize({(gpu, "weights"): 16_000_000})
+    gpu._available = lambda: -2_000_000  # as where a container has more than it may
+    owner.resize({(gpu, "weights"): 15_000_000}, unused=True)
+
+
+def test_what_is_released_stays_so(gpu, system):
+    system.release()
+    assert (gpu.reserved, system.sizes) == (0, {})
+    with pytest.raises(ValueError, match="System board has released its memory"):
+        system.resize({(gpu, "experts"): 1})
+
+
+@pytest.mark.parametrize("name", ["the host", "NVIDIA H200 with a name that is long, of eight devices, each"])
 def test_the_table_fits_a_terminal(name):
     budget, text = Budget(name, None), io.StringIO()
-    for tenant in ("weights", "programs' workspace", "experts of an executor with a long name"):
-        budget.reserve(tenant, 123_456_789, offer=lambda: Offer(99_999_999, 123.456))
+    tenants = ("weights", "programs' workspace", "experts of an executor with a long name")
+    owners = [Reservation("LLM a"), Reservation("Service of a model with a long name, which is of no use to anybody")]
+    for owner in owners:
+        owner.resize(
+            {(budget, tenant): 123_456_789 for tenant in tenants},
+            offers={(budget, tenant): lambda: Offer(99_999_999, 123.456) for tenant in tenants},
+        )
     Console(file=text, width=80).print(budget.table())
     assert max(map(len, text.getvalue().splitlines())) <= 80
-    assert "370.4 MB reserved" in " ".join(text.getvalue().split())
-    assert text.getvalue().count("123.5 MB") == 3
+    words = " ".join(text.getvalue().replace("│", " ").split())
+    assert "740.7 MB reserved" in words
+    assert words.count("123.5 MB 23.5 MB 100.0 MB 123") == 6
+    assert words.index("LLM a") < words.index("weights") < words.index("Service of a model")
+
+
+def test_owners_of_one_name_are_two():
+    budget, text = Budget("the host", None), io.StringIO()
+    owners = [Reservation("LLM a"), Reservation("LLM a")]
+    for owner in owners:
+        owner.resize({(budget, "weights"): 1, (budget, "KV pages"): 2})
+    Console(file=text, width=80).print(budget.table())
+    assert text.getvalue().count("LLM a") == 2
+    assert len(budget.holdings) == 4
 
 
 def test_without_a_limit_nothing_is_refused():
-    budget = Budget("a device that is not here", None)
-    budget.reserve("weights", 1 << 60)
-    assert (budget.free, budget.reserved) == (None, 1 << 60)
+    budget, owner = Budget("a device that is not here", None), Reservation("LLM a")
+    owner.resize({(budget, "weights"): 1 << 60})
+    assert (budget.free, budget.available, budget.reserved) == (None, None, 1 << 60)
 
 
 @given(st.integers(max_value=-1))
 def test_less_than_nothing_is_refused(size):
     with pytest.raises(ValueError, match="at least 0 bytes"):
-        Budget("host", size)
-    with pytest.raises(ValueError, match="at least 0 bytes"):
-        Budget("host", 1).reserve("weights", size)
+        Budget("the host", size)
+    with pytest.raises(ValueError, match="LLM a must take at least 0 bytes of the host for weights"):
+        Reservation("LLM a").resize({(Budget("the host", 1), "weights"): size})
+
+
+def test_cpus_have_the_hosts_memory():
+    first, second = jax.local_devices(backend="cpu")[:2]
+    assert budget_of(first) is budget_of(second) is host_budget()
+    assert host_budget() in all_budgets()
+    assert host_budget().capacity >= host_budget().available > 2**20
+    taken = sizes_of([first, second], {"weights": 3, "layers": 1}, host={"layers": 10})
+    assert taken == {(host_budget(), "weights"): 6, (host_budget(), "layers"): 12}
+
+
+class Gpu:
+    """What a device of JAX says of itself."""
+
+    def __init__(self, index, stats):
+        self.id, self.platform, self._stats = index, "gpu", stats
+
+    def memory_stats(self):
+        return self._stats
+
+
+def test_a_device_has_a_budget_of_its_own(monkeypatch):
+    monkeypatch.setattr("jaxinfer.serving.budget._budgets", {})
+    first, second = Gpu(0, {"bytes_limit": 100, "bytes_in_use": 30}), Gpu(1, None)
+    assert budget_of(first) is budget_of(first)
+    assert [(x.name, x.capacity) for x in map(budget_of, (first, second))] == [("gpu:0", 100), ("gpu:1", None)]
+    assert budget_of(first).available == 70
+    assert [budget.name for budget in all_budgets()] == ["gpu:0", "gpu:1"]
+
+
+class Slow(Budget):
+    """Says how much is free when that may have changed."""
+
+    @property
+    def free(self):
+        free = super().free
+        time.sleep(0.01)
+        return free
+
+
+def test_threads_together_have_no_more_than_there_is():
+    budget, begin, refused = Slow("a device", 100), threading.Barrier(8), []
+    owners = [Reservation(f"owner {number}") for number in range(8)]
+
+    def take(owner):
+        begin.wait()
+        try:
+            owner.resize({(budget, "weights"): 30})
+        except BudgetError:
+            refused.append(owner)
+
+    threads = [threading.Thread(target=take, args=(owner,)) for owner in owners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 5
+    assert budget.reserved == 90
+
+
+FORKED = """
+import os, signal, sys, threading, time
+from jaxinfer.serving import budget
+held = threading.Event()
+def hold():
+    with budget._lock:
+        held.set()
+        time.sleep(0.2)
+threading.Thread(target=hold).start()
+held.wait()
+if pid := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) % 256)
+signal.alarm(30)  # what waits for ever ends so
+memory = budget.Budget("a device", 1)
+budget.Reservation("LLM a").resize({(memory, "weights"): 1})
+os._exit(0)
+"""
+
+
+def test_a_child_that_was_forked_while_a_thread_reserved_waits_for_nobody():
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stderr) == (0, "")

@@ -55,7 +55,7 @@ class AsyncLLM(EngineHolder):
     def __init__(self, path: str | Path, *, max_requests: int = 1024, **options: Any):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
         load = load_decoder if Description.read(path).kind == "decoder" else load_encoder
-        super().__init__(load(path, **options))
+        super().__init__(load(path, owner="AsyncLLM", **options))
         self.engine.compile_ahead()
         self._loop = RequestDecider(self.engine, max_requests=max_requests).loop
         # At the end of the process the loop is closed, which waits for its thread.

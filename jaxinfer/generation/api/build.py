@@ -1,13 +1,15 @@
 """An engine from a loaded model: which scheduler and which executor it has."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from msgspec import Meta
 
+from checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
@@ -21,6 +23,7 @@ from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecutor
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor
+from jaxinfer.generation.execution.memory import host_tenants, weight_tenants
 from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.generation.execution.platforms import buckets_of, sliced_buckets, streamed_buckets
 from jaxinfer.generation.fields import check, shown
@@ -30,7 +33,8 @@ from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, EncoderConfig
 from jaxinfer.models.devices import AnyMesh, device_name, devices_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
-from jaxinfer.streaming.config import MemoryConfig, MemoryOptions
+from jaxinfer.serving.budget import Reservation, sizes_of
+from jaxinfer.streaming.config import MemoryConfig, MemoryOptions, Placement
 from jaxinfer.streaming.model import StreamedModel, stream_model
 from sharding import MeshFile
 
@@ -140,6 +144,7 @@ def place_model[Config: SharedConfig](
     memory: MemoryConfig,
     *,
     costs: Costs,
+    reservation: Reservation,
     cache_bytes: int | None = None,
     given: Collection[str] = (),
 ) -> tuple[LoadedModel, Config]:
@@ -147,22 +152,37 @@ def place_model[Config: SharedConfig](
 
     Args:
       costs: what earlier fetches took.
+      reservation: has the memory of the weights from before they are read.
       given: the options that the user has set, rather than left.
     Raises MemoryError if it does not fit, ValueError for options that a streamed model does not have.
     """
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
     if placement is None:
-        return opened.load(), config
+        with _reserved(reservation, opened, None):
+            return opened.load(), config
     for name, only in (("max_decode_passes", 1), ("level", 0)):
         if name in given and (value := getattr(config, name, only)) != only:
             raise ValueError(
                 f"{name}={value} needs all weights on the devices, and weights={memory.weights!r} streams them: "
                 f"leave it {only}."
             )
-    model = stream_model(opened, placement, memory.layer_files)
+    with _reserved(reservation, opened, placement):
+        model = stream_model(opened, placement, memory.layer_files)
     if isinstance(config, EngineConfig):  # the host drives each pass through the layers: a step is one pass
         config = dataclasses.replace(config, max_decode_passes=1)
     return model, config
+
+
+@contextlib.contextmanager
+def _reserved(reservation: Reservation, opened: OpenedModel, placement: Placement | None) -> Iterator[None]:
+    """Reserve the memory of weights, and what reading them takes meanwhile. Raises BudgetError if it does not fit."""
+    devices, each = devices_of(opened.mesh), weight_tenants(opened, placement)
+    host = host_tenants(opened, placement)
+    reading = {"files being read": min(opened.manifest.bytes, GROUP_BYTES)} if placement is None else {}
+    remedy = "use weights='auto', quantize='int4', a smaller dtype, or a mesh with more devices; or close another model"
+    reservation.resize(sizes_of(devices, each | reading, host=host), unused=True, remedy=remedy)
+    yield
+    reservation.resize(sizes_of(devices, each, host=host))
 
 
 def open_costs(model: OpenedModel, config: SharedConfig, logits_processors: Iterable[str] = ()) -> Costs:

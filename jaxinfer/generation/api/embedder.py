@@ -48,6 +48,7 @@ class Embedder(EngineHolder):
         load = load_decoder if Description.read(path).kind == "decoder" else load_encoder
         loaded = load(
             path,
+            owner="Embedder",
             mesh=mesh,
             dtype=dtype,
             quantize=quantize,

@@ -10,6 +10,7 @@ from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.memory import MemoryPlan
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.loading import LoadedModel
+from jaxinfer.serving.budget import Budget
 from jaxinfer.serving.errors import closed_error
 from jaxinfer.serving.heap import trim_heap
 from jaxinfer.streaming.config import Placement
@@ -57,6 +58,11 @@ class EngineHolder:
         return self._loaded.memory
 
     @property
+    def budgets(self) -> dict[str, Budget]:
+        """Of each memory that this has something of, by name, who has how much."""
+        return self._loaded.reservation.budgets
+
+    @property
     def placement(self) -> Placement | None:
         """Where each layer is, and why; None if all are on the devices."""
         return self._loaded.placement
@@ -88,7 +94,8 @@ class EngineHolder:
 
     def _let_go(self) -> None:
         if self._held is not None and not self._held.engine.forked:
-            self._held = None
+            reservation, self._held = self._held.reservation, None
+            reservation.release()
             trim_heap()
 
     def _call(self) -> "_Call":

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
 
+from jaxinfer.compiled import Costs
 from jaxinfer.generation.api.build import (
     ModelOptions,
     build_engine,
@@ -13,19 +14,29 @@ from jaxinfer.generation.api.build import (
     place_model,
     split_options,
 )
-from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions
+from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecutor
-from jaxinfer.generation.execution.memory import MemoryPlan, plan_memory
+from jaxinfer.generation.execution.memory import (
+    MemoryPlan,
+    buffer_bytes,
+    device_tenants,
+    host_tenants,
+    layer_offers,
+    placement_of,
+    plan_memory,
+    read_adapter_bytes,
+    weight_tenants,
+)
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.description import Description, require_transformer
-from jaxinfer.models.devices import AnyMesh, build_mesh, open_mesh
+from jaxinfer.models.devices import AnyMesh, build_mesh, devices_of, open_mesh
 from jaxinfer.models.loading import LoadedModel, open_model
+from jaxinfer.serving.budget import Reservation, host_budget, sizes_of
 from jaxinfer.streaming.config import Placement
-from jaxinfer.streaming.model import StreamedModel
 from jaxinfer.streaming.statistics import StreamingStatistics
 from sharding import ShardingRules
 
@@ -38,18 +49,20 @@ class LoadedEngine:
       engine: it.
       model: weights and config.
       tokenizer: that of the model directory, if it has one.
+      reservation: what all of it has of the devices' memory and the host's.
       memory: how memory is divided; None for an encoder, which has no cache.
     """
 
     engine: Engine
     model: LoadedModel
     tokenizer: Tokenizer | None
+    reservation: Reservation
     memory: MemoryPlan | None = None
 
     @property
     def placement(self) -> Placement | None:
         """Where each layer is, and why; None if all are on the devices."""
-        return self.model.placement if isinstance(self.model, StreamedModel) else None
+        return placement_of(self.model)
 
     @property
     def streaming(self) -> StreamingStatistics | None:
@@ -62,6 +75,7 @@ class LoadedEngine:
 def load_decoder(
     path: str | Path,
     *,
+    owner: str = "LLM",
     mesh: AnyMesh = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -73,7 +87,7 @@ def load_decoder(
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
-    """The engine of a decoder-only model. Arguments and errors are those of `LLM`."""
+    """The engine of a decoder-only model. Arguments and errors are those of `LLM`; owner: what has its memory."""
     if max_batch < 1:
         raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
     logits_processors = check_processors(logits_processors)
@@ -86,13 +100,23 @@ def load_decoder(
     context = _context(context, opened.transformer.context, owner="LLM")
     if adapters:
         engine_options = _with_room(engine_options, adapters)
+    if (free := host_budget().free) is not None:  # where there is little, few adapters that were read are kept
+        engine_options = {"adapter_bytes": min(EngineConfig.adapter_bytes, free // 4), **engine_options}
     config = EngineConfig.of(engine_options, max_batch=max_batch, context=context)
     costs = open_costs(opened, config, logits_processors)
+    reservation = Reservation(f"{owner} {opened.name}")
     model, config = place_model(
-        opened, config, memory_config, costs=costs, cache_bytes=cache_bytes, given=options.keys()
+        opened,
+        config,
+        memory_config,
+        costs=costs,
+        reservation=reservation,
+        cache_bytes=cache_bytes,
+        given=options.keys(),
     )
     tokenizer = Tokenizer.of(model.folder)
     memory = plan_memory(model, config, cache_bytes=cache_bytes, device_memory=memory_config.device_memory)
+    _reserve(reservation, model, config, memory.tenants, costs)
     engine = build_engine(
         model,
         tokenizer,
@@ -105,12 +129,13 @@ def load_decoder(
     for name, folder in (adapters or {}).items():
         assert engine.adapters is not None
         engine.adapters.register(name, folder)
-    return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, memory=memory)
+    return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, reservation=reservation, memory=memory)
 
 
 def load_encoder(
     path: str | Path,
     *,
+    owner: str = "Embedder",
     mesh: AnyMesh = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -119,7 +144,7 @@ def load_encoder(
     context: int | None = None,
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
-    """The engine of an encoder. Arguments and errors are those of `Embedder`."""
+    """The engine of an encoder. Arguments and errors are those of `Embedder`; owner: what has its memory."""
     if max_batch < 1:
         raise ValueError(f"Embedder.max_batch must be >= 1, got {max_batch}.")
     longest = require_transformer(path, Description.read(path).config).context
@@ -130,9 +155,29 @@ def load_encoder(
     mesh, rules = build_mesh(mesh, rules)
     opened = open_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
     costs = open_costs(opened, config)
-    model, config = place_model(opened, config, memory_config, costs=costs, given=options.keys())
-    tokenizer = Tokenizer.of(model.folder)
-    return LoadedEngine(engine=build_engine(model, tokenizer, config, costs=costs), model=model, tokenizer=tokenizer)
+    reservation = Reservation(f"{owner} {opened.name}")
+    model, config = place_model(
+        opened, config, memory_config, costs=costs, reservation=reservation, given=options.keys()
+    )
+    tokenizer, placement = Tokenizer.of(model.folder), placement_of(model)
+    tenants = weight_tenants(model, placement) | device_tenants(buffers=buffer_bytes(placement))
+    _reserve(reservation, model, config, tenants, costs)
+    engine = build_engine(model, tokenizer, config, costs=costs)
+    return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, reservation=reservation)
+
+
+def _reserve(
+    reservation: Reservation, model: LoadedModel, config: SharedConfig, tenants: Mapping[str, int], costs: Costs
+) -> None:
+    """Reserve all that a model takes. Raises BudgetError if it does not fit.
+
+    tenants: what it takes of each device.
+    """
+    placement = placement_of(model)
+    host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
+    sizes = sizes_of(devices_of(model.mesh), tenants, host=host)
+    remedy = "lower cache_bytes, max_batch, token_budget or adapter_bytes, or close another model"
+    reservation.resize(sizes, offers=layer_offers(model, placement, sizes, costs), remedy=remedy)
 
 
 def _context(context: int | None, longest: int, *, owner: str) -> int:

@@ -32,7 +32,7 @@ class EngineOptions(TypedDict, total=False):
     max_lora_rank: int
     """The highest rank of an adapter."""
     adapter_bytes: int
-    """Host memory for adapters that are not on the device."""
+    """Host memory for adapters that are not on the device; if not given, never more than a quarter of what is free."""
     overlap: bool
     """Whether the host schedules the next step while the device runs one."""
     level: int
@@ -135,6 +135,7 @@ class EngineConfig(SharedConfig):
         speculative = 0 <= self.num_speculative_tokens < self.context
         self.check("num_speculative_tokens", speculative, f"in [0, {self.context})")
         self.check("max_adapters", self.max_adapters >= 0, ">= 0")
+        self.check("adapter_bytes", self.adapter_bytes >= 0, ">= 0")
         self.check("kv_dtype", self.kv_dtype in (None, *KV_DTYPES), f"None or one of {KV_DTYPES}")
 
     @property

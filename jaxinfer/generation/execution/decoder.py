@@ -15,6 +15,7 @@ from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.base import BaseExecutor
 from jaxinfer.generation.execution.layout import DeviceLayout
+from jaxinfer.generation.execution.memory import who_has
 from jaxinfer.generation.execution.packing import ALL_TOKENS, Packer
 from jaxinfer.generation.execution.programs import decoder_programs, zeros
 from jaxinfer.generation.execution.programs.admit import Admit
@@ -102,7 +103,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         if missing and (workspace := self.workspace_bytes) > (free := available_bytes(self._layout.mesh)):
             raise MemoryError(
                 f"The programs need {workspace} bytes to run in, and {free} are free beside weights and cache: "
-                "lower cache_bytes, max_batch or token_budget."
+                f"lower cache_bytes, max_batch or token_budget.\n{who_has(self._layout.mesh)}"
             )
         return missing
 

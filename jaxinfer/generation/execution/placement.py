@@ -16,17 +16,20 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.memory import (
     FRACTION,
     check_page,
+    free_bytes,
     is_ample,
     needed_bytes,
     part_bytes,
     slice_workspace,
+    who_has,
     workspace_bytes,
 )
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.models import DecoderConfig
-from jaxinfer.models.devices import available_bytes, devices_of, host_available_bytes
+from jaxinfer.models.devices import devices_of, host_available_bytes
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import OpenedModel
+from jaxinfer.serving.budget import host_budget
 from jaxinfer.streaming.config import LayerRange, MemoryConfig, Placement, PrefetchDepth, Tier, spread
 
 _log = logging.getLogger("jaxinfer.streaming")
@@ -56,7 +59,7 @@ class DeviceBytes:
 
     def __init__(self, opened: OpenedModel, config: SharedConfig, memory: MemoryConfig):
         self._opened, self._memory = opened, memory
-        available = available_bytes(opened.mesh)
+        available = free_bytes(opened, config)
         self.limit = min(available, memory.device_memory or available)
         kinds = sorted(set(opened.transformer.layer_kinds))
         layers = {kind: opened.bytes_per_device(lambda name, kind=kind: layer_of(name) == kind) for kind in kinds}
@@ -142,7 +145,7 @@ def plan_placement(
     needs, count = DeviceBytes(opened, config, memory), opened.transformer.layers
     if cache_bytes is not None:
         assert isinstance(config, EngineConfig), "an encoder has no cache"
-        check_page(cache_bytes, needs.page, config)
+        check_page(cache_bytes, needs.page, config, who_has(opened.mesh))
     least, full = (needs.page, needs.cache) if cache_bytes is None else (cache_bytes, cache_bytes)
     if memory.weights == "device":
         _check_whole(opened, needs, least)
@@ -160,7 +163,7 @@ def plan_placement(
             f"{opened.folder}: streaming needs {decimal(needed)} on each device ({decimal(needs.rest)} beside the "
             f"layers, {layers}, {decimal(least)} of cache, and what programs take), and {decimal(limit)} may be used: "
             f"raise device_memory to at least {needed}, lower prefetch, or use quantize='int4' or a mesh with more "
-            "devices."
+            f"devices.\n{who_has(opened.mesh)}"
         )
     resident = 0
     if memory.device_memory is not None or memory.weights == "auto":
@@ -187,7 +190,7 @@ def _check_whole(opened: OpenedModel, needs: DeviceBytes, cache: int) -> None:
         raise MemoryError(
             f"{opened.folder}: all layers on the devices take {decimal(needed)}, with {decimal(cache)} of cache, "
             f"and {decimal(needs.limit)} may be used: raise device_memory to at least {needed}, or use weights='auto', "
-            "quantize='int4', a smaller dtype, or a mesh with more devices."
+            f"quantize='int4', a smaller dtype, or a mesh with more devices.\n{who_has(opened.mesh)}"
         )
 
 
@@ -200,14 +203,15 @@ def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes
     if memory.weights == "host" and count < layers:
         raise MemoryError(
             f"{opened.folder}: {layers} layers take {decimal(layers * each)} of the host's memory, and "
-            f"{decimal(budget)} may be used: {remedy}, or use weights='disk'."
+            f"{decimal(budget)} may be used: {remedy}, or use weights='disk'.\n{host_budget()}"
         )
     return count
 
 
 def _host_room(opened: OpenedModel, memory: MemoryConfig) -> tuple[int, str]:
     """What layers may take of the host's memory, beside what loading them does; and what would give them more."""
-    free = host_available_bytes()
+    free, unreserved = host_available_bytes(), host_budget().free
+    free = free if unreserved is None else min(free, unreserved)
     if shares_memory(opened.platform):  # what the devices may take is the host's too
         free -= min(free, memory.device_memory or (free if memory.weights == "auto" else 0))
     rooms = [(max(0, int(free * FRACTION) - min(opened.manifest.bytes, GROUP_BYTES)), "free memory of the host")]

@@ -60,7 +60,7 @@ def short_outputs(llm):
 @pytest.fixture
 def start(llm, model_dir, monkeypatch):
     """Makes an AsyncLLM around the model of `llm`; at the end nothing of its requests is left."""
-    monkeypatch.setattr(async_llm, "load_decoder", lambda path, **options: llm)
+    monkeypatch.setattr(async_llm, "load_decoder", lambda path, **options: llm._loaded)
     monkeypatch.setattr(llm.engine, "close", lambda: None)  # other tests use it
     with contextlib.ExitStack() as stack:
 
@@ -902,7 +902,7 @@ def test_a_thread_that_dies_ends_every_request_once(llm, start, monkeypatch):
 
 
 def test_dropping_it_ends_its_thread_when_its_requests_have_ended(llm, model_dir, monkeypatch):
-    monkeypatch.setattr(async_llm, "load_decoder", lambda path, **options: llm)
+    monkeypatch.setattr(async_llm, "load_decoder", lambda path, **options: llm._loaded)
     monkeypatch.setattr(llm.engine, "close", lambda: None)  # other tests use it
     served = AsyncLLM(model_dir)
     thread = served._loop._thread

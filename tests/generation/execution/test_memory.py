@@ -29,11 +29,7 @@ def test_a_cpu_with_ample_memory_holds_full_sequences(model):
     assert (plan.page_bytes, plan.num_pages, plan.cache) == (PAGE_BYTES, 4 * 8, 4 * 8 * PAGE_BYTES)
     assert plan.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(model.state))
     assert "32 pages" in str(plan)
-    assert [(held.tenant, held.bytes) for held in plan.budget.holdings] == [
-        ("weights", plan.weights),
-        ("KV pages", plan.cache),
-    ]
-    assert plan.budget.capacity == plan.weights + plan.available
+    assert plan.tenants == {"weights": plan.weights, "KV pages": plan.cache}
 
 
 def test_an_int8_cache_takes_a_quarter(model):
@@ -50,7 +46,7 @@ def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
     plan = memory.plan_memory(model, CONFIG)
     assert plan.workspace == needed
     assert plan.num_pages == 10
-    assert plan.budget.reserved == plan.weights + 10 * PAGE_BYTES + needed <= plan.budget.capacity
+    assert plan.tenants == {"weights": plan.weights, "KV pages": 10 * PAGE_BYTES, "programs' workspace": needed}
     with pytest.raises(MemoryError, match=f"cache_bytes={20 * PAGE_BYTES} does not fit"):
         memory.plan_memory(model, CONFIG, cache_bytes=20 * PAGE_BYTES)
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: needed)
