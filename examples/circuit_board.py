@@ -34,7 +34,7 @@ from jaxinfer.disk_cache import cache_folder
 from jaxinfer.experts.execution.kinds import NOTHING
 from jaxinfer.experts.results import Result
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
-from jaxinfer.experts.system import Progress, System
+from jaxinfer.experts.system import System
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import STRIDES, ResNetConfig, YoloConfig
 from jaxinfer.models.convolution import Conv
@@ -42,6 +42,7 @@ from jaxinfer.models.loading import save_model
 from jaxinfer.models.presets import parameter_count
 from jaxinfer.models.resnet import ResNet
 from jaxinfer.models.yolo import Yolo
+from jaxinfer.serving.progress import Progress
 
 SIZE = 64
 """Height and width of an image in pixels."""

@@ -19,8 +19,8 @@ from jaxinfer.elastic import Service
 from jaxinfer.experts import ConfigError, System
 from jaxinfer.generation.execution import memory
 from jaxinfer.serving import ClosedError
-from jaxinfer.serving.heap import trim_heap
 from jaxinfer.serving.budget import HOST, BudgetError, Reservation, all_budgets, host_budget
+from jaxinfer.serving.heap import trim_heap
 from tests.elastic.vits import stripes
 from tests.experts.boards import AnyProfiles, config, image
 

@@ -7,7 +7,7 @@ keeps what is compiled on disk, `target.py` compiles for a GPU that is not there
 
 from jaxinfer.compiled.cache import CompileMissError, ProgramCache
 from jaxinfer.compiled.costs import Cost, Costs, CostTable, LinearFit
-from jaxinfer.compiled.device_time import DeviceTime, Interval
+from jaxinfer.compiled.device_time import Clock, DeviceTime, Interval
 from jaxinfer.compiled.drift import Drift
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.mappings import MappingsError, check_mappings
@@ -20,6 +20,7 @@ from jaxinfer.disk_cache import cache_folder
 
 __all__ = [
     "Bucket",
+    "Clock",
     "CompileMissError",
     "Cost",
     "CostTable",

@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+Clock = Callable[[], float]
+"""Seconds since some moment, never going back: `time.perf_counter`, or the time of a simulation."""
+
 
 class Interval(NamedTuple):
     """When a device did something, in seconds of its clock."""
@@ -24,13 +27,13 @@ class DeviceTime:
     All threads that send calls to the device share one.
 
     Args:
-      clock: seconds, never going back.
+      clock: its own.
 
     Attributes:
       free: when the device was last seen to end a call.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, clock: Clock = time.perf_counter):
         self.clock, self.free = clock, float("-inf")
         self._lock = threading.Lock()
 

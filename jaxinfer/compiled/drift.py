@@ -4,7 +4,9 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+
+from jaxinfer.compiled.device_time import Clock
 
 NEWEST = 16
 """How many of the newest calls count, by their median."""
@@ -33,7 +35,7 @@ class Drift[Key: Hashable]:
         least: int,
         tolerance: float,
         forget: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ):
         self.factors: dict[Key, float] = {}
         self._least, self._tolerance, self._forget, self._clock = least, tolerance, forget, clock

@@ -1,20 +1,51 @@
-"""What is measured when a task is registered: its accuracy at each level, and how levels best divide their merges."""
+"""What is measured when a task is registered: accuracy, what batches take, and how levels best divide their merges."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from jaxinfer.elastic.accuracy import LevelAccuracy
+from jaxinfer.elastic.latency import LevelAndSize
 from jaxinfer.elastic.levels import Levels
 from jaxinfer.elastic.programs import LevelPrograms
-from jaxinfer.elastic.progress import Progress
 from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.elastic.tasks.repository import Task
 from jaxinfer.models.token_adaptation import MergeSchedule, TokenAdaptation
+from jaxinfer.serving.progress import Progress
 
 
-def choose_schedule(
+def time_batches(
+    programs: LevelPrograms, wanted: Sequence[LevelAndSize], repeats: int, progress: Progress
+) -> dict[LevelAndSize, np.ndarray]:
+    """The seconds of each batch, [repeats].
+
+    Each runs once in a round, and rounds are in different orders, as when serving: a program that has just run takes up
+    to a tenth less, since its code and buffers are in caches.
+    """
+    rng, size = np.random.default_rng(0), programs.image_size
+    images = rng.integers(0, 256, (programs.sizes[-1], size, size, 3), np.uint8)
+    found = {batch: list[float]() for batch in wanted}
+    for done in range(1 + repeats):  # the first round links programs, and is not counted
+        for level, count in rng.permutation(wanted).tolist():
+            found[level, count].append(programs.rehearse(level, images[:count]))
+        progress("latency", done, repeats)
+    return {batch: np.array(seconds[1:]) for batch, seconds in found.items()}
+
+
+def choose_schedules(
+    programs: LevelPrograms, levels: Levels, task: Task, validation: Dataset, progress: Progress
+) -> dict[int, MergeSchedule]:
+    """How merging levels divide their merges; chosen by this task where that is not decided."""
+    schedules = dict(levels.schedules)
+    undecided = [level for level in levels.merge_levels if level not in schedules and levels.forced is None]
+    for done, level in enumerate(undecided):
+        schedules[level] = _choose_schedule(programs, levels, level, task, validation)
+        progress("schedules", done + 1, len(undecided))
+    return schedules
+
+
+def _choose_schedule(
     programs: LevelPrograms, levels: Levels, level: int, task: Task, validation: Dataset
 ) -> MergeSchedule:
     """The faster way to divide merges over the layers, unless it is less accurate by more than a standard error."""

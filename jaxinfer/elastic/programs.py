@@ -132,6 +132,11 @@ class LevelPrograms:
         self._warm: set[Program] = set()
 
     @property
+    def image_size(self) -> int:
+        """Height and width of an image, in pixels."""
+        return self._config.image_size
+
+    @property
     def levels(self) -> tuple[int, ...]:
         """The levels that are compiled, ascending."""
         return tuple(sorted(self._levels))

@@ -22,16 +22,15 @@ from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile, LevelAndSize
 from jaxinfer.elastic.levels import Levels, default_merge_levels
-from jaxinfer.elastic.profiling import choose_schedule, profile_accuracy, schedules_of, what_runs
+from jaxinfer.elastic.profiling import choose_schedules, profile_accuracy, schedules_of, time_batches, what_runs
 from jaxinfer.elastic.programs import LevelPrograms, image_bytes
-from jaxinfer.elastic.progress import Progress, no_progress
 from jaxinfer.elastic.runner import LevelRunner, best_labels
 from jaxinfer.elastic.scheduling.policies import Elastic, Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.tasks.datasets import Dataset, Division
 from jaxinfer.elastic.tasks.images import check_images
-from jaxinfer.elastic.tasks.repository import Head, Task, TaskRepository
-from jaxinfer.elastic.tasks.training import Trainer, TrainingConfig, fit_head
+from jaxinfer.elastic.tasks.repository import Task, TaskRepository
+from jaxinfer.elastic.tasks.training import Trainer, TrainingConfig
 from jaxinfer.generation.fields import check
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
@@ -40,6 +39,8 @@ from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAda
 from jaxinfer.serving.budget import Budget, Reservation, sizes_of
 from jaxinfer.serving.errors import FailedError, closed_error
 from jaxinfer.serving.heap import trim_heap
+from jaxinfer.serving.lifecycle import Closeable
+from jaxinfer.serving.progress import Progress, no_progress
 from jaxinfer.streaming.config import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def plan_in_time(profile: ServingProfile) -> Policy:
     return Elastic(profile, time_limit=PLAN_SECONDS)
 
 
-class Service:
+class Service(Closeable):
     """Classifies images for any of its tasks, at any level.
 
     Level > 0 adds so many prompts in each layer, 0 is the plain model, < 0 merges so many tokens in each layer. All
@@ -341,11 +342,7 @@ class Service:
         self._started()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """End, and give the memory of weights, tasks and programs back; may be called again.
-
-        Queries come to their end before (`drain`), or end with ClosedError, as do those that `timeout` seconds do not
-        suffice for. A task that is being registered or profiled is first kept; all other calls raise ClosedError.
-        """
+        """As of `Closeable`. A task that is being registered or profiled is first kept."""
         with self._serving:
             self._closed, decider = True, self._decider
         try:
@@ -375,12 +372,6 @@ class Service:
             if self._closed:
                 self._let_go()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close(drain=kind is None)
-
     @property
     def is_running(self) -> bool:
         """Whether queries are taken: not once it is closed, nor if the thread that serves them has died."""
@@ -409,8 +400,7 @@ class Service:
                     self._decider = QueryDecider(
                         runner, self._policy(profile), max_waiting=self._max_waiting, device=self._programs.device
                     )
-                    # At the end of the process the loop is closed, which waits for its threads.
-                    weakref.finalize(self, self._decider.loop.stop).atexit = False
+                    self._decider.loop.stop_when_dropped(self)
         return self._decider
 
     def _plan_anew(self) -> None:
@@ -473,23 +463,9 @@ class Service:
             elif division is not None:
                 raise ElasticError("register_task: give validation images, or a division of the data set, not both.")
             validation = self._checked_validation(validation, dataset.names)
-            training = training or TrainingConfig()
-            progress("head", 0, 1)
-            features = self._trainer.features(dataset.images)
-            head = fit_head(features, dataset.labels, len(dataset.names), seed=training.seed)
-            progress("head", 1, 1)
-            heads: dict[int, Head] = {0: head}
-            learnt: dict[int, np.ndarray] = {}
-            for count in sorted(set(prompts)):
-                learnt[count], heads[count] = self._trainer.prompts(
-                    dataset.images,
-                    dataset.labels,
-                    head,
-                    count,
-                    self._levels.prompt_mode,
-                    training,
-                    lambda done, total, count=count: progress(f"{count} prompts", done, total),
-                )
+            heads, learnt = self._trainer.train(
+                dataset, prompts, self._levels.prompt_mode, training or TrainingConfig(), progress
+            )
             task = Task(
                 name=name,
                 labels=dataset.names,
@@ -531,9 +507,6 @@ class Service:
     ) -> dict[LevelAndSize, np.ndarray]:
         """Time batches of all sizes, those on record excepted unless `anew`.
 
-        Each runs once in a round, and rounds are in different orders, as when serving: a program that has just run
-        takes up to a tenth less, since its code and buffers are in caches.
-
         Args:
           levels: that are timed; None: all.
           anew: whether those on record are timed again, and what was there counts no more.
@@ -547,18 +520,12 @@ class Service:
         wanted = [(n, b) for n in levels for b in sizes] if anew else self.latency.missing(levels, sizes)
         if not wanted:
             return {}
-        rng, size = np.random.default_rng(0), self.config.image_size
-        images = rng.integers(0, 256, (sizes[-1], size, size, 3), np.uint8)
-        found = {batch: list[float]() for batch in wanted}
-        for done in range(1 + repeats):  # the first round links programs, and is not counted
-            for level, count in rng.permutation(wanted).tolist():
-                found[level, count].append(self._programs.rehearse(level, images[:count]))
-            progress("latency", done, repeats)
+        found = time_batches(self._programs, wanted, repeats, progress)
         for (level, count), seconds in found.items():
-            self.latency.renew(level, count, seconds[1:])
+            self.latency.renew(level, count, seconds.tolist())
         self.latency.costs.save()
         self._plan_anew()
-        return {batch: np.array(seconds[1:]) for batch, seconds in found.items()}
+        return found
 
     def _install(self, task: Task, validation: Dataset, progress: Progress, *, anew: bool = False) -> Task:
         """Profile a task, keep it, and let it serve; what serves stays as it is if that fails.
@@ -570,7 +537,8 @@ class Service:
         before = self._levels
         try:
             with self._programs.unchanged_by_errors():
-                self._levels = dataclasses.replace(before, schedules=self._schedules(task, validation, progress))
+                schedules = choose_schedules(self._programs, before, task, validation, progress)
+                self._levels = dataclasses.replace(before, schedules=schedules)
                 self._compile_ahead(*self._tasks.values(), task)
                 found = profile_accuracy(self._programs, task, validation, self._format, progress)
                 task = dataclasses.replace(task, accuracy={**task.accuracy, **found})
@@ -581,16 +549,6 @@ class Service:
             self._reserve()  # less, if there were new levels
             raise
         return task
-
-    def _schedules(self, task: Task, validation: Dataset, progress: Progress) -> Mapping[int, MergeSchedule]:
-        """How merging levels divide their merges; chosen by this task where that is not decided."""
-        levels, schedules = self._levels, dict(self._levels.schedules)
-        if levels.forced is None:
-            undecided = [level for level in levels.merge_levels if level not in schedules]
-            for done, level in enumerate(undecided):
-                schedules[level] = choose_schedule(self._programs, levels, level, task, validation)
-                progress("schedules", done + 1, len(undecided))
-        return schedules
 
     def _serve(self, task: Task) -> None:
         """Keep a task and let it serve, at once. Raises ValueError if a policy at work cannot go by its levels."""

@@ -27,19 +27,12 @@ from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.models.loading import open_model
 from jaxinfer.serving.budget import Budget, BudgetError, Offer, Reservation, budget_of, host_budget, sizes_of
 from jaxinfer.serving.heap import map_large_arrays
+from jaxinfer.serving.progress import Progress, log_progress
 
 log = logging.getLogger(__name__)
 
 SMALLEST_MAPPED = 128 << 10
 """Bytes of arrays that go back to the system when an expert leaves: most of a convolutional model's are small."""
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is, and how much there is."""
-
-
-def log_progress(what: str, done: int, total: int) -> None:
-    """The default: to the log."""
-    log.info("%s: %d of %d", what, done, total)
 
 
 class OpenedSystem:

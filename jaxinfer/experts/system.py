@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
 from jaxinfer.experts.config import SystemConfig
 from jaxinfer.experts.errors import InsufficientMemoryError, InvalidInputError, LoadError
@@ -15,7 +14,7 @@ from jaxinfer.experts.execution.decider import InputDecider
 from jaxinfer.experts.execution.kinds import Judgement
 from jaxinfer.experts.execution.observed import ObservedProfiles
 from jaxinfer.experts.execution.runner import ExpertRunner
-from jaxinfer.experts.opened import OpenedSystem, Progress, log_progress
+from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.results import Result
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.scheduling.profile import Profile
@@ -24,6 +23,8 @@ from jaxinfer.experts.scheduling.scheduler import Assignment, Scheduler
 from jaxinfer.generation.fields import NotNegative, check
 from jaxinfer.serving.errors import OverloadedError
 from jaxinfer.serving.heap import trim_heap
+from jaxinfer.serving.lifecycle import Closeable
+from jaxinfer.serving.progress import Progress, log_progress
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ IN_FLIGHT = 1024
 """Most inputs of one `System.run` on their way, which are in memory."""
 
 
-class System(OpenedSystem):
+class System(OpenedSystem, Closeable):
     """Experts that judge inputs together, in less memory than they have.
 
     Experts with the same shapes share their programs. What they cost is measured once for each architecture and
@@ -70,8 +71,7 @@ class System(OpenedSystem):
         self._start()
         self._runner = ExpertRunner(self.scheduler.executors, self.devices, self.experts, self._programs, self._weights)
         self._decider = InputDecider(self.scheduler, self.profiles, self._runner)
-        # At the end of the process the loop is closed, which waits for its threads.
-        weakref.finalize(self, self._decider.loop.stop).atexit = False
+        self._decider.loop.stop_when_dropped(self)
 
     # -- what users do --
 
@@ -152,22 +152,12 @@ class System(OpenedSystem):
         self._decider.retry(self.graph.require(expert).name)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """End. `drain` waits for what was submitted, at most `timeout` seconds; what has not begun then fails.
-
-        Nothing is accepted any more from when this begins. What fails does so with ClosedError. The experts' memory is
-        given back. May be called again.
-        """
+        """As of `Closeable`. What has begun then may end; inputs that come while it waits are refused."""
         try:
             self._decider.loop.close(drain=drain, timeout=timeout)
         finally:
             self._reservation.release()
             trim_heap()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close(drain=kind is None)
 
     def perform(self, action: Action) -> Sequence[Judgement]:
         """Do what the scheduler has decided here and now: for a `Simulator(system.scheduler, act=system.perform)`.

@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from jaxinfer.compiled import Origin, close_at_exit
+from jaxinfer.compiled import Clock, Origin, close_at_exit
 from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError, closed_error
 from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Ticket, tell_readers
@@ -133,7 +133,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         lanes: Sequence[str] = (),
         max_tickets: int | None = None,
         statistics: Statistics | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = time.perf_counter,
     ):
         self.statistics, self.clock = Statistics() if statistics is None else statistics, clock
         self._decider, self._what, self._max_tickets = decider, what, max_tickets
@@ -185,6 +185,10 @@ class Loop[AnyTicket: Ticket[Any]]:
         error = DiedError(f"{self._what} has died of {type(self._cause).__name__}: {self._cause}. Make another one.")
         error.__cause__ = self._cause
         return error
+
+    def stop_when_dropped(self, owner: object) -> None:
+        """Stop when this is collected; at the end of the process the loop is closed, which waits for its threads."""
+        weakref.finalize(owner, self.stop).atexit = False
 
     def wake(self) -> None:
         """Have the decider polled: something has happened."""

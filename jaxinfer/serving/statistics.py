@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
+from jaxinfer.compiled import Clock
 from jaxinfer.serving.errors import DeadlineExceededError, ShedError
 
 
@@ -28,7 +29,7 @@ class Statistics:
     batches: int = 0
 
     @contextlib.contextmanager
-    def timing(self, field: str, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
+    def timing(self, field: str, clock: Clock = time.thread_time) -> Iterator[None]:
         """Add to a field the seconds that something takes, of the thread's CPU or on another clock."""
         begun = clock()
         try:

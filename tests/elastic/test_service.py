@@ -30,7 +30,6 @@ from jaxinfer.elastic import (
     TrainingConfig,
     UnknownTaskError,
 )
-from jaxinfer.elastic import service as service_module
 from jaxinfer.elastic.latency import NEWEST, LatencyProfile
 from jaxinfer.elastic.programs import Classify
 from jaxinfer.elastic.scheduling.policies import FixedLevel
@@ -220,7 +219,7 @@ def test_what_a_task_was_not_trained_on_is_kept_with_it(vit, empty, monkeypatch)
         trained.append(len(labels))
         return fit_head(features, labels, *args, **options)
 
-    monkeypatch.setattr(service_module, "fit_head", counted)
+    monkeypatch.setattr("jaxinfer.elastic.tasks.training.fit_head", counted)
     empty.register_task("a", dataset, division=division, training=QUICK)
     assert trained == [len(division.of(dataset).training)]
     again = Service.from_checkpoint(vit, repository=empty._repository.folder, merge_levels=(-4,), max_batch=2)
@@ -421,7 +420,7 @@ def two_tasks(vit, tmp_path, options):
         return Service.from_checkpoint(vit, repository=tmp_path / "tasks", **given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxinfer.elastic.service.choose_schedule", lambda *_: MergeSchedule.CONSTANT)
+        patch.setattr("jaxinfer.elastic.profiling._choose_schedule", lambda *_: MergeSchedule.CONSTANT)
         made = opened()
         for seed, name in enumerate("ab"):
             made.register_task(name, stripes(40, seed=seed), training=QUICK)
@@ -438,7 +437,7 @@ def check_all_are_served(service, names):
 @pytest.fixture
 def chooses_otherwise(monkeypatch):
     """Whatever is timed now, what is decreasing wins."""
-    monkeypatch.setattr("jaxinfer.elastic.service.choose_schedule", lambda *_: MergeSchedule.DECREASING)
+    monkeypatch.setattr("jaxinfer.elastic.profiling._choose_schedule", lambda *_: MergeSchedule.DECREASING)
 
 
 @pytest.mark.parametrize("changed", [{}, {"schedule": "decreasing"}, {"merge_levels": (-2,)}])

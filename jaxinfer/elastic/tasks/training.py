@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.elastic.tasks.repository import Head
 from jaxinfer.generation.fields import AtLeast1, Positive, check_fields
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.token_adaptation import PromptMode, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
+from jaxinfer.serving.progress import Progress, no_progress
 
 Leaves = list[jax.Array]
 
@@ -60,6 +62,39 @@ class Trainer:
 
     def __init__(self, config: ViTConfig, weights: WeightFormat, leaves: Leaves):
         self._config, self._weights, self._leaves = config, weights, leaves
+
+    def train(
+        self,
+        dataset: Dataset,
+        prompts: Iterable[int],
+        mode: PromptMode,
+        options: TrainingConfig,
+        progress: Progress = no_progress,
+    ) -> tuple[dict[int, Head], dict[int, np.ndarray]]:
+        """What a task has of its own: by number of prompts a head (0: of none), and the prompts of each layer.
+
+        Args:
+          dataset: images and labels.
+          prompts: numbers of prompts.
+          mode: what becomes of a layer's prompts in the next one.
+          options: how they are trained.
+          progress: see `Progress`.
+        """
+        progress("head", 0, 1)
+        head = fit_head(self.features(dataset.images), dataset.labels, len(dataset.names), seed=options.seed)
+        progress("head", 1, 1)
+        heads, learnt = {0: head}, dict[int, np.ndarray]()
+        for count in sorted(set(prompts)):
+            learnt[count], heads[count] = self.prompts(
+                dataset.images,
+                dataset.labels,
+                head,
+                count,
+                mode,
+                options,
+                functools.partial(progress, f"{count} prompts"),
+            )
+        return heads, learnt
 
     def features(self, images: np.ndarray) -> np.ndarray:
         """What the head sees at level 0, float32 [N, D]."""

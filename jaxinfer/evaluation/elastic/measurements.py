@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jaxinfer.elastic.latency import LevelAndSize
-from jaxinfer.elastic.progress import Progress, no_progress
 from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
@@ -15,6 +14,7 @@ from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.evaluation.elastic.simulator import Served, simulate
 from jaxinfer.evaluation.elastic.workloads import QueryKind, make_queries, table_ii
 from jaxinfer.generation.engine.buckets import round_up
+from jaxinfer.serving.progress import Progress, no_progress
 
 SAMPLES = 40
 """Batches of each level and size that are timed."""

@@ -10,7 +10,7 @@ from jaxinfer.elastic.scheduling.controller import Controller
 from jaxinfer.elastic.scheduling.policies import Decision, Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Outcome, Query
-from jaxinfer.evaluation.simulation import Simulation
+from jaxinfer.serving.simulation import Simulation
 
 Sampler = Callable[[int, int], float]
 """Seconds that a batch takes, from level and number of queries."""

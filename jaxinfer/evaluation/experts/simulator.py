@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 
 from jaxinfer.evaluation.experts.workloads import TraceRequest
-from jaxinfer.evaluation.simulation import Simulation
 from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.scheduling.profile import Tier
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.serving.errors import ServingError
+from jaxinfer.serving.simulation import Simulation
 
 
 class Hardware(Protocol):

@@ -1,9 +1,9 @@
 """What experts cost while a system runs: what was measured before, corrected by what loads and batches really take."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from jaxinfer.compiled import Drift
+from jaxinfer.compiled import Clock, Drift
 from jaxinfer.experts.scheduling.profile import Profile, Profiles, Tier
 from jaxinfer.experts.scheduling.request import Batch, Load
 from jaxinfer.experts.scheduling.scheduler import Scheduler
@@ -28,7 +28,7 @@ class ObservedProfiles(Mapping[_Key, Profile]):
       clock: in seconds.
     """
 
-    def __init__(self, measured: Profiles, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, measured: Profiles, *, clock: Clock = time.monotonic):
         self._measured, self._corrected = measured, dict[_Key, Profile]()
         self._drift: Drift[tuple[_Key, str]] = Drift(least=LEAST, tolerance=DRIFT, forget=FORGET, clock=clock)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -58,8 +57,7 @@ class AsyncLLM(EngineHolder):
         super().__init__(load(path, owner="AsyncLLM", **options))
         self.engine.compile_ahead()
         self._loop = RequestDecider(self.engine, max_requests=max_requests).loop
-        # At the end of the process the loop is closed, which waits for its thread.
-        weakref.finalize(self, self._loop.stop).atexit = False
+        self._loop.stop_when_dropped(self)
 
     def prepare(self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None) -> Request:
         """A request that other methods take in place of a prompt: tokenised and checked, its `request_id` known.

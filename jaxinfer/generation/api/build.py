@@ -10,14 +10,13 @@ from typing import Annotated, Any, cast
 from msgspec import Meta
 
 from checkpoints.reading import GROUP_BYTES
-from jaxinfer.compiled import Costs
+from jaxinfer.compiled import Clock, Costs
 from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.page_pool import PagePool
-from jaxinfer.generation.engine.protocols import Clock
 from jaxinfer.generation.engine.scheduler import DecoderScheduler
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.chain import ChainExecutor, EncoderChainExecutor

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from typing import Self
 
 from jaxinfer.compiled import close_at_exit
 from jaxinfer.generation.api.loading import LoadedEngine
@@ -13,17 +12,18 @@ from jaxinfer.models.loading import LoadedModel
 from jaxinfer.serving.budget import Budget
 from jaxinfer.serving.errors import closed_error
 from jaxinfer.serving.heap import trim_heap
+from jaxinfer.serving.lifecycle import Closeable
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.statistics import StreamingStatistics
 
 
-class EngineHolder:
+class EngineHolder(Closeable):
     """Holds an engine until it is closed; then whatever needs it raises ClosedError."""
 
     def __init__(self, loaded: LoadedEngine):
         self._held: LoadedEngine | None = loaded
         self._ending = False  # no call may begin
-        self._calls: set[_Call] = set()  # that have not come back
+        self._calls: set[_RunningCall] = set()  # that have not come back
         self._idle = threading.Condition()
         close_at_exit(loaded.engine, Engine.close)  # a thread that still ran a step could crash the interpreter
 
@@ -98,18 +98,12 @@ class EngineHolder:
             reservation.release()
             trim_heap()
 
-    def _call(self) -> "_Call":
+    def _call(self) -> "_RunningCall":
         """Marks a call of another thread, which `close` may wait for."""
-        return _Call(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close(drain=kind is None)
+        return _RunningCall(self)
 
 
-class _Call:
+class _RunningCall:
     """A call of a holder's method, from its beginning to its end."""
 
     def __init__(self, holder: EngineHolder):

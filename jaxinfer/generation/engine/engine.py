@@ -8,13 +8,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 
-from jaxinfer.compiled import Origin
+from jaxinfer.compiled import Clock, Origin
 from jaxinfer.compiled.costs import SAVE_SECONDS
 from jaxinfer.generation.engine.batch import Batch, Failure, StepOutput
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.output import OutputProcessor
-from jaxinfer.generation.engine.protocols import Clock, Executor, InFlightStep, Scheduler
+from jaxinfer.generation.engine.protocols import Executor, InFlightStep, Scheduler
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import PoolingParams, SamplingParams

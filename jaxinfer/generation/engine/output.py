@@ -4,8 +4,8 @@ import logging
 
 import numpy as np
 
+from jaxinfer.compiled import Clock
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, SequenceOutput, StepOutput
-from jaxinfer.generation.engine.protocols import Clock
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.outputs import NO_TOKEN, FinishReason, TokenLogprob
 

@@ -1,15 +1,12 @@
 """What the engine asks of its parts: a `Scheduler` decides what runs, an `Executor` runs it on the device."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from jaxinfer.compiled import Costs, Program, ProgramCache
 from jaxinfer.generation.engine.batch import Batch, StepOutput
 from jaxinfer.generation.engine.request import Request, Sequence
-
-Clock = Callable[[], float]
-"""Seconds since some moment: `time.perf_counter`, or the time of a simulation."""
 
 
 @dataclasses.dataclass(frozen=True)

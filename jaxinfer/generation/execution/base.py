@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from jaxinfer.compiled import Costs, DeviceTime, ExecutableStore, ProgramCache, ProgramSpec
+from jaxinfer.compiled import Clock, Costs, DeviceTime, ExecutableStore, ProgramCache, ProgramSpec
 from jaxinfer.generation.engine.config import SharedConfig
-from jaxinfer.generation.engine.protocols import Clock, InFlightStep
+from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.execution.platforms import can_overlap
 from jaxinfer.models.loading import LoadedModel
 

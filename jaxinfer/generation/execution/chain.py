@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.compiled import Costs, Program, ProgramSpec
+from jaxinfer.compiled import Clock, Costs, Program, ProgramSpec
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, EncoderBuckets, round_up
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig
-from jaxinfer.generation.engine.protocols import Clock, InFlightStep
+from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.encoder import EncoderExecutor

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.compiled import Program, ProgramSpec, Sizes
+from jaxinfer.compiled import Clock, Program, ProgramSpec, Sizes
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, StepOutput
 from jaxinfer.generation.engine.buckets import Buckets, round_up
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.generation.engine.protocols import Clock, InFlightStep
+from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.engine.speculation import PassCosts
 from jaxinfer.generation.execution.base import BaseExecutor

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.compiled import Costs, Program, ProgramSpec
+from jaxinfer.compiled import Clock, Costs, Program, ProgramSpec
 from jaxinfer.generation.engine.batch import Batch, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.buckets import EncoderBuckets, round_up
 from jaxinfer.generation.engine.config import EncoderEngineConfig
-from jaxinfer.generation.engine.protocols import Clock, InFlightStep
+from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.execution.base import BaseExecutor
 from jaxinfer.generation.execution.programs import embed

@@ -1,6 +1,6 @@
 """The clock goes from moment to moment, and what ends at a moment comes before what arrives."""
 
-from jaxinfer.evaluation.simulation import Simulation
+from jaxinfer.serving.simulation import Simulation
 
 
 def run(simulation, following=None):
