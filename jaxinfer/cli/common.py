@@ -18,7 +18,8 @@ MeshOption = Annotated[
     typer.Option(help='Devices: "tensor=2", or a TOML file with a table named mesh and perhaps rules (default: one).'),
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as stored).")
+    str | None,
+    typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as stored; float32 on a CPU)."),
 ]
 QuantizeOption = Annotated[str | None, typer.Option(help="Of the matrices: int8, int4 or fp8 (default: as stored).")]
 SpeculationOption = Annotated[

@@ -23,14 +23,17 @@ def info(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.")],
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     costs: Annotated[
         bool, typer.Option("--costs", help="Also what programs took on this machine, in all formats.")
     ] = False,
 ) -> None:
-    """Show family, sizes, dtype and bytes, and the memory per device for a mesh, a context and a batch."""
+    """Show family, sizes, dtype and bytes, and what is reserved of each device for a mesh, a context and a batch.
+
+    With the dtype that models have on this machine, if none is given.
+    """
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
@@ -39,15 +42,15 @@ def info(
     from jaxinfer.generation.execution.memory import device_tenants
     from jaxinfer.models import VisionConfig, WeightFormat
     from jaxinfer.models.description import Description, weight_format
-    from jaxinfer.models.devices import bytes_per_device
+    from jaxinfer.models.devices import bytes_per_device, default_dtype
     from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
     from jaxinfer.serving.budget import Budget, Reservation
     from sharding import MeshConfig, ShardingRules
 
     manifest, description = read_manifest(directory), Description.read(directory)
-    config, weights = description.config, weight_format(description, dtype=dtype, quantize=quantize)
-    file = parse_mesh(mesh)
+    config, file = description.config, parse_mesh(mesh)
+    weights = weight_format(description, dtype=dtype or default_dtype(None), quantize=quantize)
     layout, rules = file.mesh or MeshConfig(), file.rules or ShardingRules()
     reads_images = isinstance(config, VisionConfig)
     longest = 0 if reads_images else config.context
@@ -75,7 +78,7 @@ def info(
         if value != "":
             table.add_row(name, str(value))
     served = f", batch {batch} of {context} tokens" if cache_bytes else ""
-    console, budget = Console(), Budget(f"each device{served}", None)
+    console, budget = Console(), Budget(f"each device, {weights.quantized or weights.dtype}{served}", None)
     would_have = Reservation(directory.resolve().name)
     tenants = device_tenants(weights=weight_bytes, cache=cache_bytes)
     would_have.resize({(budget, tenant): size for tenant, size in tenants.items()})

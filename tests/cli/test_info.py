@@ -1,13 +1,16 @@
 import pathlib
 
 import pytest
+from rich.filesize import decimal
 from typer.testing import CliRunner
 
+from jaxinfer import LLM
 from jaxinfer.cli import app
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import load_model, open_model
+from jaxinfer.serving.budget import HOST
 from jaxinfer.streaming.layer_folders import remove_layer_folders, write_layer_files
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -48,8 +51,16 @@ def test_memory_for_a_mesh_a_context_and_a_batch(model):
     assert cache == 19_200
     assert rows["KV pages"] == "19.2 kB"
     done = CliRunner().invoke(app, ["info", str(model), "--context", "50", "--batch", "4"])
-    assert "each device, batch 4 of 50 tokens: 88.0 kB reserved" in done.stdout
+    assert "each device, float32, batch 4 of 50 tokens: 88.0 kB reserved" in done.stdout
     assert rows["weights"] < "9"  # kB: a quarter, half of it, and the scales
+
+
+def test_what_is_reserved_is_what_a_model_reserves(model):
+    with LLM(model) as llm:
+        held = {held.tenant: decimal(held.bytes) for held in llm.budgets[HOST].holdings if held.owner == "LLM model"}
+    assert held.keys() == {"weights", "KV pages"}
+    assert _rows(model).items() >= held.items()
+    assert _rows(model, "--dtype", "bfloat16")["weights"] == "25.1 kB"  # half, but for the norms
 
 
 def test_encoders_have_no_cache(tmp_path):
