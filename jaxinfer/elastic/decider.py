@@ -19,7 +19,7 @@ from jaxinfer.elastic.scheduling.controller import Controller
 from jaxinfer.elastic.scheduling.policies import Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.serving.errors import FailedError, ShedError
+from jaxinfer.serving.errors import FailedError, ShedError, caused
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import Ticket
 
@@ -108,7 +108,7 @@ class QueryDecider(Decider[QueryTicket]):
     def next_time(self) -> float | None:
         if not self._unplanned or len(self._running) > 1:
             return None
-        return self._running[0].expected_end - LEAD if self._running else self.loop.clock()
+        return self._running[0].expected_end - LEAD if self._running else 0.0  # at once
 
     @property
     def _unplanned(self) -> bool:
@@ -123,10 +123,9 @@ class QueryDecider(Decider[QueryTicket]):
     def poll(self, now: float) -> Sequence[Work]:
         if sent := self._take_sent():
             return sent
-        ahead = self._running[0] if self._running else None
-        if not self._unplanned or len(self._running) > 1 or (ahead is not None and now < ahead.expected_end - LEAD):
+        if (due := self.next_time) is None or now < due:
             return ()
-        start = now if ahead is None else max(now, ahead.expected_end)
+        start = max(now, self._running[0].expected_end) if self._running else now
         arrived, withdrawn, self._inbox, self._withdrawn = self._inbox, self._withdrawn, [], set()
         return [Work(functools.partial(self._plan, start, arrived, withdrawn))]
 
@@ -180,8 +179,7 @@ class QueryDecider(Decider[QueryTicket]):
     def _begin(self, queries: Sequence[Query]) -> list[QueryTicket]:
         """Those that were not cancelled, which from now on they cannot be."""
         with self.loop.lock:
-            tickets = [self.loop.find(query.id) for query in queries]
-            return [ticket for ticket in tickets if ticket is not None and ticket.begin()]
+            return [x for query in queries if (x := self.loop.find(query.id)) is not None and x.begin()]
 
     def _launch(self, tickets: list[QueryTicket], level: int, start: float) -> _InFlight | None:
         sent = self.loop.clock()
@@ -198,8 +196,7 @@ class QueryDecider(Decider[QueryTicket]):
 
     def _collect(self, batch: _InFlight) -> tuple[list[tuple[str, np.ndarray] | FailedError], Interval]:
         """A batch's answers, and its time, from when the device was free until they were there."""
-        answers = self._runner.collect(batch.launched)
-        return answers, self._time.end(batch.sent)
+        return self._runner.collect(batch.launched), self._time.end(batch.sent)
 
     # What has ended
 
@@ -248,8 +245,7 @@ class QueryDecider(Decider[QueryTicket]):
     def _fail_waiting(self, cause: Exception) -> None:
         """The policy has failed: end all queries that wait."""
         log.error("The policy has failed; the queries that wait end with an error.", exc_info=cause)
-        error = FailedError(f"the policy has failed at the queries that waited: {cause!r}")
-        error.__cause__ = cause
+        error = caused(FailedError(f"the policy has failed at the queries that waited: {cause!r}"), cause)
         with self.loop.lock:
             self.loop.end_waiting(error)
             self._forget_waiting()

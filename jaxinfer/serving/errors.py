@@ -36,6 +36,12 @@ def closed_error(what: str) -> ClosedError:
     return ClosedError(f"{what} is closed: it takes no more requests, and has ended those it had.")
 
 
+def caused[Error: Exception](error: Error, cause: BaseException) -> Error:
+    """An error with its cause, for those who are not there to catch it where it is raised."""
+    error.__cause__ = cause
+    return error
+
+
 class DiedError(ServingError):
     """What serves has died, of `__cause__`, and all its requests have ended."""
 

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from jaxinfer.compiled import Clock, Origin, close_at_exit
-from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError, closed_error
+from jaxinfer.serving.errors import ClosedError, DiedError, OverloadedError, caused, closed_error
 from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Ticket, tell_readers
 
@@ -77,9 +77,9 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
         """What begins now, in this order. In the loop's thread, after anything has happened or at `next_time`."""
 
     @property
-    @abc.abstractmethod
     def next_time(self) -> float | None:
         """When to be polled if nothing happens before; None: not at all."""
+        return None
 
     @abc.abstractmethod
     def done(self, done: Done) -> None:
@@ -182,9 +182,8 @@ class Loop[AnyTicket: Ticket[Any]]:
         """What a request gets that comes after the end, or has not ended then."""
         if self._cause is None:
             return closed_error(self._what)
-        error = DiedError(f"{self._what} has died of {type(self._cause).__name__}: {self._cause}. Make another one.")
-        error.__cause__ = self._cause
-        return error
+        why = f"{type(self._cause).__name__}: {self._cause}"
+        return caused(DiedError(f"{self._what} has died of {why}. Make another one."), self._cause)
 
     def stop_when_dropped(self, owner: object) -> None:
         """Stop when this is collected; at the end of the process the loop is closed, which waits for its threads."""
@@ -481,10 +480,6 @@ class Loop[AnyTicket: Ticket[Any]]:
 
 class _Nothing(Decider[Any]):
     """Takes the place of a decider at the end."""
-
-    @property
-    def next_time(self) -> None:
-        return None
 
     def submit(self, ticket: Ticket[Any], now: float) -> None: ...
 

@@ -24,7 +24,7 @@ from jaxinfer.experts.scheduling.policy import Policy
 from jaxinfer.experts.scheduling.profile import Profile, Profiles
 from jaxinfer.experts.scheduling.queue import Group
 from jaxinfer.experts.scheduling.request import Action, Batch, Failure, Load, Request
-from jaxinfer.serving.errors import DeadlineExceededError, FailedError, OverloadedError
+from jaxinfer.serving.errors import DeadlineExceededError, FailedError, OverloadedError, caused
 
 MAX_PADDING = 0.25
 FIRST_BACK_OFF = 1.0
@@ -409,9 +409,7 @@ class Scheduler:
                     waiting += executor.batch.requests
                     self._end_batch(executor)
                 waiting += executor.queue.remove_expert(name)
-        shown = LoadError(f"expert {name!r} cannot be loaded: {error}")
-        shown.__cause__ = error
-        return self._requeue(waiting, shown, now)
+        return self._requeue(waiting, caused(LoadError(f"expert {name!r} cannot be loaded: {error}"), error), now)
 
     def _requeue(self, requests: Iterable[Request], error: Exception, now: float) -> list[Failure]:
         """Have other executors run requests, once; those that none can run end with this error."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Sequence as TokenSequence
 from jaxinfer.generation.engine.ticket import RequestTicket
-from jaxinfer.serving.errors import FailedError
+from jaxinfer.serving.errors import FailedError, caused
 from jaxinfer.serving.loop import Decider, Done, Loop, Work
 from jaxinfer.serving.ticket import tell_readers
 
@@ -33,10 +33,6 @@ class RequestDecider(Decider[RequestTicket]):
         self.loop.start()
 
     # What a loop asks
-
-    @property
-    def next_time(self) -> None:
-        """A step is followed by the next without being asked."""
 
     def submit(self, ticket: RequestTicket, now: float) -> None:
         self._arrived.append(ticket)
@@ -97,8 +93,7 @@ class RequestDecider(Decider[RequestTicket]):
         """Give callers what a step has brought, and end what has ended."""
         changed = []
         for request_id in request_ids:
-            ticket = self.loop.find(request_id)
-            if ticket is None:  # it was in flight when it ended
+            if (ticket := self.loop.find(request_id)) is None:  # it was in flight when it ended
                 continue
             try:
                 if ticket.finished:
@@ -114,6 +109,5 @@ class RequestDecider(Decider[RequestTicket]):
         try:
             outcome = ticket.result()
         except BaseException as error:
-            outcome = FailedError(f"Its output could not be made: {type(error).__name__}: {error}")
-            outcome.__cause__ = error
+            outcome = caused(FailedError(f"Its output could not be made: {type(error).__name__}: {error}"), error)
         self.loop.end(ticket, outcome)
