@@ -248,6 +248,7 @@ class Loop[AnyTicket: Ticket[Any]]:
                 self._leave_line(next(iter(self._line)))
             if not self._tickets:
                 self._idle.notify_all()
+                self._news.put(None)  # the loop itself may have ended the last one, and wait for it
 
     def end_waiting(self, error: Exception) -> None:
         """End all requests that have not begun."""

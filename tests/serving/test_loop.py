@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.serving import ClosedError, DiedError, FailedError, OverloadedError
+from jaxinfer.serving import ClosedError, DeadlineExceededError, DiedError, FailedError, OverloadedError
 from jaxinfer.serving import loop as loop_module
 from jaxinfer.serving.loop import Decider, Loop, Work
 from jaxinfer.serving.ticket import Reader, Ticket
@@ -256,3 +256,25 @@ def test_what_is_decided_for_is_let_go(start):
     wait([cancelled], PATIENCE)
     with pytest.raises(CancelledError):
         cancelled.result(0)
+
+
+def test_a_drain_ends_with_a_ticket_that_ends_while_polling():
+    """As a deadline does that passes before anything has begun: nothing else happens then."""
+
+    class Expiring(InTurn):
+        @property
+        def next_time(self):
+            return self.loop.clock() + 0.05 if self.waiting else None
+
+        def poll(self, now):
+            if self.loop.num_tickets and not self.loop.is_running:
+                self.loop.end(self.waiting.pop(), DeadlineExceededError("late"))
+            return ()
+
+    decider = Expiring()
+    future = decider.loop.serve(Item(0))
+    closing = threading.Thread(target=decider.loop.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert isinstance(future.exception(PATIENCE), DeadlineExceededError)
