@@ -32,7 +32,7 @@ class EngineOptions(TypedDict, total=False):
     max_lora_rank: int
     """The highest rank of an adapter."""
     adapter_bytes: int
-    """Host memory for adapters that are not on the device; if not given, never more than a quarter of what is free."""
+    """Host memory for adapters that are not on the device; if not given, at most a quarter of what is unreserved."""
     overlap: bool
     """Whether the host schedules the next step while the device runs one."""
     level: int
@@ -137,6 +137,11 @@ class EngineConfig(SharedConfig):
         self.check("max_adapters", self.max_adapters >= 0, ">= 0")
         self.check("adapter_bytes", self.adapter_bytes >= 0, ">= 0")
         self.check("kv_dtype", self.kv_dtype in (None, *KV_DTYPES), f"None or one of {KV_DTYPES}")
+
+    @property
+    def of_programs(self) -> Self:
+        """The same as programs depend on it: without what the host alone decides, by what memory is free at a start."""
+        return dataclasses.replace(self, adapter_bytes=EngineConfig.adapter_bytes)
 
     @property
     def pages_per_sequence(self) -> int:

@@ -109,7 +109,7 @@ class DeviceLayout:
         self.config, self.weights, self.engine, self.num_pages = config, weights, engine, num_pages
         self.mesh, self.platform, self._rules = mesh, platform, rules or ShardingRules()
         self._fitting = fitting or Fitting(original=config, config=config)
-        self.static = DecoderStatic(self.config, weights, engine, self._rules, processors)
+        self.static = DecoderStatic(self.config, weights, engine.of_programs, self._rules, processors)
         self._placed = mesh is not None or leaves is not None
         self.leaves = self._shapes() if leaves is None else list(leaves)
         self.state = self._state()

@@ -11,7 +11,7 @@ from jaxinfer import LLM, Embedder, SamplingParams
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import OpenedModel, save_model
-from jaxinfer.serving.budget import host_budget
+from jaxinfer.serving.budget import Budget, host_budget
 from sharding import MeshConfig
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
@@ -64,6 +64,16 @@ def test_where_there_is_little_memory_few_adapters_are_kept(model_dir, adapter, 
         assert llm.engine.adapters.host_bytes == 8 << 20
     with pytest.raises(ValueError, match="raise cache_bytes"):
         LLM(model_dir, adapters={"a": adapter}, adapter_bytes=32 << 20, **ONE)
+
+
+def test_programs_do_not_depend_on_what_is_free(model_dir, monkeypatch):
+    """Else every start beside others would compile anew."""
+    statics = []
+    for free in (3_000_000_000, 3_100_000_000):
+        monkeypatch.setattr(Budget, "free", free)
+        with LLM(model_dir, max_adapters=1, **ONE) as llm:
+            statics.append(llm.engine.executor._layout.static)
+    assert statics[0] == statics[1]
 
 
 def test_layers_that_stay_are_offered_for_what_reading_them_takes(deep):
