@@ -179,7 +179,7 @@ class QueryDecider(Decider[QueryTicket]):
     def _begin(self, queries: Sequence[Query]) -> list[QueryTicket]:
         """Those that were not cancelled, which from now on they cannot be."""
         with self.loop.lock:
-            return [x for query in queries if (x := self.loop.find(query.id)) is not None and x.begin()]
+            return [x for query in queries if (x := self.loop.tickets.get(query.id)) is not None and x.begin()]
 
     def _launch(self, tickets: list[QueryTicket], level: int, start: float) -> _InFlight | None:
         sent = self.loop.clock()

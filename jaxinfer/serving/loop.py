@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -169,9 +169,9 @@ class Loop[AnyTicket: Ticket[Any]]:
         return 0 if self._origin.forked else len(self._tickets) + len(self._line)
 
     @property
-    def tickets(self) -> "list[AnyTicket]":
-        """The requests that were accepted and have not ended."""
-        return list(self._tickets.values())
+    def tickets(self) -> Mapping[Hashable, AnyTicket]:
+        """The requests that were accepted and have not ended, by key; for deciders. It changes under the lock."""
+        return self._tickets
 
     @property
     def is_running(self) -> bool:
@@ -253,7 +253,7 @@ class Loop[AnyTicket: Ticket[Any]]:
     def end_waiting(self, error: Exception) -> None:
         """End all requests that have not begun."""
         with self.lock:
-            for ticket in self.tickets:
+            for ticket in list(self._tickets.values()):
                 if not ticket.begun:
                     self.end(ticket, error)
 

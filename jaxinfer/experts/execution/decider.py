@@ -134,7 +134,7 @@ class InputDecider(Decider[InputTicket]):
         return None
 
     def _judge(self, batch: Batch) -> Sequence[Judgement]:
-        tickets = [self.loop.find(request.id) for request in batch.requests]
+        tickets = [self.loop.tickets.get(request.id) for request in batch.requests]
         return self._runner.judge(batch, [None if ticket is None else ticket.value for ticket in tickets])
 
     def _load_begins(self, load: Load) -> None:
@@ -189,7 +189,7 @@ class InputDecider(Decider[InputTicket]):
 
     def _follow(self, request: Request, stage: Stage, now: float) -> None:
         """Have the next expert judge the input, if its rules say so; otherwise it is done."""
-        if (ticket := self.loop.find(request.id)) is None:
+        if (ticket := self.loop.tickets.get(request.id)) is None:
             return
         ticket.stages += (stage,)
         following = self.scheduler.graph.next(request.expert, stage.judgement.verdict)
@@ -206,5 +206,5 @@ class InputDecider(Decider[InputTicket]):
 
     def _fail(self, failures: Sequence[Failure]) -> None:
         for failure in failures:
-            if (ticket := self.loop.find(failure.request.id)) is not None:
+            if (ticket := self.loop.tickets.get(failure.request.id)) is not None:
                 self.loop.end(ticket, failure.error)

@@ -162,10 +162,8 @@ class AsyncLLM(EngineHolder):
 
         Raises ValueError for an invalid prompt.
         """
-        pending = RequestTicket(self.prepare(prompt, params).sequences(), owner=self)
-        self._loop.submit(pending, block=block)
-        assert pending.future is not None
-        return pending.future
+        ticket = RequestTicket(self.prepare(prompt, params).sequences(), owner=self)
+        return self._loop.serve(ticket, block=block)
 
     def abort(self, request_id: str) -> None:
         """Give a request up, from any thread: it ends as it is, with FinishReason.ABORT. Nothing if it has ended."""

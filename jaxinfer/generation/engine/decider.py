@@ -50,7 +50,7 @@ class RequestDecider(Decider[RequestTicket]):
         return False
 
     def drain(self, error: Exception) -> Sequence[Work]:
-        for ticket in self.loop.tickets:
+        for ticket in self.loop.tickets.values():
             self._engine.abort(ticket.key)
         return ()
 
@@ -70,7 +70,7 @@ class RequestDecider(Decider[RequestTicket]):
     def _step(self, arrived: list[RequestTicket], given_up: list[RequestTicket]) -> None:
         """One step, with what has come since the last one."""
         new = [sequence for ticket in arrived for sequence in ticket.sequences]
-        aborts = [ticket.key for ticket in given_up if self.loop.find(ticket.key) is ticket]
+        aborts = [ticket.key for ticket in given_up if self.loop.tickets.get(ticket.key) is ticket]
         try:
             advanced = self._advance(new, aborts)
         except BaseException as error:  # the engine begins anew; if that does not help, the thread dies
@@ -93,7 +93,7 @@ class RequestDecider(Decider[RequestTicket]):
         """Give callers what a step has brought, and end what has ended."""
         changed = []
         for request_id in request_ids:
-            if (ticket := self.loop.find(request_id)) is None:  # it was in flight when it ended
+            if (ticket := self.loop.tickets.get(request_id)) is None:  # it was in flight when it ended
                 continue
             try:
                 if ticket.finished:
