@@ -37,7 +37,7 @@ from jaxinfer.models.devices import bytes_per_device
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.loading import save_model
 from jaxinfer.models.presets import preset
-from sharding import ShardingRules
+from jaxinfer.sharding import ShardingRules
 
 SIZES: dict[str, Any] = {"max_batch": 2, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
 GATHER_BYTES = 64 * 8

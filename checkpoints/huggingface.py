@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from checkpoints.errors import CheckpointError
-from checkpoints.paths import inside
+from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.paths import inside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONVERT_PICKLE = (

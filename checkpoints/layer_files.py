@@ -27,9 +27,9 @@ import ml_dtypes  # noqa: F401  (teaches numpy the name "bfloat16")
 import msgspec
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.paths import inside
-from checkpoints.writing import sole_owner
+from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.paths import inside
+from jaxinfer.checkpoints.writing import sole_owner
 
 FORMAT = 2
 MANIFEST = "layers.json"

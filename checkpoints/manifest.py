@@ -17,8 +17,8 @@ import ml_dtypes  # noqa: F401  (teaches numpy the name "bfloat16")
 import msgspec
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.paths import inside
+from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.paths import inside
 
 FORMAT = 1
 MANIFEST = "manifest.json"

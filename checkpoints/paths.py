@@ -2,7 +2,7 @@
 
 import pathlib
 
-from checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.errors import CheckpointError
 
 
 def inside(folder: pathlib.Path, name: str) -> pathlib.Path:

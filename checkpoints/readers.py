@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from typing import Any
 
-from checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.errors import CheckpointError
 
 READERS = 4
 """Threads that read blocks: enough to keep an NVMe disk busy, and together a tenth of a core at 1 GB/s."""

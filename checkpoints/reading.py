@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from checkpoints.errors import CheckpointError
-from checkpoints.manifest import MANIFEST, Leaf, read_manifest
-from sharding import ShardingRules
+from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.manifest import MANIFEST, Leaf, read_manifest
+from jaxinfer.sharding import ShardingRules
 
 GROUP_BYTES = 128 << 20  # read at once: bounds host memory, and is enough to keep the disk busy
 

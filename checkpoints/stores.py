@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from checkpoints.layer_files import LayerFiles, aligned_buffer, slice_start
-from checkpoints.readers import Readers
+from jaxinfer.checkpoints.layer_files import LayerFiles, aligned_buffer, slice_start
+from jaxinfer.checkpoints.readers import Readers
 
 TAKE_SECONDS = 1.0
 """How long to wait for a buffer that reads which were given up still write to, before there is another one."""

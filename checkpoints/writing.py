@@ -13,9 +13,9 @@ from typing import Self
 import jax
 import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.manifest import Leaf, write_manifest
-from checkpoints.paths import inside
+from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.manifest import Leaf, write_manifest
+from jaxinfer.checkpoints.paths import inside
 
 GROUP_BYTES = 256 << 20  # leaves are collected up to this size, then written
 CHUNK_BYTES = 64 << 20  # largest chunk of a leaf on disk; a device reads whole chunks to get its shard

@@ -9,7 +9,7 @@ progress bar.
 import argparse
 from pathlib import Path
 
-from checkpoints import read_manifest, verify_files
+from jaxinfer.checkpoints import read_manifest, verify_files
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.verification import compare_tensors
 

@@ -45,7 +45,7 @@ from jaxinfer.models.loading import save_model
 from jaxinfer.models.mlp import Mlp
 from jaxinfer.models.rotary import rotary_table
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels.rotary import rotate
+from jaxinfer.pallas_kernels.rotary import rotate
 
 END_OF_TEXT = "<|endoftext|>"
 STORED = "bfloat16"

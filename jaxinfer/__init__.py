@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams
     from jaxinfer.generation.params import StructuredOutputsParams
     from jaxinfer.generation.sampling.sampler import LogitsProcessor
-    from sharding import MeshConfig
+    from jaxinfer.sharding import MeshConfig
 
 __all__ = [
     "LLM",
@@ -43,7 +43,7 @@ _MODULES = {
     "BeamSearchOutput": "jaxinfer.generation.api.beam_search",
     "BeamSearchParams": "jaxinfer.generation.api.beam_search",
     "LogitsProcessor": "jaxinfer.generation.sampling.sampler",
-    "MeshConfig": "sharding",
+    "MeshConfig": "jaxinfer.sharding",
     "OutputStream": "jaxinfer.generation.api.async_llm",
     "StructuredOutputsParams": "jaxinfer.generation.params",
 }

@@ -5,18 +5,18 @@ between the kernel and plain JAX. `docs/kernels.md` describes each operation. A 
 (QKV), `cached_attention`, `linear_residual`, `norm_linear` (MLP), `linear_residual`; mixture of experts is in `moe`.
 """
 
-from pallas_kernels.activations import activate, activate_outputs
-from pallas_kernels.attention import attention
-from pallas_kernels.cached_attention import cached_attention, split_heads
-from pallas_kernels.kv_pages import KVPages, write_pages
-from pallas_kernels.linear_residual import linear_residual
-from pallas_kernels.merge_tokens import merge_tokens
-from pallas_kernels.norm import normalize
-from pallas_kernels.norm_linear import norm_linear
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
-from pallas_kernels.small_batch_linear import small_batch_linear
-from pallas_kernels.weights import Weights
+from jaxinfer.pallas_kernels.activations import activate, activate_outputs
+from jaxinfer.pallas_kernels.attention import attention
+from jaxinfer.pallas_kernels.cached_attention import cached_attention, split_heads
+from jaxinfer.pallas_kernels.kv_pages import KVPages, write_pages
+from jaxinfer.pallas_kernels.linear_residual import linear_residual
+from jaxinfer.pallas_kernels.merge_tokens import merge_tokens
+from jaxinfer.pallas_kernels.norm import normalize
+from jaxinfer.pallas_kernels.norm_linear import norm_linear
+from jaxinfer.pallas_kernels.paged_attention import paged_attention
+from jaxinfer.pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
+from jaxinfer.pallas_kernels.small_batch_linear import small_batch_linear
+from jaxinfer.pallas_kernels.weights import Weights
 
 __all__ = [
     "KVPages",

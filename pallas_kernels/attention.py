@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax._src.lib import cuda_versions  # None without JAX's CUDA plugin; there is no public way to ask for cuDNN
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.prefill_attention import prefill_attention
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.pallas_kernels.prefill_attention import prefill_attention
 
 # Finite, so that a row with no visible key (padding) gives a harmless average instead of NaN.
 MASKED_SCORE = -1e30

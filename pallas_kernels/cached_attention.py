@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
-from pallas_kernels.dispatch import dispatch
-from pallas_kernels.kv_pages import KVPages, write_pages
-from pallas_kernels.norm import normalize
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.rotary import rotate
+from jaxinfer.pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
+from jaxinfer.pallas_kernels.dispatch import dispatch
+from jaxinfer.pallas_kernels.kv_pages import KVPages, write_pages
+from jaxinfer.pallas_kernels.norm import normalize
+from jaxinfer.pallas_kernels.paged_attention import paged_attention
+from jaxinfer.pallas_kernels.rotary import rotate
 
 
 def cached_attention(

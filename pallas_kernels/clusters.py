@@ -1,8 +1,8 @@
 """Clusters of thread blocks that exchange partial results through global memory."""
 
-from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.mosaic import inline_ptx, plgpu
-from pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError
+from jaxinfer.pallas_kernels.mosaic import inline_ptx, plgpu
+from jaxinfer.pallas_kernels.refs import Ref
 
 MAX_CLUSTER = 8
 """Thread blocks of a cluster, at most: what CUDA promises on every GPU that has clusters ("portable")."""

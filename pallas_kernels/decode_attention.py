@@ -33,12 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.clusters import check_cluster, meet
-from pallas_kernels.dispatch import UnsupportedError, require_shared_bytes, target_gpu
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.mosaic import pl, plgpu
-from pallas_kernels.refs import Ref
-from pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.clusters import check_cluster, meet
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, require_shared_bytes, target_gpu
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.pallas_kernels.mosaic import pl, plgpu
+from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.tuning import tuned
 
 MAX_DECODE_TOKENS = 8
 """Maximum tokens of a row: the last sampled token and its draft tokens."""

@@ -18,8 +18,8 @@ from jax import lax
 from jax._src.interpreters import mlir  # no public way to give a primitive a lowering
 from jax.sharding import AxisType, get_abstract_mesh
 
-from pallas_kernels.gpu import GPU
-from pallas_kernels.mosaic import plgpu, primitives
+from jaxinfer.pallas_kernels.gpu import GPU
+from jaxinfer.pallas_kernels.mosaic import plgpu, primitives
 
 _MIN_CAPABILITY = (9, 0)  # of Mosaic's asynchronous copies (TMA), clusters and barriers
 

@@ -2,8 +2,8 @@
 
 import jax
 
-from pallas_kernels.quantized_matmul import quantize_rows, quantized_matmul
-from pallas_kernels.weights import Weights, is_int8, matmul
+from jaxinfer.pallas_kernels.quantized_matmul import quantize_rows, quantized_matmul
+from jaxinfer.pallas_kernels.weights import Weights, is_int8, matmul
 
 
 def linear_fallback(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:

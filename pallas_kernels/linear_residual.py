@@ -2,10 +2,10 @@
 
 import jax
 
-from pallas_kernels.dispatch import dispatch
-from pallas_kernels.linear import linear_fallback
-from pallas_kernels.small_batch_linear import fused_small_batch_linear
-from pallas_kernels.weights import Weights
+from jaxinfer.pallas_kernels.dispatch import dispatch
+from jaxinfer.pallas_kernels.linear import linear_fallback
+from jaxinfer.pallas_kernels.small_batch_linear import fused_small_batch_linear
+from jaxinfer.pallas_kernels.weights import Weights
 
 
 def linear_residual_fallback(

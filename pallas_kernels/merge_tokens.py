@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch, require_shared_bytes
-from pallas_kernels.mosaic import pl, plgpu
-from pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, require_shared_bytes
+from jaxinfer.pallas_kernels.mosaic import pl, plgpu
+from jaxinfer.pallas_kernels.refs import Ref
 
 TILE = 64  # tokens, or features, of a tile: 128 bytes in a 16-bit dtype, the widest swizzle
 MMA_TOKENS = 32  # tokens per mma

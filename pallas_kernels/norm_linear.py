@@ -6,13 +6,13 @@ its MLP (norm, FC1, activation or gate).
 
 import jax
 
-from pallas_kernels.activations import activate_outputs
-from pallas_kernels.dispatch import dispatch
-from pallas_kernels.linear import linear_fallback
-from pallas_kernels.norm import normalize
-from pallas_kernels.quantized_matmul import norm_quantize, quantized_matmul
-from pallas_kernels.small_batch_linear import Norm, fused_small_batch_linear
-from pallas_kernels.weights import Weights, is_int8
+from jaxinfer.pallas_kernels.activations import activate_outputs
+from jaxinfer.pallas_kernels.dispatch import dispatch
+from jaxinfer.pallas_kernels.linear import linear_fallback
+from jaxinfer.pallas_kernels.norm import normalize
+from jaxinfer.pallas_kernels.quantized_matmul import norm_quantize, quantized_matmul
+from jaxinfer.pallas_kernels.small_batch_linear import Norm, fused_small_batch_linear
+from jaxinfer.pallas_kernels.weights import Weights, is_int8
 
 
 def norm_linear_fallback(

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import MASKED_SCORE, attention_reference
-from pallas_kernels.dispatch import dispatch
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.prefill_attention import prefill_attention
+from jaxinfer.pallas_kernels.attention import MASKED_SCORE, attention_reference
+from jaxinfer.pallas_kernels.dispatch import dispatch
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.pallas_kernels.prefill_attention import prefill_attention
 
 # Tile sizes on a CPU.
 _TILE_KV = 128  # keys

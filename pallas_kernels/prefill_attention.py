@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.dispatch import UnsupportedError, interpreting, require_wgmma
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.mosaic import pl, plgpu
-from pallas_kernels.refs import Ref
-from pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, interpreting, require_wgmma
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.pallas_kernels.mosaic import pl, plgpu
+from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.tuning import tuned
 
 _TILE_Q = 64  # rows of queries per consumer warpgroup: the M of a wgmma
 _LOG2E = math.log2(math.e)

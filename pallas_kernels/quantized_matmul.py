@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import weights as formats
-from pallas_kernels.dispatch import UnsupportedError, dispatch, target_gpu
-from pallas_kernels.mosaic import pl, plgpu
-from pallas_kernels.norm import normalize
-from pallas_kernels.refs import Ref
-from pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels import weights as formats
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, target_gpu
+from jaxinfer.pallas_kernels.mosaic import pl, plgpu
+from jaxinfer.pallas_kernels.norm import normalize
+from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.tuning import tuned
 
 _THREADS = 128  # of a warpgroup
 _TILE_K = 128  # int8 inputs of a stage: 128 bytes, the widest swizzle

@@ -30,13 +30,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.activations import activate, approximate_erf
-from pallas_kernels.clusters import MAX_CLUSTER, check_cluster, meet
-from pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting, target_gpu
-from pallas_kernels.linear import linear_fallback
-from pallas_kernels.mosaic import fragmented_array, pl, plgpu
-from pallas_kernels.refs import Ref
-from pallas_kernels.small_batch_operands import (
+from jaxinfer.pallas_kernels.activations import activate, approximate_erf
+from jaxinfer.pallas_kernels.clusters import MAX_CLUSTER, check_cluster, meet
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting, target_gpu
+from jaxinfer.pallas_kernels.linear import linear_fallback
+from jaxinfer.pallas_kernels.mosaic import fragmented_array, pl, plgpu
+from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.small_batch_operands import (
     Operand,
     acc_layout,
     broadcast,
@@ -45,8 +45,8 @@ from pallas_kernels.small_batch_operands import (
     operand_of,
     split_bfloat16,
 )
-from pallas_kernels.tuning import tuned
-from pallas_kernels.weights import GROUP, Weights
+from jaxinfer.pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.weights import GROUP, Weights
 
 TILE_N = 64  # outputs of a thread block: four warps of 16 rows, the M of one mma.sync
 MAX_ROWS = 16

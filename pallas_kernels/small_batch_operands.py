@@ -22,10 +22,10 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.dispatch import UnsupportedError, interpreting
-from pallas_kernels.mosaic import fragmented_array, llvm, pl, plgpu, utils
-from pallas_kernels.refs import Ref
-from pallas_kernels.weights import GROUP, NIBBLES, Weights, is_int4
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, interpreting
+from jaxinfer.pallas_kernels.mosaic import fragmented_array, llvm, pl, plgpu, utils
+from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.weights import GROUP, NIBBLES, Weights, is_int4
 
 
 def acc_layout() -> Any:

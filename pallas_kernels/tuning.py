@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 
 import jax
 
-from pallas_kernels.dispatch import target_gpu
+from jaxinfer.pallas_kernels.dispatch import target_gpu
 
 _trial = jax.make_user_context(None)
 
@@ -53,7 +53,7 @@ def table_name(kind: str) -> str:
 
 def tables() -> Traversable:
     """The folder of the tables shipped with the package."""
-    return resources.files("pallas_kernels") / "tuned"
+    return resources.files("jaxinfer.pallas_kernels") / "tuned"
 
 
 @functools.cache

@@ -6,7 +6,7 @@ exchange).
 Axes: batch (B) = requests in one step; embed (D) = residual width; mlp (F) = hidden width; vocab (V) = token ids.
 """
 
-from sharding.mesh import MeshConfig, MeshFile, check_mesh, check_rules, read_mesh
-from sharding.rules import ShardingRules
+from jaxinfer.sharding.mesh import MeshConfig, MeshFile, check_mesh, check_rules, read_mesh
+from jaxinfer.sharding.rules import ShardingRules
 
 __all__ = ["MeshConfig", "MeshFile", "ShardingRules", "check_mesh", "check_rules", "read_mesh"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
 
-from sharding.rules import ShardingRules, is_shared
+from jaxinfer.sharding.rules import ShardingRules, is_shared
 
 _rules = jax.make_user_context(ShardingRules())
 

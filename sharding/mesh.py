@@ -11,7 +11,7 @@ import jax
 import msgspec
 from jax.sharding import AxisType, Mesh
 
-from sharding.rules import ShardingRules
+from jaxinfer.sharding.rules import ShardingRules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

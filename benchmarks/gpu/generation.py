@@ -23,7 +23,7 @@ from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
 from jaxinfer.models import DecoderConfig, WeightFormat
 from jaxinfer.models.abstract import abstract_model
 from jaxinfer.models.config import PositionKind
-from pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.dispatch import without_kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

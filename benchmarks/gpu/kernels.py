@@ -15,7 +15,7 @@ from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.peer import AbsentError, Peer
 from benchmarks.gpu.timing import Arguments, Effort, Plan, Repeated, Round, compile_all, interleave
 from benchmarks.report import Report
-from pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.dispatch import without_kernels
 
 OURS, XLA, TORCH = "jaxinfer", "XLA", "torch"
 COMPILE_BATCH = 8  # cases that are compiled together

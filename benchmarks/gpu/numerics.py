@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.clock import Clock
 from benchmarks.report import Report
-from pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.dispatch import without_kernels
 
 
 def measure(report: Report, clock: Clock, cases: Iterable[Case]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import KVPages
+from jaxinfer.pallas_kernels import KVPages
 
 
 def cudnn_prefill(q: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array) -> jax.Array:

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels import KVPages
-from pallas_kernels.moe import Routing
-from pallas_kernels.weights import GROUP, Weights
+from jaxinfer.pallas_kernels import KVPages
+from jaxinfer.pallas_kernels.moe import Routing
+from jaxinfer.pallas_kernels.weights import GROUP, Weights
 
 
 def matrix(weights: Weights) -> np.ndarray:

@@ -18,8 +18,8 @@ from benchmarks.gpu.clock import clocks
 from benchmarks.gpu.peer import Peer
 from benchmarks.gpu.timing import DRY, FULL, QUICK
 from benchmarks.report import ROOT, Report
-from pallas_kernels import tuning
-from pallas_kernels.dispatch import interpreted, kernels_available, target_gpu
+from jaxinfer.pallas_kernels import tuning
+from jaxinfer.pallas_kernels.dispatch import interpreted, kernels_available, target_gpu
 
 
 class _SavedReport(Report):

@@ -19,10 +19,10 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import open_model
+from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.config import MemoryConfig
 from jaxinfer.streaming.layer_folders import write_layer_files
 from jaxinfer.streaming.prediction import plan_pass
-from sharding import MeshConfig
 
 LAYERS, QUICK_LAYERS = 6, 2
 """Of 128 MiB, so that fetching them takes longest, and a pass long enough to see how fast a disk is."""

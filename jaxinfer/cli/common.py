@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from jaxinfer.generation import LLM
     from jaxinfer.generation.text import Prompt
-    from sharding import MeshFile
+    from jaxinfer.sharding import MeshFile
 
 MeshOption = Annotated[
     str | None,
@@ -47,7 +47,7 @@ KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values a
 
 def parse_mesh(text: str | None) -> "MeshFile":
     """What `--mesh` says: the axes themselves, or a file."""
-    from sharding import MeshConfig, MeshFile, read_mesh
+    from jaxinfer.sharding import MeshConfig, MeshFile, read_mesh
 
     if text is None:
         return MeshFile()

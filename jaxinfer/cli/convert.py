@@ -13,7 +13,7 @@ from jaxinfer.cli.common import LayerFilesOption, MeshOption, parse_mesh
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from sharding import MeshConfig, ShardingRules
+    from jaxinfer.sharding import MeshConfig, ShardingRules
 
 
 def convert(
@@ -89,7 +89,7 @@ class _Run:
         from jaxinfer.models.conversion import HuggingFaceModel
         from jaxinfer.models.description import parse_quantization, require_transformer
         from jaxinfer.models.fitting import fit
-        from sharding import ShardingRules
+        from jaxinfer.sharding import ShardingRules
 
         file, stored = parse_mesh(mesh), parse_quantization(quantize)
         _, memory = split_options({"layer_files": layer_files} if layer_files else {}, file, owner="convert")

@@ -38,7 +38,7 @@ def info(
     from rich.filesize import decimal
     from rich.table import Table
 
-    from checkpoints import read_manifest
+    from jaxinfer.checkpoints import read_manifest
     from jaxinfer.generation.execution.memory import device_tenants
     from jaxinfer.models import VisionConfig, WeightFormat
     from jaxinfer.models.description import Description, weight_format
@@ -46,7 +46,7 @@ def info(
     from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
     from jaxinfer.serving.budget import Budget, Reservation
-    from sharding import MeshConfig, ShardingRules
+    from jaxinfer.sharding import MeshConfig, ShardingRules
 
     manifest, description = read_manifest(directory), Description.read(directory)
     config, file = description.config, parse_mesh(mesh)

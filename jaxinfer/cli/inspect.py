@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jaxinfer.generation.engine.buckets import Buckets
     from jaxinfer.generation.execution.programs.decode import Decode
     from jaxinfer.models import DecoderConfig, WeightFormat
-    from pallas_kernels.weights import QuantizedFormat
-    from sharding import ShardingRules
+    from jaxinfer.pallas_kernels.weights import QuantizedFormat
+    from jaxinfer.sharding import ShardingRules
 
 PAGE_SIZE = 16
 TEMPORARIES = 5
@@ -95,7 +95,7 @@ def decode_program(
     from jaxinfer.generation.execution.programs import decode
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.fitting import fit
-    from sharding import ShardingRules
+    from jaxinfer.sharding import ShardingRules
 
     engine = EngineConfig(max_batch=batch, context=context, page_size=PAGE_SIZE, max_decode_passes=passes)
     pages = -(-context // PAGE_SIZE)

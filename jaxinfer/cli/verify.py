@@ -22,7 +22,7 @@ def verify(
     ] = None,
 ) -> None:
     """Check every file's sha256, then compare tensors or logits with a reference. Status 1 if they differ."""
-    from checkpoints import verify_files
+    from jaxinfer.checkpoints import verify_files
     from jaxinfer.models.description import Description
     from jaxinfer.models.verification import compare_outputs, compare_tensors
 

@@ -219,7 +219,7 @@ def _tree(described: Any) -> Any:
 def _record(name: str) -> Any:
     """A named tuple or dataclass of our packages, from `module:class`; its module is imported by whoever calls it."""
     module, _, qualname = name.partition(":")
-    if module.partition(".")[0] in keys.PACKAGES:
+    if module.partition(".")[0] == keys.PACKAGE:
         kind = getattr(sys.modules[module], qualname)
         if dataclasses.is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
             return kind

@@ -17,7 +17,7 @@ from jaxinfer.compiled.interruptible import interruptible
 from jaxinfer.compiled.options import COMMON
 from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.disk_cache import keys
-from pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.dispatch import without_kernels
 
 _log = logging.getLogger("jaxinfer.compiled")
 

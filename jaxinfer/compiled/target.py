@@ -44,9 +44,9 @@ from jaxinfer.compiled.dumps import (
 )
 from jaxinfer.compiled.program import Sizes
 from jaxinfer.compiled.spec import ProgramSpec
-from pallas_kernels.dispatch import kernels_available, targeting
-from pallas_kernels.gpu import GPU
-from sharding import MeshConfig
+from jaxinfer.pallas_kernels.dispatch import kernels_available, targeting
+from jaxinfer.pallas_kernels.gpu import GPU
+from jaxinfer.sharding import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ from jax._src import config, core  # there is no public way to ask for the conte
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxinfer.disk_cache.processor import cpu_fields, cpu_model, usable_cores
-from pallas_kernels import dispatch
+from jaxinfer.pallas_kernels import dispatch
 
-PACKAGES = ("jaxinfer", "pallas_kernels", "sharding")
-"""The code that programs are traced from. Every file of theirs is part of every key."""
+PACKAGE = "jaxinfer"
+"""The code that programs are traced from. Every file of it is part of every key."""
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "einops", "ml-dtypes")
 """The libraries that decide what is traced and compiled."""
 _ENVIRONMENT = ("XLA_", "TF_XLA_", "NVIDIA_TF32_OVERRIDE", "NPROC", "OMP_NUM_THREADS")
@@ -39,7 +39,7 @@ _GPU = ("compute_capability", "core_count", "shared_memory_per_block_optin")
 _NOT_COMPILED = ("jax_compilation_cache_", "jax_persistent_cache_", "jax_log", "jax_debug_log", "jax_explain_")
 """Options of JAX that begin with these say what is kept and what is printed, not what is compiled."""
 
-_IMPORTED = ("checkpoints", "crc32c", "filelock", "jinja2", "llguidance", "matplotlib", "msgspec", "optax", "orbax")
+_IMPORTED = ("crc32c", "filelock", "jinja2", "llguidance", "matplotlib", "msgspec", "optax", "orbax")
 _IMPORTED += ("PIL", "rich", "safetensors", "tensorstore", "tokenizers", "typer")
 """What our modules import beside `LIBRARIES` and Python's own: their functions may stand in our modules."""
 
@@ -153,7 +153,7 @@ def _describe_dtype(dtype: np.dtype) -> list[str]:
 
 def _describe_class(kind: type) -> str:
     """A class by its name, which with the source or the version of its package says what it is."""
-    if kind.__module__.partition(".")[0] not in PACKAGES + LIBRARIES or "<locals>" in kind.__qualname__:
+    if kind.__module__.partition(".")[0] not in (PACKAGE, *LIBRARIES) or "<locals>" in kind.__qualname__:
         raise _not_described(kind)
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -163,35 +163,35 @@ def _not_described(kind: type) -> NoKeyError:
 
 
 def describe_function(function: Callable[..., Any]) -> str:
-    """A function of our packages by its name, which with their source says what it does.
+    """A function of our package by its name, which with their source says what it does.
 
     Raises NoKeyError for one that is not the whole of what it does: from elsewhere, or with values of its own.
     """
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
-    if not isinstance(function, FunctionType) or name.partition(".")[0] not in PACKAGES:
-        raise NoKeyError(f"{name} is not a function of {', '.join(PACKAGES)}")
+    if not isinstance(function, FunctionType) or name.partition(".")[0] != PACKAGE:
+        raise NoKeyError(f"{name} is not a function of {PACKAGE}")
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or "<locals>" in name:
         raise NoKeyError(f"{name} has values of its own; what a program depends on belongs into ProgramSpec.static")
     return name
 
 
 def check_not_replaced() -> None:
-    """Raise NoKeyError if a function of our packages was replaced by another, as tests and debuggers do.
+    """Raise NoKeyError if a function of our package was replaced by another, as tests and debuggers do.
 
     This takes milliseconds, so that it is asked before a program is kept, not before one is read: a patched process
     may run what was kept without the patch, but never hands its own on to others.
     """
     for name, function in _functions():
         package = function.__globals__.get("__name__", "").partition(".")[0]
-        known = package in (*PACKAGES, *LIBRARIES, *_IMPORTED) or package in sys.stdlib_module_names
+        known = package in (PACKAGE, *LIBRARIES, *_IMPORTED) or package in sys.stdlib_module_names
         if not known and not package.startswith("namedtuple_"):  # which `collections` generates
             raise NoKeyError(f"{name} was replaced by a function of {package or 'unknown origin'}")
 
 
 def _functions() -> Iterator[tuple[str, FunctionType]]:
-    """Every function in a module of our packages, or in a class of it, by name."""
+    """Every function in a module of our package, or in a class of it, by name."""
     modules = list(sys.modules.items())  # other threads may import
-    for module in [module for name, module in modules if name.partition(".")[0] in PACKAGES]:
+    for module in [module for name, module in modules if name.partition(".")[0] == PACKAGE]:
         for name, value in list(vars(module).items()):
             found = [(name, value)]
             if isinstance(value, type) and value.__module__ == module.__name__:
@@ -218,23 +218,27 @@ def _describe_devices(value: Any) -> Any:
 
 @functools.cache
 def source_digest() -> str:
-    """Of every file of our packages. Raises NoKeyError if one was changed after this process started.
+    """A digest of every file of our package. Raises NoKeyError if one was changed after this process started.
 
     The process runs what it imported then, so what is on disk now does not describe it. When a file was changed is its
     ctime: programs that copy files set the mtime as they like.
     """
-    found = hashlib.sha256()
-    for package in PACKAGES:
-        for folder in importlib.import_module(package).__path__:
-            for path in sorted(Path(folder).rglob("*")):
-                if not path.is_file() or "__pycache__" in path.parts:
-                    continue
-                if path.stat().st_ctime > _STARTED:
-                    raise NoKeyError(f"{path} has changed since this process started")
-                content = path.read_bytes()
-                found.update(f"{package}/{path.relative_to(folder)} {len(content)}\n".encode())
-                found.update(content)
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for path, name in sorted(_source_files(), key=lambda file: file[1]):
+        if path.stat().st_ctime > _STARTED:
+            raise NoKeyError(f"{path} has changed since this process started")
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _source_files() -> Iterator[tuple[Path, str]]:
+    """Every file of our package, and its name in it. In a checkout some of its folders are links."""
+    for package in importlib.import_module(PACKAGE).__path__:
+        for folder, folders, names in os.walk(package, followlinks=True):
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            yield from ((path, str(path.relative_to(package))) for path in (Path(folder, name) for name in names))
 
 
 @functools.cache

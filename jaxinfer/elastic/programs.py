@@ -19,8 +19,8 @@ from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.loading import LoadedModel
 from jaxinfer.models.token_adaptation import TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
-from sharding import ShardingRules
-from sharding.collectives import use_rules
+from jaxinfer.sharding import ShardingRules
+from jaxinfer.sharding.collectives import use_rules
 
 log = logging.getLogger(__name__)
 

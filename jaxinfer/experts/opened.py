@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import jax
 
-from checkpoints import CheckpointError
-from checkpoints.stores import Staging
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.stores import Staging
 from jaxinfer.compiled import ExecutableStore
 from jaxinfer.experts.config import ExecutorOptions, ExpertConfig, SystemConfig
 from jaxinfer.experts.errors import ConfigError, LoadError

@@ -20,7 +20,7 @@ from jaxinfer.models.config import (
 from jaxinfer.models.forward_context import ForwardContext, TokenRows
 from jaxinfer.models.low_rank import LayerAdapters, LowRankStack
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels import KVPages
+from jaxinfer.pallas_kernels import KVPages
 
 if TYPE_CHECKING:
     from jaxinfer.models.decoder import Decoder

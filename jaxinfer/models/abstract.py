@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from checkpoints import Leaf
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.encoder import Encoder

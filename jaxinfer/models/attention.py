@@ -13,8 +13,8 @@ from jaxinfer.models.linear import Linear, PartialSum
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels import KVPages, attention, cached_attention, split_heads
-from sharding.collectives import local_part, local_start, psum
+from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, split_heads
+from jaxinfer.sharding.collectives import local_part, local_start, psum
 
 
 class Attended(NamedTuple):

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints import CheckpointError, Leaf, Writer
-from checkpoints.huggingface import SafetensorsFolder, read_json
+from jaxinfer.checkpoints import CheckpointError, Leaf, Writer
+from jaxinfer.checkpoints.huggingface import SafetensorsFolder, read_json
 from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
 from jaxinfer.models.devices import host_device
@@ -31,8 +31,8 @@ from jaxinfer.models.families import (
 )
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.models.tokenizer_files import tokenizer_files
-from pallas_kernels.weights import QuantizedFormat
-from pallas_kernels.weights import quantize as quantize_matrix
+from jaxinfer.pallas_kernels.weights import QuantizedFormat
+from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from jaxinfer.models.linear import Embedding, Linear
 from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels import KVPages
-from sharding.collectives import local_start
+from jaxinfer.pallas_kernels import KVPages
+from jaxinfer.sharding.collectives import local_start
 
 
 class Decoder(nnx.Module):

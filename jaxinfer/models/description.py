@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import jax.numpy as jnp
 import msgspec
 
-from checkpoints import CheckpointError
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.models.config import (
     ConvolutionalConfig,
     DecoderConfig,
@@ -22,7 +22,7 @@ from jaxinfer.models.config import (
     YoloConfig,
 )
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels.weights import STORED_AS, QuantizedFormat
+from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")

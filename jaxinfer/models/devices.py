@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
-from checkpoints import Leaf
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.disk_cache.processor import cpu_model, usable_cores
-from sharding import MeshConfig, MeshFile, ShardingRules, check_mesh, check_rules, read_mesh
+from jaxinfer.sharding import MeshConfig, MeshFile, ShardingRules, check_mesh, check_rules, read_mesh
 
 AnyMesh = Mesh | MeshConfig | MeshFile | str | os.PathLike[str] | None
 """How a user says which devices: a mesh, its config, or a TOML file, read or by its path; None: the first device."""

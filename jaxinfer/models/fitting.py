@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from checkpoints import Leaf
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.models.config import AttentionConfig, ModelConfig, TransformerConfig, VisionConfig
 from jaxinfer.models.description import kind_of
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels.weights import GROUP, QuantizedFormat
-from sharding import ShardingRules
+from jaxinfer.pallas_kernels.weights import GROUP, QuantizedFormat
+from jaxinfer.sharding import ShardingRules
 
 TOKENS_PER_WORD = 32
 """Of a bitmask of the vocabulary, whose words are divided too."""

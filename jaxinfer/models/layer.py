@@ -12,8 +12,8 @@ from jaxinfer.models.low_rank import LayerAdapters
 from jaxinfer.models.mlp import Mlp
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels import KVPages
-from sharding.collectives import mesh_axes
+from jaxinfer.pallas_kernels import KVPages
+from jaxinfer.sharding.collectives import mesh_axes
 
 
 class TransformerLayer(nnx.Module):

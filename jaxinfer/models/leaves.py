@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from checkpoints import Leaf
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
 from jaxinfer.models.config import DecoderConfig, ModelConfig
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels.weights import STORED_AS, QuantizedFormat
+from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
 MAX_BYTES = 16 << 20
 """Of all descriptions on disk together."""

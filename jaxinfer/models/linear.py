@@ -18,9 +18,9 @@ from jaxinfer.models.config import Activation
 from jaxinfer.models.low_rank import AdapterDelta
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels import Weights, activate_outputs, linear_residual, norm_linear, small_batch_linear
-from pallas_kernels.weights import QuantizedFormat, quantize
-from sharding.collectives import axis_size, local_index, psum
+from jaxinfer.pallas_kernels import Weights, activate_outputs, linear_residual, norm_linear, small_batch_linear
+from jaxinfer.pallas_kernels.weights import QuantizedFormat, quantize
+from jaxinfer.sharding.collectives import axis_size, local_index, psum
 
 
 def _matrix(

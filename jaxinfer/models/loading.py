@@ -17,17 +17,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-import checkpoints
-from checkpoints import CheckpointError, Leaf, Manifest
-from checkpoints.reading import GROUP_BYTES
+from jaxinfer import checkpoints
+from jaxinfer.checkpoints import CheckpointError, Leaf, Manifest
+from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.models import devices
 from jaxinfer.models.config import ModelConfig, TransformerConfig
 from jaxinfer.models.description import CONFIG, Description, require_transformer, weight_format
 from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels.weights import quantize as quantize_matrix
-from sharding import MeshConfig, MeshFile, ShardingRules
+from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
+from jaxinfer.sharding import MeshConfig, MeshFile, ShardingRules
 
 if TYPE_CHECKING:
     from flax import nnx

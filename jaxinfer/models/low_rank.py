@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels import Weights, small_batch_linear
+from jaxinfer.pallas_kernels import Weights, small_batch_linear
 
 AdapterDelta = Callable[[jax.Array], jax.Array]
 """What adapters add to the product of one linear, from its input: [..., K] -> [..., N]."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import NormConfig, NormKind
-from pallas_kernels import normalize
+from jaxinfer.pallas_kernels import normalize
 
 
 class Norm(nnx.Module):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxinfer.models.config import PositionsConfig
 from jaxinfer.models.forward_context import ForwardContext, TokenRows
-from pallas_kernels import merge_tokens
+from jaxinfer.pallas_kernels import merge_tokens
 
 if TYPE_CHECKING:
     from jaxinfer.models.layer import TransformerLayer

@@ -13,8 +13,8 @@ from tokenizers import processors
 from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
 from tokenizers.implementations.byte_level_bpe import ByteLevelBPETokenizer
 
-from checkpoints import CheckpointError
-from checkpoints.huggingface import read_json
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.huggingface import read_json
 
 TOKENIZER = "tokenizer.json"
 _USUALLY_SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<pad>", "<unk>", "<mask>")

@@ -12,14 +12,14 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-import checkpoints
-from checkpoints import CheckpointError
+from jaxinfer import checkpoints
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.models.config import DecoderConfig, VisionConfig, YoloConfig
 from jaxinfer.models.conversion import HuggingFaceModel
 from jaxinfer.models.description import Description
 from jaxinfer.models.leaves import quantized_format, scale_name
 from jaxinfer.models.loading import LoadedModel, load_model
-from pallas_kernels.weights import GROUP, Weights, dequantize
+from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from jaxinfer.models.linear import Embedding, Linear
 from jaxinfer.models.norm import Norm
 from jaxinfer.models.token_adaptation import NO_ADAPTATION, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
-from pallas_kernels.dispatch import for_gpu
+from jaxinfer.pallas_kernels.dispatch import for_gpu
 
 BYTES_AT_ONCE = 3 << 20
 """Of the tokens that a CPU takes together: the activations of more do not fit its caches (docs/cpu-speed.md)."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from pallas_kernels.weights import GROUP, STORED_AS, QuantizedFormat
+from jaxinfer.pallas_kernels.weights import GROUP, STORED_AS, QuantizedFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints import CheckpointError
-from checkpoints.layer_files import FORMAT, LayerFiles, describe_layers, write_layers
-from checkpoints.writing import sole_owner
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.layer_files import FORMAT, LayerFiles, describe_layers, write_layers
+from jaxinfer.checkpoints.writing import sole_owner
 from jaxinfer.disk_cache import keys
 from jaxinfer.models.leaves import leaves_of_part
 from jaxinfer.models.loading import OpenedModel

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import pathlib
 
-from checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, TieredStore, to_host
+from jaxinfer.checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, TieredStore, to_host
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.serving.heap import map_large_arrays

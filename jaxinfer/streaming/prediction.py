@@ -15,16 +15,16 @@ import crc32c
 import jax
 import numpy as np
 
-from checkpoints import CheckpointError
-from checkpoints.layer_files import BLOCK_BYTES, aligned_buffer, read_direct
-from checkpoints.readers import Readers
-from checkpoints.stores import to_host
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.layer_files import BLOCK_BYTES, aligned_buffer, read_direct
+from jaxinfer.checkpoints.readers import Readers
+from jaxinfer.checkpoints.stores import to_host
 from jaxinfer.models.devices import devices_of
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import OpenedModel
+from jaxinfer.pallas_kernels.weights import xla_matmul
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.layer_folders import layer_folder
-from pallas_kernels.weights import xla_matmul
 
 MEASURED_BYTES = 1 << 30
 """Of files that are read to learn a disk's speed, at most."""

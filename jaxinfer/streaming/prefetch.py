@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from checkpoints.stores import Fetch, LayerStore
+from jaxinfer.checkpoints.stores import Fetch, LayerStore
 from jaxinfer.compiled import Costs
 from jaxinfer.streaming.config import PrefetchDepth
 from jaxinfer.streaming.statistics import StreamingStatistics

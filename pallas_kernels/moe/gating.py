@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch, require_shared_bytes
-from pallas_kernels.mosaic import pl, plgpu
-from pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, require_shared_bytes
+from jaxinfer.pallas_kernels.mosaic import pl, plgpu
+from jaxinfer.pallas_kernels.refs import Ref
 
 
 class Routing(NamedTuple):

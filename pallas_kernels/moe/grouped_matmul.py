@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch, require_wgmma
-from pallas_kernels.mosaic import pl, plgpu
-from pallas_kernels.refs import Ref
-from pallas_kernels.tuning import tuned
-from pallas_kernels.weights import xla_matmul
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, require_wgmma
+from jaxinfer.pallas_kernels.mosaic import pl, plgpu
+from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.weights import xla_matmul
 
 
 def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:

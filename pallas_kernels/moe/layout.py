@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch
-from pallas_kernels.moe.gating import Routing
-from pallas_kernels.mosaic import pl, plgpu
-from pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch
+from jaxinfer.pallas_kernels.moe.gating import Routing
+from jaxinfer.pallas_kernels.mosaic import pl, plgpu
+from jaxinfer.pallas_kernels.refs import Ref
 
 
 def permute(x: jax.Array, routing: Routing) -> jax.Array:

@@ -16,8 +16,8 @@ from benchmarks.gpu.timing import DRY, Arguments, Effort, Plan, Repeated
 from benchmarks.report import Report
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.models.presets import PRESETS
-from pallas_kernels.dispatch import dispatch, interpreted, targeting
-from pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.dispatch import dispatch, interpreted, targeting
+from jaxinfer.pallas_kernels.tuning import tuned
 
 TINY = {case.title: case for case in cases.tiny()}
 

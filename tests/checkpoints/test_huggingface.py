@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from checkpoints import CheckpointError
-from checkpoints.huggingface import INDEX, SINGLE, SafetensorsFolder, read_json
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.huggingface import INDEX, SINGLE, SafetensorsFolder, read_json
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from checkpoints import CheckpointError, layer_files, readers, stores
-from checkpoints.layer_files import (
+from jaxinfer.checkpoints import CheckpointError, layer_files, readers, stores
+from jaxinfer.checkpoints.layer_files import (
     ALIGNMENT,
     LayerFiles,
     LayersManifest,
@@ -30,7 +30,7 @@ from checkpoints.layer_files import (
     aligned_buffer,
     write_layers,
 )
-from checkpoints.stores import DiskStore, Staging
+from jaxinfer.checkpoints.stores import DiskStore, Staging
 
 
 def leaves(layer, sharding=None):
@@ -300,7 +300,7 @@ def test_nothing_is_written_where_a_link_leads(tmp_path):
 
 KILLED = """
 import os, sys, pathlib, signal
-from checkpoints.layer_files import write_layers
+from jaxinfer.checkpoints.layer_files import write_layers
 import numpy as np, jax.numpy as jnp
 def read(layer):
     if layer == 2:
@@ -434,9 +434,9 @@ def test_what_is_given_back_is_not_tried_again(folder, monkeypatch):
 HUNG = """
 import pathlib, sys, threading
 import jax
-from checkpoints import CheckpointError, readers
-from checkpoints.layer_files import LayerFiles
-from checkpoints.stores import DiskStore
+from jaxinfer.checkpoints import CheckpointError, readers
+from jaxinfer.checkpoints.layer_files import LayerFiles
+from jaxinfer.checkpoints.stores import DiskStore
 readers.READ_SECONDS = 0.2
 store = DiskStore(
     LayerFiles(pathlib.Path(sys.argv[1]), lambda *_: threading.Event().wait()),

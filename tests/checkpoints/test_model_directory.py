@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import checkpoints
-from checkpoints import CheckpointError, Writer, reading, writing
-from sharding import MeshConfig
+from jaxinfer import checkpoints
+from jaxinfer.checkpoints import CheckpointError, Writer, reading, writing
+from jaxinfer.sharding import MeshConfig
 
 LAYERS, WIDTH = 8, 128
 AXES = {"kernel": ("mlp", "embed"), "scale": ("norm",), "codes": ("vocab", "embed")}

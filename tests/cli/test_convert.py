@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from jaxinfer import LLM
 from jaxinfer.cli import app
 from jaxinfer.models.loading import open_model
+from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.layer_folders import layer_folder
-from sharding import MeshConfig
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "llama_llama3"
 

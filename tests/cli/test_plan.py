@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from checkpoints import CheckpointError, readers
+from jaxinfer.checkpoints import CheckpointError, readers
 from jaxinfer.cli import app
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.models.loading import open_model
+from jaxinfer.sharding import MeshConfig, ShardingRules
 from jaxinfer.streaming import prediction
 from jaxinfer.streaming.config import MemoryConfig, parse_bytes, spread
 from jaxinfer.streaming.model import stream_model
 from jaxinfer.streaming.prediction import Pass, measure_disk, plan_pass
-from sharding import MeshConfig, ShardingRules
 from tests.tiny import CONFIG
 
 WHOLE = ShardingRules(heads=None, kv_heads=None, mlp=None, vocab=None)

@@ -23,7 +23,7 @@ from jaxinfer.models.abstract import abstract_model
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.presets import preset, vision_preset
 from jaxinfer.models.token_adaptation import TokenAdaptation
-from sharding import MeshConfig
+from jaxinfer.sharding import MeshConfig
 
 BF16 = WeightFormat(dtype=np.dtype(jnp.bfloat16))
 CONTEXT = 2048

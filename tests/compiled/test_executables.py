@@ -26,9 +26,9 @@ from jaxinfer.generation.execution.state import DeviceState
 from jaxinfer.models import KVPages, WeightFormat
 from jaxinfer.models.config import EncoderConfig, PositionKind, PositionsConfig
 from jaxinfer.models.loading import load_model
-from pallas_kernels import tuning
-from pallas_kernels.dispatch import interpreted, without_kernels
-from sharding import ShardingRules
+from jaxinfer.pallas_kernels import tuning
+from jaxinfer.pallas_kernels.dispatch import interpreted, without_kernels
+from jaxinfer.sharding import ShardingRules
 from tests.tiny import CONFIG
 
 ENGINE = EngineConfig(max_batch=2, context=32, page_size=8, chunk_size=8, token_budget=8, max_adapters=1)
@@ -241,7 +241,7 @@ def test_the_code_is_read_from_its_files(tmp_path, monkeypatch):
     (folder / "inner").mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(keys, "PACKAGES", ("ours",))
+    monkeypatch.setattr(keys, "PACKAGE", "ours")
     monkeypatch.setattr(keys, "_STARTED", float("inf"))
     found = []
     for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("inner/b.py", ""), ("inner/table.json", "{}")):
@@ -301,7 +301,7 @@ def test_a_function_with_values_of_its_own_has_no_name():
         return store
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keys, "PACKAGES", (__name__.partition(".")[0],))
+        patch.setattr(keys, "PACKAGE", __name__.partition(".")[0])
         for function in (inside, lambda static, sizes, extra=1: extra):
             with pytest.raises(keys.NoKeyError, match="has values of its own"):
                 keys.describe_function(function)
@@ -360,7 +360,7 @@ def test_it_can_be_switched_off(store):
 def test_tile_sizes_on_trial_are_not_kept(store):
     with tuning.Trial("an operation", {}).active():
         assert not copying().compile(COPY, store=store).kept
-    assert store.not_kept == {"copy": "it depends on a pallas_kernels.tuning.Trial"}
+    assert store.not_kept == {"copy": "it depends on a jaxinfer.pallas_kernels.tuning.Trial"}
 
 
 def test_dumps_are_written_by_compiling(store, monkeypatch):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.compiled import CompileMissError, ProgramCache, ProgramSpec, Sizes
-from pallas_kernels.dispatch import dispatch, interpreted
+from jaxinfer.pallas_kernels.dispatch import dispatch, interpreted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

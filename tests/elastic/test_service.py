@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxinfer
-from checkpoints import CheckpointError
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.elastic import (

@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture
 def start(board, monkeypatch):
     """Start a system as `boards.config` describes it; it is closed at the end of the test."""
-    from checkpoints.stores import Staging
+    from jaxinfer.checkpoints.stores import Staging
     from jaxinfer.experts import System, opened
     from tests.experts.boards import AnyProfiles, config
 

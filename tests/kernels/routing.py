@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.moe import Routing
+from jaxinfer.pallas_kernels.moe import Routing
 
 HARD_LOGITS = ("one", "equal", "some nan", "all nan", "infinite", "all infinite", "all -infinite")
 

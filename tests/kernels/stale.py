@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import KVPages
+from jaxinfer.pallas_kernels import KVPages
 
 
 def with_stale_slots(pages: KVPages, table: jax.Array, lengths: np.ndarray, value: float) -> KVPages:

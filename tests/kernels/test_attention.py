@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention
+from jaxinfer.pallas_kernels import attention
 
 
 def loop_reference(q, k, v, q_positions, lengths, *, scale, causal, window, softcap, alibi):

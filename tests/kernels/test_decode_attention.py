@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels import KVPages
-from pallas_kernels.cached_attention import cached_attention, cached_attention_fallback
-from pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
-from pallas_kernels.dispatch import UnsupportedError, targeting
-from pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels import KVPages
+from jaxinfer.pallas_kernels.cached_attention import cached_attention, cached_attention_fallback
+from jaxinfer.pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
+from jaxinfer.pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
 from tests.kernels.stale import with_stale_slots
 

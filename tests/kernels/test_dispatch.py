@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jaxinfer.compiled.target import Target
-from pallas_kernels import dispatch as module
-from pallas_kernels.dispatch import (
+from jaxinfer.pallas_kernels import dispatch as module
+from jaxinfer.pallas_kernels.dispatch import (
     dispatch,
     kernels_available,
     recorded_refusals,
@@ -16,7 +16,7 @@ from pallas_kernels.dispatch import (
     target_gpu,
     targeting,
 )
-from pallas_kernels.gpu import GPU
+from jaxinfer.pallas_kernels.gpu import GPU
 
 GPUS = {name: Target.load(name).gpu for name in Target.names()}
 

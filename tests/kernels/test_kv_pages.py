@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import KVPages, write_pages
+from jaxinfer.pallas_kernels import KVPages, write_pages
 
 PAGES, SIZE, HEADS, DIM = 9, 4, 2, 8
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import Weights, quantize_rows, small_batch_linear
+from jaxinfer.pallas_kernels import Weights, quantize_rows, small_batch_linear
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (1, 1), (3, 1), (2, 9)])

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels import merge_tokens
-from pallas_kernels.dispatch import UnsupportedError, interpreted, targeting
-from pallas_kernels.merge_tokens import _kernels
+from jaxinfer.pallas_kernels import merge_tokens
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, interpreted, targeting
+from jaxinfer.pallas_kernels.merge_tokens import _kernels
 from tests.kernels.interpreting import without_races
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
+from jaxinfer.pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
 from tests.kernels.routing import HARD_LOGITS, check_in_range, logits_of
 
 

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels.dispatch import UnsupportedError, targeting
-from pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
-from pallas_kernels.moe import gating as gating_module
-from pallas_kernels.moe.gating import _gating_kernel, _gating_reference
-from pallas_kernels.moe.grouped_matmul import Tiles, _grouped_matmul_kernel
-from pallas_kernels.moe.layout import _permute_kernel, _permute_reference, _unpermute_kernel, _unpermute_reference
-from pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
+from jaxinfer.pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
+from jaxinfer.pallas_kernels.moe import gating as gating_module
+from jaxinfer.pallas_kernels.moe.gating import _gating_kernel, _gating_reference
+from jaxinfer.pallas_kernels.moe.grouped_matmul import Tiles, _grouped_matmul_kernel
+from jaxinfer.pallas_kernels.moe.layout import (
+    _permute_kernel,
+    _permute_reference,
+    _unpermute_kernel,
+    _unpermute_reference,
+)
+from jaxinfer.pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
 from tests.kernels.routing import HARD_LOGITS, check_in_range, logits_of
 
@@ -105,7 +110,7 @@ def test_layout_interpreted(tokens, k, capacity, columns, dtype):
 @pytest.mark.interpreted
 def test_layout_of_many_rows_interpreted(monkeypatch):
     """Eight rows per thread block, fewer in the last one; dropped rows are not read."""
-    monkeypatch.setattr("pallas_kernels.moe.layout._FEW_ROWS", 4)
+    monkeypatch.setattr("jaxinfer.pallas_kernels.moe.layout._FEW_ROWS", 4)
     routing = _gating_reference(logits_of(11, 4), k=2, capacity=3, normalize=True)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 128)), jnp.float32)
     with without_races():

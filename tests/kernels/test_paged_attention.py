@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import KVPages, attention, paged_attention, write_pages
-from pallas_kernels.paged_attention import paged_attention_reference
+from jaxinfer.pallas_kernels import KVPages, attention, paged_attention, write_pages
+from jaxinfer.pallas_kernels.paged_attention import paged_attention_reference
 from tests.kernels.stale import with_stale_slots
 
 SIZE, HEADS, DIM, SCALE = 16, 4, 8, 0.4

@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels import KVPages, attention, paged_attention
-from pallas_kernels.attention import attention_reference
-from pallas_kernels.dispatch import UnsupportedError, targeting
-from pallas_kernels.paged_attention import paged_attention_reference
-from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels import KVPages, attention, paged_attention
+from jaxinfer.pallas_kernels.attention import attention_reference
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
+from jaxinfer.pallas_kernels.paged_attention import paged_attention_reference
+from jaxinfer.pallas_kernels.prefill_attention import prefill_attention
+from jaxinfer.pallas_kernels.tuning import Trial
 from tests.kernels.interpreting import without_races
 from tests.kernels.stale import with_stale_slots
 
-attention_module = importlib.import_module("pallas_kernels.attention")  # the package has a function of that name
+attention_module = importlib.import_module(
+    "jaxinfer.pallas_kernels.attention"
+)  # the package has a function of that name
 
 H200 = Target.load("h200").gpu
 SMEM_BYTES = 232_448  # of a thread block on Hopper, at most

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels.dispatch import UnsupportedError, targeting
-from pallas_kernels.linear_residual import linear_residual
-from pallas_kernels.norm_linear import norm_linear
-from pallas_kernels.small_batch_linear import Norm, fused_small_batch_linear, small_batch_linear
-from pallas_kernels.tuning import Trial
-from pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize, quantize_rows
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
+from jaxinfer.pallas_kernels.linear_residual import linear_residual
+from jaxinfer.pallas_kernels.norm_linear import norm_linear
+from jaxinfer.pallas_kernels.small_batch_linear import Norm, fused_small_batch_linear, small_batch_linear
+from jaxinfer.pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize, quantize_rows
 from tests.kernels.interpreting import without_races
 
 FORMATS = ["int8", "int4", "fp8"]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels.dispatch import UnsupportedError, targeting, without_kernels
-from pallas_kernels.quantized_matmul import (
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting, without_kernels
+from jaxinfer.pallas_kernels.quantized_matmul import (
     Tiles,
     _matmul,
     _matmul_kernel,

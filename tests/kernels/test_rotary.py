@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.rotary import rotate
+from jaxinfer.pallas_kernels.rotary import rotate
 
 
 @pytest.mark.parametrize("half", [4, 8])

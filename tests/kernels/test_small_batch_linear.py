@@ -12,14 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.compiled.target import Target, compile_for
-from pallas_kernels.activations import activate, approximate_erf
-from pallas_kernels.dispatch import UnsupportedError, targeting
-from pallas_kernels.linear_residual import linear_residual
-from pallas_kernels.norm_linear import norm_linear
-from pallas_kernels.small_batch_linear import Norm, Tiles, choose_tiles, fused_small_batch_linear, small_batch_linear
-from pallas_kernels.small_batch_operands import Operand
-from pallas_kernels.tuning import Trial
-from pallas_kernels.weights import Weights
+from jaxinfer.pallas_kernels.activations import activate, approximate_erf
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
+from jaxinfer.pallas_kernels.linear_residual import linear_residual
+from jaxinfer.pallas_kernels.norm_linear import norm_linear
+from jaxinfer.pallas_kernels.small_batch_linear import (
+    Norm,
+    Tiles,
+    choose_tiles,
+    fused_small_batch_linear,
+    small_batch_linear,
+)
+from jaxinfer.pallas_kernels.small_batch_operands import Operand
+from jaxinfer.pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels.weights import Weights
 from tests.kernels.interpreting import without_races
 
 EPS = 1e-5

@@ -2,8 +2,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.dispatch import UnsupportedError, dispatch, interpreted, without_kernels
-from pallas_kernels.tuning import Trial, table_name, tuned
+from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, interpreted, without_kernels
+from jaxinfer.pallas_kernels.tuning import Trial, table_name, tuned
 
 
 def _kernel(x):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import weights
-from pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize
+from jaxinfer.pallas_kernels import weights
+from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize
 
 FORMATS = ["int8", "int4", "fp8"]
 SEEDS = st.integers(0, 10_000)

@@ -16,8 +16,8 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
-import checkpoints
-from checkpoints import CheckpointError
+from jaxinfer import checkpoints
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.models import EncoderConfig, WeightFormat, conversion
 from jaxinfer.models.config import Pooling
 from jaxinfer.models.conversion import HuggingFaceModel, convert
@@ -318,7 +318,7 @@ def _python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_killed_run_leaves_nothing_that_matters(hf, out):
     code = """
         import os, signal, sys
-        from checkpoints import writing
+        from jaxinfer.checkpoints import writing
         from jaxinfer.models.conversion import convert
         writing.GROUP_BYTES = 1  # every leaf is written at once
         def progress(done, total):
@@ -338,7 +338,7 @@ def test_a_killed_run_leaves_nothing_that_matters(hf, out):
 MEASURED = """
     import json, sys
     import jax
-    from checkpoints import writing
+    from jaxinfer.checkpoints import writing
     from jaxinfer.models import conversion
     from orbax.checkpoint import v1  # what importing costs is not counted
 

@@ -5,8 +5,8 @@ import pathlib
 import pytest
 from flax import nnx
 
-from checkpoints import read_manifest
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.checkpoints import read_manifest
 from jaxinfer.models.loading import load_model, save_model
 
 DEMO = pathlib.Path(__file__).parents[2] / "examples/demo_model"

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints import Leaf
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import AttentionConfig
 from jaxinfer.models.fitting import fit
-from sharding import MeshConfig, ShardingRules
+from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.tiny import CONFIG
 
 FLOAT, INT4 = WeightFormat(), WeightFormat(quantized="int4")

@@ -11,7 +11,7 @@ from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import Activation, NormConfig, NormKind
 from jaxinfer.models.linear import Linear
 from jaxinfer.models.norm import Norm
-from sharding import MeshConfig
+from jaxinfer.sharding import MeshConfig
 
 NORM = Norm(8, NormConfig(kind=NormKind.RMS))
 

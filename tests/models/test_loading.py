@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import checkpoints
-from checkpoints import CheckpointError, reading
+from jaxinfer import checkpoints
+from jaxinfer.checkpoints import CheckpointError, reading
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, WeightFormat, devices
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.config import (
@@ -29,7 +29,7 @@ from jaxinfer.models.conversion import HuggingFaceModel, convert
 from jaxinfer.models.description import Description
 from jaxinfer.models.leaves import cache_leaves, canonical_leaves
 from jaxinfer.models.loading import load_model, save_model
-from sharding import MeshConfig, ShardingRules
+from jaxinfer.sharding import MeshConfig, ShardingRules
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 CONFIG = DecoderConfig(

@@ -13,7 +13,7 @@ from jaxinfer import LLM, Embedder
 from jaxinfer.cli import app
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import load_model, open_model, save_model
-from sharding import MeshConfig
+from jaxinfer.sharding import MeshConfig
 from tests.models import vision
 
 CONFIGS = {

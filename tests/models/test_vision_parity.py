@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from checkpoints import CheckpointError
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.cli import app
 from jaxinfer.models import ResNet, ViT, ViTConfig, Yolo
 from jaxinfer.models.abstract import merge_model

@@ -6,8 +6,18 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from sharding import ShardingRules
-from sharding.collectives import all_gather, axis_index, axis_size, local_part, mesh_axes, pmax, pmin, psum, use_rules
+from jaxinfer.sharding import ShardingRules
+from jaxinfer.sharding.collectives import (
+    all_gather,
+    axis_index,
+    axis_size,
+    local_part,
+    mesh_axes,
+    pmax,
+    pmin,
+    psum,
+    use_rules,
+)
 
 
 def on_devices(function, x, *, rules=None, **mesh):

@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from sharding import MeshConfig, MeshFile, ShardingRules, read_mesh
+from jaxinfer.sharding import MeshConfig, MeshFile, ShardingRules, read_mesh
 
 
 def test_builds_over_the_first_devices():

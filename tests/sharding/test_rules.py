@@ -3,7 +3,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from sharding import MeshConfig, ShardingRules
+from jaxinfer.sharding import MeshConfig, ShardingRules
 
 
 def test_spec():

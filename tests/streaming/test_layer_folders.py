@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from checkpoints import CheckpointError
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import open_model
+from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming import layer_folders
 from jaxinfer.streaming.layer_folders import (
     find_layer_folders,
@@ -22,7 +23,6 @@ from jaxinfer.streaming.layer_folders import (
     remove_layer_folders,
     write_layer_files,
 )
-from sharding import MeshConfig
 from tests.models import goldens
 
 

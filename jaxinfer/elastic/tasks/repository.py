@@ -9,8 +9,8 @@ import jax
 import msgspec
 import numpy as np
 
-import checkpoints
-from checkpoints import CheckpointError
+from jaxinfer import checkpoints
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.elastic.accuracy import LevelAccuracy
 from jaxinfer.elastic.errors import ElasticError, TaskExistsError, UnknownTaskError
 from jaxinfer.elastic.tasks.datasets import Dataset, Division, Parts

@@ -17,8 +17,8 @@ from jaxinfer.models.description import kind_of
 from jaxinfer.models.devices import device_name
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.weight_format import WeightFormat
-from sharding import ShardingRules
-from sharding.collectives import use_rules
+from jaxinfer.sharding import ShardingRules
+from jaxinfer.sharding.collectives import use_rules
 
 PROGRAM = "judge"
 """The program's name, in caches and in the record of costs."""

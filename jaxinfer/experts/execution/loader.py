@@ -18,9 +18,9 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from checkpoints import CheckpointError
-from checkpoints.layer_files import aligned
-from checkpoints.stores import DiskStore, Fetch, Staging
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.layer_files import aligned
+from jaxinfer.checkpoints.stores import DiskStore, Fetch, Staging
 from jaxinfer.compiled import cache_folder
 from jaxinfer.experts.errors import InsufficientMemoryError, LoadError
 from jaxinfer.experts.execution.architectures import Architecture

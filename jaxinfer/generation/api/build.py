@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 from msgspec import Meta
 
-from checkpoints.reading import GROUP_BYTES
+from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Clock, Costs
 from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig, EngineConfig, EngineOptions, SharedConfig
@@ -33,9 +33,9 @@ from jaxinfer.models import DecoderConfig, EncoderConfig
 from jaxinfer.models.devices import AnyMesh, device_name, devices_of
 from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.serving.budget import Reservation, sizes_of
+from jaxinfer.sharding import MeshFile
 from jaxinfer.streaming.config import MemoryConfig, MemoryOptions, Placement
 from jaxinfer.streaming.model import StreamedModel, stream_model
-from sharding import MeshFile
 
 _Processors = Annotated[dict[str, Any], Meta(description="a dict of functions by name")]
 

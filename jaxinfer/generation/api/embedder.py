@@ -13,7 +13,7 @@ from jaxinfer.generation.api.loading import load_decoder, load_encoder
 from jaxinfer.generation.text import Prompt
 from jaxinfer.models.description import Description
 from jaxinfer.models.devices import AnyMesh
-from sharding import ShardingRules
+from jaxinfer.sharding import ShardingRules
 
 
 class Embedder(EngineHolder):

@@ -21,7 +21,7 @@ from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Prompt, as_list, encode_chat
 from jaxinfer.models.devices import AnyMesh
-from sharding import ShardingRules
+from jaxinfer.sharding import ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
 

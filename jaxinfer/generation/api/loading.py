@@ -36,9 +36,9 @@ from jaxinfer.models.description import Description, require_transformer
 from jaxinfer.models.devices import AnyMesh, build_mesh, devices_of, open_mesh
 from jaxinfer.models.loading import LoadedModel, open_model
 from jaxinfer.serving.budget import Reservation, host_budget, sizes_of
+from jaxinfer.sharding import ShardingRules
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.statistics import StreamingStatistics
-from sharding import ShardingRules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints import Leaf
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.compiled import compiler_options
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
@@ -22,8 +22,8 @@ from jaxinfer.models.devices import fetch_sharding_on, sharding_on
 from jaxinfer.models.fitting import Fitting
 from jaxinfer.models.leaves import canonical_leaves, leaves_of_part
 from jaxinfer.models.loading import LoadedModel, OpenedModel
-from sharding import ShardingRules
-from sharding.collectives import use_rules
+from jaxinfer.sharding import ShardingRules
+from jaxinfer.sharding.collectives import use_rules
 
 LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "gate_up": "mlp.up", "down": "mlp.down"}
 """The fields of `LayerAdapters` -> their linears in a layer."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rich.filesize import decimal
 
-from checkpoints.reading import GROUP_BYTES
+from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.engine.config import EngineConfig, SharedConfig
 from jaxinfer.generation.execution.layout import DeviceLayout

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from checkpoints import CheckpointError
-from checkpoints.huggingface import read_json
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.huggingface import read_json
 
 CONFIG = "adapter_config.json"
 

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from checkpoints import CheckpointError
+from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.generation.lora.adapter_info import CONFIG, AdapterInfo
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families import FAMILIES, Family, llama

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.generation.params import MAX_LOGPROBS
-from sharding.collectives import all_gather, axis_size, local_index, local_start, psum
+from jaxinfer.sharding.collectives import all_gather, axis_size, local_index, local_start, psum
 
 
 class Logprobs(NamedTuple):

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxinfer.generation.sampling.arrays import SamplingArrays
 from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, whole
-from sharding.collectives import all_gather, axis_size, local_index, local_part, pmax, pmin, psum
+from jaxinfer.sharding.collectives import all_gather, axis_size, local_index, local_part, pmax, pmin, psum
 
 CANDIDATES = 64
 """Best tokens of a device among which the cut-offs of a split vocabulary are looked for first."""

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxinfer.generation.outputs import NO_TOKEN
 from jaxinfer.models.fitting import TOKENS_PER_WORD
-from sharding.collectives import all_gather, axis_size, local_part, local_start
+from jaxinfer.sharding.collectives import all_gather, axis_size, local_part, local_start
 
 
 def local_bitmask(bitmask: jax.Array, size: int) -> jax.Array:

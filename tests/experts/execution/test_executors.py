@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from checkpoints import layer_files, stores
+from jaxinfer.checkpoints import layer_files, stores
 from jaxinfer.experts.errors import (
     ExecutorDiedError,
     InvalidInputError,

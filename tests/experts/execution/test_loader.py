@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from checkpoints import layer_files, stores
-from checkpoints.stores import Staging
+from jaxinfer.checkpoints import layer_files, stores
+from jaxinfer.checkpoints.stores import Staging
 from jaxinfer.experts.errors import LoadError
 from jaxinfer.experts.execution import loader as loader_module
 from jaxinfer.experts.execution.kinds import kind_of

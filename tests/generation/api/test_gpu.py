@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxinfer.generation import LLM, SamplingParams
-from sharding import MeshConfig
+from jaxinfer.sharding import MeshConfig
 
 PROMPTS = [[1, 2, 3], list(range(60))]
 

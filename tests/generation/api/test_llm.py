@@ -194,7 +194,7 @@ def test_options_do_not_recompile(llm):
 def test_without_kernels_no_operation_asks_for_one(model_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))  # what is loaded from disk is not traced, and asks nothing
     asked = []
-    monkeypatch.setattr("pallas_kernels.dispatch.kernels_available", lambda: asked.append(True))
+    monkeypatch.setattr("jaxinfer.pallas_kernels.dispatch.kernels_available", lambda: asked.append(True))
     LLM(model_dir, kernels=False).generate([[1, 2, 3]], GREEDY)  # compiled by several threads
     assert not asked
     LLM(model_dir).generate([[1, 2, 3]], GREEDY)

@@ -16,7 +16,7 @@ from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import BlockKind
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import save_model
-from sharding import MeshConfig, ShardingRules
+from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, logprob_errors, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter

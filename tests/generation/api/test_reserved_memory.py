@@ -12,7 +12,7 @@ from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.conversion import convert
 from jaxinfer.models.loading import OpenedModel, save_model
 from jaxinfer.serving.budget import Budget, host_budget
-from sharding import MeshConfig
+from jaxinfer.sharding import MeshConfig
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from checkpoints import CheckpointError, readers
 from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
+from jaxinfer.checkpoints import CheckpointError, readers
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.engine.decider import RequestDecider
@@ -28,9 +28,9 @@ from jaxinfer.models.conversion import convert
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.models.loading import open_model, save_model
 from jaxinfer.serving import ClosedError
+from jaxinfer.sharding import MeshConfig, ShardingRules
 from jaxinfer.streaming.layer_folders import layer_folder
 from jaxinfer.streaming.prefetch import Prefetcher
-from sharding import MeshConfig, ShardingRules
 from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, only_even
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
@@ -545,7 +545,7 @@ def test_a_disk_that_becomes_slow_changes_no_token(deep, monkeypatch):
         return read(handle, buffers, offset)
 
     store.files._preadv = preadv
-    monkeypatch.setattr("checkpoints.layer_files.FIRST_DELAY", 0.01)
+    monkeypatch.setattr("jaxinfer.checkpoints.layer_files.FIRST_DELAY", 0.01)
     assert generate(llm, GREEDY) == want
     until = time.monotonic() + 60
     while store.files.retries != len(calls) // 7:  # the next pass's first layers are on their way

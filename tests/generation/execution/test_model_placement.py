@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from checkpoints.reading import GROUP_BYTES
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution import placement
 from jaxinfer.generation.execution.placement import plan_placement

@@ -13,7 +13,7 @@ from jaxinfer.generation.lora.peft import read_adapter
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.loading import LoadedModel, load_model
-from sharding import MeshConfig, ShardingRules
+from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
 

@@ -15,7 +15,7 @@ from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.sampling.arrays import RowOptions, SamplingArrays, sampling_arrays
 from jaxinfer.generation.sampling.logprobs import logprobs_of, no_logprobs, record_logprobs
 from jaxinfer.generation.sampling.sampler import asks_more_than_greedy, greedy, penalize, sample, truncate
-from sharding import MeshConfig
+from jaxinfer.sharding import MeshConfig
 
 VOCAB, CONTEXT = 50, 12
 _truncate, _penalize = map(jax.jit, (truncate, penalize))

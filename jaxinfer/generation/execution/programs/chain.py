@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 import jax.numpy as jnp
 
-from checkpoints import Leaf
+from jaxinfer.checkpoints import Leaf
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.execution.layout import DecoderStatic, DeviceLayout, integers
@@ -34,9 +34,9 @@ from jaxinfer.generation.sampling.logprobs import no_logprobs
 from jaxinfer.models import KVPages, LayerAdapters, TokenRows
 from jaxinfer.models.forward_context import ForwardContext
 from jaxinfer.models.leaves import leaves_of_part
+from jaxinfer.sharding.collectives import gather_fetched, use_rules
 from jaxinfer.streaming.config import LayerRange
 from jaxinfer.streaming.model import StreamedModel
-from sharding.collectives import gather_fetched, use_rules
 
 if TYPE_CHECKING:
     from jaxinfer.models import Decoder, Encoder

@@ -11,8 +11,8 @@ from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.models import EncoderConfig, WeightFormat
 from jaxinfer.models.loading import LoadedModel
 from jaxinfer.models.token_adaptation import NO_ADAPTATION, MergeSchedule, TokenAdaptation
-from sharding import ShardingRules
-from sharding.collectives import use_rules
+from jaxinfer.sharding import ShardingRules
+from jaxinfer.sharding.collectives import use_rules
 
 if TYPE_CHECKING:
     from jaxinfer.models import Encoder
