@@ -64,7 +64,7 @@ class Ours:
         import jax
 
         from jaxinfer.models.abstract import merge_model
-        from jaxinfer.models.loading import load_model
+        from jaxinfer.models.files.loading import load_model
 
         self.model = load_model(folder)
         config, weights = self.model.config, self.model.weights

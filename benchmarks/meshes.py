@@ -31,11 +31,11 @@ from jaxinfer.compiled.target import MissingCompilerError, Target, compile_progr
 from jaxinfer.generation.execution.programs.decode import Decode
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import BlockKind, DecoderConfig
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.description import Description
 from jaxinfer.models.devices import bytes_per_device
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.description import Description
+from jaxinfer.models.files.loading import save_model
 from jaxinfer.models.leaves import canonical_leaves
-from jaxinfer.models.loading import save_model
 from jaxinfer.models.presets import preset
 from jaxinfer.sharding import ShardingRules
 

@@ -43,8 +43,8 @@ from benchmarks.report import Report
 from benchmarks.vision_tasks import embeddings, switching, tasks
 from benchmarks.workers import find_peers
 from jaxinfer.models.config import ViTConfig
+from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
 from jaxinfer.models.presets import vision_preset
-from jaxinfer.models.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
 
 BATCHES = (1, 8, 32)
 MERGES = (5, 10, 13, 15, 20, 25)
@@ -158,7 +158,7 @@ def is_plain(model: RandomViT) -> bool:
     def plain(vit: Any, images: Any) -> Any:
         import jax.numpy as jnp
 
-        from jaxinfer.models.forward_context import ForwardContext, TokenRows
+        from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows
 
         x = vit.enter(images)
         places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])

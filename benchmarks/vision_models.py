@@ -36,7 +36,7 @@ def time_suppression(predictions: np.ndarray, rounds: int) -> list[float]:
     """Seconds of non-maximum suppression, in every round."""
     import jax
 
-    from jaxinfer.models.suppression import suppress
+    from jaxinfer.models.vision.suppression import suppress
 
     run = jax.jit(lambda predictions: suppress(predictions, confidence=0.25, iou=0.45))
     times = [timed(lambda: jax.block_until_ready(run(predictions))) for _ in range(1 + rounds)]

@@ -141,7 +141,7 @@ def switching(report: Report, args: argparse.Namespace) -> None:
 def embeddings(report: Report, args: argparse.Namespace) -> None:
     """Vectors of real BERT weights with tokens merged: how much faster, and how near to those without."""
     from jaxinfer import Embedder
-    from jaxinfer.models.conversion import convert
+    from jaxinfer.models.files.conversion import convert
 
     folder = args.work_dir / "all-MiniLM-L6-v2"
     if not folder.exists():

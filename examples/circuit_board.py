@@ -37,11 +37,11 @@ from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.system import System
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import STRIDES, ResNetConfig, YoloConfig
-from jaxinfer.models.convolution import Conv
-from jaxinfer.models.loading import save_model
+from jaxinfer.models.files.loading import save_model
+from jaxinfer.models.layers.convolution import Conv
 from jaxinfer.models.presets import parameter_count
-from jaxinfer.models.resnet import ResNet
-from jaxinfer.models.yolo import Yolo
+from jaxinfer.models.vision.resnet import ResNet
+from jaxinfer.models.vision.yolo import Yolo
 from jaxinfer.serving.progress import Progress
 
 SIZE = 64

@@ -10,8 +10,8 @@ import argparse
 from pathlib import Path
 
 from jaxinfer.checkpoints import read_manifest, verify_files
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.verification import compare_tensors
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.verification import compare_tensors
 
 
 def main() -> None:

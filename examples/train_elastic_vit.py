@@ -28,8 +28,8 @@ from flax import nnx
 from jaxinfer.elastic import Dataset, Division, Service, TrainingConfig, load_dataset
 from jaxinfer.elastic.tasks.images import resize_images
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, Pooling, ViTConfig
-from jaxinfer.models.loading import save_model
-from jaxinfer.models.vit import ViT
+from jaxinfer.models.files.loading import save_model
+from jaxinfer.models.vision.vit import ViT
 from jaxinfer.models.weight_format import WeightFormat
 
 HEAD_DIM = 16

@@ -17,7 +17,7 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
-from jaxinfer.models.loading import save_model
+from jaxinfer.models.files.loading import save_model
 
 CONFIG = DecoderConfig(
     vocab=257,

@@ -19,10 +19,10 @@ from jaxinfer.experts.scheduling.experts import InputKind, Rule
 from jaxinfer.experts.scheduling.policy import policy_of
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import ResNetConfig, YoloConfig
-from jaxinfer.models.loading import save_model
+from jaxinfer.models.files.loading import save_model
 from jaxinfer.models.presets import vision_preset
-from jaxinfer.models.resnet import ResNet
-from jaxinfer.models.yolo import Yolo
+from jaxinfer.models.vision.resnet import ResNet
+from jaxinfer.models.vision.yolo import Yolo
 
 TYPES, DETECTORS = 36, 2
 EXPERT_BYTES = 170 << 20

@@ -39,7 +39,7 @@ from jaxinfer.generation.execution.programs.prefill import PrefillOutput
 from jaxinfer.generation.execution.results import read_decode, read_prefill
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, WeightFormat
-from jaxinfer.models.description import Description
+from jaxinfer.models.files.description import Description
 from jaxinfer.serving import ClosedError
 from jaxinfer.serving.loop import Loop
 from jaxinfer.serving.ticket import Reader

@@ -14,8 +14,8 @@ from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.report import Report
 from benchmarks.streaming.models import write_hf
 from benchmarks.streaming.run_jaxinfer import run
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.streaming.prediction import COPIED_BYTES, measure_host_copy
 
 FULL: dict[str, int] = {"num_hidden_layers": 16, "hidden_size": 4096, "intermediate_size": 11008}

@@ -11,7 +11,7 @@ from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.evaluation.elastic.measurements import Measurements
 from jaxinfer.evaluation.elastic.simulator import Served, simulate
 from jaxinfer.evaluation.elastic.workloads import make_queries, table_ii, wandering_arrivals
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 
 LOADS = 9
 """Of each model, timed."""

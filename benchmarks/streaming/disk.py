@@ -13,7 +13,7 @@ from benchmarks.report import Report
 from benchmarks.streaming.ours import rounded, run_ours
 from benchmarks.streaming.settings import Settings
 from benchmarks.workers import EngineError
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.streaming.layer_folders import layer_folder
 
 

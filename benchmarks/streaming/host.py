@@ -3,7 +3,7 @@
 from benchmarks.report import Report
 from benchmarks.streaming.ours import CAP, rounded, run_ours
 from benchmarks.streaming.settings import Settings
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 
 
 def host(report: Report, settings: Settings) -> None:

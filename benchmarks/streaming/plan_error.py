@@ -17,8 +17,8 @@ from benchmarks.streaming.settings import Settings
 from benchmarks.workers import run_module
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.config import MemoryConfig
 from jaxinfer.streaming.layer_folders import write_layer_files

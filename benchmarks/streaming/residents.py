@@ -17,8 +17,8 @@ from benchmarks.streaming.settings import Settings
 from benchmarks.workers import run_module
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.generation.execution.placement import DeviceBytes
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.streaming.config import MemoryConfig
 
 LAYERS = 32

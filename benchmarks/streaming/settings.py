@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from benchmarks.streaming.models import QUICK, write_hf
 from benchmarks.workers import find_peers
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.streaming.layer_folders import write_layer_files
 
 

@@ -50,7 +50,7 @@ def convert(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from jaxinfer.models.conversion import convert as convert_model
+    from jaxinfer.models.files.conversion import convert as convert_model
 
     run = _Run.of(hf_dir, mesh, layer_files, quantize) if layout == "streaming" else None
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -86,8 +86,8 @@ class _Run:
         """From the options of the command. Raises ValueError for a model that cannot run so, before it is converted."""
         from jaxinfer.generation.api.build import split_options
         from jaxinfer.models import WeightFormat
-        from jaxinfer.models.conversion import HuggingFaceModel
-        from jaxinfer.models.description import parse_quantization, require_transformer
+        from jaxinfer.models.files.conversion import HuggingFaceModel
+        from jaxinfer.models.files.description import parse_quantization, require_transformer
         from jaxinfer.models.fitting import fit
         from jaxinfer.sharding import ShardingRules
 
@@ -100,9 +100,9 @@ class _Run:
 
     def write_layers(self, model: Path, dtype: str | None, progress: Callable[[int, int], None]) -> str:
         """Write the layers of a model directory; returns a line about them."""
-        from jaxinfer.models.description import Description
         from jaxinfer.models.devices import default_dtype
-        from jaxinfer.models.loading import open_model
+        from jaxinfer.models.files.description import Description
+        from jaxinfer.models.files.loading import open_model
         from jaxinfer.streaming.layer_folders import describe_format, write_layer_files
 
         dtype = dtype or default_dtype(None) or Description.read(model).dtype

@@ -41,8 +41,8 @@ def info(
     from jaxinfer.checkpoints import read_manifest
     from jaxinfer.generation.execution.memory import device_tenants
     from jaxinfer.models import VisionConfig, WeightFormat
-    from jaxinfer.models.description import Description, weight_format
     from jaxinfer.models.devices import bytes_per_device, default_dtype
+    from jaxinfer.models.files.description import Description, weight_format
     from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
     from jaxinfer.serving.budget import Budget, Reservation

@@ -48,7 +48,7 @@ def inspect(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
     from jaxinfer.compiled.target import Target, compile_program
     from jaxinfer.models import DecoderConfig
-    from jaxinfer.models.description import Description, require_transformer, weight_format
+    from jaxinfer.models.files.description import Description, require_transformer, weight_format
 
     gpu, description = Target.load(target), Description.read(directory)
     file = parse_mesh(mesh)

@@ -45,7 +45,7 @@ def plan(
     from jaxinfer.generation.engine.config import EngineConfig
     from jaxinfer.generation.execution.memory import FRACTION
     from jaxinfer.generation.execution.placement import DeviceBytes, plan_placement
-    from jaxinfer.models.loading import open_model
+    from jaxinfer.models.files.loading import open_model
     from jaxinfer.streaming.prediction import plan_pass
 
     file = parse_mesh(mesh)

@@ -23,8 +23,8 @@ def verify(
 ) -> None:
     """Check every file's sha256, then compare tensors or logits with a reference. Status 1 if they differ."""
     from jaxinfer.checkpoints import verify_files
-    from jaxinfer.models.description import Description
-    from jaxinfer.models.verification import compare_outputs, compare_tensors
+    from jaxinfer.models.files.description import Description
+    from jaxinfer.models.files.verification import compare_outputs, compare_tensors
 
     manifest = verify_files(directory)
     typer.echo(f"sha256 of {len(manifest.files)} files: as in manifest.json")

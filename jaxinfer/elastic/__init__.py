@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from jaxinfer.elastic.tasks.images import load_image
     from jaxinfer.elastic.tasks.repository import Task, TaskRepository
     from jaxinfer.elastic.tasks.training import TrainingConfig
-    from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
+    from jaxinfer.models.layers.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
 
 _MODULES = {
     "elastic.accuracy": ("LevelAccuracy",),

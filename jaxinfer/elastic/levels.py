@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jaxinfer.elastic.errors import LevelError
 from jaxinfer.models.config import ViTConfig
-from jaxinfer.models.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
+from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
 
 _SHARES = (1.25, 1.0, 0.75, 0.5, 0.25)
 """Of the patches, what default levels merge. Where it is more than all, the last layers merge half of what is left."""

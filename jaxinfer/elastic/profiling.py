@@ -11,7 +11,7 @@ from jaxinfer.elastic.levels import Levels
 from jaxinfer.elastic.programs import LevelPrograms
 from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.elastic.tasks.repository import Task
-from jaxinfer.models.token_adaptation import MergeSchedule, TokenAdaptation
+from jaxinfer.models.layers.token_adaptation import MergeSchedule, TokenAdaptation
 from jaxinfer.serving.progress import Progress
 
 

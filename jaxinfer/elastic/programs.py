@@ -16,8 +16,8 @@ from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks.repository import Head, Task
 from jaxinfer.generation.engine.buckets import powers, round_up
 from jaxinfer.models.config import ViTConfig
-from jaxinfer.models.loading import LoadedModel
-from jaxinfer.models.token_adaptation import TokenAdaptation
+from jaxinfer.models.files.loading import LoadedModel
+from jaxinfer.models.layers.token_adaptation import TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules

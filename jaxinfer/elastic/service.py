@@ -34,8 +34,8 @@ from jaxinfer.elastic.tasks.training import Trainer, TrainingConfig
 from jaxinfer.generation.fields import check
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
-from jaxinfer.models.loading import LoadedModel, load_model
-from jaxinfer.models.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
+from jaxinfer.models.files.loading import LoadedModel, load_model
+from jaxinfer.models.layers.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
 from jaxinfer.serving.budget import Budget, Reservation, sizes_of
 from jaxinfer.serving.errors import FailedError, closed_error
 from jaxinfer.serving.heap import trim_heap

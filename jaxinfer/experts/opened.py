@@ -24,7 +24,7 @@ from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, Rule
 from jaxinfer.experts.scheduling.policy import Policy
 from jaxinfer.experts.scheduling.profile import Profiles
 from jaxinfer.experts.scheduling.scheduler import Scheduler
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.serving.budget import Budget, BudgetError, Offer, Reservation, budget_of, host_budget, sizes_of
 from jaxinfer.serving.heap import map_large_arrays
 from jaxinfer.serving.progress import Progress, log_progress

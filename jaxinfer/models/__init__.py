@@ -17,17 +17,17 @@ from jaxinfer.models.config import (
     ViTConfig,
     YoloConfig,
 )
-from jaxinfer.models.forward_context import ForwardContext, TokenRows
-from jaxinfer.models.low_rank import LayerAdapters, LowRankStack
+from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows
+from jaxinfer.models.layers.low_rank import LayerAdapters, LowRankStack
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages
 
 if TYPE_CHECKING:
-    from jaxinfer.models.decoder import Decoder
-    from jaxinfer.models.encoder import Encoder
-    from jaxinfer.models.resnet import ResNet
-    from jaxinfer.models.vit import ViT
-    from jaxinfer.models.yolo import Yolo
+    from jaxinfer.models.text.decoder import Decoder
+    from jaxinfer.models.text.encoder import Encoder
+    from jaxinfer.models.vision.resnet import ResNet
+    from jaxinfer.models.vision.vit import ViT
+    from jaxinfer.models.vision.yolo import Yolo
 
 __all__ = [
     "Decoder",
@@ -52,11 +52,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Decoder": "jaxinfer.models.decoder",
-    "Encoder": "jaxinfer.models.encoder",
-    "ResNet": "jaxinfer.models.resnet",
-    "ViT": "jaxinfer.models.vit",
-    "Yolo": "jaxinfer.models.yolo",
+    "Decoder": "jaxinfer.models.text.decoder",
+    "Encoder": "jaxinfer.models.text.encoder",
+    "ResNet": "jaxinfer.models.vision.resnet",
+    "ViT": "jaxinfer.models.vision.vit",
+    "Yolo": "jaxinfer.models.vision.yolo",
 }
 
 

@@ -13,12 +13,12 @@ from flax import nnx
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.models.config import DecoderConfig, EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
-from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.encoder import Encoder
-from jaxinfer.models.resnet import ResNet
-from jaxinfer.models.vit import ViT
+from jaxinfer.models.text.decoder import Decoder
+from jaxinfer.models.text.encoder import Encoder
+from jaxinfer.models.vision.resnet import ResNet
+from jaxinfer.models.vision.vit import ViT
+from jaxinfer.models.vision.yolo import Yolo
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.models.yolo import Yolo
 
 Model = Decoder | Encoder | ResNet | Yolo | ViT
 

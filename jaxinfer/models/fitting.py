@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.models.config import AttentionConfig, ModelConfig, TransformerConfig, VisionConfig
-from jaxinfer.models.description import kind_of
+from jaxinfer.models.files.description import kind_of
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import GROUP, QuantizedFormat
 from jaxinfer.sharding import ShardingRules

@@ -17,8 +17,8 @@ from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.layer_files import FORMAT, LayerFiles, describe_layers, write_layers
 from jaxinfer.checkpoints.writing import sole_owner
 from jaxinfer.disk_cache import keys
+from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import leaves_of_part
-from jaxinfer.models.loading import OpenedModel
 
 REVISION = 1
 """Of what is in the files of a model beside the format of files: raise it when weights are quantised, fitted to a mesh,

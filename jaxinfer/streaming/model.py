@@ -5,8 +5,8 @@ import logging
 import pathlib
 
 from jaxinfer.checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, TieredStore, to_host
+from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
-from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.serving.heap import map_large_arrays
 from jaxinfer.streaming.config import LayerRange, Placement, Tier
 from jaxinfer.streaming.layer_folders import layer_leaves, open_layer_files, read_leaves

@@ -20,8 +20,8 @@ from jaxinfer.checkpoints.layer_files import BLOCK_BYTES, aligned_buffer, read_d
 from jaxinfer.checkpoints.readers import Readers
 from jaxinfer.checkpoints.stores import to_host
 from jaxinfer.models.devices import devices_of
+from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import layer_of
-from jaxinfer.models.loading import OpenedModel
 from jaxinfer.pallas_kernels.weights import xla_matmul
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.layer_folders import layer_folder

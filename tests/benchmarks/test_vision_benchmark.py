@@ -7,8 +7,8 @@ from benchmarks.image_engines import add_row, check_agreement
 from benchmarks.report import Report
 from benchmarks.vision import flops, merge_levels, speedup
 from benchmarks.vision_models import add_checks
+from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, PromptMode, TokenAdaptation
 from jaxinfer.models.presets import vision_preset
-from jaxinfer.models.token_adaptation import NO_ADAPTATION, PromptMode, TokenAdaptation
 
 
 def test_small_differences_agree():

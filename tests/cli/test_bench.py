@@ -12,7 +12,7 @@ from jaxinfer.cli.bench.measure import measure_latency, measure_throughput
 from jaxinfer.cli.bench.results import Distribution
 from jaxinfer.cli.bench.workload import Request, random_prompts, spread_lengths
 from jaxinfer.generation import LLM
-from jaxinfer.models.conversion import convert
+from jaxinfer.models.files.conversion import convert
 from tests.generation.conftest import PAGE_BYTES, TIGHT
 from tests.models.goldens import DIRECTORY as GOLDENS
 

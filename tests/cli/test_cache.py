@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from jaxinfer.cli import app
 from jaxinfer.disk_cache import KeptFiles
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.streaming.layer_folders import write_layer_files
 
 

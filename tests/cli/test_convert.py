@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from jaxinfer import LLM
 from jaxinfer.cli import app
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming.layer_folders import layer_folder
 

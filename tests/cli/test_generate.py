@@ -12,7 +12,7 @@ from jaxinfer.generation import LLM, CompletionOutput, FinishReason, RequestOutp
 from jaxinfer.generation.params import StructuredOutputsParams
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models.conversion import convert
+from jaxinfer.models.files.conversion import convert
 from tests.models.goldens import DIRECTORY as GOLDENS
 
 

@@ -8,8 +8,8 @@ from jaxinfer import LLM
 from jaxinfer.cli import app
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import load_model, open_model
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import load_model, open_model
 from jaxinfer.serving.budget import HOST
 from jaxinfer.streaming.layer_folders import remove_layer_folders, write_layer_files
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
-from jaxinfer.models.description import Description
+from jaxinfer.models.files.description import Description
 from jaxinfer.models.presets import preset
 
 

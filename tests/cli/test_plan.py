@@ -15,7 +15,7 @@ from jaxinfer.checkpoints import CheckpointError, readers
 from jaxinfer.cli import app
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.sharding import MeshConfig, ShardingRules
 from jaxinfer.streaming import prediction
 from jaxinfer.streaming.config import MemoryConfig, parse_bytes, spread

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
-from jaxinfer.models.conversion import convert
+from jaxinfer.models.files.conversion import convert
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 

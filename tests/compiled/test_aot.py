@@ -20,9 +20,9 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.programs import chain, prefill
 from jaxinfer.models import KVPages, WeightFormat
 from jaxinfer.models.abstract import abstract_model
+from jaxinfer.models.layers.token_adaptation import TokenAdaptation
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.presets import preset, vision_preset
-from jaxinfer.models.token_adaptation import TokenAdaptation
 from jaxinfer.sharding import MeshConfig
 
 BF16 = WeightFormat(dtype=np.dtype(jnp.bfloat16))

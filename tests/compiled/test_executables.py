@@ -25,7 +25,7 @@ from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.generation.execution.state import DeviceState
 from jaxinfer.models import KVPages, WeightFormat
 from jaxinfer.models.config import EncoderConfig, PositionKind, PositionsConfig
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.files.loading import load_model
 from jaxinfer.pallas_kernels import tuning
 from jaxinfer.pallas_kernels.dispatch import interpreted, without_kernels
 from jaxinfer.sharding import ShardingRules

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.disk_cache import keys
-from jaxinfer.models import norm
+from jaxinfer.models.layers import norm
 from tests.tiny import CONFIG
 
 DIFFERENT = [
@@ -87,7 +87,7 @@ time.sleep(0.05)
 file.write_text("x = 2")
 os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 from jaxinfer.disk_cache import keys  # after it
-keys.PACKAGES = ("ours",)
+keys.PACKAGE = "ours"
 try:
     print(keys.source_digest())
 except keys.NoKeyError as error:

@@ -34,7 +34,7 @@ from jaxinfer.elastic.latency import NEWEST, LatencyProfile
 from jaxinfer.elastic.programs import Classify
 from jaxinfer.elastic.scheduling.policies import FixedLevel
 from jaxinfer.elastic.tasks.training import fit_head
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.files.loading import load_model
 from jaxinfer.serving import FailedError, OverloadedError
 from jaxinfer.serving.budget import BudgetError, host_budget
 from tests.elastic.vits import CONFIG, SIZE, logits, save_vit, stripes, tiny_vit

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxinfer.elastic import Dataset
 from jaxinfer.models import ViT, ViTConfig, WeightFormat
 from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind
-from jaxinfer.models.loading import save_model
+from jaxinfer.models.files.loading import save_model
 
 SIZE = 8
 CONFIG = ViTConfig(

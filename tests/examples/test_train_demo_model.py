@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxinfer.models.config import MlpConfig
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.files.loading import load_model
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "train_demo_model.py"
 

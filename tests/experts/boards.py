@@ -27,11 +27,11 @@ from jaxinfer.models.config import (
     ViTConfig,
     YoloConfig,
 )
-from jaxinfer.models.encoder import Encoder
-from jaxinfer.models.loading import load_model, open_model, save_model
-from jaxinfer.models.resnet import ResNet
-from jaxinfer.models.vit import ViT
-from jaxinfer.models.yolo import Yolo
+from jaxinfer.models.files.loading import load_model, open_model, save_model
+from jaxinfer.models.text.encoder import Encoder
+from jaxinfer.models.vision.resnet import ResNet
+from jaxinfer.models.vision.vit import ViT
+from jaxinfer.models.vision.yolo import Yolo
 from tests.tiny import byte_tokenizer
 
 CLASSIFIERS = tuple(f"c{number}" for number in range(5))

@@ -15,8 +15,8 @@ from jaxinfer.models.config import (
     RopeScaling,
     alibi_slopes,
 )
+from jaxinfer.models.layers.rotary import rotary_frequencies, rotary_table
 from jaxinfer.models.presets import preset
-from jaxinfer.models.rotary import rotary_frequencies, rotary_table
 
 LLAMA = preset("llama-213m")
 RESNET = ResNetConfig(labels=("a",), stem=8, widths=(8, 8), depths=(1, 1), bottleneck=False, image_size=8)

@@ -18,12 +18,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.models import EncoderConfig, WeightFormat, conversion
+from jaxinfer.models import EncoderConfig, WeightFormat
 from jaxinfer.models.config import Pooling
-from jaxinfer.models.conversion import HuggingFaceModel, convert
-from jaxinfer.models.description import Description
-from jaxinfer.models.loading import load_model
-from jaxinfer.models.verification import compare_tensors
+from jaxinfer.models.files import conversion
+from jaxinfer.models.files.conversion import HuggingFaceModel, convert
+from jaxinfer.models.files.description import Description
+from jaxinfer.models.files.loading import load_model
+from jaxinfer.models.files.verification import compare_tensors
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -319,7 +320,7 @@ def test_a_killed_run_leaves_nothing_that_matters(hf, out):
     code = """
         import os, signal, sys
         from jaxinfer.checkpoints import writing
-        from jaxinfer.models.conversion import convert
+        from jaxinfer.models.files.conversion import convert
         writing.GROUP_BYTES = 1  # every leaf is written at once
         def progress(done, total):
             if done > total / 2:
@@ -339,7 +340,7 @@ MEASURED = """
     import json, sys
     import jax
     from jaxinfer.checkpoints import writing
-    from jaxinfer.models import conversion
+    from jaxinfer.models.files import conversion
     from orbax.checkpoint import v1  # what importing costs is not counted
 
     def peak():

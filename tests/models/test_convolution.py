@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxinfer.models import WeightFormat, convolution
-from jaxinfer.models.convolution import Conv, max_pool
+from jaxinfer.models import WeightFormat
+from jaxinfer.models.layers import convolution
+from jaxinfer.models.layers.convolution import Conv, max_pool
 from tests.models import vision
 
 

@@ -7,7 +7,7 @@ from flax import nnx
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.checkpoints import read_manifest
-from jaxinfer.models.loading import load_model, save_model
+from jaxinfer.models.files.loading import load_model, save_model
 
 DEMO = pathlib.Path(__file__).parents[2] / "examples/demo_model"
 PROMPTS = ["import os\n", "def fibonacci(n):\n    "]

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.models import images
-from jaxinfer.models.images import Letterbox
+from jaxinfer.models.vision import images
+from jaxinfer.models.vision.images import Letterbox
 from tests.models import vision
 
 

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import Activation, NormConfig, NormKind
-from jaxinfer.models.linear import Linear
-from jaxinfer.models.norm import Norm
+from jaxinfer.models.layers.linear import Linear
+from jaxinfer.models.layers.norm import Norm
 from jaxinfer.sharding import MeshConfig
 
 NORM = Norm(8, NormConfig(kind=NormKind.RMS))

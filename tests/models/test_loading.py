@@ -25,10 +25,10 @@ from jaxinfer.models.config import (
     PositionKind,
     PositionsConfig,
 )
-from jaxinfer.models.conversion import HuggingFaceModel, convert
-from jaxinfer.models.description import Description
+from jaxinfer.models.files.conversion import HuggingFaceModel, convert
+from jaxinfer.models.files.description import Description
+from jaxinfer.models.files.loading import load_model, save_model
 from jaxinfer.models.leaves import cache_leaves, canonical_leaves
-from jaxinfer.models.loading import load_model, save_model
 from jaxinfer.sharding import MeshConfig, ShardingRules
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"

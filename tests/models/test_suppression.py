@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxinfer.models import suppression
-from jaxinfer.models.suppression import CANDIDATES, DETECTIONS
+from jaxinfer.models.vision import suppression
+from jaxinfer.models.vision.suppression import CANDIDATES, DETECTIONS
 from tests.models import vision
 
 CONFIDENCE, IOU = 0.25, 0.45

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from jaxinfer import LLM, Embedder
 from jaxinfer.cli import app
+from jaxinfer.models.files.loading import load_model, open_model, save_model
 from jaxinfer.models.leaves import layer_of
-from jaxinfer.models.loading import load_model, open_model, save_model
 from jaxinfer.sharding import MeshConfig
 from tests.models import vision
 

@@ -15,12 +15,12 @@ from jaxinfer.cli import app
 from jaxinfer.models import ResNet, ViT, ViTConfig, Yolo
 from jaxinfer.models.abstract import merge_model
 from jaxinfer.models.config import STRIDES
-from jaxinfer.models.conversion import HuggingFaceModel, convert
-from jaxinfer.models.description import Description
 from jaxinfer.models.families import timm_vit, torchvision_resnet, vit, yolov5
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.files.conversion import HuggingFaceModel, convert
+from jaxinfer.models.files.description import Description
+from jaxinfer.models.files.loading import load_model
+from jaxinfer.models.files.verification import compare_outputs, compare_tensors
 from jaxinfer.models.presets import vision_preset
-from jaxinfer.models.verification import compare_outputs, compare_tensors
 from tests.models import vision
 
 SIZE = 64  # of the goldens' images

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from jaxinfer.models import ViT, WeightFormat, vit
+from jaxinfer.models import ViT, WeightFormat
 from jaxinfer.models.abstract import merge_model
 from jaxinfer.models.config import Pooling, ViTConfig
+from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
 from jaxinfer.models.presets import vision_preset
-from jaxinfer.models.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
+from jaxinfer.models.vision import vit
 from tests.models import vision
 
 LABELS = tuple("abcdefg")

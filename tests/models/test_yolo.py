@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.models import Yolo
-from jaxinfer.models.images import Letterbox
-from jaxinfer.models.suppression import corners
+from jaxinfer.models.vision.images import Letterbox
+from jaxinfer.models.vision.suppression import corners
 from tests.models import vision
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.sharding import MeshConfig
 from jaxinfer.streaming import layer_folders
 from jaxinfer.streaming.layer_folders import (

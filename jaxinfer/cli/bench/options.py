@@ -36,7 +36,7 @@ def check_spread(spread: float) -> None:
 def read_config(directory: Path) -> "DecoderConfig":
     """The config of a decoder. Raises ValueError for an encoder."""
     from jaxinfer.models import DecoderConfig
-    from jaxinfer.models.description import Description, require_transformer
+    from jaxinfer.models.files.description import Description, require_transformer
 
     config = require_transformer(directory, Description.read(directory).config)
     if not isinstance(config, DecoderConfig):

@@ -14,7 +14,7 @@ from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.elastic.accuracy import LevelAccuracy
 from jaxinfer.elastic.errors import ElasticError, TaskExistsError, UnknownTaskError
 from jaxinfer.elastic.tasks.datasets import Dataset, Division, Parts
-from jaxinfer.models.token_adaptation import PromptMode
+from jaxinfer.models.layers.token_adaptation import PromptMode
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _TASK = "task.json"

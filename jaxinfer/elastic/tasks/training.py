@@ -14,7 +14,7 @@ from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.elastic.tasks.repository import Head
 from jaxinfer.generation.fields import AtLeast1, Positive, check_fields
 from jaxinfer.models.config import ViTConfig
-from jaxinfer.models.token_adaptation import PromptMode, TokenAdaptation
+from jaxinfer.models.layers.token_adaptation import PromptMode, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.serving.progress import Progress, no_progress
 

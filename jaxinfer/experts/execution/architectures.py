@@ -13,8 +13,8 @@ from jaxinfer.disk_cache import keys
 from jaxinfer.experts.execution.kinds import Classifier, Detector, ExpertKind, TextEncoder
 from jaxinfer.generation.engine.buckets import powers, round_up
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, ViTConfig, YoloConfig
-from jaxinfer.models.description import kind_of
 from jaxinfer.models.devices import device_name
+from jaxinfer.models.files.description import kind_of
 from jaxinfer.models.leaves import canonical_leaves
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.sharding import ShardingRules

@@ -12,7 +12,7 @@ import numpy as np
 from jaxinfer.experts.errors import ConfigError, InvalidInputError
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.config import EncoderConfig, ModelConfig, ResNetConfig, VisionConfig, ViTConfig, YoloConfig
-from jaxinfer.models.loading import OpenedModel
+from jaxinfer.models.files.loading import OpenedModel
 
 NOTHING = "none"
 """The verdict of a detector that has found nothing."""

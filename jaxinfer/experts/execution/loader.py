@@ -26,8 +26,8 @@ from jaxinfer.experts.errors import InsufficientMemoryError, LoadError
 from jaxinfer.experts.execution.architectures import Architecture
 from jaxinfer.experts.execution.kinds import ExpertKind
 from jaxinfer.experts.scheduling.request import Eviction, Load
+from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import canonical_leaves
-from jaxinfer.models.loading import OpenedModel
 from jaxinfer.streaming.layer_folders import layer_folder, open_layer_files, write_layer_files
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from jaxinfer.generation.fields import AtLeast1, check
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
-from jaxinfer.models.description import Description
+from jaxinfer.models.files.description import Description
 from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Reader

@@ -31,7 +31,7 @@ from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, EncoderConfig
 from jaxinfer.models.devices import AnyMesh, device_name, devices_of
-from jaxinfer.models.loading import LoadedModel, OpenedModel
+from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.serving.budget import Reservation, sizes_of
 from jaxinfer.sharding import MeshFile
 from jaxinfer.streaming.config import MemoryConfig, MemoryOptions, Placement

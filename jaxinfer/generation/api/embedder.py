@@ -11,8 +11,8 @@ from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_decoder, load_encoder
 from jaxinfer.generation.text import Prompt
-from jaxinfer.models.description import Description
 from jaxinfer.models.devices import AnyMesh
+from jaxinfer.models.files.description import Description
 from jaxinfer.sharding import ShardingRules
 
 

@@ -8,7 +8,7 @@ from jaxinfer.generation.api.loading import LoadedEngine
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.execution.memory import MemoryPlan
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.serving.budget import Budget
 from jaxinfer.serving.errors import closed_error
 from jaxinfer.serving.heap import trim_heap

@@ -32,9 +32,9 @@ from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig
-from jaxinfer.models.description import Description, require_transformer
 from jaxinfer.models.devices import AnyMesh, build_mesh, devices_of, open_mesh
-from jaxinfer.models.loading import LoadedModel, open_model
+from jaxinfer.models.files.description import Description, require_transformer
+from jaxinfer.models.files.loading import LoadedModel, open_model
 from jaxinfer.serving.budget import Reservation, host_budget, sizes_of
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.streaming.config import Placement

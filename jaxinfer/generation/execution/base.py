@@ -9,7 +9,7 @@ from jaxinfer.compiled import Clock, Costs, DeviceTime, ExecutableStore, Program
 from jaxinfer.generation.engine.config import SharedConfig
 from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.execution.platforms import can_overlap
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.files.loading import LoadedModel
 
 
 class BaseExecutor[Buckets]:

@@ -36,7 +36,7 @@ from jaxinfer.generation.execution.programs.verification import DecodeOutput, Sp
 from jaxinfer.generation.execution.results import only_asked, read_decode, read_prefill
 from jaxinfer.generation.execution.state import Rows
 from jaxinfer.models import TokenRows
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.streaming.config import LayerRange
 from jaxinfer.streaming.model import StreamedModel
 from jaxinfer.streaming.prefetch import Prefetcher

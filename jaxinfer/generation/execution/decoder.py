@@ -28,7 +28,7 @@ from jaxinfer.generation.execution.state import DeviceState, Rows
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.models import LayerAdapters
 from jaxinfer.models.devices import available_bytes
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.files.loading import LoadedModel
 
 
 class DecoderExecutor(BaseExecutor[Buckets]):

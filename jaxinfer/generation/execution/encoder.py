@@ -14,7 +14,7 @@ from jaxinfer.generation.engine.protocols import InFlightStep
 from jaxinfer.generation.engine.request import Sequence
 from jaxinfer.generation.execution.base import BaseExecutor
 from jaxinfer.generation.execution.programs import embed
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.files.loading import LoadedModel
 
 
 class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):

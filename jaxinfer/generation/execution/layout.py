@@ -19,9 +19,9 @@ from jaxinfer.generation.sampling.sampler import LogitsProcessors
 from jaxinfer.generation.sampling.structured_outputs import bitmask_words
 from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
 from jaxinfer.models.devices import fetch_sharding_on, sharding_on
+from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.fitting import Fitting
 from jaxinfer.models.leaves import canonical_leaves, leaves_of_part
-from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
 

@@ -18,8 +18,8 @@ from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.generation.execution.programs import chain, decode, prefill
 from jaxinfer.models.devices import available_bytes, devices_of
+from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
-from jaxinfer.models.loading import LoadedModel, OpenedModel
 from jaxinfer.serving.budget import Budget, Offer, Offers, Sizes, budget_of, host_budget
 from jaxinfer.streaming.config import LayerRange, Placement
 from jaxinfer.streaming.model import StreamedModel

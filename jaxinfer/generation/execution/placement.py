@@ -27,8 +27,8 @@ from jaxinfer.generation.execution.memory import (
 from jaxinfer.generation.execution.platforms import buckets_of, shares_memory
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.devices import devices_of, host_available_bytes
+from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import layer_of
-from jaxinfer.models.loading import OpenedModel
 from jaxinfer.serving.budget import host_budget
 from jaxinfer.streaming.config import LayerRange, MemoryConfig, Placement, PrefetchDepth, Tier, spread
 

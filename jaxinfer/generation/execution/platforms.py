@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
-from jaxinfer.models.loading import LoadedModel
+from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.pallas_kernels.decode_attention import MAX_DECODE_TOKENS
 
 

@@ -21,7 +21,7 @@ from jaxinfer.experts.execution.architectures import ArchitecturePrograms
 from jaxinfer.experts.execution.kinds import Classifier
 from jaxinfer.experts.execution.loader import write_expert
 from jaxinfer.experts.scheduling import scheduler
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 from jaxinfer.serving.errors import ClosedError, DeadlineExceededError, OverloadedError
 from tests.experts.boards import CLASSIFIERS, COSTS, architecture, image, probabilities
 

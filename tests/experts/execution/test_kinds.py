@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.experts.errors import ConfigError, InvalidInputError
 from jaxinfer.experts.execution.architectures import Architecture
 from jaxinfer.experts.execution.kinds import Classifier, TextEncoder, kind_of
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 from tests.experts.boards import SIZE, architecture, image
 
 

@@ -15,7 +15,7 @@ from jaxinfer.experts.execution import loader as loader_module
 from jaxinfer.experts.execution.kinds import kind_of
 from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, file_bytes, write_expert
 from jaxinfer.experts.scheduling.request import Eviction, Load
-from jaxinfer.models.loading import open_model
+from jaxinfer.models.files.loading import open_model
 from tests.experts.boards import CLASSIFIERS, architecture
 
 CPU = jax.devices("cpu")[0]

@@ -26,7 +26,7 @@ from jaxinfer import (
 from jaxinfer.generation.api import async_llm
 from jaxinfer.generation.engine import ticket as engine_ticket
 from jaxinfer.generation.engine import view
-from jaxinfer.models.conversion import convert
+from jaxinfer.models.files.conversion import convert
 from jaxinfer.serving import ClosedError, DiedError, FailedError, OverloadedError, ticket
 from jaxinfer.serving import loop as loop_module
 from tests.generation.api.test_embedding import GOLDEN

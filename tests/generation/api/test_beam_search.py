@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.api.beam_search import BeamSearch, BeamSearchParams
-from jaxinfer.models.conversion import convert
+from jaxinfer.models.files.conversion import convert
 from tests.models import goldens
 
 GOLDEN = goldens.DIRECTORY / "llama_llama3"

@@ -16,7 +16,7 @@ from jaxinfer.generation.engine.config import EncoderEngineConfig
 from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import MAX_PRIORITY
-from jaxinfer.models.conversion import convert
+from jaxinfer.models.files.conversion import convert
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "goldens" / "roberta_plain"
 LONG = list(b"a text of several pieces, each of sixteen tokens, and several pages")

@@ -13,7 +13,7 @@ from scipy.special import log_softmax
 from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.lora.peft import read_adapter
 from jaxinfer.models.abstract import leaf_name
-from jaxinfer.models.conversion import convert
+from jaxinfer.models.files.conversion import convert
 from tests.models import goldens
 from tests.peft import random_pair, save_adapter
 

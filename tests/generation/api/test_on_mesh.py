@@ -14,8 +14,8 @@ from jaxinfer.generation.execution.programs.decode import Decode
 from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import BlockKind
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import save_model
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import save_model
 from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.generation.sampled import PROMPTS, SAMPLED, SIZES, check_logprobs, generate, logprob_errors, only_even
 from tests.models import goldens

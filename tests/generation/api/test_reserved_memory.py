@@ -9,8 +9,8 @@ from flax import nnx
 
 from jaxinfer import LLM, Embedder, SamplingParams
 from jaxinfer.models import Decoder, WeightFormat
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import OpenedModel, save_model
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import OpenedModel, save_model
 from jaxinfer.serving.budget import Budget, host_budget
 from jaxinfer.sharding import MeshConfig
 from tests.models import goldens

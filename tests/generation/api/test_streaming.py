@@ -24,9 +24,9 @@ from jaxinfer.generation.execution.chain import ChainExecutor, _Layers
 from jaxinfer.generation.execution.decoder import DecoderExecutor
 from jaxinfer.generation.execution.programs.chain import Layer
 from jaxinfer.models import Decoder, WeightFormat
-from jaxinfer.models.conversion import convert
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import open_model, save_model
 from jaxinfer.models.leaves import layer_of
-from jaxinfer.models.loading import open_model, save_model
 from jaxinfer.serving import ClosedError
 from jaxinfer.sharding import MeshConfig, ShardingRules
 from jaxinfer.streaming.layer_folders import layer_folder

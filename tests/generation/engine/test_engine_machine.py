@@ -19,7 +19,7 @@ from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.files.loading import load_model
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 MAX_STEPS = 2000

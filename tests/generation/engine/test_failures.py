@@ -14,7 +14,7 @@ from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.files.loading import load_model
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 from tests.peft import random_pair, save_adapter
 

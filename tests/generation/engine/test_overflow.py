@@ -11,7 +11,7 @@ from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.files.loading import load_model
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 OVERFLOWS = 200  # a token whose embedding is infinite

@@ -16,7 +16,7 @@ from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.text import Tokenizer
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.files.loading import load_model
 from tests.peft import random_pair, save_adapter
 
 CONFIG = EngineConfig(

@@ -12,7 +12,7 @@ from jaxinfer.generation.execution import memory
 from jaxinfer.generation.execution.layout import DeviceLayout
 from jaxinfer.generation.execution.platforms import buckets_of
 from jaxinfer.generation.execution.programs import prefill
-from jaxinfer.models.loading import load_model
+from jaxinfer.models.files.loading import load_model
 from tests.generation.conftest import PAGE_BYTES
 
 CONFIG = EngineConfig(max_batch=4, context=128)

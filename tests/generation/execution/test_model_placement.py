@@ -10,8 +10,8 @@ from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution import placement
 from jaxinfer.generation.execution.placement import plan_placement
-from jaxinfer.models.conversion import convert
-from jaxinfer.models.loading import OpenedModel, open_model
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.loading import OpenedModel, open_model
 from jaxinfer.streaming.config import MemoryConfig
 from tests.models import goldens
 

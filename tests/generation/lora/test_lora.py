@@ -12,7 +12,7 @@ from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.lora.peft import read_adapter
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.abstract import leaf_name
-from jaxinfer.models.loading import LoadedModel, load_model
+from jaxinfer.models.files.loading import LoadedModel, load_model
 from jaxinfer.sharding import MeshConfig, ShardingRules
 from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG

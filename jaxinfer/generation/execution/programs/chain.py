@@ -32,7 +32,7 @@ from jaxinfer.generation.execution.programs.verification import (
 from jaxinfer.generation.execution.state import Rows, Slots, options_of, progress_of
 from jaxinfer.generation.sampling.logprobs import no_logprobs
 from jaxinfer.models import KVPages, LayerAdapters, TokenRows
-from jaxinfer.models.forward_context import ForwardContext
+from jaxinfer.models.layers.forward_context import ForwardContext
 from jaxinfer.models.leaves import leaves_of_part
 from jaxinfer.sharding.collectives import gather_fetched, use_rules
 from jaxinfer.streaming.config import LayerRange

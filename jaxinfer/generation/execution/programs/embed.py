@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxinfer.compiled import ProgramSpec, Sizes
 from jaxinfer.models import EncoderConfig, WeightFormat
-from jaxinfer.models.loading import LoadedModel
-from jaxinfer.models.token_adaptation import NO_ADAPTATION, MergeSchedule, TokenAdaptation
+from jaxinfer.models.files.loading import LoadedModel
+from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, TokenAdaptation
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
 

@@ -8,10 +8,10 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig
-from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
-from jaxinfer.models.linear import Linear, PartialSum
-from jaxinfer.models.low_rank import LayerAdapters
-from jaxinfer.models.norm import Norm
+from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows, pack, unpack
+from jaxinfer.models.layers.linear import Linear, PartialSum
+from jaxinfer.models.layers.low_rank import LayerAdapters
+from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, split_heads
 from jaxinfer.sharding.collectives import local_part, local_start, psum

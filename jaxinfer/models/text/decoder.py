@@ -6,11 +6,11 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.models.config import DecoderConfig, PositionKind
-from jaxinfer.models.forward_context import ForwardContext, TokenRows, pack, unpack
-from jaxinfer.models.layer import TransformerLayer
-from jaxinfer.models.linear import Embedding, Linear
-from jaxinfer.models.low_rank import LayerAdapters
-from jaxinfer.models.norm import Norm
+from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows, pack, unpack
+from jaxinfer.models.layers.layer import TransformerLayer
+from jaxinfer.models.layers.linear import Embedding, Linear
+from jaxinfer.models.layers.low_rank import LayerAdapters
+from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages
 from jaxinfer.sharding.collectives import local_start

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import PositionKind, PositionsConfig
-from jaxinfer.models.low_rank import AdapterDelta, LayerAdapters, LowRankStack
-from jaxinfer.models.rotary import rotary_table
+from jaxinfer.models.layers.low_rank import AdapterDelta, LayerAdapters, LowRankStack
+from jaxinfer.models.layers.rotary import rotary_table
 
 
 class TokenRows(NamedTuple):

@@ -16,7 +16,6 @@ import numpy as np
 from jaxinfer.checkpoints import CheckpointError, Leaf, Writer
 from jaxinfer.checkpoints.huggingface import SafetensorsFolder, read_json
 from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling, VisionConfig, ViTConfig, YoloConfig
-from jaxinfer.models.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
 from jaxinfer.models.devices import host_device
 from jaxinfer.models.families import (
     Family,
@@ -29,8 +28,9 @@ from jaxinfer.models.families import (
     vit,
     yolov5,
 )
+from jaxinfer.models.files.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
+from jaxinfer.models.files.tokenizer_files import tokenizer_files
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
-from jaxinfer.models.tokenizer_files import tokenizer_files
 from jaxinfer.pallas_kernels.weights import QuantizedFormat
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
 

@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.models.config import STRIDES, YoloConfig
-from jaxinfer.models.convolution import Conv, max_pool
-from jaxinfer.models.images import Letterbox, check_images, letterboxed_pixels
-from jaxinfer.models.suppression import Detections, suppress
+from jaxinfer.models.layers.convolution import Conv, max_pool
+from jaxinfer.models.vision.images import Letterbox, check_images, letterboxed_pixels
+from jaxinfer.models.vision.suppression import Detections, suppress
 from jaxinfer.models.weight_format import WeightFormat
 
 

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.models.config import DecoderConfig, VisionConfig, YoloConfig
-from jaxinfer.models.conversion import HuggingFaceModel
-from jaxinfer.models.description import Description
+from jaxinfer.models.files.conversion import HuggingFaceModel
+from jaxinfer.models.files.description import Description
+from jaxinfer.models.files.loading import LoadedModel, load_model
 from jaxinfer.models.leaves import quantized_format, scale_name
-from jaxinfer.models.loading import LoadedModel, load_model
 from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize
 
 

@@ -5,12 +5,12 @@ import functools
 import jax
 from flax import nnx
 
-from jaxinfer.models.attention import Attended, Attention
 from jaxinfer.models.config import BlockKind, TransformerConfig, ViTConfig
-from jaxinfer.models.forward_context import ForwardContext
-from jaxinfer.models.low_rank import LayerAdapters
-from jaxinfer.models.mlp import Mlp
-from jaxinfer.models.norm import Norm
+from jaxinfer.models.layers.attention import Attended, Attention
+from jaxinfer.models.layers.forward_context import ForwardContext
+from jaxinfer.models.layers.low_rank import LayerAdapters
+from jaxinfer.models.layers.mlp import Mlp
+from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages
 from jaxinfer.sharding.collectives import mesh_axes

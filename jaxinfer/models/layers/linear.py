@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.models.config import Activation
-from jaxinfer.models.low_rank import AdapterDelta
-from jaxinfer.models.norm import Norm
+from jaxinfer.models.layers.low_rank import AdapterDelta
+from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import Weights, activate_outputs, linear_residual, norm_linear, small_batch_linear
 from jaxinfer.pallas_kernels.weights import QuantizedFormat, quantize

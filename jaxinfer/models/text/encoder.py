@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import EncoderConfig, Pooling
-from jaxinfer.models.forward_context import ForwardContext, TokenRows
-from jaxinfer.models.layer import TransformerLayer
-from jaxinfer.models.linear import Embedding
-from jaxinfer.models.norm import Norm
-from jaxinfer.models.token_adaptation import NO_ADAPTATION, TokenAdaptation
+from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows
+from jaxinfer.models.layers.layer import TransformerLayer
+from jaxinfer.models.layers.linear import Embedding
+from jaxinfer.models.layers.norm import Norm
+from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
 
 

@@ -22,7 +22,7 @@ from jaxinfer.checkpoints import CheckpointError, Leaf, Manifest
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.models import devices
 from jaxinfer.models.config import ModelConfig, TransformerConfig
-from jaxinfer.models.description import CONFIG, Description, require_transformer, weight_format
+from jaxinfer.models.files.description import CONFIG, Description, require_transformer, weight_format
 from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat

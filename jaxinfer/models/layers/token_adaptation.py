@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.models.config import PositionsConfig
-from jaxinfer.models.forward_context import ForwardContext, TokenRows
+from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows
 from jaxinfer.pallas_kernels import merge_tokens
 
 if TYPE_CHECKING:
-    from jaxinfer.models.layer import TransformerLayer
+    from jaxinfer.models.layers.layer import TransformerLayer
 
 
 class PromptMode(enum.StrEnum):

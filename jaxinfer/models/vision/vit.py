@@ -10,11 +10,11 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.config import Pooling, ViTConfig
-from jaxinfer.models.images import check_images, normalised_pixels
-from jaxinfer.models.layer import TransformerLayer
-from jaxinfer.models.linear import Embedding, Linear
-from jaxinfer.models.norm import Norm
-from jaxinfer.models.token_adaptation import NO_ADAPTATION, TokenAdaptation
+from jaxinfer.models.layers.layer import TransformerLayer
+from jaxinfer.models.layers.linear import Embedding, Linear
+from jaxinfer.models.layers.norm import Norm
+from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, TokenAdaptation
+from jaxinfer.models.vision.images import check_images, normalised_pixels
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.dispatch import for_gpu
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import ResNetConfig
-from jaxinfer.models.convolution import Conv, max_pool
-from jaxinfer.models.images import check_images, normalised_pixels
-from jaxinfer.models.linear import Linear
+from jaxinfer.models.layers.convolution import Conv, max_pool
+from jaxinfer.models.layers.linear import Linear
+from jaxinfer.models.vision.images import check_images, normalised_pixels
 from jaxinfer.models.weight_format import WeightFormat
 
 

@@ -4,10 +4,10 @@ import jax
 from flax import nnx
 
 from jaxinfer.models.config import MlpConfig
-from jaxinfer.models.forward_context import ForwardContext
-from jaxinfer.models.linear import Linear, PartialSum
-from jaxinfer.models.low_rank import LayerAdapters
-from jaxinfer.models.norm import Norm
+from jaxinfer.models.layers.forward_context import ForwardContext
+from jaxinfer.models.layers.linear import Linear, PartialSum
+from jaxinfer.models.layers.low_rank import LayerAdapters
+from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 
 

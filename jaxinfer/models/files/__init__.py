@@ -1,0 +1,1 @@
+"""Model directories: converting into one, describing, loading, saving and verifying it."""

@@ -1,0 +1,1 @@
+"""Models of text: the decoder and the encoder."""

@@ -1,0 +1,1 @@
+"""Models of images: the vision transformer, the classifier (ResNet) and the detector (YOLOv5)."""
