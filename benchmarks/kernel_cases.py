@@ -16,13 +16,20 @@ import numpy as np
 
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.presets import preset
-from jaxinfer.pallas_kernels import KVPages, merge_tokens, moe, paged_attention
-from jaxinfer.pallas_kernels.attention import attention
-from jaxinfer.pallas_kernels.cached_attention import cached_attention
-from jaxinfer.pallas_kernels.linear_residual import linear_residual
-from jaxinfer.pallas_kernels.norm_linear import norm_linear
-from jaxinfer.pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
-from jaxinfer.pallas_kernels.small_batch_linear import small_batch_linear
+from jaxinfer.pallas_kernels import (
+    KVPages,
+    attention,
+    cached_attention,
+    linear_residual,
+    merge_tokens,
+    moe,
+    norm_linear,
+    norm_quantize,
+    paged_attention,
+    quantize_rows,
+    quantized_matmul,
+    small_batch_linear,
+)
 from jaxinfer.pallas_kernels.weights import GROUP, NIBBLES, Weights
 
 PAGE_SIZE = 16

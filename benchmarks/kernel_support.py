@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.kernel_cases import Case, every_case
 from benchmarks.kernel_table import put_into_page
 from jaxinfer.compiled.target import Target
-from jaxinfer.pallas_kernels.dispatch import kernels_available, recorded_refusals, targeting
-from jaxinfer.pallas_kernels.gpu import GPU
+from jaxinfer.pallas_kernels.dispatch import kernels_available, recorded_refusals
+from jaxinfer.pallas_kernels.target import GPU, targeting
 
 Support = dict[str, dict[str, str | None]]
 """Of every operation, its cases: why they run as plain XLA, or None if they run as kernels."""

@@ -1,21 +1,17 @@
-"""The performance-critical operations, each with a plain-JAX implementation and a GPU kernel.
+"""The performance-critical operations, in rooms: each has an api, a reference in plain JAX, and its implementations.
 
-Imports only JAX. Model code calls these functions and never asks which platform it runs on: `dispatch.py` chooses
-between the kernel and plain JAX. `docs/kernels.md` describes each operation. A transformer layer is `norm_linear`
-(QKV), `cached_attention`, `linear_residual`, `norm_linear` (MLP), `linear_residual`; mixture of experts is in `moe`.
+Imports only JAX. Model code calls these functions and never asks which platform it runs on: `dispatch.py` chooses the
+implementation. `docs/kernels.md` describes each operation. A transformer layer is `norm_linear` (QKV),
+`cached_attention`, `linear_residual`, `norm_linear` (MLP), `linear_residual`; mixture of experts is in `moe`.
 """
 
 from jaxinfer.pallas_kernels.activations import activate, activate_outputs
-from jaxinfer.pallas_kernels.attention import attention
-from jaxinfer.pallas_kernels.cached_attention import cached_attention, split_heads
+from jaxinfer.pallas_kernels.attention.api import attention, cached_attention, paged_attention, split_heads
 from jaxinfer.pallas_kernels.kv_pages import KVPages, write_pages
-from jaxinfer.pallas_kernels.linear_residual import linear_residual
-from jaxinfer.pallas_kernels.merge_tokens import merge_tokens
+from jaxinfer.pallas_kernels.linear.api import linear_residual, norm_linear, small_batch_linear
 from jaxinfer.pallas_kernels.norm import normalize
-from jaxinfer.pallas_kernels.norm_linear import norm_linear
-from jaxinfer.pallas_kernels.paged_attention import paged_attention
-from jaxinfer.pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
-from jaxinfer.pallas_kernels.small_batch_linear import small_batch_linear
+from jaxinfer.pallas_kernels.quantization.api import norm_quantize, quantize_rows, quantized_matmul
+from jaxinfer.pallas_kernels.token_merging.api import merge_tokens
 from jaxinfer.pallas_kernels.weights import Weights
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""Formats of weight matrices (float, int8, fp8, int4) and their matmul with x in plain JAX.
+"""Formats of weight matrices: float, int8, fp8, int4.
 
 A weight matrix is [N, K]: N outputs by K inputs, the inputs contiguous. At batch 1 a GPU reduces such rows without
 writing an intermediate product to memory, and XLA:CPU multiplies one row by them faster than by [K, N]
-(`docs/cpu-speed.md`). Start at `Weights`, then `matmul`.
+(`docs/cpu-speed.md`).
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -28,7 +28,6 @@ NIBBLES = 4
 
 _WORDS = GROUP // NIBBLES  # per group
 _CLIPS = (1.0, 0.9, 0.8)  # more candidates lower the error of Gaussian weights by less than 2%
-_FEW_ROWS = 16  # of x; with more, the dequantised matrix is smaller than the partial products of all groups
 
 
 class Weights(NamedTuple):
@@ -97,46 +96,9 @@ def dequantize(weights: Weights, dtype: jax.typing.DTypeLike) -> jax.Array:
     if scale is None:
         return weight.astype(dtype)
     if is_int4(weights):
-        grouped = _unpack_int4(weight).astype(jnp.float32) * scale.astype(jnp.float32).T[:, :, None]
+        grouped = unpack_int4(weight).astype(jnp.float32) * scale.astype(jnp.float32).T[:, :, None]
         return grouped.reshape(weights.shape).astype(dtype)
     return (weight.astype(jnp.float32) * scale[:, None]).astype(dtype)
-
-
-def matmul(x: jax.Array, weights: Weights) -> jax.Array:
-    """x W^T. x: [..., K]; weights: [N, K]. Returns [..., N] in x's dtype, accumulated in float32 (int8: int32).
-
-    With int8 weights, x is quantised row by row too (`quantize_rows`).
-    """
-    weight, scale = weights
-    if scale is None:
-        return xla_matmul(x, weight)
-    if is_int4(weights):
-        return _int4_matmul(x, weight, scale)
-    if is_int8(weights):
-        return int8_matmul(*quantize_rows(x), weight, scale).astype(x.dtype)
-    y = xla_matmul(x, weight.astype(x.dtype), accumulator=jnp.float32)
-    return (y * scale).astype(x.dtype)  # scaled after the matmul: XLA would write a scaled matrix to memory
-
-
-def int8_matmul(q: jax.Array, q_scale: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """(q * q_scale) (weight * scale)^T, accumulated in int32: int8 [..., K] and [N, K] -> float32 [..., N]."""
-    return xla_matmul(q, weight, accumulator=jnp.int32).astype(jnp.float32) * q_scale * scale
-
-
-def xla_matmul(x: jax.Array, weight: jax.Array, accumulator: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """x W^T by XLA. x: [..., K]; weight: [N, K]. Returns [..., N] in dtype `accumulator`, or else in x's."""
-
-    def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulator)
-
-    def dot_padded_to_two_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
-        rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-        return dot(rows, weight)[0].reshape(*x.shape[:-1], -1)
-
-    if x.size == x.shape[-1] and x.dtype != jnp.float32:
-        # For a single row XLA:CPU has a fast path only in float32; in other dtypes it multiplies element by element.
-        return lax.platform_dependent(x, weight, cpu=dot_padded_to_two_rows, default=dot)
-    return dot(x, weight)
 
 
 def _quantize_fp8(matrix: jax.Array) -> Weights:
@@ -183,22 +145,9 @@ def _pack_int4(levels: jax.Array) -> jax.Array:
     return jnp.sum(nibbles << shifts, axis=-2, dtype=jnp.uint16).reshape(levels.shape[0], -1)
 
 
-def _unpack_int4(weight: jax.Array) -> jax.Array:
-    """The inverse of `_pack_int4`: int8 [N, K / GROUP, GROUP]."""
+def unpack_int4(weight: jax.Array) -> jax.Array:
+    """Invert `_pack_int4`: int8 [N, K / GROUP, GROUP]."""
     words = weight.reshape(weight.shape[0], -1, 1, _WORDS)
     shifts = 4 * jnp.arange(NIBBLES, dtype=jnp.uint16)[:, None]
     nibbles = (words >> shifts) & jnp.uint16(15)
     return nibbles.astype(jnp.int8).reshape(weight.shape[0], -1, GROUP) - jnp.int8(8)
-
-
-def _int4_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """With few rows, the scales are applied to each group's partial product, so that no float matrix is written."""
-    rows = x.size // x.shape[-1]
-    if rows > _FEW_ROWS:
-        return xla_matmul(x, dequantize(Weights(weight, scale), x.dtype), accumulator=jnp.float32).astype(x.dtype)
-    grouped = x.reshape(rows, -1, GROUP)
-    partial = jnp.einsum(
-        "bgk,ngk->bgn", grouped, _unpack_int4(weight).astype(x.dtype), preferred_element_type=jnp.float32
-    )
-    y = jnp.sum(partial * scale.astype(jnp.float32), axis=1)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], -1)

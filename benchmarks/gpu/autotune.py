@@ -18,8 +18,8 @@ from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.timing import Arguments, Effort, Plan, Repeated, compile_all, interleave
 from benchmarks.report import Report
 from jaxinfer.disk_cache import write_atomically
-from jaxinfer.pallas_kernels import tuning
-from jaxinfer.pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels.mosaic import tuning
+from jaxinfer.pallas_kernels.mosaic.tuning import Trial
 
 Tiles = dict[str, int]
 

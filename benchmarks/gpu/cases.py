@@ -19,14 +19,22 @@ from benchmarks import kernel_cases
 from benchmarks.gpu import references
 from benchmarks.gpu.others import cudnn_prefill, jax_ragged_dot, tokamax_prefill, tokamax_ragged_dot
 from benchmarks.gpu.tolerances import tolerance
-from jaxinfer.pallas_kernels import KVPages, attention, merge_tokens, moe, paged_attention
+from jaxinfer.pallas_kernels import (
+    KVPages,
+    attention,
+    cached_attention,
+    linear_residual,
+    merge_tokens,
+    moe,
+    norm_linear,
+    norm_quantize,
+    paged_attention,
+    quantize_rows,
+    quantized_matmul,
+    small_batch_linear,
+)
 from jaxinfer.pallas_kernels import weights as formats
-from jaxinfer.pallas_kernels.cached_attention import cached_attention
 from jaxinfer.pallas_kernels.dispatch import without_kernels
-from jaxinfer.pallas_kernels.linear_residual import linear_residual
-from jaxinfer.pallas_kernels.norm_linear import norm_linear
-from jaxinfer.pallas_kernels.quantized_matmul import norm_quantize, quantize_rows, quantized_matmul
-from jaxinfer.pallas_kernels.small_batch_linear import small_batch_linear
 from jaxinfer.pallas_kernels.weights import Weights
 
 

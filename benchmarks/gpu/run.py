@@ -18,8 +18,10 @@ from benchmarks.gpu.clock import clocks
 from benchmarks.gpu.peer import Peer
 from benchmarks.gpu.timing import DRY, FULL, QUICK
 from benchmarks.report import ROOT, Report
-from jaxinfer.pallas_kernels import tuning
-from jaxinfer.pallas_kernels.dispatch import interpreted, kernels_available, target_gpu
+from jaxinfer.pallas_kernels.dispatch import kernels_available
+from jaxinfer.pallas_kernels.mosaic import tuning
+from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
+from jaxinfer.pallas_kernels.target import target_gpu
 
 
 class _SavedReport(Report):

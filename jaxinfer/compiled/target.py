@@ -44,8 +44,8 @@ from jaxinfer.compiled.dumps import (
 )
 from jaxinfer.compiled.program import Sizes
 from jaxinfer.compiled.spec import ProgramSpec
-from jaxinfer.pallas_kernels.dispatch import kernels_available, targeting
-from jaxinfer.pallas_kernels.gpu import GPU
+from jaxinfer.pallas_kernels.dispatch import kernels_available
+from jaxinfer.pallas_kernels.target import GPU, targeting
 from jaxinfer.sharding import MeshConfig
 
 

@@ -26,7 +26,7 @@ from jax._src import config, core  # there is no public way to ask for the conte
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxinfer.disk_cache.processor import cpu_fields, cpu_model, usable_cores
-from jaxinfer.pallas_kernels import dispatch
+from jaxinfer.pallas_kernels import target
 
 PACKAGE = "jaxinfer"
 """The code that programs are traced from. Every file of it is part of every key."""
@@ -79,7 +79,7 @@ def environment_key() -> dict[str, Any]:
         # What JAX's own cache of traces depends on: the config as this thread sees it, the mesh, and the contexts that
         # any library has made, ours (kernels switched off, tile sizes on trial) among them.
         "context": [describe(value) for value in config.trace_context()],
-        "interpreting": dispatch.interpreting(),
+        "interpreting": target.interpreting(),
         "environment": _environment(),
     }
 

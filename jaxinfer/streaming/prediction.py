@@ -22,7 +22,7 @@ from jaxinfer.checkpoints.stores import to_host
 from jaxinfer.models.devices import devices_of
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import layer_of
-from jaxinfer.pallas_kernels.weights import xla_matmul
+from jaxinfer.pallas_kernels.matmul.api import matmul
 from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.layer_folders import layer_folder
 
@@ -209,7 +209,7 @@ def measure_weight_rate(devices: Sequence[Any], dtype: np.dtype) -> float:
 
 def _product_seconds(devices: Sequence[Any], dtype: np.dtype, outputs: int, tokens: int) -> float:
     """Of a product of [tokens, MATRIX] with a matrix [outputs, MATRIX] on every device at once."""
-    product = jax.jit(xla_matmul)  # as models multiply: XLA's own product of a single row is ten times slower
+    product = jax.jit(matmul)  # as models multiply: XLA's own product of a single row is ten times slower
     shapes = (tokens, MATRIX), (outputs, MATRIX)
     given = [tuple(jax.device_put(np.ones(shape, dtype), device) for shape in shapes) for device in devices]
     return _best_seconds(lambda: [product(*arrays) for arrays in given])

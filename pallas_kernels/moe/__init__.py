@@ -10,8 +10,6 @@ expert's matrix, `unpermute` combines each token's experts (DeepSpeed Inference,
 Letters: N tokens of D features, E experts, k experts chosen per token, R rows sorted by expert.
 """
 
-from jaxinfer.pallas_kernels.moe.gating import Routing, top_k_gating
-from jaxinfer.pallas_kernels.moe.grouped_matmul import grouped_matmul
-from jaxinfer.pallas_kernels.moe.layout import permute, unpermute
+from jaxinfer.pallas_kernels.moe.api import Routing, grouped_matmul, permute, top_k_gating, unpermute
 
 __all__ = ["Routing", "grouped_matmul", "permute", "top_k_gating", "unpermute"]

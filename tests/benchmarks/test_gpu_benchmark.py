@@ -16,8 +16,11 @@ from benchmarks.gpu.timing import DRY, Arguments, Effort, Plan, Repeated
 from benchmarks.report import Report
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.models.presets import PRESETS
-from jaxinfer.pallas_kernels.dispatch import dispatch, interpreted, targeting
-from jaxinfer.pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.dispatch import Operation
+from jaxinfer.pallas_kernels.implementation import mosaic, reference
+from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
+from jaxinfer.pallas_kernels.mosaic.tuning import tuned
+from jaxinfer.pallas_kernels.target import targeting
 
 TINY = {case.title: case for case in cases.tiny()}
 
@@ -138,7 +141,7 @@ def test_tuning_finds_the_tiles_that_run_and_writes_them(tmp_path, monkeypatch):
             raise ValueError("4 does not fit")
         return x * w[:4]
 
-    case = _case(call=lambda x, w: dispatch("f", kernel, lambda x, w: x, x, w), state=None)
+    case = _case(call=lambda x, w: Operation("f", mosaic(kernel), reference(lambda x, w: x))(x, w), state=None)
     table = tmp_path / "table.json"
     limits = Ceilings(1e9, 1e9, {"bfloat16": 1e9})
     monkeypatch.setattr(autotune, "MAX_TIME_RATIO", float("inf"))

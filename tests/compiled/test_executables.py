@@ -26,8 +26,9 @@ from jaxinfer.generation.execution.state import DeviceState
 from jaxinfer.models import KVPages, WeightFormat
 from jaxinfer.models.config import EncoderConfig, PositionKind, PositionsConfig
 from jaxinfer.models.files.loading import load_model
-from jaxinfer.pallas_kernels import tuning
-from jaxinfer.pallas_kernels.dispatch import interpreted, without_kernels
+from jaxinfer.pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.mosaic import tuning
+from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
 from jaxinfer.sharding import ShardingRules
 from tests.tiny import CONFIG
 
@@ -360,7 +361,7 @@ def test_it_can_be_switched_off(store):
 def test_tile_sizes_on_trial_are_not_kept(store):
     with tuning.Trial("an operation", {}).active():
         assert not copying().compile(COPY, store=store).kept
-    assert store.not_kept == {"copy": "it depends on a jaxinfer.pallas_kernels.tuning.Trial"}
+    assert store.not_kept == {"copy": "it depends on a jaxinfer.pallas_kernels.mosaic.tuning.Trial"}
 
 
 def test_dumps_are_written_by_compiling(store, monkeypatch):

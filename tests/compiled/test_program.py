@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.compiled import CompileMissError, ProgramCache, ProgramSpec, Sizes
-from jaxinfer.pallas_kernels.dispatch import dispatch, interpreted
+from jaxinfer.pallas_kernels.dispatch import Operation
+from jaxinfer.pallas_kernels.implementation import mosaic, reference
+from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ def test_a_program_knows_its_memory_and_writes_donated_arguments_in_place():
 
 def test_programs_are_made_without_kernels_on_request():
     def plus(x):
-        return dispatch("plus", lambda x: x + 1, lambda x: x + 2, x)
+        return Operation("plus", mosaic(lambda x: x + 1), reference(lambda x: x + 2))(x)
 
     with interpreted():  # which takes the kernel on a CPU
         found = [spec_of(plus, jnp.zeros(())).compile(Add(), kernels=kernels) for kernels in (True, False)]

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled import target as target_module
 from jaxinfer.compiled.target import MissingCompilerError, Target, compile_for, require_compiler
-from jaxinfer.pallas_kernels.gpu import GPU
+from jaxinfer.pallas_kernels.target import GPU
 
 
 def test_targets():

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-from jaxinfer.pallas_kernels.dispatch import interpreted
+from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
 
 
 @contextlib.contextmanager

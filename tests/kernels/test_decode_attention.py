@@ -14,10 +14,11 @@ from jax import lax
 
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.pallas_kernels import KVPages
-from jaxinfer.pallas_kernels.cached_attention import cached_attention, cached_attention_fallback
-from jaxinfer.pallas_kernels.decode_attention import MAX_DECODE_TOKENS, decode_attention
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
-from jaxinfer.pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels.attention.api import cached_attention
+from jaxinfer.pallas_kernels.attention.mosaic import MAX_DECODE_TOKENS, decode_attention
+from jaxinfer.pallas_kernels.attention.reference import cached_attention as cached_attention_reference
+from jaxinfer.pallas_kernels.mosaic.tuning import Trial
+from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
 from tests.kernels.interpreting import without_races
 from tests.kernels.stale import with_stale_slots
 
@@ -167,7 +168,7 @@ def check_interpreted(case: Case, splits: int, stages: int = 2) -> None:
     with without_races(), tiles.active():
         heads, pages = jax.block_until_ready(decode_attention(*args, **case.options))
     assert heads.dtype == case.dtype
-    expected, expected_pages = cached_attention_fallback(*args, **case.options)
+    expected, expected_pages = cached_attention_reference(*args, **case.options)
     # Softmax weights are rounded to the dtype (relative error 2^-9 in bfloat16), and so is the result; values are < 5.
     close(heads, np.asarray(expected, np.float64), args[3], 0.02 if case.dtype == jnp.bfloat16 else 0.003)
     for actual, wanted in zip(jax.tree.leaves(pages), jax.tree.leaves(expected_pages), strict=True):
@@ -188,7 +189,7 @@ def test_what_other_requests_left_changes_no_bit(tokens, int8):
         positions=(0, 20, 31, -1, 40), tokens=tokens, kv_heads=2, group=2, head_dim=8, dtype=jnp.float32, int8=int8
     )
     args = case.args()
-    compiled = jax.jit(functools.partial(cached_attention_fallback, **case.options))
+    compiled = jax.jit(functools.partial(cached_attention_reference, **case.options))
 
     def results(value: float) -> list[np.ndarray]:
         heads, pages = compiled(*with_stale(args, value))
@@ -270,7 +271,7 @@ def test_what_other_requests_left_changes_no_bit_interpreted(name):
 
 
 @pytest.mark.interpreted
-def test_new_tokens_that_are_not_finite_are_stored_as_the_fallback_does():
+def test_new_tokens_that_are_not_finite_are_stored_as_the_reference_does():
     """In int8 as 0, so that the other tokens of their pages keep their values."""
     case, splits = CASES["int8"]
     qkv, *rest = case.args()
@@ -278,7 +279,7 @@ def test_new_tokens_that_are_not_finite_are_stored_as_the_fallback_does():
     broken = token.at[0, 0, -2, 5].set(jnp.nan).at[1, 0, -1, 7].set(jnp.inf).reshape(qkv.shape)
     with without_races(), Trial("decode_attention", {"splits": splits, "stages": 2}).active():
         _, pages = decode_attention(broken, *rest, **case.options)
-    _, expected = cached_attention_fallback(broken, *rest, **case.options)
+    _, expected = cached_attention_reference(broken, *rest, **case.options)
     for actual, wanted in zip(pages, expected, strict=True):
         np.testing.assert_array_equal(actual, wanted)
 

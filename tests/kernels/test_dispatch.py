@@ -7,26 +7,19 @@ import pytest
 
 from jaxinfer.compiled.target import Target
 from jaxinfer.pallas_kernels import dispatch as module
-from jaxinfer.pallas_kernels.dispatch import (
-    dispatch,
-    kernels_available,
-    recorded_refusals,
-    require_shared_bytes,
-    require_wgmma,
-    target_gpu,
-    targeting,
-)
-from jaxinfer.pallas_kernels.gpu import GPU
+from jaxinfer.pallas_kernels import target as target_module
+from jaxinfer.pallas_kernels.dispatch import Operation, kernels_available, recorded_refusals
+from jaxinfer.pallas_kernels.implementation import Implementation, mosaic, reference, xla
+from jaxinfer.pallas_kernels.target import FEATURES, GPU, UnsupportedError, require_shared_bytes, target_gpu, targeting
 
 GPUS = {name: Target.load(name).gpu for name in Target.names()}
 
 
-def needs_wgmma(x):
-    require_wgmma()
+def kernel(x):
     return x + 1.0
 
 
-def needs_memory(x):
+def kernel_that_needs_memory(x):
     require_shared_bytes(120_000)
     return x + 1.0
 
@@ -35,9 +28,20 @@ def fallback(x):
     return x - 1.0
 
 
-def runs_as_kernel(kernel) -> bool:
-    program = jax.make_jaxpr(lambda x: dispatch(kernel.__name__, kernel, fallback, x))(1.0)
-    return "add" in str(program)
+needs_wgmma = Operation("needs_wgmma", mosaic(kernel, "wgmma"), reference(fallback))
+needs_memory = Operation("needs_memory", mosaic(kernel_that_needs_memory), reference(fallback))
+
+
+def runs_as_kernel(operation) -> bool:
+    return "add" in str(jax.make_jaxpr(lambda x: operation(x))(1.0))  # a function anew: traces are kept by function
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_table_of_capabilities(name):
+    """Every feature on every target: a new one, or a new target, is a row to fill in here."""
+    has = {feature for feature in FEATURES if GPUS[name].has(feature)}
+    expected = {"a100": set(), "l4": set(), "b200": {"mosaic", "cudnn"}, "rtx-5090": {"mosaic", "cudnn"}}
+    assert has == expected.get(name, {"mosaic", "wgmma", "cudnn"})
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -65,13 +69,45 @@ def test_a_refusal_is_said_once(caplog):
     ]
 
 
-def test_a_kernel_that_runs_asks_nothing_of_its_fallback():
-    def composed(x):
-        return dispatch("needs_wgmma", needs_wgmma, fallback, x)
+def composed(x):
+    return needs_wgmma(x)
 
+
+def test_a_kernel_that_runs_asks_nothing_of_its_fallback():
+    operation = Operation("needs_memory", mosaic(kernel_that_needs_memory), xla(composed))
     with targeting(GPUS["b200"]), recorded_refusals() as refused:
-        jax.make_jaxpr(lambda x: dispatch("needs_memory", needs_memory, composed, x))(1.0)
+        jax.make_jaxpr(operation)(1.0)
     assert not refused
+
+
+def refuses(x):
+    raise UnsupportedError("never")
+
+
+def times_two(x):
+    return x * 2.0
+
+
+def test_the_first_implementation_that_takes_the_arguments_runs():
+    second = Implementation(name="second", call=kernel, platform="cuda", needs=("mosaic",))
+    operation = Operation("op", mosaic(refuses), second, xla(times_two, platform="cpu"), reference(fallback))
+    assert operation(3.0) == 6.0  # on this CPU
+    with targeting(GPUS["h200"]), recorded_refusals() as refused:
+        assert runs_as_kernel(operation)
+        with module.without_kernels("op"):
+            assert "sub" in str(jax.make_jaxpr(operation)(1.0))
+    assert not refused  # a kernel ran
+
+
+def test_an_operation_inside_another_is_chosen_for_the_same_platform(device):
+    """With a GPU here a program may be lowered for it or for the CPU, and each gets its implementations all through."""
+    inner = Operation("inner", mosaic(refuses), xla(times_two, platform="cpu"), reference(fallback))
+    outer = Operation("outer", mosaic(kernel), xla(inner))
+    lowered = {name: jax.jit(outer).trace(1.0).lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
+    assert "multiply" in lowered["cpu"]
+    assert not any(word in lowered["cpu"] for word in ("subtract", "add"))
+    assert "stablehlo.add" in lowered["cuda"]
+    assert "multiply" not in lowered["cuda"]
 
 
 @pytest.fixture
@@ -80,9 +116,9 @@ def device(monkeypatch):
     described = SimpleNamespace(device_kind="NVIDIA H20", compute_capability="9.0", core_count=78)
     described.shared_memory_per_block_optin = 232_448
     monkeypatch.setattr(jax, "devices", lambda: [described])
-    module._local_gpu.cache_clear()
+    target_module._local_gpu.cache_clear()
     yield described
-    module._local_gpu.cache_clear()
+    target_module._local_gpu.cache_clear()
 
 
 def test_the_gpu_of_this_machine(device):

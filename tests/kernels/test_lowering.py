@@ -8,8 +8,8 @@ import pytest
 from benchmarks.kernel_cases import every_case
 from benchmarks.kernel_table import LIMITS, Row, blocks_per_sm, markdown, rows_of
 from jaxinfer.compiled.target import Target
-from jaxinfer.pallas_kernels.dispatch import targeting
-from jaxinfer.pallas_kernels.tuning import Trial, tables
+from jaxinfer.pallas_kernels.mosaic.tuning import Trial, tables
+from jaxinfer.pallas_kernels.target import targeting
 
 H200 = Target.load("h200").gpu
 CASES = list(every_case())

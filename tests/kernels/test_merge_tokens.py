@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.pallas_kernels import merge_tokens
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, interpreted, targeting
-from jaxinfer.pallas_kernels.merge_tokens import _kernels
+from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
+from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
+from jaxinfer.pallas_kernels.token_merging.mosaic import merge_tokens as merge_kernels
 from tests.kernels.interpreting import without_races
 
 
@@ -275,14 +276,14 @@ def test_kernels_on_ties_and_float16():
 def test_unsupported(changes, message):
     args = case(**({"batch": 1, "count": 16, "features": 8, "metric_features": 8, "dtype": jnp.bfloat16} | changes))
     with targeting(Target.load("h200").gpu), pytest.raises(UnsupportedError, match=message):
-        _kernels(*args, r=3, protected=1, protect_isolated=None)
+        merge_kernels(*args, r=3, protected=1, protect_isolated=None)
 
 
 def test_energies_run_as_plain_xla():
     args, options = shapes(2, 16, 64, 64), {"protect_isolated": 0.5}
     with targeting(Target.load("h200").gpu):
         with pytest.raises(UnsupportedError, match="without protect_isolated"):
-            _kernels(*args, r=3, protected=1, **options)
+            merge_kernels(*args, r=3, protected=1, **options)
         traced = jax.jit(lambda *args: merge_tokens(*args, 4, **options)).trace(*args)
         assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -8,18 +8,12 @@ import numpy as np
 import pytest
 
 from jaxinfer.compiled.target import Target, compile_for
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
-from jaxinfer.pallas_kernels.moe import Routing, grouped_matmul, permute, top_k_gating, unpermute
-from jaxinfer.pallas_kernels.moe import gating as gating_module
-from jaxinfer.pallas_kernels.moe.gating import _gating_kernel, _gating_reference
-from jaxinfer.pallas_kernels.moe.grouped_matmul import Tiles, _grouped_matmul_kernel
-from jaxinfer.pallas_kernels.moe.layout import (
-    _permute_kernel,
-    _permute_reference,
-    _unpermute_kernel,
-    _unpermute_reference,
-)
-from jaxinfer.pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels.moe import Routing, grouped_matmul, permute, reference, top_k_gating, unpermute
+from jaxinfer.pallas_kernels.moe import mosaic as kernels
+from jaxinfer.pallas_kernels.moe.mosaic import gating as gating_module
+from jaxinfer.pallas_kernels.moe.mosaic.grouped_matmul import Tiles
+from jaxinfer.pallas_kernels.mosaic.tuning import Trial
+from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
 from tests.kernels.interpreting import without_races
 from tests.kernels.routing import HARD_LOGITS, check_in_range, logits_of
 
@@ -37,8 +31,8 @@ TOKENS = (1, 8, 64, 4096)
 
 def check_gating(logits, **options):
     with without_races():
-        routing = _gating_kernel(logits, **options)
-    for name, actual, expected in zip(Routing._fields, routing, _gating_reference(logits, **options), strict=True):
+        routing = kernels.top_k_gating(logits, **options)
+    for name, actual, expected in zip(Routing._fields, routing, reference.top_k_gating(logits, **options), strict=True):
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), name
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7, err_msg=name)
     return routing
@@ -94,45 +88,45 @@ def test_more_gating_interpreted(tokens, experts, k):
     ("tokens", "k", "capacity", "columns"), [(1, 1, None, 128), (3, 2, None, 384), (9, 2, 2, 2048)]
 )
 def test_layout_interpreted(tokens, k, capacity, columns, dtype):
-    routing = _gating_reference(logits_of(tokens, 4), k=k, capacity=capacity, normalize=True)
+    routing = reference.top_k_gating(logits_of(tokens, 4), k=k, capacity=capacity, normalize=True)
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(tokens, columns)), dtype)
     y = jnp.asarray(rng.normal(size=(len(routing.tokens), columns)), dtype)
     with without_races():
-        rows, combined = _permute_kernel(x, routing), _unpermute_kernel(y, routing)
-    np.testing.assert_array_equal(rows, _permute_reference(x, routing))
+        rows, combined = kernels.permute(x, routing), kernels.unpermute(y, routing)
+    np.testing.assert_array_equal(rows, reference.permute(x, routing))
     assert combined.dtype == dtype
     tolerance = 1e-6 if dtype == jnp.float32 else 2**-8  # one rounding of the sum
-    expected = np.asarray(_unpermute_reference(y, routing), np.float32)
+    expected = np.asarray(reference.unpermute(y, routing), np.float32)
     np.testing.assert_allclose(np.asarray(combined, np.float32), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.interpreted
 def test_layout_of_many_rows_interpreted(monkeypatch):
     """Eight rows per thread block, fewer in the last one; dropped rows are not read."""
-    monkeypatch.setattr("jaxinfer.pallas_kernels.moe.layout._FEW_ROWS", 4)
-    routing = _gating_reference(logits_of(11, 4), k=2, capacity=3, normalize=True)
+    monkeypatch.setattr("jaxinfer.pallas_kernels.moe.mosaic.rows._FEW_ROWS", 4)
+    routing = reference.top_k_gating(logits_of(11, 4), k=2, capacity=3, normalize=True)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 128)), jnp.float32)
     with without_races():
-        rows = _permute_kernel(x, routing)
-        combined = _unpermute_kernel(jnp.where((routing.tokens < 11)[:, None], rows, jnp.nan), routing)
-    np.testing.assert_array_equal(rows, _permute_reference(x, routing))
-    np.testing.assert_allclose(combined, _unpermute_reference(rows, routing), rtol=1e-6, atol=1e-6)
+        rows = kernels.permute(x, routing)
+        combined = kernels.unpermute(jnp.where((routing.tokens < 11)[:, None], rows, jnp.nan), routing)
+    np.testing.assert_array_equal(rows, reference.permute(x, routing))
+    np.testing.assert_allclose(combined, reference.unpermute(rows, routing), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.interpreted
 def test_layout_of_a_broken_table_reads_nothing_else():
     """Rows of no token, before the first or after the last, are zero: no index leaves the array."""
-    routing = _gating_reference(logits_of(3, 4), k=2, capacity=None, normalize=True)
+    routing = reference.top_k_gating(logits_of(3, 4), k=2, capacity=None, normalize=True)
     broken = jnp.array([-1, 0, 3, 2, -(2**31), 2**31 - 1], jnp.int32)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 128)), jnp.float32)
     y = jnp.concatenate([x, -x])
     tables = routing._replace(tokens=broken, rows=jnp.array([[-1, 0], [6, 5], [-(2**31), 2**31 - 1]], jnp.int32))
     with without_races():
-        rows, combined = _permute_kernel(x, tables), _unpermute_kernel(y, tables)
+        rows, combined = kernels.permute(x, tables), kernels.unpermute(y, tables)
     np.testing.assert_array_equal(rows, jnp.zeros_like(y).at[jnp.array([1, 3])].set(x[jnp.array([0, 2])]))
-    np.testing.assert_array_equal(rows, _permute_reference(x, tables))
-    np.testing.assert_allclose(combined, _unpermute_reference(y, tables), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(rows, reference.permute(x, tables))
+    np.testing.assert_allclose(combined, reference.unpermute(y, tables), rtol=1e-6, atol=1e-6)
     assert not combined[2].any()
 
 
@@ -144,7 +138,7 @@ def check_products(sizes, outputs, inputs, *, offsets=None, rows=None, dtype=jnp
     x = jnp.asarray(rng.normal(size=(rows, inputs)), dtype)
     weights = jnp.asarray(rng.normal(size=(len(sizes), outputs, inputs)) / inputs**0.5, dtype)
     with without_races(), Trial("grouped_matmul", tiles).active():
-        y = _grouped_matmul_kernel(x, weights, jnp.asarray(offsets), jnp.asarray(sizes))
+        y = kernels.grouped_matmul(x, weights, jnp.asarray(offsets), jnp.asarray(sizes))
     assert (y.dtype, y.shape) == (dtype, (rows, outputs))
     x, weights, y = (np.asarray(a, np.float64) for a in (x, weights, y))
     for expert, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
@@ -186,14 +180,24 @@ def test_more_products_interpreted(rows, stages):
     check_products([130, 1, 0, 67, 9], 256, 256, tiles={"rows": rows, "outputs": 128, "stages": stages})
 
 
+def gate(experts, *, k):
+    return kernels.top_k_gating(jnp.zeros((2, experts)), k=k, capacity=None, normalize=True)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: _gating_kernel(jnp.zeros((2, 260)), k=1, capacity=None, normalize=True), "up to 256 experts.*260"),
-        (lambda: _gating_kernel(jnp.zeros((2, 6)), k=1, capacity=None, normalize=True), "a multiple of 4, got 6"),
-        (lambda: _gating_kernel(jnp.zeros((2, 32)), k=17, capacity=None, normalize=True), "16 experts per.*got 17"),
-        (lambda: _permute_kernel(jnp.zeros((2, 100)), abstract_routing(2, 4, 1)), "multiple of 128, got 100"),
-        (lambda: _unpermute_kernel(jnp.zeros((34, 128)), abstract_routing(2, 32, 17)), "16 experts per.*got 17"),
+        (
+            lambda: kernels.top_k_gating(jnp.zeros((2, 260)), k=1, capacity=None, normalize=True),
+            "up to 256 experts.*260",
+        ),
+        (lambda: gate(6, k=1), "a multiple of 4, got 6"),
+        (
+            lambda: kernels.top_k_gating(jnp.zeros((2, 32)), k=17, capacity=None, normalize=True),
+            "16 experts per.*got 17",
+        ),
+        (lambda: kernels.permute(jnp.zeros((2, 100)), abstract_routing(2, 4, 1)), "multiple of 128, got 100"),
+        (lambda: kernels.unpermute(jnp.zeros((34, 128)), abstract_routing(2, 32, 17)), "16 experts per.*got 17"),
         (lambda: products(jnp.float32, 64, 64), "bfloat16 or float16, got float32"),
         (lambda: products(jnp.bfloat16, 64, 72), "got K=72, N=64"),
         (lambda: products(jnp.bfloat16, 96, 64), "got K=64, N=96"),
@@ -206,7 +210,7 @@ def test_unsupported_names_the_constraint(call, message):
 
 def products(dtype, outputs, inputs):
     counts = jnp.ones(2, jnp.int32)
-    return _grouped_matmul_kernel(jnp.zeros((2, inputs), dtype), jnp.zeros((2, outputs, inputs), dtype), counts, counts)
+    return kernels.grouped_matmul(jnp.zeros((2, inputs), dtype), jnp.zeros((2, outputs, inputs), dtype), counts, counts)
 
 
 def abstract_routing(tokens, experts, k):

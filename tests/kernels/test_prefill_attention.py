@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +15,14 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.pallas_kernels import KVPages, attention, paged_attention
-from jaxinfer.pallas_kernels.attention import attention_reference
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
-from jaxinfer.pallas_kernels.paged_attention import paged_attention_reference
-from jaxinfer.pallas_kernels.prefill_attention import prefill_attention
-from jaxinfer.pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels.attention import cudnn
+from jaxinfer.pallas_kernels.attention.mosaic.prefill import prefill_attention
+from jaxinfer.pallas_kernels.attention.reference import attention as attention_reference
+from jaxinfer.pallas_kernels.attention.reference import paged_attention as paged_attention_reference
+from jaxinfer.pallas_kernels.mosaic.tuning import Trial
+from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
 from tests.kernels.interpreting import without_races
 from tests.kernels.stale import with_stale_slots
-
-attention_module = importlib.import_module(
-    "jaxinfer.pallas_kernels.attention"
-)  # the package has a function of that name
 
 H200 = Target.load("h200").gpu
 SMEM_BYTES = 232_448  # of a thread block on Hopper, at most
@@ -298,11 +294,11 @@ def encoder_program(dtype: Any, *, sized: bool = False, **options) -> str:
 
 def test_encoders_run_cudnn_if_it_is_there(monkeypatch):
     """Checks only that JAX accepts the call: it has not been run with cuDNN."""
-    monkeypatch.setattr(attention_module, "cuda_versions", None)
+    monkeypatch.setattr(cudnn, "cuda_versions", None)
     assert "name=prefill_attention" in encoder_program(jnp.bfloat16)
     assert "name=prefill_attention" not in encoder_program(jnp.bfloat16, sized=True)
     found = SimpleNamespace(cudnn_get_version=lambda: 91_200)
-    for module in (attention_module, fused_attention_stablehlo):
+    for module in (cudnn, fused_attention_stablehlo):
         monkeypatch.setattr(module, "cuda_versions", found)
     with_cudnn = encoder_program(jnp.bfloat16)
     assert "dot_product_attention_fwd" in with_cudnn

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.compiled.target import Target, compile_for
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
-from jaxinfer.pallas_kernels.linear_residual import linear_residual
-from jaxinfer.pallas_kernels.norm_linear import norm_linear
-from jaxinfer.pallas_kernels.small_batch_linear import Norm, fused_small_batch_linear, small_batch_linear
-from jaxinfer.pallas_kernels.tuning import Trial
-from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize, quantize_rows
+from jaxinfer.pallas_kernels.linear.api import linear_residual, norm_linear, small_batch_linear
+from jaxinfer.pallas_kernels.linear.mosaic.small_batch import Norm, fused_small_batch_linear
+from jaxinfer.pallas_kernels.linear.reference import linear
+from jaxinfer.pallas_kernels.mosaic.tuning import Trial
+from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
+from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize, quantize, quantize_rows
 from tests.kernels.interpreting import without_races
 
 FORMATS = ["int8", "int4", "fp8"]
@@ -168,7 +168,7 @@ def test_int8_accumulates_exactly():
     args = arguments(Case(rows=2, inputs=4 * GROUP, outputs=64, dtype=jnp.float32), "int8")
     with two_splits(GROUP).active(), without_races():
         y = fused_small_batch_linear(**args)
-    np.testing.assert_allclose(y, matmul(args["x"], args["weights"]), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(y, linear(args["x"], args["weights"]), rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=6, deadline=None)

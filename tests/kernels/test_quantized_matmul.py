@@ -8,17 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.compiled.target import Target, compile_for
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting, without_kernels
-from jaxinfer.pallas_kernels.quantized_matmul import (
+from jaxinfer.pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.quantization.api import norm_quantize, quantize_rows, quantized_matmul
+from jaxinfer.pallas_kernels.quantization.mosaic import (
     Tiles,
     _matmul,
-    _matmul_kernel,
-    _quantize_kernel,
     choose_tiles,
-    norm_quantize,
-    quantize_rows,
-    quantized_matmul,
+    matmul,
+    quantize,
 )
+from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
 from tests.kernels.interpreting import without_races
 
 H200 = Target.load("h200").gpu
@@ -71,7 +70,7 @@ def test_norm_quantize_rounds_the_norm(shifted):
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("rows", "inputs"), [((3,), 128), ((2, 2), 640), ((1,), 1024)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_quantize_kernels(rows, inputs, dtype):
+def testquantizes(rows, inputs, dtype):
     args = case(int(np.prod(rows)), inputs, 1, dtype=dtype)
     x, (scale, shift) = args["x"].reshape(*rows, inputs), args["norm"]
     x = x.at[(0,) * len(rows)].set(0)  # a row of zeros
@@ -100,7 +99,7 @@ def test_quantize_kernels(rows, inputs, dtype):
         ((70, 128, 64), Tiles(rows=64, outputs=64, stages=1)),
     ],
 )
-def test_matmul_kernel(shape, tiles, dtype):
+def testmatmul(shape, tiles, dtype):
     q, q_scale, weight, scale, bias = (case(*shape)[name] for name in MATMUL)
     with without_races():
         if tiles is None:
@@ -133,13 +132,13 @@ def test_matmul_kernel_without_bias_over_more_dimensions():
 )
 def test_matmul_unsupported(shape, message):
     with pytest.raises(UnsupportedError, match=message):
-        _matmul_kernel(*(case(*shape)[name] for name in MATMUL), dtype=jnp.dtype(jnp.bfloat16))
+        matmul(*(case(*shape)[name] for name in MATMUL), dtype=jnp.dtype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("inputs", [100, 16_512])
 def test_quantize_unsupported(inputs):
     with pytest.raises(UnsupportedError, match=f"a multiple of 128, at most 16384 inputs, got {inputs}"):
-        _quantize_kernel(jnp.ones((2, inputs)))
+        quantize(jnp.ones((2, inputs)))
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,16 @@ from hypothesis import strategies as st
 
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.pallas_kernels.activations import activate, approximate_erf
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, targeting
-from jaxinfer.pallas_kernels.linear_residual import linear_residual
-from jaxinfer.pallas_kernels.norm_linear import norm_linear
-from jaxinfer.pallas_kernels.small_batch_linear import (
+from jaxinfer.pallas_kernels.linear.api import linear_residual, norm_linear, small_batch_linear
+from jaxinfer.pallas_kernels.linear.mosaic.operands import Operand
+from jaxinfer.pallas_kernels.linear.mosaic.small_batch import (
     Norm,
     Tiles,
     choose_tiles,
     fused_small_batch_linear,
-    small_batch_linear,
 )
-from jaxinfer.pallas_kernels.small_batch_operands import Operand
-from jaxinfer.pallas_kernels.tuning import Trial
+from jaxinfer.pallas_kernels.mosaic.tuning import Trial
+from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
 from jaxinfer.pallas_kernels.weights import Weights
 from tests.kernels.interpreting import without_races
 

@@ -2,8 +2,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, interpreted, without_kernels
-from jaxinfer.pallas_kernels.tuning import Trial, table_name, tuned
+from jaxinfer.pallas_kernels.dispatch import Operation, without_kernels
+from jaxinfer.pallas_kernels.implementation import mosaic, reference
+from jaxinfer.pallas_kernels.mosaic.interpreter import interpreted
+from jaxinfer.pallas_kernels.mosaic.tuning import Trial, table_name, tuned
+from jaxinfer.pallas_kernels.target import UnsupportedError
 
 
 def _kernel(x):
@@ -12,13 +15,16 @@ def _kernel(x):
     return x + (tuned("add", str(len(x))) or {"by": 1})["by"]
 
 
-def _fallback(x):
+def _reference(x):
     return x - 1.0
+
+
+_add = Operation("add", mosaic(_kernel), reference(_reference))
 
 
 @jax.jit
 def add(x):
-    return dispatch("add", _kernel, _fallback, x)
+    return _add(x)
 
 
 def test_a_table_is_named_after_its_device():
@@ -36,7 +42,7 @@ def test_fallbacks_replace_the_named_kernels(names, expected):
 
 def test_unsupported_arguments_run_the_fallback():
     with interpreted():
-        assert dispatch("add", _kernel, _fallback, jnp.zeros((1, 1)))[0, 0] == -1.0
+        assert _add(jnp.zeros((1, 1)))[0, 0] == -1.0
 
 
 def test_a_trial_sets_the_tiles_of_its_operation_only():

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.pallas_kernels import weights
-from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize, matmul, quantize
+from jaxinfer.pallas_kernels import small_batch_linear, weights
+from jaxinfer.pallas_kernels.weights import GROUP, Weights, dequantize, quantize
 
 FORMATS = ["int8", "int4", "fp8"]
 SEEDS = st.integers(0, 10_000)
@@ -24,7 +24,7 @@ def test_packing_loses_nothing(seed, outputs, groups):
     levels = np.random.default_rng(seed).integers(-8, 8, (outputs, groups, GROUP)).astype(np.int8)
     words = np.asarray(weights._pack_int4(jnp.asarray(levels)))
     assert words.shape == (outputs, groups * GROUP // 4)
-    np.testing.assert_array_equal(weights._unpack_int4(jnp.asarray(words)), levels)
+    np.testing.assert_array_equal(weights.unpack_int4(jnp.asarray(words)), levels)
 
 
 def test_a_shift_and_mask_of_a_groups_words_give_consecutive_inputs():
@@ -76,7 +76,7 @@ def test_zeros_stay_zeros(fmt):
 def test_matmul_equals_that_of_the_dequantised_weights(fmt, leading, dtype):
     quantized = quantize(_normal(2, 24, 2 * GROUP) / 16, fmt)
     x = _normal(3, *leading, 2 * GROUP).astype(dtype)
-    y = jax.jit(matmul)(x, quantized)
+    y = jax.jit(small_batch_linear)(x, quantized)
     exact = np.asarray(x, np.float64) @ np.asarray(dequantize(quantized, jnp.float32), np.float64).T
     assert y.dtype == dtype
     # int8 also rounds x: 256 uniformly distributed errors of at most max|x| / 254 each, times weights of 1/16.
@@ -89,12 +89,12 @@ def test_int8_matmul_rounds_x_row_by_row_and_accumulates_exactly():
     quantized, x = quantize(_normal(4, 24, 200), "int8"), _normal(5, 3, 200)
     q, x_scale = (np.asarray(a, np.float64) for a in weights.quantize_rows(x))
     exact = q @ np.asarray(quantized.weight, np.float64).T * x_scale * np.asarray(quantized.scale, np.float64)
-    np.testing.assert_allclose(matmul(x, quantized), exact, rtol=1e-6)
+    np.testing.assert_allclose(small_batch_linear(x, quantized), exact, rtol=1e-6)
 
 
 def test_float_weights_are_multiplied_as_they_are():
     x, matrix = _normal(6, 5, 40), _normal(7, 24, 40)
-    np.testing.assert_allclose(matmul(x, Weights(matrix)), x @ matrix.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(small_batch_linear(x, Weights(matrix)), x @ matrix.T, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(dequantize(Weights(matrix), jnp.float32), matrix)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from jaxinfer.generation.engine.buckets import Buckets
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.files.loading import LoadedModel
-from jaxinfer.pallas_kernels.decode_attention import MAX_DECODE_TOKENS
+from jaxinfer.pallas_kernels.attention.api import MAX_DECODE_TOKENS
 
 
 def buckets_of(config: EngineConfig, platform: str) -> Buckets:

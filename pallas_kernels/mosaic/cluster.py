@@ -1,8 +1,8 @@
 """Clusters of thread blocks that exchange partial results through global memory."""
 
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError
 from jaxinfer.pallas_kernels.mosaic import inline_ptx, plgpu
-from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.target import UnsupportedError
 
 MAX_CLUSTER = 8
 """Thread blocks of a cluster, at most: what CUDA promises on every GPU that has clusters ("portable")."""

@@ -17,12 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.pallas_kernels import weights as formats
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, target_gpu
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
-from jaxinfer.pallas_kernels.norm import normalize
-from jaxinfer.pallas_kernels.refs import Ref
-from jaxinfer.pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.tuning import tuned
+from jaxinfer.pallas_kernels.target import UnsupportedError, target_gpu
 
 _THREADS = 128  # of a warpgroup
 _TILE_K = 128  # int8 inputs of a stage: 128 bytes, the widest swizzle
@@ -36,52 +34,7 @@ def _swizzled(width: int) -> "tuple[plgpu.SwizzleTransform, ...]":
     return (plgpu.SwizzleTransform(width),)  # pyright: ignore[reportAbstractUsage]  # pyright takes JAX's class for abstract
 
 
-def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 quantisation per row, x ~ q * scale. x: [..., K] -> int8 [..., K], float32 [..., 1]."""
-    return dispatch("quantize_rows", _quantize_kernel, formats.quantize_rows, x)
-
-
-def norm_quantize(
-    x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, eps: float
-) -> tuple[jax.Array, jax.Array]:
-    """`quantize_rows` of LayerNorm(x), or of RMSNorm(x) if `shift` is None, without rounding in between.
-
-    x: [..., K]; scale, shift: [K].
-    """
-    return dispatch("norm_quantize", _quantize_kernel, _norm_quantize_reference, x, scale, shift, eps=eps)
-
-
-def quantized_matmul(
-    q: jax.Array,
-    q_scale: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    dtype: Any,
-) -> jax.Array:
-    """(q * q_scale) (weight * scale)^T + bias, accumulated in int32.
-
-    q: int8 [..., K]; q_scale: float32 [..., 1]; weight: int8 [N, K]; scale, bias: [N]. Returns [..., N] in `dtype`.
-    """
-    arrays = (q, q_scale, weight, scale, bias)
-    return dispatch("quantized_matmul", _matmul_kernel, _matmul_reference, *arrays, dtype=jnp.dtype(dtype))
-
-
-def _norm_quantize_reference(
-    x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, eps: float
-) -> tuple[jax.Array, jax.Array]:
-    return formats.quantize_rows(normalize(x.astype(jnp.float32), scale, shift, eps=eps))
-
-
-def _matmul_reference(
-    q: jax.Array, q_scale: jax.Array, weight: jax.Array, scale: jax.Array, bias: jax.Array | None, *, dtype: Any
-) -> jax.Array:
-    y = formats.int8_matmul(q, q_scale, weight, scale)
-    return (y if bias is None else y + bias).astype(dtype)
-
-
-def _quantize_kernel(
+def quantize(
     x: jax.Array, norm_scale: jax.Array | None = None, norm_shift: jax.Array | None = None, *, eps: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
     """One warpgroup per row; the row stays in registers between finding its maximum and rounding."""
@@ -151,9 +104,10 @@ def choose_tiles(rows: int, inputs: int, outputs: int) -> Tiles:
     return Tiles(rows=tile_m, outputs=tile_n, stages=min(stages, 6, pl.cdiv(inputs, _TILE_K)))
 
 
-def _matmul_kernel(
+def matmul(
     q: jax.Array, q_scale: jax.Array, weight: jax.Array, scale: jax.Array, bias: jax.Array | None, *, dtype: Any
 ) -> jax.Array:
+    """Multiply quantised rows and weights. Arguments as of `api.quantized_matmul`. Raises UnsupportedError."""
     inputs, outputs = q.shape[-1], weight.shape[0]
     rows = q.size // inputs
     if inputs < _TILE_K:

@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 
 import jax
 
-from jaxinfer.pallas_kernels.dispatch import target_gpu
+from jaxinfer.pallas_kernels.target import target_gpu
 
 _trial = jax.make_user_context(None)
 

@@ -1,4 +1,4 @@
-"""Permuting tokens to their experts and back, by index tables instead of matmuls with one-hot masks.
+"""Permuting tokens to their experts and back as kernels, by index tables instead of matmuls with one-hot masks.
 
 DeepSpeed Inference, section V-C, steps 3 and 4. Both kernels only move memory: a thread block copies a tile of columns
 of a few rows through registers, 16 bytes per thread and row, with all rows in flight together.
@@ -11,47 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch
-from jaxinfer.pallas_kernels.moe.gating import Routing
+from jaxinfer.pallas_kernels.moe.routing import Routing
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
-from jaxinfer.pallas_kernels.refs import Ref
-
-
-def permute(x: jax.Array, routing: Routing) -> jax.Array:
-    """Copy tokens to rows sorted by expert: [N, D] -> [R, D]. Empty rows, of no token in 0..N-1, are zero."""
-    return dispatch("permute", _permute_kernel, _permute_reference, x, routing)
-
-
-def unpermute(y: jax.Array, routing: Routing) -> jax.Array:
-    """The weighted sum of each token's rows, in float32: [R, D] -> [N, D] in y's dtype. Empty rows are not read."""
-    return dispatch("unpermute", _unpermute_kernel, _unpermute_reference, y, routing)
-
-
-def _permute_reference(x: jax.Array, routing: Routing) -> jax.Array:
-    return _rows_or_zero(x, routing.tokens)
-
-
-def _rows_or_zero(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """These rows of x; zero where there is no such row."""
-    return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-
-def _unpermute_reference(y: jax.Array, routing: Routing) -> jax.Array:
-    def weighted(choice: int) -> jax.Array:
-        return routing.weights[:, choice, None] * _rows_or_zero(y, routing.rows[:, choice]).astype(jnp.float32)
-
-    total = weighted(0)
-    for choice in range(1, routing.rows.shape[1]):
-        total += weighted(choice)
-    return total.astype(y.dtype)
-
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.target import UnsupportedError
 
 _TILE_ROWS = 8  # rows of a thread block, if there are enough for all SMs
 _FEW_ROWS = 1024  # up to this many rows get a thread block each
 _MAX_K = 16  # experts per token, whose rows are in registers together
 
 
-def _permute_kernel(x: jax.Array, routing: Routing) -> jax.Array:
+def permute(x: jax.Array, routing: Routing) -> jax.Array:
+    """Copy tokens to their rows. Arguments as of `api`. Raises UnsupportedError."""
     columns, rows = x.shape[1], len(routing.tokens)
 
     def copy(x_g, tokens_g, y_g, *, rows_at, columns_at):
@@ -63,7 +34,8 @@ def _permute_kernel(x: jax.Array, routing: Routing) -> jax.Array:
     return _row_kernel("moe_permute", copy, jax.ShapeDtypeStruct((rows, columns), x.dtype))(x, routing.tokens)
 
 
-def _unpermute_kernel(y: jax.Array, routing: Routing) -> jax.Array:
+def unpermute(y: jax.Array, routing: Routing) -> jax.Array:
+    """Sum each token's rows by their weights. Arguments as of `api`. Raises UnsupportedError."""
     (tokens, k), columns = routing.rows.shape, y.shape[1]
     if k > _MAX_K:
         raise UnsupportedError(f"unpermute takes up to {_MAX_K} experts per token, got {k}")

@@ -1,8 +1,7 @@
 """A linear layer for a few rows, as fast as its weights can be read from memory.
 
 DeepSpeed Inference, sections III-B and III-C: at small batch, a linear layer is a stream of weights. One kernel
-computes it, fused with what comes before it (a norm) and after it (bias, activation, gate, residual):
-`small_batch_linear` here, `norm_linear` and `linear_residual` in their own files.
+computes it, fused with what comes before it (a norm) and after it (bias, activation, gate, residual).
 
 Tiling. A thread block owns TILE_N outputs and a split of the inputs (split-K). Its weights come by TMA into pipeline
 stages and are multiplied by `mma.sync`. The weights are the left operand, whose 64 rows are the outputs; x is the right
@@ -17,7 +16,7 @@ before anything else, so that rows are normalised while the first weights are in
 Edges. TMA fills in zeros past the ends of N, K and the rows, and does not write past them. So XLA pads no matrix, only
 the scales of a vocabulary, outside of the decode loop.
 
-Formats. `small_batch_operands.py` describes how each weight format is multiplied. Rows of x that are normalised or
+Formats. `operands.py` describes how each weight format is multiplied. Rows of x that are normalised or
 quantised are resident: every thread block computes them at its start and keeps them in shared memory.
 """
 
@@ -31,12 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.pallas_kernels.activations import activate, approximate_erf
-from jaxinfer.pallas_kernels.clusters import MAX_CLUSTER, check_cluster, meet
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, interpreting, target_gpu
-from jaxinfer.pallas_kernels.linear import linear_fallback
-from jaxinfer.pallas_kernels.mosaic import fragmented_array, pl, plgpu
-from jaxinfer.pallas_kernels.refs import Ref
-from jaxinfer.pallas_kernels.small_batch_operands import (
+from jaxinfer.pallas_kernels.linear.mosaic.operands import (
     Operand,
     acc_layout,
     broadcast,
@@ -45,28 +39,17 @@ from jaxinfer.pallas_kernels.small_batch_operands import (
     operand_of,
     split_bfloat16,
 )
-from jaxinfer.pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.mosaic import fragmented_array, pl, plgpu
+from jaxinfer.pallas_kernels.mosaic.cluster import MAX_CLUSTER, check_cluster, meet
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.tuning import tuned
+from jaxinfer.pallas_kernels.target import UnsupportedError, interpreting, target_gpu
 from jaxinfer.pallas_kernels.weights import GROUP, Weights
 
 TILE_N = 64  # outputs of a thread block: four warps of 16 rows, the M of one mma.sync
 MAX_ROWS = 16
 _MAX_STAGES = 8
 _IN_FLIGHT = 65_536  # bytes that the pipelines of an SM should hold
-
-
-def small_batch_linear(x: jax.Array, weights: Weights, bias: jax.Array | None = None) -> jax.Array:
-    """x W^T + b: one kernel for up to 16 rows, `linear_fallback` for more.
-
-    x: [..., K]; weights: N by K; bias: [N]. Returns [..., N] in x's dtype.
-    """
-    return dispatch("small_batch_linear", _linear_kernel, linear_fallback, x, weights, bias)
-
-
-def _linear_kernel(x: jax.Array, weights: Weights, bias: jax.Array | None) -> jax.Array:
-    if bias is None or bias.size % TILE_N == 0:
-        return fused_small_batch_linear(x, weights, bias)
-    y = fused_small_batch_linear(x, weights)  # a vocabulary: XLA fuses the bias into what reads the logits
-    return y + bias.astype(y.dtype)
 
 
 class Norm(NamedTuple):

@@ -1,34 +1,24 @@
-"""Token merging for encoders: bipartite soft matching (ToMe, arXiv:2210.09461, section 3).
+"""Token merging as two kernels.
 
-Tokens at even positions (A) may be merged into tokens at odd positions (B). Each token of A finds its most similar
-token of B, and the `r` most similar of these pairs become size-weighted means. The result is [the rest of A in order, B
-in order], so that the next layer chooses among other pairs. Tokens of size 0 are padding: those of A are removed before
-any other, and those of B receive no token as long as there is another place for it.
-
-With `protect_isolated`, pairs are chosen by energy instead (PiToMe, arXiv:2405.16148).
-
-On a GPU this takes two kernels. The first selects the pairs, with one thread block per batch row, since the choice
-needs all tokens of a row. The second multiplies the tokens by the merge matrix, with one thread block per batch row and
-64 features. A matmul is deterministic where a scatter's order could change the sums, and the matrix is built in
-registers.
+The first selects the pairs, with one thread block per batch row, since the choice needs all tokens of a row. The second
+multiplies the tokens by the merge matrix, with one thread block per batch row and 64 features. A matmul is
+deterministic where a scatter's order could change the sums, and the matrix is built in registers.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, require_shared_bytes
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
-from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.target import UnsupportedError, require_shared_bytes
+from jaxinfer.pallas_kernels.token_merging.reference import FIRST, LAST, normalized
 
 TILE = 64  # tokens, or features, of a tile: 128 bytes in a 16-bit dtype, the widest swizzle
 MMA_TOKENS = 32  # tokens per mma
 MAX_TOKENS = 1024
-# Scores of pairs with padding, beyond those of all others, which are cosines: a token of A that is padding is merged
-# first; one of B is chosen last.
-_FIRST, _LAST = 2.0, -2.0
 _OTHER_BYTES = 24 << 10  # of shared memory: one tile of the result, vectors, alignment
 
 
@@ -38,142 +28,9 @@ def _swizzled() -> tuple[Any, ...]:
 
 
 def merge_tokens(
-    x: jax.Array,
-    size: jax.Array | None,
-    metric: jax.Array,
-    r: int,
-    *,
-    protected: int = 1,
-    protect_isolated: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Remove `r` tokens from every batch row, by merging them with similar ones.
-
-    Args:
-      x: [B, n, d], the tokens.
-      size: float32 [B, n], how many original tokens each of them is the mean of; None: one. Tokens of size 0 are
-        padding, at any place: finite, but no result depends on them.
-      metric: [B, n, m], compared by cosine similarity; in ToMe the keys, averaged over heads.
-      r: how many tokens to remove; limited to half of the tokens that are not protected.
-      protected: the first `protected` tokens (class token, prompts) are neither merged nor merged into.
-      protect_isolated: None: ToMe, which merges the `r` tokens of A that are most similar to one of B. A margin m:
-        PiToMe, which spares isolated tokens. The energy of a token is the mean, over the other tokens that are neither
-        protected nor padding, of f(cosine), with f(c) = c if c >= m, else exp(c - m) - 1. Of the 2 r tokens of highest
-        energy in descending order, those at even places are merged into those at odd places. Runs as plain XLA.
-    Returns [B, n - r, d] in x's dtype and its sizes, float32 [B, n - r]; zeros where the size is 0. Order: the other
-    tokens in theirs, then those that may have received tokens: B, or by descending energy. Padding is removed first:
-    of ToMe's A, or (PiToMe) in place of a pair each. Among equally similar pairs, earlier ones are merged first.
-    """
-    batch, count, _ = x.shape
-    size = jnp.ones((batch, count), jnp.float32) if size is None else size.astype(jnp.float32)
-    # Of the tokens from `protected` on, at least half, rounded down, are in A, and at least one is in B. So there are
-    # always r tokens to remove that rank before the protected ones, and each has a place to go to.
-    r = min(r, (count - protected) // 2)
-    if r <= 0:
-        return x, size
-    options = {"r": r, "protected": protected, "protect_isolated": protect_isolated}
-    return dispatch("merge_tokens", _kernels, _reference, x, size, metric, **options)
-
-
-class _Choice(NamedTuple):
-    """Which tokens are merged into which outputs. Every output starts as one token.
-
-    Attributes:
-      kept: int32 [B, n - r], the token that each output starts as.
-      merged: int32 [B, r], the tokens that are removed. into: int32 [B, r], the output that each becomes a part of.
-    """
-
-    kept: jax.Array
-    merged: jax.Array
-    into: jax.Array
-
-
-def _reference(
     x: jax.Array, size: jax.Array, metric: jax.Array, *, r: int, protected: int, protect_isolated: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    unit = _normalized(metric)
-    if protect_isolated is None:
-        return _means(x, size, _most_similar(unit, size, r, protected))
-    return _means(x, size, _highest_energy(unit, size, r, protected, margin=protect_isolated))
-
-
-def _normalized(metric: jax.Array) -> jax.Array:
-    """Rows of length 1, in the metric's dtype: their dot products are cosine similarities."""
-    exact = metric.astype(jnp.float32)
-    square = jnp.sum(exact * exact, axis=-1, keepdims=True)
-    return (exact * lax.rsqrt(square + 1e-12)).astype(metric.dtype)
-
-
-def _cosines(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Between rows of length 1: [B, i, m], [B, j, m] -> float32 [B, i, j]."""
-    return jnp.einsum("bim,bjm->bij", a, b, precision="highest", preferred_element_type=jnp.float32)
-
-
-def _most_similar(unit: jax.Array, size: jax.Array, r: int, protected: int) -> _Choice:
-    """ToMe: the `r` tokens of A that are most similar to a token of B."""
-    scores = _cosines(unit[:, ::2], unit[:, 1::2])
-    scores = jnp.where(size[:, None, 1::2] > 0, scores, _LAST)
-    scores = jnp.where(size[:, ::2, None] > 0, scores, _FIRST)
-    a, b = jnp.arange(0, unit.shape[1], 2), jnp.arange(1, unit.shape[1], 2)
-    scores = jnp.where((a[:, None] < protected) | (b < protected), -jnp.inf, scores)
-    _, merged = lax.top_k(jnp.max(scores, axis=2), r)
-    into = jnp.argmax(jnp.take_along_axis(scores, merged[..., None], axis=1), axis=2)
-    is_merged = jnp.any(merged[..., None] == jnp.arange(len(a)), axis=1)
-    rest = jnp.sort(jnp.where(is_merged, len(a), jnp.arange(len(a))), axis=1)[:, :-r]
-    kept = jnp.concatenate([2 * rest, jnp.broadcast_to(b, (len(unit), len(b)))], axis=1)
-    return _Choice(kept, 2 * merged, rest.shape[1] + into)
-
-
-def _highest_energy(unit: jax.Array, size: jax.Array, r: int, protected: int, *, margin: float) -> _Choice:
-    """PiToMe: pairs among the `2 r` tokens of highest energy, less two for every token of padding that is removed."""
-    place = jnp.arange(unit.shape[1])
-    mergeable = (size > 0) & (place >= protected)
-    cosines = _cosines(unit, unit)
-    terms = jnp.where(cosines >= margin, cosines, jnp.exp(cosines - margin) - 1)
-    # Sums in place of means: all of a row would be divided by the same number.
-    energy = jnp.sum(jnp.where(mergeable[:, None] & (place != place[:, None]), terms, 0.0), axis=2)
-    energy = jnp.where(mergeable, energy, jnp.where(place < protected, -jnp.inf, jnp.inf))
-    _, order = lax.top_k(energy, 2 * r)  # padding before all others
-    padding = jnp.minimum(jnp.sum(energy == jnp.inf, axis=1, keepdims=True), r)  # removed: the first `padding` slots
-
-    slot = jnp.arange(r)
-    rank_of_a = jnp.where(slot < padding, slot, 2 * slot - padding)
-    merged, partners = (jnp.take_along_axis(order, rank, axis=1) for rank in (rank_of_a, rank_of_a + 1))
-    scores = _cosines(_rows(unit, merged), _rows(unit, partners))
-    into = jnp.argmax(jnp.where((slot < padding)[:, None], -jnp.inf, scores), axis=2)
-
-    # Sorts the tokens that are left alone by their place, the partners after them by their slot.
-    is_merged = jnp.any(merged[..., None] == place, axis=1)
-    is_partner = (partners[..., None] == place) & (slot >= padding)[..., None]  # [B, r, n]
-    last = jnp.max(jnp.where(is_partner, len(place) + slot[:, None], 0), axis=1)
-    kept = jnp.argsort(jnp.where(is_merged, 2 * len(place), jnp.maximum(place, last)), axis=1)[:, :-r]
-    return _Choice(kept, merged, kept.shape[1] - r + into)
-
-
-def _means(x: jax.Array, size: jax.Array, choice: _Choice) -> tuple[jax.Array, jax.Array]:
-    """The size-weighted mean of each output's tokens, and its size.
-
-    A product with a matrix of few columns, in place of a scatter, whose order could change the sums on a GPU. A token
-    that is left alone has a weight of exactly 1.
-    """
-    kept_size, merged_size = (jnp.take_along_axis(size, index, axis=1) for index in (choice.kept, choice.merged))
-    outputs = jnp.arange(choice.kept.shape[1])
-    sizes = jnp.where(choice.into[:, None] == outputs[:, None], merged_size[:, None], 0.0)  # [B, n - r, r]
-    new_size = kept_size + jnp.sum(sizes, axis=2)
-    total = jnp.where(new_size > 0, new_size, 1.0)[..., None]
-    kept, merged = (_rows(x, index).astype(jnp.float32) for index in (choice.kept, choice.merged))
-    added = jnp.einsum("bkr,brd->bkd", sizes / total, merged, precision="highest")
-    return (kept_size[..., None] / total * kept + added).astype(x.dtype), new_size
-
-
-def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[b, index[b]]: [B, n, d], [B, k] -> [B, k, d]."""
-    return jnp.take_along_axis(x, index[..., None], axis=1)
-
-
-def _kernels(
-    x: jax.Array, size: jax.Array, metric: jax.Array, *, r: int, protected: int, protect_isolated: float | None
-) -> tuple[jax.Array, jax.Array]:
-    """Like `_reference`, except that weights (sizes) above 256 (float16: 2048) are rounded to x's dtype."""
+    """Merge as the reference, except that weights (sizes) above 256 (float16: 2048) are rounded to x's dtype."""
     if protect_isolated is not None:
         raise UnsupportedError("the kernels choose pairs as ToMe does, without protect_isolated")
     dtypes = (jnp.bfloat16, jnp.float16)
@@ -205,7 +62,7 @@ def _select(metric: jax.Array, size: jax.Array, r: int, protected: int) -> jax.A
     """
     batch, count, features = metric.shape
     # With an even number of tokens, A and B are the two halves of rows twice as long, without copies.
-    unit = _normalized(jnp.pad(metric, ((0, 0), (0, count % 2), (0, 0)))).reshape(batch, -1, 2, features)
+    unit = normalized(jnp.pad(metric, ((0, 0), (0, count % 2), (0, 0)))).reshape(batch, -1, 2, features)
     evens, odds = pl.cdiv(count, 2), count // 2
     tiles, feature_tiles, shape = pl.cdiv(evens, TILE), pl.cdiv(features, TILE), (TILE, MMA_TOKENS)
     rows = tiles * TILE
@@ -245,8 +102,8 @@ def _select(metric: jax.Array, size: jax.Array, r: int, protected: int) -> jax.A
                     a = plgpu.load(unit_s.at[0, f, pl.ds(t * TILE, TILE)], layout=lhs, optimized=False)
                     b = plgpu.load(unit_s.at[1, f, pl.ds(u * MMA_TOKENS, MMA_TOKENS)].T, layout=rhs, optimized=False)
                     scores = plgpu.mma(scores, a, b)
-                scores = jnp.where(_broadcast(b_size_s, u * MMA_TOKENS, acc, 1, shape) > 0, scores, _LAST)
-                scores = jnp.where(_broadcast(a_size_s, t * TILE, acc, 0, shape) > 0, scores, _FIRST)
+                scores = jnp.where(_broadcast(b_size_s, u * MMA_TOKENS, acc, 1, shape) > 0, scores, LAST)
+                scores = jnp.where(_broadcast(a_size_s, t * TILE, acc, 0, shape) > 0, scores, FIRST)
                 i, j = index(0, t), index(1, u)
                 allowed = (j < odds) & (2 * j + 1 >= protected) & (i < evens) & (2 * i >= protected)
                 scores = jnp.where(allowed, scores, -jnp.inf)

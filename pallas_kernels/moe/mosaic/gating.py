@@ -1,8 +1,8 @@
-"""MoE gating: softmax, top-k, and the tables that map tokens to rows sorted by expert.
+"""Gating as kernels: softmax, top-k, and the tables that map tokens to rows sorted by expert.
 
 Tables replace the one-hot masks of the first MoE implementations (DeepSpeed Inference, section V-C): token -> experts,
-token -> rows, row -> token. On a GPU one kernel makes them all for up to 64 tokens; more tokens take two kernels, with
-a thread block for each 64 tokens.
+token -> rows, row -> token. One kernel makes them all for up to 64 tokens; more tokens take two kernels, with a thread
+block for each 64 tokens.
 """
 
 import functools
@@ -13,97 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, require_shared_bytes
+from jaxinfer.pallas_kernels.moe.routing import Routing, finite, limit_capacity
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
-from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.target import UnsupportedError, require_shared_bytes
 
-
-class Routing(NamedTuple):
-    """Where each token's k choices go: R rows, sorted by expert and within an expert by token.
-
-    Attributes:
-      experts: int32 [N, k], the chosen experts, the highest logit first.
-      weights: float32 [N, k], the weight of each expert's output; 0 if the choice was dropped.
-      rows: int32 [N, k], the row of each choice; R if it was dropped.
-      tokens: int32 [R], the token of each row; N if the row is empty.
-      offsets: int32 [E], the first row of each expert, ascending.
-      sizes: int32 [E], the number of rows of each expert: offsets[e] to offsets[e] + sizes[e] - 1.
-    """
-
-    experts: jax.Array
-    weights: jax.Array
-    rows: jax.Array
-    tokens: jax.Array
-    offsets: jax.Array
-    sizes: jax.Array
-
-
-def top_k_gating(logits: jax.Array, k: int, *, capacity: int | None = None, normalize: bool = True) -> Routing:
-    """Route each token to the k experts with its highest logits; ties go to the expert of lower index.
-
-    Args:
-      logits: [N, E]; converted to float32. Infinite ones count as the largest finite numbers, NaN as the lowest, so
-        that every field of the result is finite and in its range whatever the logits are.
-      k: experts per token, all different.
-      capacity: None keeps every choice, R = N * k. A number gives each expert that many rows, R = E * capacity; later
-        tokens' choices that do not fit are dropped.
-      normalize: the k weights of a token sum to 1 (Mixtral; Qwen-MoE's norm_topk_prob=true): the softmax over its k
-        logits. Otherwise each is the softmax over all experts (norm_topk_prob=false). Dropping a choice does not change
-        the other weights.
-    Raises: ValueError if k is not in 1..E or the capacity is below 1.
-    """
-    experts = logits.shape[1]
-    if not 1 <= k <= experts:
-        raise ValueError(f"top_k_gating needs 1 <= k <= {experts} experts, got k={k}.")
-    if capacity is not None and capacity < 1:
-        raise ValueError(f"top_k_gating needs a capacity of at least 1, got {capacity}.")
-    logits = logits.astype(jnp.float32)
-    return dispatch(
-        "top_k_gating", _gating_kernel, _gating_reference, logits, k=k, capacity=capacity, normalize=normalize
-    )
-
-
-_MAX_LOGIT = float(jnp.finfo(jnp.float32).max)
-
-
-def _finite(logits: jax.Array) -> jax.Array:
-    """The logits, with NaN as the lowest finite number."""
-    return jnp.where(logits >= -_MAX_LOGIT, jnp.minimum(logits, _MAX_LOGIT), -_MAX_LOGIT)
-
-
-def _gating_reference(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
-    tokens, num_experts = logits.shape
-    logits = _finite(logits)
-    values, experts = lax.top_k(logits, k)
-    probs = jnp.exp(values - values[:, :1])
-    total = jnp.sum(probs if normalize else jnp.exp(logits - values[:, :1]), axis=1, keepdims=True)
-    choices = experts.reshape(-1)
-    sizes = jnp.zeros(num_experts, jnp.int32).at[choices].add(1)
-    offsets = jnp.cumsum(sizes) - sizes
-    order = jnp.argsort(choices, stable=True).astype(jnp.int32)  # row -> choice
-    rows = jnp.zeros_like(choices).at[order].set(jnp.arange(tokens * k, dtype=jnp.int32), unique_indices=True)
-    routing = Routing(experts, probs / total, rows.reshape(tokens, k), order // k, offsets, sizes)
-    return routing if capacity is None else _limit_capacity(routing, capacity)
-
-
-def _limit_capacity(routing: Routing, capacity: int) -> Routing:
-    """Give every expert `capacity` rows and drop the choices that do not fit."""
-    (tokens, k), experts = routing.experts.shape, len(routing.sizes)
-    positions = routing.rows - routing.offsets[routing.experts]  # among the expert's rows
-    kept = positions < capacity
-    rows = jnp.where(kept, routing.experts * capacity + positions, experts * capacity)
-    token_of_choice = jnp.repeat(jnp.arange(tokens, dtype=jnp.int32), k)
-    return Routing(
-        experts=routing.experts,
-        weights=jnp.where(kept, routing.weights, 0.0),
-        rows=rows,
-        tokens=jnp.full(experts * capacity, tokens, jnp.int32).at[rows.reshape(-1)].set(token_of_choice, mode="drop"),
-        offsets=jnp.arange(experts, dtype=jnp.int32) * capacity,
-        sizes=jnp.minimum(routing.sizes, capacity),
-    )
-
-
-# The kernels. A thread block has a tile of tokens, with a row of logits in each warp's registers; a row's maximum takes
+# A thread block has a tile of tokens, with a row of logits in each warp's registers; a row's maximum takes
 # five shuffles. For the scan, each thread owns one or two experts and counts over the tokens, so no two threads share a
 # counter. The rest are loops over single choices that all threads run redundantly, reading and writing the same values
 # at the same places. They read a batch before writing it, to wait for shared memory only once.
@@ -144,7 +59,8 @@ class _Plan(NamedTuple):
         return jnp.minimum(self.tokens - lax.axis_index("tile") * self.tile, self.tile)
 
 
-def _gating_kernel(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
+def top_k_gating(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
+    """Route each token to its experts. Arguments as of `api`. Raises UnsupportedError."""
     tokens, num_experts = logits.shape
     if num_experts > _MAX_EXPERTS or num_experts % 4:
         raise UnsupportedError(f"top_k_gating takes up to {_MAX_EXPERTS} experts, a multiple of 4, got {num_experts}")
@@ -175,7 +91,7 @@ def _gating_kernel(logits: jax.Array, *, k: int, capacity: int | None, normalize
     rows, token_of_row, offsets, sizes = rest
     experts, weights, rows = (x.reshape(tokens, k) for x in (experts, weights, rows))
     routing = Routing(experts, weights, rows, token_of_row, offsets, sizes)
-    return routing if capacity is None else _limit_capacity(routing, capacity)
+    return routing if capacity is None else limit_capacity(routing, capacity)
 
 
 def _gate(logits_g: Ref, experts_g: Ref, weights_g: Ref, *results_g: Ref, plan: _Plan, normalize: bool) -> None:
@@ -239,7 +155,7 @@ def _top_k(
     shape = (plan.tile, plan.width)
     column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _by_row())
     taken = -jnp.inf  # experts already taken and padding: below every logit
-    remaining = jnp.where(column < plan.experts, _finite(plgpu.load(logits.at[:, 0], layout=_by_row())), taken)
+    remaining = jnp.where(column < plan.experts, finite(plgpu.load(logits.at[:, 0], layout=_by_row())), taken)
 
     def broadcast(vector):
         return lax.broadcast_in_dim(vector, shape, (0,))

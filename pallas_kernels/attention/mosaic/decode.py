@@ -33,12 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.pallas_kernels.clusters import check_cluster, meet
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, require_shared_bytes, target_gpu
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
-from jaxinfer.pallas_kernels.refs import Ref
-from jaxinfer.pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.mosaic.cluster import check_cluster, meet
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.tuning import tuned
+from jaxinfer.pallas_kernels.target import UnsupportedError, require_shared_bytes, target_gpu
 
 MAX_DECODE_TOKENS = 8
 """Maximum tokens of a row: the last sampled token and its draft tokens."""

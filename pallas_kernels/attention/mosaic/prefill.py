@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, interpreting, require_wgmma
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
-from jaxinfer.pallas_kernels.refs import Ref
-from jaxinfer.pallas_kernels.tuning import tuned
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.tuning import tuned
+from jaxinfer.pallas_kernels.target import UnsupportedError, interpreting
 
 _TILE_Q = 64  # rows of queries per consumer warpgroup: the M of a wgmma
 _LOG2E = math.log2(math.e)
@@ -148,7 +148,6 @@ def prefill_attention(
         raise UnsupportedError(f"prefill_attention takes keys in int8 or {q.dtype} as the queries, got {pages.k.dtype}")
     if head_dim not in (64, 128, 256):
         raise UnsupportedError(f"prefill_attention takes a head_dim of 64, 128 or 256, got {head_dim}")
-    require_wgmma()
     heads = math.gcd(q_heads // kv_heads, 8)  # of a tile; leaves at least 8 tokens a head, the rows of an SMEM tile
     tiles = choose_tiles(tokens, heads, head_dim, int8=int8)
     copy_keys = tiles.tile_kv if page_table is None else min(page_size, tiles.tile_kv)

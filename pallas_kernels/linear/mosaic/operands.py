@@ -22,9 +22,9 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, interpreting
 from jaxinfer.pallas_kernels.mosaic import fragmented_array, llvm, pl, plgpu, utils
-from jaxinfer.pallas_kernels.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.target import UnsupportedError, interpreting
 from jaxinfer.pallas_kernels.weights import GROUP, NIBBLES, Weights, is_int4
 
 

@@ -1,4 +1,4 @@
-"""Grouped matmul: every row times the matrix of its expert.
+"""Grouped matmul as a kernel: every row times the matrix of its expert.
 
 The rows of an expert are adjacent, so the work is a list of tiles, each some rows of one expert by some of its outputs.
 A thread block finds its tile from `offsets` and `sizes` alone. Experts without rows have no tiles, and their weights
@@ -12,42 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.pallas_kernels.dispatch import UnsupportedError, dispatch, require_wgmma
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
-from jaxinfer.pallas_kernels.refs import Ref
-from jaxinfer.pallas_kernels.tuning import tuned
-from jaxinfer.pallas_kernels.weights import xla_matmul
-
-
-def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
-    """x[r] W[e]^T for each row r of each expert e.
-
-    Args:
-      x: [R, K]. weights: [E, N, K].
-      offsets, sizes: int32 [E], as in `Routing`: rows offsets[e] to offsets[e] + sizes[e] - 1 are expert e's. The
-        experts' rows ascend and do not overlap.
-    Returns: [R, N] in x's dtype, accumulated in float32. Rows of no expert are arbitrary.
-    """
-    return dispatch("grouped_matmul", _grouped_matmul_kernel, _grouped_matmul_reference, x, weights, offsets, sizes)
-
-
-def _grouped_matmul_reference(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
-    """A loop over tiles of rows of one expert each, which does about twice the necessary work at most."""
-    (rows, _), (experts, outputs, _) = x.shape, weights.shape
-    tile_rows = min(max(pl.next_power_of_2(rows // experts), 1), 64)
-    tiles = pl.cdiv(sizes, tile_rows)
-    ends = jnp.cumsum(tiles)
-    x = jnp.pad(x, ((0, tile_rows), (0, 0)))
-
-    def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
-        expert = jnp.sum(ends <= i)
-        first = offsets[expert] + (i - ends[expert] + tiles[expert]) * tile_rows
-        product = xla_matmul(lax.dynamic_slice_in_dim(x, first, tile_rows), weights[expert])
-        # This may write past the expert's rows; the next experts overwrite that.
-        return lax.dynamic_update_slice_in_dim(y, product, first, 0)
-
-    y = jnp.pad(x[:, :0], ((0, 0), (0, outputs)))  # zeros with x's sharding
-    return lax.fori_loop(0, ends[-1], multiply, y)[:rows]
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.tuning import tuned
+from jaxinfer.pallas_kernels.target import UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +52,8 @@ _L2_GROUP = 8  # adjacent tiles of outputs that run together, so that they share
 _MAX_EXPERTS = 256
 
 
-def _grouped_matmul_kernel(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Multiply each row by its expert's matrix. Arguments as of `api`. Raises UnsupportedError."""
     (rows, inputs), (experts, outputs, _) = x.shape, weights.shape
     if x.dtype not in (jnp.bfloat16, jnp.float16) or weights.dtype != x.dtype:
         raise UnsupportedError(f"grouped_matmul takes bfloat16 or float16, got {x.dtype} and {weights.dtype}")
@@ -92,7 +61,6 @@ def _grouped_matmul_kernel(x: jax.Array, weights: jax.Array, offsets: jax.Array,
         raise UnsupportedError(f"K and N must be multiples of 64, got K={inputs}, N={outputs}")
     if experts > _MAX_EXPERTS:
         raise UnsupportedError(f"grouped_matmul takes up to {_MAX_EXPERTS} experts, got {experts}")
-    require_wgmma()
     tiles = Tiles.choose(rows, experts, outputs)
     max_tiles = min(rows, rows // tiles.rows + experts)
 

@@ -1,0 +1,1 @@
+"""Attention over contiguous keys and over the pages of a KV cache."""

@@ -1,0 +1,46 @@
+"""One way to compute an operation, and where it can run."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxinfer.pallas_kernels.target import FEATURES, UnsupportedError, target_gpu
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One way to compute an operation.
+
+    Attributes:
+      name: among the operation's: "mosaic", "cudnn", "xla", "reference".
+      call: a module-level function of the operation's arguments. Raises UnsupportedError for those that it does not
+        take. The results of all implementations of an operation have the same types.
+      platform: "cuda", for a kernel that XLA cannot partition, or "cpu"; None: every one.
+      needs: names of the `FEATURES` that a GPU must have.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    platform: str | None = None
+    needs: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise UnsupportedError if the GPU lacks a feature."""
+        for feature in self.needs:
+            if not target_gpu().has(feature):
+                raise UnsupportedError(FEATURES[feature].missing)
+
+
+def reference(call: Callable[..., Any]) -> Implementation:
+    """Return the implementation that defines an operation."""
+    return Implementation(name="reference", call=call)
+
+
+def xla(call: Callable[..., Any], *, platform: str | None = None) -> Implementation:
+    """Return an implementation in plain JAX, in an order that suits XLA, or composed of other operations."""
+    return Implementation(name="xla" if platform is None else f"xla-{platform}", call=call, platform=platform)
+
+
+def mosaic(call: Callable[..., Any], *needs: str) -> Implementation:
+    """Return an implementation as Mosaic GPU kernels, which needs these features of a GPU."""
+    return Implementation(name="mosaic", call=call, platform="cuda", needs=("mosaic", *needs))

@@ -1,0 +1,1 @@
+"""Products with a matrix of outputs by inputs."""

@@ -1,0 +1,26 @@
+"""The product of rows with their experts' matrices by XLA's matmul."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.pallas_kernels.matmul.api import matmul
+
+
+def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Loop over tiles of rows of one expert each: at most about twice the necessary work. Arguments as of `api`."""
+    (rows, _), (experts, outputs, _) = x.shape, weights.shape
+    tile_rows = min(1 << max(rows // experts - 1, 0).bit_length(), 64)  # a power of two
+    tiles = (sizes + tile_rows - 1) // tile_rows
+    ends = jnp.cumsum(tiles)
+    x = jnp.pad(x, ((0, tile_rows), (0, 0)))
+
+    def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
+        expert = jnp.sum(ends <= i)
+        first = offsets[expert] + (i - ends[expert] + tiles[expert]) * tile_rows
+        product = matmul(lax.dynamic_slice_in_dim(x, first, tile_rows), weights[expert])
+        # This may write past the expert's rows; the next experts overwrite that.
+        return lax.dynamic_update_slice_in_dim(y, product, first, 0)
+
+    y = jnp.pad(x[:, :0], ((0, 0), (0, outputs)))  # zeros with x's sharding
+    return lax.fori_loop(0, ends[-1], multiply, y)[:rows]

@@ -1,0 +1,1 @@
+"""Merging similar tokens of an encoder."""
