@@ -47,7 +47,7 @@ types: .venv/.dev
 	.venv/bin/pyright
 
 contracts: .venv/.dev
-	.venv/bin/lint-imports
+	.venv/bin/lint-imports --no-cache  # which would know modules that are gone, behind links
 
 clean:
 	rm -rf .venv .venv-aot .venv-newest .venv-peers build *.egg-info

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxinfer.compiled.target import Target
 from jaxinfer.models import WeightFormat
-from jaxinfer.models.layers import convolution
 from jaxinfer.models.layers.convolution import Conv, max_pool
+from jaxinfer.pallas_kernels.convolution import xla
+from jaxinfer.pallas_kernels.target import targeting
 from tests.models import vision
 
 
@@ -28,7 +30,7 @@ def by_hand(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int, pa
     ("size", "stride", "padding"), [(1, 1, None), (1, 2, None), (3, 1, None), (3, 2, None), (6, 2, 2), (7, 2, None)]
 )
 def test_as_by_hand(size, stride, padding, small_grid, monkeypatch):
-    monkeypatch.setattr(convolution, "SMALL_GRID", small_grid)
+    monkeypatch.setattr(xla, "SMALL_GRID", small_grid)
     conv = Conv(3, 5, WeightFormat(), size=size, stride=stride, padding=padding, rngs=nnx.Rngs(0))
     conv.bias[...] = jax.numpy.arange(5.0)
     x = np.random.default_rng(0).normal(size=(2, 9, 12, 3)).astype(np.float32)
@@ -38,9 +40,14 @@ def test_as_by_hand(size, stride, padding, small_grid, monkeypatch):
 
 def test_only_a_cpu_multiplies_patches():
     conv = Conv(3, 5, WeightFormat(), size=3, rngs=nnx.Rngs(0))
-    traced = jax.jit(conv).trace(jax.ShapeDtypeStruct((1, 7, 7, 3), np.float32))
-    assert "convolution" not in traced.lower(lowering_platforms=("cpu",)).as_text()
-    assert "convolution" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    def lowered(platform):
+        traced = jax.jit(lambda x: conv(x)).trace(jax.ShapeDtypeStruct((1, 7, 7, 3), np.float32))
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    assert "convolution" not in lowered("cpu")
+    with targeting(Target.load("h200").gpu):
+        assert "convolution" in lowered("cuda")
 
 
 def test_max_pool_never_takes_the_border():

@@ -1,8 +1,6 @@
 """Convolutions over images, [B, H, W, C].
 
-Batch normalisation is folded into weight and bias when a checkpoint is converted, so no model has any. Kernels are
-stored as [height, width, inputs, outputs]: XLA computes with them as they are on a CPU, where any other layout is
-transposed in every call (docs/cpu-speed.md).
+Batch normalisation is folded into weight and bias when a checkpoint is converted, so no model has any.
 """
 
 import jax
@@ -12,11 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.weight_format import WeightFormat
-
-NHWC = ("NHWC", "HWIO", "NHWC")
-
-SMALL_GRID = 20 * 20
-"""Places up to which a convolution on a CPU is a product of patches: XLA's own is slower there, for any batch."""
+from jaxinfer.pallas_kernels.convolution.api import convolution
 
 
 class Conv(nnx.Module):
@@ -45,31 +39,8 @@ class Conv(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(None,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (self._convolve(x) + self.bias[...]).astype(x.dtype)
-
-    def _convolve(self, x: jax.Array) -> jax.Array:
-        weight = self.weight[...]
-        if weight.shape[:2] == (1, 1):
-            return x[:, :: self.stride, :: self.stride] @ weight[0, 0]
-        padding = ((self.padding, self.padding),) * 2
-
-        def convolution(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return lax.conv_general_dilated(x, weight, (self.stride,) * 2, padding, dimension_numbers=NHWC)
-
-        def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-            patches = _patches(jnp.pad(x, ((0, 0), *padding, (0, 0))), len(weight), self.stride)
-            return patches @ weight.reshape(patches.shape[-1], -1)
-
-        if x.shape[1] * x.shape[2] <= SMALL_GRID:
-            return lax.platform_dependent(x, weight, cpu=product, default=convolution)
-        return convolution(x, weight)
-
-
-def _patches(x: jax.Array, size: int, stride: int) -> jax.Array:
-    """What each window of size x size has, [B, H, W, C] -> [B, H', W', size * size * C], as kernels are ordered."""
-    rows, columns = (side - size + 1 for side in x.shape[1:3])  # where windows begin, a stride apart
-    parts = [x[:, i : i + rows : stride, j : j + columns : stride] for i in range(size) for j in range(size)]
-    return jnp.concatenate(parts, axis=-1)
+        y = convolution(x, self.weight[...], stride=self.stride, padding=self.padding)
+        return (y + self.bias[...]).astype(x.dtype)
 
 
 def max_pool(x: jax.Array, *, size: int, stride: int = 1) -> jax.Array:
