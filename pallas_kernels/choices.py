@@ -21,6 +21,9 @@ import jax.numpy as jnp
 from jaxinfer.pallas_kernels.implementation import Implementation
 from jaxinfer.pallas_kernels.target import UnsupportedError
 
+CLEARLY_FASTER = 0.8
+"""Times the seconds of the first implementation: what another must take less than, since measurements are noisy."""
+
 _recorded: ContextVar[list["Call"] | None] = ContextVar("recorded", default=None)
 
 
@@ -45,8 +48,8 @@ class Choices:
 
     def order(self, call: "Call") -> tuple[Implementation, ...]:
         """Return a call's implementations, the one that was measured to be the fastest first."""
-        fastest = self._by_call.get((call.operation, call.shapes))
-        return tuple(sorted(call.candidates, key=lambda candidate: candidate.name != fastest))
+        chosen = self._by_call.get((call.operation, call.shapes))
+        return tuple(sorted(call.candidates, key=lambda candidate: candidate.name != chosen))
 
 
 _choices = jax.make_user_context(Choices())
@@ -77,7 +80,7 @@ class Call:
     def shapes(self) -> str:
         """The arguments as text: "bfloat16[1,4096], float32[4096,4096], None; eps=1e-05"."""
         leaves = jax.tree.leaves(self.args, is_leaf=lambda leaf: leaf is None)
-        arrays = ", ".join("None" if leaf is None else jax.typeof(leaf).str_short() for leaf in leaves)
+        arrays = ", ".join("None" if x is None else f"{x.dtype.name}[{','.join(map(str, x.shape))}]" for x in leaves)
         static = ", ".join(f"{name}={value}" for name, value in sorted(self.static.items()))
         return f"{arrays}; {static}" if static else arrays
 
@@ -85,7 +88,8 @@ class Call:
 def preferred(call: Call) -> tuple[Implementation, ...]:
     """Return the candidates of a call in the order in which they are tried, and record the call if somebody asks."""
     if (calls := _recorded.get()) is not None:
-        calls.append(call)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.args)  # a trace must not be kept
+        calls.append(dataclasses.replace(call, args=shapes))
     return _choices.value.order(call) if _choices.value.entries else call.candidates
 
 
@@ -100,7 +104,32 @@ def recorded_calls() -> Iterator[list[Call]]:
         _recorded.reset(token)
 
 
-def measure(call: Call, *, rounds: int = 7, seconds: float = 0.2) -> dict[str, float]:
+def supported(call: Call) -> tuple[Implementation, ...]:
+    """Return the candidates that take a call's arguments.
+
+    Not a composition where the platform has implementations of the whole: its parts are measured on their own.
+    """
+
+    def takes(candidate: Implementation) -> bool:
+        try:
+            jax.eval_shape(functools.partial(candidate.call, **call.static), *call.args)
+        except UnsupportedError:
+            return False
+        return True
+
+    candidates = tuple(candidate for candidate in call.candidates if takes(candidate))
+    whole = tuple(candidate for candidate in candidates if candidate.name != "composed")
+    return whole if any(candidate.platform == "cpu" for candidate in whole) else candidates
+
+
+def fastest(call: Call, seconds: Mapping[str, float]) -> str:
+    """Return the implementation to run: the first in the order of preference, unless another is clearly faster."""
+    first = next(candidate.name for candidate in call.candidates if candidate.name in seconds)
+    best = min(seconds, key=lambda name: seconds[name])
+    return best if seconds[best] < CLEARLY_FASTER * seconds[first] else first
+
+
+def measure(call: Call, *, rounds: int = 5, seconds: float = 0.05) -> dict[str, float]:
     """Time a call's candidates on this device, in turns.
 
     Args:
@@ -110,12 +139,11 @@ def measure(call: Call, *, rounds: int = 7, seconds: float = 0.2) -> dict[str, f
     Returns the median seconds of a call by the implementation's name, of those that take the arguments.
     """
     args = jax.block_until_ready(jax.jit(lambda: call.example(*call.args))())
-    programs = {}
-    for candidate in call.candidates:
-        program = jax.jit(functools.partial(candidate.call, **call.static))
-        with contextlib.suppress(UnsupportedError):
-            jax.block_until_ready(program(*args))
-            programs[candidate.name] = program
+    programs = {
+        candidate.name: jax.jit(functools.partial(candidate.call, **call.static)) for candidate in supported(call)
+    }
+    for program in programs.values():
+        jax.block_until_ready(program(*args))  # compiles
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, program in programs.items():

@@ -12,7 +12,7 @@ class Implementation:
     """One way to compute an operation.
 
     Attributes:
-      name: among the operation's: "mosaic", "cudnn", "xla", "reference".
+      name: among the operation's on a platform: "mosaic", "cudnn", "xla", "composed", "reference".
       call: a module-level function of the operation's arguments. Raises UnsupportedError for those that it does not
         take. The results of all implementations of an operation have the same types.
       platform: "cuda", for a kernel that XLA cannot partition, or "cpu"; None: every one.
@@ -31,14 +31,19 @@ class Implementation:
                 raise UnsupportedError(FEATURES[feature].missing)
 
 
-def reference(call: Callable[..., Any]) -> Implementation:
+def reference(call: Callable[..., Any], *, platform: str | None = None) -> Implementation:
     """Return the implementation that defines an operation."""
-    return Implementation(name="reference", call=call)
+    return Implementation(name="reference", call=call, platform=platform)
 
 
 def xla(call: Callable[..., Any], *, platform: str | None = None) -> Implementation:
-    """Return an implementation in plain JAX, in an order that suits XLA, or composed of other operations."""
-    return Implementation(name="xla" if platform is None else f"xla-{platform}", call=call, platform=platform)
+    """Return an implementation in plain JAX that suits XLA, on one platform or all."""
+    return Implementation(name="xla", call=call, platform=platform)
+
+
+def composed(call: Callable[..., Any]) -> Implementation:
+    """Return an implementation that calls other operations, which are chosen on their own."""
+    return Implementation(name="composed", call=call)
 
 
 def mosaic(call: Callable[..., Any], *needs: str) -> Implementation:

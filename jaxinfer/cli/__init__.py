@@ -15,6 +15,7 @@ from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
 from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.plan import plan
+from jaxinfer.cli.tune import tune
 from jaxinfer.cli.verify import verify
 from jaxinfer.serving.errors import ServingError
 
@@ -39,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Compiled transformer inference in JAX.",
 )
-for _command in (cache, convert, generate, info, inspect, plan, verify):
+for _command in (cache, convert, generate, info, inspect, plan, tune, verify):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(elastic_app, name="elastic")

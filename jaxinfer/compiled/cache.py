@@ -13,6 +13,8 @@ from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.interruptible import results, start
 from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.compiled.spec import ProgramSpec
+from jaxinfer.pallas_kernels.choices import Call, recorded_calls, supported
+from jaxinfer.pallas_kernels.dispatch import without_kernels
 
 _forbidding: contextvars.ContextVar[frozenset["ProgramCache[Any]"]] = contextvars.ContextVar(
     "forbidding", default=frozenset()
@@ -77,6 +79,21 @@ class ProgramCache[Buckets]:
         elif missing:
             self._compile_all(missing.copy(), min(len(missing), workers or os.cpu_count() or 1))
         return len(missing)
+
+    def calls(self, buckets: Buckets) -> list[Call]:
+        """Trace all that calls can ask for within these buckets, and return the operations that leave a choice.
+
+        Equal calls are in it once. Nothing is compiled.
+        """
+        calls: dict[tuple[str, str], Call] = {}
+        for spec in self._specs.values():
+            for sizes in spec.reachable(buckets):
+                with recorded_calls() as recorded, contextlib.ExitStack() as stack:
+                    if not self._kernels:
+                        stack.enter_context(without_kernels())
+                    spec.lower(sizes, self._mesh)
+                calls |= {(call.operation, call.shapes): call for call in recorded}
+        return [call for call in calls.values() if len(supported(call)) > 1]
 
     def _compile_all(self, missing: list[Sizes], workers: int) -> None:
         remaining = iter(missing)  # the next one is whichever worker's asks first

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinfer.compiled.choices import stored_choices
 from jaxinfer.compiled.executables import ExecutableStore
 from jaxinfer.compiled.interruptible import interruptible
 from jaxinfer.compiled.options import COMMON
 from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.disk_cache import keys
+from jaxinfer.pallas_kernels.choices import use_choices
 from jaxinfer.pallas_kernels.dispatch import without_kernels
 
 _log = logging.getLogger("jaxinfer.compiled")
@@ -105,6 +107,7 @@ class ProgramSpec[S: Sizes, Buckets]:
         """
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(use_choices(stored_choices()))
             if not kernels:
                 stack.enter_context(without_kernels())
             executable, kept = self._executable(sizes, mesh, store)

@@ -15,7 +15,7 @@ from jaxinfer.pallas_kernels.attention import xla as fallbacks
 from jaxinfer.pallas_kernels.attention.heads import split_heads, store_kv
 from jaxinfer.pallas_kernels.choices import filled
 from jaxinfer.pallas_kernels.dispatch import Operation
-from jaxinfer.pallas_kernels.implementation import Implementation, mosaic, reference, xla
+from jaxinfer.pallas_kernels.implementation import Implementation, composed, mosaic, reference, xla
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 __all__ = ["MAX_DECODE_TOKENS", "attention", "cached_attention", "paged_attention", "split_heads"]
@@ -68,13 +68,15 @@ _decode_attention = Operation(
     "decode_attention",
     mosaic(kernels.decode_attention),
     xla(fallbacks.cached_attention, platform="cpu"),
-    xla(_store_then_attend),
+    reference(plain.cached_attention, platform="cpu"),
+    composed(_store_then_attend),
     example=_full_rows,
 )
 _cached_attention = Operation(
     "cached_attention",
     xla(fallbacks.cached_attention, platform="cpu"),
-    xla(_store_then_attend),
+    reference(plain.cached_attention, platform="cpu"),
+    composed(_store_then_attend),
     example=_full_rows,
 )
 

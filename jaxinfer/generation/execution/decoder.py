@@ -29,6 +29,7 @@ from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.models import LayerAdapters
 from jaxinfer.models.devices import available_bytes
 from jaxinfer.models.files.loading import LoadedModel
+from jaxinfer.pallas_kernels.choices import Call
 
 
 class DecoderExecutor(BaseExecutor[Buckets]):
@@ -106,6 +107,10 @@ class DecoderExecutor(BaseExecutor[Buckets]):
                 f"lower cache_bytes, max_batch or token_budget.\n{who_has(self._layout.mesh)}"
             )
         return missing
+
+    def calls(self) -> list[Call]:
+        """Trace every program, and return the operations that have several implementations here."""
+        return self.programs.calls(self._packer.buckets)
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Send a batch to the device, without waiting for it."""

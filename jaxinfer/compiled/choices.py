@@ -1,0 +1,65 @@
+"""Measured choices between implementations of operations, kept on disk for each kind of device.
+
+Programs are traced with the choices that were on disk when the process first compiled one, so that all programs of a
+process agree. They are part of the key of an executable (`disk_cache/keys.py` describes the contexts of a trace).
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Iterable, Iterator
+
+import jax
+
+from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
+from jaxinfer.models.devices import device_name
+from jaxinfer.pallas_kernels.choices import Call, Choices, fastest, measure
+
+MAX_BYTES = 16 << 20
+"""Bytes of the tables of all devices together."""
+
+Table = dict[str, dict[str, str]]
+"""{operation: {shapes: implementation's name}}."""
+
+_log = logging.getLogger("jaxinfer.compiled")
+
+
+@functools.cache
+def stored_choices() -> Choices:
+    """Return the choices on disk for this process's device; none if nothing was measured with this code."""
+    return Choices.from_table(_read())
+
+
+def measure_choices(calls: Iterable[Call]) -> Iterator[tuple[Call, dict[str, float]]]:
+    """Measure calls one after another, yield each with its seconds by implementation, and keep the fastest of each."""
+    table = _read()
+    for call in calls:
+        seconds = measure(call)
+        table.setdefault(call.operation, {})[call.shapes] = fastest(call, seconds)
+        yield call, seconds
+        _files().put(_file_name(), json.dumps(table, sort_keys=True).encode())
+    stored_choices.cache_clear()
+
+
+def forget_choices() -> None:
+    """Delete the choices on disk for this process's device."""
+    _files().remove(_file_name())
+    stored_choices.cache_clear()
+
+
+def _files() -> KeptFiles:
+    return KeptFiles(cache_folder() / "choices", max_bytes=MAX_BYTES)
+
+
+def _file_name() -> str:
+    """Return the name of the device's table, which holds for this code and these libraries alone."""
+    return keys.digest({"device": device_name(jax.devices()[0]), **keys.code_key()})
+
+
+def _read() -> Table:
+    try:
+        content = _files().get(_file_name())
+        return json.loads(content) if content else {}
+    except keys.NoKeyError as error:
+        _log.info("implementations are chosen without measurements: %s", error)
+        return {}

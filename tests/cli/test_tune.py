@@ -1,0 +1,34 @@
+"""`jaxinfer tune`: measured choices of implementations, kept and forgotten."""
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxinfer.cli import app
+from jaxinfer.compiled import choices
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    choices.stored_choices.cache_clear()
+    yield tmp_path
+    choices.stored_choices.cache_clear()
+
+
+def tune(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["tune", "examples/demo_model", *arguments], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    assert all(len(line) <= 80 for line in done.output.splitlines())
+    return done.output
+
+
+def test_what_is_measured_is_kept_until_it_is_forgotten(folder):
+    output = tune("--batch", "1", "--context", "64")
+    assert "decode_attention" in output
+    assert "cached_attention" in output
+    entries = choices.stored_choices().entries
+    assert {operation for operation, _, _ in entries} == {"decode_attention", "cached_attention"}
+    assert {name for _, _, name in entries} <= {"xla", "reference"}
+    tune("--forget")
+    assert not choices.stored_choices().entries
+    assert not list((folder / "choices").iterdir())

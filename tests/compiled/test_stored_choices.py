@@ -1,0 +1,73 @@
+"""Choices on disk: what is measured once is used by later processes, and is part of every key."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.compiled import choices
+from jaxinfer.disk_cache import keys
+from jaxinfer.pallas_kernels.choices import Choices, recorded_calls, use_choices
+from jaxinfer.pallas_kernels.dispatch import Operation
+from jaxinfer.pallas_kernels.implementation import reference, xla
+
+
+def plus_one(x):
+    return x + 1.0
+
+
+def plus_two(x):
+    return x + 2.0
+
+
+operation = Operation("op", xla(plus_one, platform="cpu"), reference(plus_two))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    choices.stored_choices.cache_clear()
+    yield tmp_path
+    choices.stored_choices.cache_clear()
+
+
+@pytest.fixture
+def call():
+    with recorded_calls() as calls:
+        jax.eval_shape(lambda x: operation(x), jnp.zeros(3))
+    return calls[0]
+
+
+def test_what_was_measured_is_there_for_the_next_process(call, monkeypatch):
+    assert choices.stored_choices() == Choices()
+    monkeypatch.setattr(choices, "measure", lambda call: {"xla": 2.0, "reference": 1.0})
+    assert [seconds for _, seconds in choices.measure_choices([call])] == [{"xla": 2.0, "reference": 1.0}]
+    choices.stored_choices.cache_clear()  # as in another process
+    assert choices.stored_choices() == Choices((("op", "float32[3]", "reference"),))
+    choices.forget_choices()
+    assert choices.stored_choices() == Choices()
+
+
+def test_an_interrupted_measurement_keeps_what_it_has(call, monkeypatch):
+    def interrupted(measured):
+        if measured is call:
+            return {"xla": 2.0, "reference": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(choices, "measure", interrupted)
+    with recorded_calls() as others:
+        jax.eval_shape(lambda x: operation(x), jnp.zeros(4))
+    with pytest.raises(KeyboardInterrupt):
+        list(choices.measure_choices([call, *others]))
+    choices.stored_choices.cache_clear()
+    assert [shapes for _, shapes, _ in choices.stored_choices().entries] == ["float32[3]"]
+
+
+def test_choices_are_part_of_every_key():
+    def key():
+        return keys.digest(keys.environment_key())
+
+    plain = key()
+    with use_choices(Choices((("op", "float32[3]", "reference"),))):
+        assert key() != plain
+    with use_choices(Choices()):
+        assert key() == plain
