@@ -116,31 +116,29 @@ class Outcome(NamedTuple):
 
 
 def demo_cases() -> Iterator[tuple[str, Case]]:
-    """The operations of the demo model's programs and of the small vision transformer's, at their sizes."""
+    """The operations of the demo model's programs at their sizes, and attention, whose products XLA fuses with sums."""
     for rows in (1, 32):  # a decode step, and a chunk of a prompt
-        for inputs, outputs in ((256, 512), (704, 256)):
-            yield from linear_cases("float32", rows, inputs, outputs)
+        yield from linear_cases("float32", rows, inputs=256, outputs=512)
         yield cached_attention_case("float32", 1, rows, heads=2, head_dim=64, pages=64)
     yield truncate_case(4096)
-    yield from attention_cases(1, 64, heads=2, head_dim=16)
-    yield merge_tokens_case(2, 64, features=32, r=4)
+    yield next(attention_cases(1, 64, heads=2, head_dim=16))
 
 
 def other_cases() -> Iterator[tuple[str, Case]]:
-    """Other formats and sizes, and mixtures of experts."""
+    """Other formats and sizes, encoders' operations, and mixtures of experts."""
     for stored in ("float32", "bfloat16", "int8", "fp8", "int4"):
         for rows, inputs, outputs in ((1, 256, 512), (32, 256, 512), (8, 256, 704), (1, 256, 4096), (7, 128, 97)):
             if stored != "int4" or inputs % 128 == 0:
                 yield from linear_cases(stored, rows, inputs, outputs)
     for rows, inputs in ((32, 256), (7, 128)):
         yield from quantization_cases(rows, inputs)
-    for batch, tokens, heads, head_dim in ((2, 65, 4, 64), (3, 33, 1, 8)):
+    for batch, tokens, heads, head_dim in ((1, 64, 2, 16), (2, 65, 4, 64), (3, 33, 1, 8)):
         yield from attention_cases(batch, tokens, heads, head_dim)
     for stored in ("bfloat16", "float32", "int8"):
         for batch, tokens, heads, head_dim, pages in ((1, 1, 2, 64, 64), (1, 32, 2, 64, 64), (3, 4, 1, 32, 5)):
             yield paged_attention_case(stored, batch, tokens, heads, head_dim, pages)
             yield cached_attention_case(stored, batch, tokens, heads, head_dim, pages)
-    for batch, tokens, features, r in ((1, 65, 192, 8), (3, 21, 16, 5)):
+    for batch, tokens, features, r in ((2, 64, 32, 4), (1, 65, 192, 8), (3, 21, 16, 5)):
         yield merge_tokens_case(batch, tokens, features, r)
     for tokens, experts, k, inputs, outputs in ((32, 8, 2, 64, 96), (5, 4, 3, 33, 17)):
         yield from moe_cases(tokens, experts, k, inputs, outputs)
@@ -296,7 +294,7 @@ def outcome(
 ) -> Outcome:
     """Compile and run an operation with YNNPACK's fusions and without."""
     lowered = jax.jit(functools.partial(operation, **options)).lower(*args)
-    fused, unfused = (lowered.compile(COMMON | options) for options in ({}, WITHOUT_FUSIONS))
+    fused, unfused = (lowered.compile(COMMON | given) for given in ({}, WITHOUT_FUSIONS))
     fusions = ynn_fusions(fused.as_text())
     return Outcome(
         tolerance=tolerance,

@@ -89,7 +89,7 @@ def test_no_program_of_the_demo_reduces_a_product_with_a_broadcast_scalar(module
         (CLI, *SHORT, "--quantize", "fp8"),
         (CLI, *SHORT, "--num-speculative-tokens", "3", "--temperature", "0", "--logprobs", "2"),
         (EMBEDDER,),
-        (SERVICE + "print(service.statistics())",),
+        (SERVICE + "print(service.statistics)",),
     ],
     ids=["bfloat16", "int8", "fp8", "speculation", "embedder", "elastic"],
 )
