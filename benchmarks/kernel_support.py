@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.kernel_cases import Case, every_case
 from benchmarks.kernel_table import put_into_page
+from benchmarks.prose import wrapped
 from jaxinfer.compiled.target import Target
 from jaxinfer.pallas_kernels.dispatch import kernels_available, recorded_refusals
 from jaxinfer.pallas_kernels.target import GPU, targeting
@@ -62,7 +63,8 @@ def markdown(supports: Mapping[str, Support]) -> str:
     head = ["operation", *(", ".join(targets) for targets in columns.values())]
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     lines.insert(1, "|" + "---|" * len(head))
-    return "\n".join([*lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1))]) + "\n"
+    numbered = (wrapped(f"{i}. {note}", indent=len(f"{i}. ")) for i, note in enumerate(notes, 1))
+    return "\n".join([*lines, "", *numbered]) + "\n"
 
 
 def _cell(cases: Mapping[str, str | None], notes: list[str]) -> str:

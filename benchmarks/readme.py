@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.prose import wrapped
 from benchmarks.report import ROOT, Check, machine_kind, machine_text
 from benchmarks.streaming.summary import summary
 
@@ -192,7 +193,8 @@ def render(results: Path) -> str:
         parts.append(f"### {machine_text(next(iter(read.values()))['machine'])}")
         for name, result in read.items():
             text, *rest = SECTIONS[name](result)
-            parts += [f"{text} {source(name, result)}", *rest]
+            paragraphs = [f"{text} {source(name, result)}", *rest]
+            parts += (text if text.startswith("|") else wrapped(text) for text in paragraphs)
     return "\n\n".join([BEGIN, *parts, END])
 
 
