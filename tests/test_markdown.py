@@ -15,7 +15,7 @@ PAGES = sorted(
 
 
 def long_lines(text):
-    """The numbers of the lines of prose that are longer than WIDTH and could be broken."""
+    """Return the numbers of the lines of prose that are longer than WIDTH and could be broken."""
     tokens = MarkdownIt("commonmark").enable("table").parse(text)
     prose = [range(*token.map) for token in tokens if token.type == "paragraph_open"]  # a table's cells are none
     lines = text.splitlines()

@@ -29,7 +29,7 @@ print(len(output.outputs[0].token_ids))
 
 
 def hatch(folder, target, out):
-    """Builds a wheel or an sdist of a source tree."""
+    """Build a wheel or an sdist of a source tree, and return its file."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", out]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     (file,) = out.glob({"wheel": "*.whl", "sdist": "*.tar.gz"}[target])
@@ -38,7 +38,7 @@ def hatch(folder, target, out):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the source tree, without what is not in a fresh checkout."""
+    """Return a copy of the source tree, without what is not in a fresh checkout."""
     ignored = shutil.ignore_patterns(
         ".git", ".*cache*", ".venv*", "__pycache__", "build", "dist", "layers-*", "*.egg-info"
     )

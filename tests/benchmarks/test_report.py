@@ -133,7 +133,7 @@ def write(folder, name, machine, **fields):
 
 
 def unwrapped(page):
-    """A page in one line."""
+    """Return a page in one line."""
     return " ".join(page.split())
 
 

@@ -41,7 +41,7 @@ from tests.compiled.fusions import garbled_products, reduced_products, ynn_fusio
 
 
 def cached_attention_reference(qkv, pages, page_table, positions, *, rotary, scale):
-    """`cached_attention` over all pages of the table."""
+    """Attend over all pages of the table, after splitting the heads and storing keys and values."""
     q, k, v = split_heads(
         qkv, kv_heads=pages.k.shape[2], head_dim=pages.k.shape[3], rotary=rotary, norms=None, norm_eps=0.0
     )
@@ -71,7 +71,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "truncate": (truncate, truncate),
     "unpermute": (moe.unpermute, unpermute_reference),
 }
-"""Name -> an operation, and its reference."""
+"""Name -> an operation, and the reference that it is compared with."""
 
 WITHOUT_FUSIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 FLOAT32, BFLOAT16, QUANTISED, EXACT = 1e-5, 2e-2, 2e-2, 0.0
@@ -96,7 +96,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a case.
+    """Errors and fusions of a case.
 
     Attributes:
       tolerance: of the errors.
@@ -116,7 +116,7 @@ class Outcome(NamedTuple):
 
 
 def demo_cases() -> Iterator[tuple[str, Case]]:
-    """The operations of the demo model's programs at their sizes, and attention, whose products XLA fuses with sums."""
+    """Yield the operations of the demo model's programs at their sizes, and attention, whose products XLA reduces."""
     for rows in (1, 32):  # a decode step, and a chunk of a prompt
         yield from linear_cases("float32", rows, inputs=256, outputs=512)
         yield cached_attention_case("float32", 1, rows, heads=2, head_dim=64, pages=64)
@@ -125,7 +125,7 @@ def demo_cases() -> Iterator[tuple[str, Case]]:
 
 
 def other_cases() -> Iterator[tuple[str, Case]]:
-    """Other formats and sizes, encoders' operations, and mixtures of experts."""
+    """Yield other formats and sizes, encoders' operations, and mixtures of experts."""
     for stored in ("float32", "bfloat16", "int8", "fp8", "int4"):
         for rows, inputs, outputs in ((1, 256, 512), (32, 256, 512), (8, 256, 704), (1, 256, 4096), (7, 128, 97)):
             if stored != "int4" or inputs % 128 == 0:
@@ -146,7 +146,7 @@ def other_cases() -> Iterator[tuple[str, Case]]:
 
 
 def linear_cases(stored: str, rows: int, inputs: int, outputs: int) -> Iterator[tuple[str, Case]]:
-    """A linear layer in a format of weights, alone and with what may be before and after it."""
+    """Yield a linear layer in a format of weights, alone and with what may be before and after it."""
     dtype, tolerance = FLOATS[stored], TOLERANCES[stored]
     x, matrix, bias = normal(rows, inputs, dtype=dtype), normal(outputs, inputs) / 16, normal(outputs)
     weights = Weights(matrix.astype(dtype)) if stored in ("float32", "bfloat16") else quantize(matrix, stored)
@@ -164,7 +164,7 @@ def linear_cases(stored: str, rows: int, inputs: int, outputs: int) -> Iterator[
 
 
 def quantization_cases(rows: int, inputs: int) -> Iterator[tuple[str, Case]]:
-    """Quantising rows, with a norm before it, and weights."""
+    """Yield quantising rows, with a norm before it, and quantising weights."""
     x, scale, shift, name = normal(rows, inputs), normal(inputs), normal(inputs), f"{rows} x {inputs}"
     yield f"quantize_rows {name}", Case("quantize_rows", QUANTISED, (x,), {})
     yield f"norm_quantize {name}", Case("norm_quantize", QUANTISED, (x, scale, shift), {"eps": 1e-5})
@@ -173,7 +173,7 @@ def quantization_cases(rows: int, inputs: int) -> Iterator[tuple[str, Case]]:
 
 
 def attention_cases(batch: int, tokens: int, heads: int, head_dim: int) -> Iterator[tuple[str, Case]]:
-    """Attention over contiguous keys, as encoders have it, also over merged tokens, and causal attention."""
+    """Yield attention over contiguous keys: as encoders have it, over merged tokens, and causal."""
     q, k, v = (normal(batch, tokens, heads, head_dim) for _ in range(3))
     positions = jnp.tile(jnp.arange(tokens), (batch, 1))
     sizes = jnp.asarray(RNG.integers(0, 4, (batch, tokens)), jnp.float32).at[:, 0].set(1)
@@ -190,7 +190,7 @@ def attention_cases(batch: int, tokens: int, heads: int, head_dim: int) -> Itera
 def paged_attention_case(
     stored: str, batch: int, tokens: int, heads: int, head_dim: int, pages: int
 ) -> tuple[str, Case]:
-    """Attention over a cache in a dtype, from the middle of a row on."""
+    """Return attention over a cache in a dtype, from the middle of a row on."""
     q = normal(batch, tokens, 2 * heads, head_dim, dtype=FLOATS[stored])
     args = q, *cache_of(stored, batch, tokens, heads, head_dim, pages)
     name = f"paged_attention {stored} {batch} x {tokens} x {heads} x {head_dim}"
@@ -200,7 +200,7 @@ def paged_attention_case(
 def cached_attention_case(
     stored: str, batch: int, tokens: int, heads: int, head_dim: int, pages: int
 ) -> tuple[str, Case]:
-    """The same from the QKV projection's result on."""
+    """Return attention over a cache from the QKV projection's result on."""
     qkv = normal(batch, tokens, heads * (2 + 2) * head_dim, dtype=FLOATS[stored])
     args = qkv, *cache_of(stored, batch, tokens, heads, head_dim, pages)
     angles = normal(batch, tokens, 1, head_dim // 2)
@@ -212,7 +212,7 @@ def cached_attention_case(
 def cache_of(
     stored: str, batch: int, tokens: int, heads: int, head_dim: int, pages: int
 ) -> tuple[KVPages, jax.Array, jax.Array]:
-    """A cache that is full of random keys and values, a page table, and the positions of the tokens to come."""
+    """Return a cache full of random keys and values, a page table, and the positions of the tokens to come."""
     shape = batch * pages, PAGE_SIZE, heads, head_dim
     if stored == "int8":
         k, v = (jnp.asarray(RNG.integers(-127, 128, shape), jnp.int8) for _ in range(2))
@@ -226,13 +226,13 @@ def cache_of(
 
 
 def merge_tokens_case(batch: int, tokens: int, features: int, r: int) -> tuple[str, Case]:
-    """Merging `r` tokens of each row."""
+    """Return the merging of `r` tokens of each row."""
     args = normal(batch, tokens, features), jnp.ones((batch, tokens)), normal(batch, tokens, 16)
     return f"merge_tokens {batch} x {tokens} x {features}", Case("merge_tokens", FLOAT32, args, {"r": r})
 
 
 def moe_cases(tokens: int, experts: int, k: int, inputs: int, outputs: int) -> Iterator[tuple[str, Case]]:
-    """The parts of a mixture of experts."""
+    """Yield the parts of a mixture of experts."""
     x, logits, name = normal(tokens, inputs), normal(tokens, experts), f"{tokens} x {experts} x {k}"
     routing = gating_reference(logits, k=k, capacity=None, normalize=True)
     rows, matrices = permute_reference(x, routing), normal(experts, outputs, inputs)
@@ -244,7 +244,7 @@ def moe_cases(tokens: int, experts: int, k: int, inputs: int, outputs: int) -> I
 
 
 def truncate_case(vocab: int) -> tuple[str, Case]:
-    """The cut-offs of sampling: which tokens are left."""
+    """Return the cut-offs of sampling: which tokens are left."""
     params = (
         SamplingParams(top_k=40),
         SamplingParams(top_p=0.9),
@@ -259,12 +259,15 @@ RNG = np.random.default_rng(0)
 
 
 def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    """Random numbers."""
+    """Return normally distributed numbers."""
     return jnp.asarray(RNG.normal(size=shape), dtype)
 
 
 def controls() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]:
-    """Products that are reduced, with the same in float64: those of a broadcast scalar on the right may be garbage."""
+    """Return products that are reduced, and functions that give their results in float64.
+
+    Those of a broadcast scalar on the right may be garbage.
+    """
     x, row = normal(128, 256), normal(256)
     ones = functools.partial(jnp.ones, dtype=jnp.float32)
     return {
@@ -308,7 +311,7 @@ def outcome(
 
 
 def outcome_of_case(case: Case) -> Outcome:
-    """What comes of a case, against its reference."""
+    """Compare a case with its reference."""
     operation, reference = OPERATIONS[case.operation]
     with jax.disable_jit():
         expected = reference(*case.args, **case.options)
@@ -316,14 +319,14 @@ def outcome_of_case(case: Case) -> Outcome:
 
 
 def outcome_of_control(name: str) -> Outcome:
-    """What comes of a control, against float64."""
+    """Compare a control with float64."""
     operation, exact, args = controls()[name]
     expected = exact(*(np.asarray(x).astype(np.float64) for x in args))
     return outcome(operation, expected, 1e-3, args)
 
 
 def error(results: Any, expected: Any) -> float:
-    """The largest difference, as a part of the largest number; infinite where a number is finite in one alone."""
+    """Return the largest difference as a part of the largest number; infinite where one alone is not finite."""
     pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
     return max(_difference(*(np.asarray(x).astype(np.float64) for x in pair)) for pair in pairs)
 
@@ -337,7 +340,7 @@ def _difference(result: np.ndarray, expected: np.ndarray) -> float:
 
 
 def main(which: str) -> None:
-    """Print the outcomes of "demo" or "others", the cases, or of "controls"."""
+    """Print the outcomes of the cases "demo" or "others", or of "controls"."""
     if which == "controls":
         outcomes = {name: outcome_of_control(name) for name in controls()}
     else:

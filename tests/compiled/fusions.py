@@ -36,7 +36,7 @@ Computation = dict[str, Instruction]
 
 
 def ynn_fusions(hlo: str) -> dict[str, Computation]:
-    """The computations that YNNPACK runs whole, of a module's optimised text, by name.
+    """Return the computations that YNNPACK runs whole, by name, from a module's optimised text.
 
     Raises ValueError if an instruction of one cannot be read.
     """
@@ -62,14 +62,14 @@ def _parse(line: str) -> tuple[str, Instruction]:
 
 
 def reduced_products(computation: Computation) -> list[str]:
-    """The names of the products that a reduction in the same computation depends on."""
+    """Return the names of the products that a reduction in the same computation depends on."""
     reductions = [name for name, instruction in computation.items() if instruction.opcode == "reduce"]
     needed = set().union(*(_ancestors(computation, name) for name in reductions))
     return [name for name in computation if name in needed and computation[name].opcode == "dot"]
 
 
 def garbled_products(hlo: str) -> list[str]:
-    """The products with a broadcast scalar on the right whose fusion reduces them: "FUSION: PRODUCT" each."""
+    """Return the products with a broadcast scalar on the right whose fusion reduces them, as "FUSION: PRODUCT"."""
     return [
         f"{fusion}: {product}"
         for fusion, computation in ynn_fusions(hlo).items()
@@ -89,7 +89,7 @@ def _ancestors(computation: Computation, name: str) -> set[str]:
 
 
 def _is_broadcast_scalar(computation: Computation, name: str) -> bool:
-    """Whether a value has several elements, which all come of scalars in this computation."""
+    """Tell whether a value has several elements, which all come of scalars in this computation."""
     opcode, elements, operands = computation[name]
     if elements == 1 or opcode not in _ELEMENTWISE:
         return False
