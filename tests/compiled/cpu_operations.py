@@ -22,54 +22,48 @@ from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.arrays import RowOptions, sampling_arrays
 from jaxinfer.generation.sampling.sampler import truncate
 from jaxinfer.pallas_kernels import KVPages, Weights, moe
-from jaxinfer.pallas_kernels.attention import attention_reference
-from jaxinfer.pallas_kernels.cached_attention import split_heads, store_kv
-from jaxinfer.pallas_kernels.linear import linear_fallback
-from jaxinfer.pallas_kernels.linear_residual import linear_residual_fallback
-from jaxinfer.pallas_kernels.merge_tokens import _reference as merge_tokens_reference
-from jaxinfer.pallas_kernels.moe.gating import _gating_reference as gating_reference
-from jaxinfer.pallas_kernels.moe.grouped_matmul import _grouped_matmul_reference as grouped_matmul_reference
-from jaxinfer.pallas_kernels.moe.layout import _permute_reference as permute_reference
-from jaxinfer.pallas_kernels.moe.layout import _unpermute_reference as unpermute_reference
-from jaxinfer.pallas_kernels.norm_linear import norm_linear_fallback
-from jaxinfer.pallas_kernels.paged_attention import paged_attention_reference
-from jaxinfer.pallas_kernels.quantized_matmul import _matmul_reference as quantized_matmul_reference
-from jaxinfer.pallas_kernels.quantized_matmul import _norm_quantize_reference as norm_quantize_reference
+from jaxinfer.pallas_kernels.attention import reference as attention
+from jaxinfer.pallas_kernels.convolution import reference as convolution
+from jaxinfer.pallas_kernels.convolution.api import convolution as convolve
+from jaxinfer.pallas_kernels.linear import reference as linear
+from jaxinfer.pallas_kernels.moe import reference as experts
+from jaxinfer.pallas_kernels.quantization import reference as quantization
+from jaxinfer.pallas_kernels.sampling import reference as sampling
+from jaxinfer.pallas_kernels.sampling.api import best
+from jaxinfer.pallas_kernels.token_merging import reference as token_merging
 from jaxinfer.pallas_kernels.weights import quantize
 from jaxinfer.pallas_kernels.weights import quantize_rows as quantize_rows_reference
 from tests.compiled.fusions import garbled_products, reduced_products, ynn_fusions
 
 
-def cached_attention_reference(qkv, pages, page_table, positions, *, rotary, scale):
-    """Attend over all pages of the table, after splitting the heads and storing keys and values."""
-    q, k, v = split_heads(
-        qkv, kv_heads=pages.k.shape[2], head_dim=pages.k.shape[3], rotary=rotary, norms=None, norm_eps=0.0
-    )
-    pages = store_kv(pages, k, v, page_table, positions)
-    heads = paged_attention_reference(q, pages, page_table, positions, scale=scale)
-    return heads.reshape(*qkv.shape[:2], -1), pages
+def cached_attention_reference(*args, rotary, scale):
+    """Attend without norms of the heads and without ALiBi."""
+    options = {"norm_eps": 0.0, "scale": scale, "window": None, "softcap": None}
+    return attention.cached_attention(*args, rotary, None, None, **options)
 
+
+gating_reference = functools.partial(experts.top_k_gating, capacity=None, normalize=True)
+merge_tokens_reference = functools.partial(token_merging.merge_tokens, protected=1, protect_isolated=None)
 
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "attention": (kernels.attention, attention_reference),
+    "attention": (kernels.attention, attention.attention),
+    "best": (best, sampling.best),
     "cached_attention": (kernels.cached_attention, cached_attention_reference),
-    "gating": (moe.top_k_gating, functools.partial(gating_reference, capacity=None, normalize=True)),
-    "grouped_matmul": (moe.grouped_matmul, grouped_matmul_reference),
-    "linear": (kernels.small_batch_linear, linear_fallback),
-    "linear_residual": (kernels.linear_residual, linear_residual_fallback),
-    "merge_tokens": (
-        kernels.merge_tokens,
-        functools.partial(merge_tokens_reference, protected=1, protect_isolated=None),
-    ),
-    "norm_linear": (kernels.norm_linear, norm_linear_fallback),
-    "norm_quantize": (kernels.norm_quantize, norm_quantize_reference),
-    "paged_attention": (kernels.paged_attention, paged_attention_reference),
-    "permute": (moe.permute, permute_reference),
+    "convolution": (convolve, convolution.convolution),
+    "gating": (moe.top_k_gating, gating_reference),
+    "grouped_matmul": (moe.grouped_matmul, experts.grouped_matmul),
+    "linear": (kernels.small_batch_linear, linear.linear),
+    "linear_residual": (kernels.linear_residual, linear.linear_residual),
+    "merge_tokens": (kernels.merge_tokens, merge_tokens_reference),
+    "norm_linear": (kernels.norm_linear, linear.norm_linear),
+    "norm_quantize": (kernels.norm_quantize, quantization.norm_quantize),
+    "paged_attention": (kernels.paged_attention, attention.paged_attention),
+    "permute": (moe.permute, experts.permute),
     "quantize": (quantize, quantize),
     "quantize_rows": (kernels.quantize_rows, quantize_rows_reference),
-    "quantized_matmul": (kernels.quantized_matmul, quantized_matmul_reference),
+    "quantized_matmul": (kernels.quantized_matmul, quantization.quantized_matmul),
     "truncate": (truncate, truncate),
-    "unpermute": (moe.unpermute, unpermute_reference),
+    "unpermute": (moe.unpermute, experts.unpermute),
 }
 """Name -> an operation, and the reference that it is compared with."""
 
@@ -120,6 +114,7 @@ def demo_cases() -> Iterator[tuple[str, Case]]:
     for rows in (1, 32):  # a decode step, and a chunk of a prompt
         yield from linear_cases("float32", rows, inputs=256, outputs=512)
         yield cached_attention_case("float32", 1, rows, heads=2, head_dim=64, pages=64)
+    yield "best 4096", Case("best", EXACT, (normal(3, 4096),), {})
     yield truncate_case(4096)
     yield next(attention_cases(1, 64, heads=2, head_dim=16))
 
@@ -140,8 +135,10 @@ def other_cases() -> Iterator[tuple[str, Case]]:
             yield cached_attention_case(stored, batch, tokens, heads, head_dim, pages)
     for batch, tokens, features, r in ((2, 64, 32, 4), (1, 65, 192, 8), (3, 21, 16, 5)):
         yield merge_tokens_case(batch, tokens, features, r)
-    for tokens, experts, k, inputs, outputs in ((32, 8, 2, 64, 96), (5, 4, 3, 33, 17)):
-        yield from moe_cases(tokens, experts, k, inputs, outputs)
+    for tokens, count, k, inputs, outputs in ((32, 8, 2, 64, 96), (5, 4, 3, 33, 17)):
+        yield from moe_cases(tokens, count, k, inputs, outputs)
+    for size, inputs, outputs, stride in ((32, 3, 16, 1), (15, 8, 8, 2)):
+        yield convolution_case(size, inputs, outputs, stride)
     yield truncate_case(333)
 
 
@@ -231,16 +228,23 @@ def merge_tokens_case(batch: int, tokens: int, features: int, r: int) -> tuple[s
     return f"merge_tokens {batch} x {tokens} x {features}", Case("merge_tokens", FLOAT32, args, {"r": r})
 
 
-def moe_cases(tokens: int, experts: int, k: int, inputs: int, outputs: int) -> Iterator[tuple[str, Case]]:
-    """Yield the parts of a mixture of experts."""
-    x, logits, name = normal(tokens, inputs), normal(tokens, experts), f"{tokens} x {experts} x {k}"
-    routing = gating_reference(logits, k=k, capacity=None, normalize=True)
-    rows, matrices = permute_reference(x, routing), normal(experts, outputs, inputs)
+def moe_cases(tokens: int, count: int, k: int, inputs: int, outputs: int) -> Iterator[tuple[str, Case]]:
+    """Yield the parts of a mixture of so many experts."""
+    x, logits, name = normal(tokens, inputs), normal(tokens, count), f"{tokens} x {count} x {k}"
+    routing = gating_reference(logits, k=k)
+    rows, matrices = experts.permute(x, routing), normal(count, outputs, inputs)
     yield f"gating {name}", Case("gating", FLOAT32, (logits,), {"k": k})
     yield f"permute {name}", Case("permute", EXACT, (x, routing), {})
     args = (rows, matrices, routing.offsets, routing.sizes)
     yield f"grouped_matmul {name}", Case("grouped_matmul", FLOAT32, args, {})
     yield f"unpermute {name}", Case("unpermute", FLOAT32, (rows, routing), {})
+
+
+def convolution_case(size: int, inputs: int, outputs: int, stride: int) -> tuple[str, Case]:
+    """Return the convolution of two images with kernels of 3 x 3."""
+    args = normal(2, size, size, inputs), normal(3, 3, inputs, outputs)
+    name = f"convolution {size} x {inputs} x {outputs} by {stride}"
+    return name, Case("convolution", FLOAT32, args, {"stride": stride, "padding": 1})
 
 
 def truncate_case(vocab: int) -> tuple[str, Case]:
