@@ -1,8 +1,8 @@
-"""Collaboration of experts (CoServe, arXiv:2503.02354): many expert models in little memory.
+"""Collaborating experts (CoServe, arXiv:2503.02354): many expert models in little memory.
 
-Requests go to experts by rules; experts are loaded when they are needed and others make room. `scheduling/` decides,
-without a thread, a clock or an array: which executor gets a request, in which order, and which expert goes. The
-executors and the simulator (`jaxinfer.evaluation`) run the same decisions. Start at `scheduling/scheduler.py`.
+Rules route requests to experts; experts are loaded on demand and evict others. `scheduling/` decides, without a thread,
+a clock or an array: which executor gets a request, in which order, and which expert is evicted. The executors and the
+simulator (`jaxinfer.evaluation`) run the same decisions. Start at `scheduling/scheduler.py`.
 
 >>> with jaxinfer.experts.System.from_config("board.toml") as system:  # doctest: +SKIP
 ...     print(system.submit("resistor", image).result().verdict)
@@ -79,7 +79,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first used: deciding and simulating need no JAX, and `jaxinfer --help` should not wait for it.
+    # Imported on first use: deciding and simulating need no JAX, and `jaxinfer --help` should not wait for it.
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"jaxinfer.experts.{module}"), name)

@@ -1,4 +1,4 @@
-"""The file that describes a system: experts, rules, executors, memory."""
+"""The file that describes a system: experts, rules, executors and memory."""
 
 import dataclasses
 import math
@@ -63,15 +63,15 @@ class _File(_Strict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """An expert.
+    """The config of an expert.
 
     Attributes:
-      checkpoint: its model directory.
-      pinned: never evicted once it is loaded.
-      usage: how many of all inputs come to it; None: as inputs and rules say.
-      image_size: height and width of its images; None: as its model takes them.
-      tokens: of an encoder, most tokens of a text; None: its context.
-      like: an expert with the same architecture, which counts while the checkpoint is not there; None: the first one.
+      checkpoint: the expert's model directory.
+      pinned: whether it stays once it is loaded.
+      usage: share of all inputs that reach it; None: derived from the inputs and rules.
+      image_size: height and width of its images; None: the model's.
+      tokens: maximum tokens of a text, for an encoder; None: its context.
+      like: an expert of the same architecture to assume while the checkpoint is missing; None: the first one.
     """
 
     name: str
@@ -85,12 +85,12 @@ class ExpertConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
-    """An executor.
+    """The config of an executor.
 
     Attributes:
       device: such as "gpu:0"; None: the first device.
       expert_memory: bytes for experts.
-      activation_memory: bytes that a batch may take beside them; None: no limit but `max_batch`.
+      activation_memory: bytes for a batch's activations, on top of the experts; None: limited by `max_batch` alone.
     """
 
     name: str
@@ -101,17 +101,17 @@ class ExecutorOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SystemConfig:
-    """All of a system.
+    """The config of a whole system.
 
     Attributes:
-      name: what has its memory, in errors and tables: that of the file.
-      experts, inputs, rules: what there is, and where inputs go.
-      executors: what runs them.
-      policy: which rules the scheduler follows.
-      host_memory: bytes of the host cache, if the policy has one.
-      max_batch: no batch is larger.
-      max_queued: inputs beyond so many requests that wait are refused; None: no limit.
-      dtype: of the experts' matrices; None: as stored, except that a CPU computes in float32.
+      name: the memory's owner in errors and tables: the file's name.
+      experts, inputs, rules: the experts, and the routing of inputs.
+      executors: the executors that run them.
+      policy: the scheduler's policy.
+      host_memory: bytes of the host cache, where the policy uses one.
+      max_batch: the largest batch.
+      max_queued: waiting requests beyond which inputs are refused; None: no limit.
+      dtype: the experts' matrices' dtype; None: as stored, but float32 on a CPU.
     """
 
     name: str = "of experts"
@@ -145,26 +145,29 @@ class SystemConfig:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, mode: str | None = None) -> Self:
-        """Read a TOML file; checkpoints are relative to its folder. Raises ConfigError, naming the file.
+        """Read a TOML file; checkpoints are relative to its folder.
 
-        mode: instead of the file's.
+        Args:
+          mode: a policy that replaces the file's.
+
+        Raises ConfigError, naming the file.
         """
         path = pathlib.Path(path)
         try:
-            found = msgspec.toml.decode(path.read_bytes(), type=_File)
+            file = msgspec.toml.decode(path.read_bytes(), type=_File)
             return cls(
                 name=path.stem,
-                experts=tuple(_expert(name, expert, path.parent) for name, expert in found.experts.items()),
-                inputs=tuple(InputKind(name=x.kind, expert=x.expert, share=x.share) for x in found.inputs),
-                rules=tuple(Rule(**msgspec.structs.asdict(rule)) for rule in found.rules),
+                experts=tuple(_expert(name, expert, path.parent) for name, expert in file.experts.items()),
+                inputs=tuple(InputKind(name=x.kind, expert=x.expert, share=x.share) for x in file.inputs),
+                rules=tuple(Rule(**msgspec.structs.asdict(rule)) for rule in file.rules),
                 executors=tuple(
-                    x for place, executor in enumerate(found.executors) for x in _executors(place, executor)
+                    x for place, executor in enumerate(file.executors) for x in _executors(place, executor)
                 ),
-                policy=policy_of(mode or found.mode, **found.policy),
-                host_memory=parse_bytes("host_memory", found.host_memory),
-                max_batch=found.max_batch,
-                max_queued=found.max_queued,
-                dtype=found.dtype,
+                policy=policy_of(mode or file.mode, **file.policy),
+                host_memory=parse_bytes("host_memory", file.host_memory),
+                max_batch=file.max_batch,
+                max_queued=file.max_queued,
+                dtype=file.dtype,
             )
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; name a TOML file that describes a system.") from error
@@ -184,7 +187,7 @@ def _expert(name: str, given: _Expert, folder: pathlib.Path) -> ExpertConfig:
 
 
 def _executors(place: int, given: _Executor) -> list[ExecutorOptions]:
-    """Those of one table, `count` times."""
+    """Return a table's executors, `count` of them."""
     if given.count < 1:
         raise ConfigError(f"executors: count must be at least 1, got {given.count}.")
     name, activation = given.name or f"executor-{place}", given.activation_memory

@@ -1,4 +1,4 @@
-"""What can go wrong with a system of experts, each raised as early as it can be known. See also `serving.errors`."""
+"""Errors of a system of experts, each raised as early as possible. See also `serving.errors`."""
 
 from jaxinfer.serving.errors import FailedError
 
@@ -8,11 +8,11 @@ class ConfigError(ValueError):
 
 
 class RoutingError(ValueError, LookupError):
-    """An expert, a kind of input or a verdict that there is no rule for."""
+    """An expert, a kind of input or a verdict without a rule."""
 
 
 class ProfileError(ValueError):
-    """Costs that are missing, or cannot be."""
+    """Costs that are missing or impossible."""
 
 
 class InvalidInputError(ValueError):
@@ -20,12 +20,12 @@ class InvalidInputError(ValueError):
 
 
 class LoadError(FailedError):
-    """An expert's checkpoint cannot be loaded; it is tried again after a while."""
+    """An expert's checkpoint cannot be loaded; loading is tried again after a while."""
 
 
 class InsufficientMemoryError(FailedError, MemoryError):
-    """Not even one request of an expert fits the memory of its executor."""
+    """Not even one request of an expert fits its executor's memory."""
 
 
 class ExecutorDiedError(FailedError):
-    """The executor that had the request has ended, and no other can take it."""
+    """The executor of the request has died, and no other can take it."""

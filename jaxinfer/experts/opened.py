@@ -1,4 +1,4 @@
-"""A system of experts before anything of it runs: checkpoints opened and checked, costs measured, programs compiled."""
+"""A system of experts before it runs: checkpoints opened and checked, costs measured, programs compiled."""
 
 import logging
 import os
@@ -32,22 +32,24 @@ from jaxinfer.serving.progress import Progress, log_progress
 log = logging.getLogger(__name__)
 
 SMALLEST_MAPPED = 128 << 10
-"""Bytes of arrays that go back to the system when an expert leaves: most of a convolutional model's are small."""
+"""Array size in bytes from which memory goes back to the system when an expert leaves: a convolutional model's are
+small.
+"""
 
 
 class OpenedSystem:
-    """The experts of a config, opened and checked; their files written, nothing loaded and no thread started.
+    """The experts of a config, opened and checked, with their files written; nothing is loaded and no thread runs.
 
     Args:
-      config: what there is.
-      preadv: reads experts' files; benchmarks give one that is slower.
-      progress: told of what takes a while.
+      config: the system's config.
+      preadv: reads experts' files; benchmarks pass a slower one.
+      progress: told of steps that take a while.
 
     Attributes:
-      config: the same.
-      experts: those whose checkpoints can be opened. broken: why others cannot be used.
-      graph: which expert follows which, and how often each is used.
-      devices: of each executor.
+      config: the config given.
+      experts: the experts whose checkpoints opened. broken: the errors of the others.
+      graph: which expert follows which, and each one's usage.
+      devices: each executor's device.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error,
     as long as there is another one.
@@ -68,7 +70,7 @@ class OpenedSystem:
         self.devices = [_device(executor) for executor in config.executors]
         self._open()
         all_experts = sum(self._like(name).architecture.bytes for name in self._configs)
-        self._managers: list[ExpertManager] = []  # the first scheduler's, which runs
+        self._managers: list[ExpertManager] = []  # those of the first scheduler, which runs
         self._reservation = _reserve(config, self.devices, all_experts, self._managers)
         self.graph = self._graph(config)
         self._prepare()
@@ -76,11 +78,11 @@ class OpenedSystem:
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], *, mode: str | None = None, **options: Any) -> Self:
-        """The system that a TOML file describes.
+        """Make the system that a TOML file describes.
 
         Args:
-          mode: a policy by its name instead of the file's: "best", "paper", "samba" and others (`policy.POLICIES`).
-          options: as of the class.
+          mode: a policy that replaces the file's: "best", "paper", "samba" and others (`policy.POLICIES`).
+          options: the options of the class.
         """
         return cls(SystemConfig.read(path, mode=mode), **options)
 
@@ -92,12 +94,12 @@ class OpenedSystem:
         scheduler: Callable[..., Scheduler] = Scheduler,
         **options: Any,
     ) -> Scheduler:
-        """A scheduler of the system, without requests, its experts not placed yet.
+        """Make a scheduler of the system, without requests and with its experts not placed yet.
 
         Args:
-          policy: instead of the config's.
+          policy: replaces the config's.
           scheduler: makes it.
-          options: as of `Scheduler`.
+          options: the options of `Scheduler`.
         """
         executors = [_executor_config(x, device) for x, device in zip(self.config.executors, self.devices, strict=True)]
         given = {"host_bytes": self.config.host_memory, "max_queued": self.config.max_queued} | options
@@ -108,39 +110,39 @@ class OpenedSystem:
 
     @property
     def budgets(self) -> dict[str, Budget]:
-        """Of each memory that this has something of, by name, who has how much."""
+        """The budget of each memory that the system uses, by name, with each owner's bytes."""
         return self._reservation.budgets
 
     @property
     def compiled(self) -> int:
-        """How many programs there are: not more for more experts."""
+        """The number of programs, which does not grow with the number of experts."""
         return sum(len(list(programs.cache)) for programs in self._programs.values())
 
     def measure(self, *, anew: bool = False) -> Profiles:
-        """What experts cost, from the record; what is not on it is measured (`anew`: all)."""
-        return {key: found.profile for key, found in self.measured(anew=anew).items()}
+        """Return the experts' costs from the record; measure those that are missing (`anew`: all)."""
+        return {key: measured.profile for key, measured in self.measured(anew=anew).items()}
 
     def measured(self, *, anew: bool = False) -> dict[tuple[str, str], Measured]:
-        """The same with how well a line fits the latencies, and the memory of batches."""
-        beside, one = Counter(self.devices), self.config.policy.one_executor
+        """Return the costs with how well a line fits the latencies, and the memory of batches."""
+        beside, single = Counter(self.devices), self.config.policy.one_executor
         devices = {device.platform: device for device in self.devices}
         architectures = {expert.architecture for expert in self.experts.values()}
-        wanted = [(architecture, device) for architecture in architectures for device in devices.values()]
-        found = {}
-        for done, (architecture, device) in enumerate(sorted(wanted, key=lambda key: (key[0].name, str(key[1])))):
-            self._progress("measuring architectures", done, len(wanted))
+        pairs = [(architecture, device) for architecture in architectures for device in devices.values()]
+        measured = {}
+        for done, (architecture, device) in enumerate(sorted(pairs, key=lambda key: (key[0].name, str(key[1])))):
+            self._progress("measuring architectures", done, len(pairs))
             loader = self._loader([device])
             experts = iter([name for name, expert in self.experts.items() if expert.architecture == architecture])
             key = architecture.name, device.platform
-            while key not in found:
+            while key not in measured:
                 try:
-                    found[key] = measure(
-                        self._of(architecture, device),
+                    measured[key] = measure(
+                        self._programs_for(architecture, device),
                         loader,
                         0,
                         next(experts),
                         max_batch=self.config.max_batch,
-                        beside=1 if one else beside[device],
+                        beside=1 if single else beside[device],
                         anew=anew,
                     )
                 except LoadError as error:
@@ -148,9 +150,9 @@ class OpenedSystem:
                 except StopIteration:
                     raise LoadError(f"no expert of architecture {architecture.name} can be loaded.") from None
             loader.close()
-        return found
+        return measured
 
-    # -- what it is made of --
+    # -- parts --
 
     def _open(self) -> None:
         for done, name in enumerate(self._configs):
@@ -171,7 +173,7 @@ class OpenedSystem:
         return OpenedExpert(name=name, opened=opened, kind=kind)
 
     def _check_inputs(self, name: str, kind: ExpertKind) -> None:
-        """Raise ConfigError unless those that this expert follows, or is followed by, take what it takes."""
+        """Check that the experts before and after this one take the same inputs. Raises ConfigError."""
         for rule in self.config.rules:
             if name in (rule.expert, rule.next):
                 other = self.experts.get(rule.next if name == rule.expert else rule.expert)
@@ -186,12 +188,12 @@ class OpenedSystem:
         log.warning("expert %s cannot be used: %s", name, error)
 
     def _like(self, name: str) -> OpenedExpert:
-        """The expert; if it cannot be opened, one that it is taken to be like: the one that is named, or the first."""
+        """Return the expert; if it cannot be opened, the one it is assumed to be like: the named one, or the first."""
         named = self._configs[name].like or name
         return self.experts.get(name) or self.experts.get(named) or next(iter(self.experts.values()))
 
     def _find(self, name: str) -> OpenedExpert:
-        """The expert; one that could not be opened before is tried again. Raises LoadError."""
+        """Return the expert, opening it again if that failed before. Raises LoadError."""
         if name not in self.experts:
             try:
                 expert = self._open_expert(name)
@@ -210,7 +212,7 @@ class OpenedSystem:
         return self.experts[name]
 
     def _find_to_load(self, name: str) -> OpenedExpert:
-        """The same for a load, which has got room for what the expert was taken to be. Raises LoadError."""
+        """Return the expert for a load, which has room only for the assumed architecture. Raises LoadError."""
         assumed, expert = self.graph.experts[name], self._find(name)
         if self.graph.experts[name].architecture != assumed.architecture:
             raise LoadError(
@@ -234,7 +236,7 @@ class OpenedSystem:
         return graph.with_usage(usage)
 
     def _info(self, expert: ExpertConfig) -> ExpertInfo:
-        """An expert as the scheduler knows it."""
+        """Return an expert's description for the scheduler."""
         architecture = self._like(expert.name).architecture
         return ExpertInfo(
             name=expert.name,
@@ -243,7 +245,7 @@ class OpenedSystem:
             pinned=expert.pinned and expert.name not in self.broken,
         )
 
-    def _of(self, architecture: Architecture, device: Any) -> ArchitecturePrograms:
+    def _programs_for(self, architecture: Architecture, device: Any) -> ArchitecturePrograms:
         if (architecture, device) not in self._programs:
             alone = self.config.policy.one_executor or self.devices.count(device) == 1
             self._programs[architecture, device] = ArchitecturePrograms(
@@ -258,17 +260,17 @@ class OpenedSystem:
             self._progress("compiling architectures", done, len(used))
             profile = profiles.get((architecture.name, device.platform))
             if profile is not None:
-                self._of(architecture, device).compile_ahead(profile.max_batch)
+                self._programs_for(architecture, device).compile_ahead(profile.max_batch)
 
     def _loader(self, devices: list[Any]) -> ExpertLoader:
-        """One with a pool on each of these devices; it keeps one buffer, of the largest expert."""
+        """Return a loader with a pool on each of these devices; it keeps one buffer, as large as the largest expert."""
         keep = max(file_bytes(expert.architecture) for expert in self.experts.values())
-        method = weakref.WeakMethod(self._find_to_load)  # a system is no part of what it has, which leaves with it
+        method = weakref.WeakMethod(self._find_to_load)  # weak: the loader must not keep the system alive
 
         def find(name: str) -> OpenedExpert:
-            if (found := method()) is None:
+            if (find_to_load := method()) is None:
                 raise LoadError("its system is gone.")
-            return found(name)
+            return find_to_load(name)
 
         return ExpertLoader(find, devices, staging=Staging(keep=keep), preadv=self._preadv)
 
@@ -276,12 +278,13 @@ class OpenedSystem:
 def _reserve(
     config: SystemConfig, devices: Sequence[Any], all_experts: int, managers: Sequence[ExpertManager]
 ) -> Reservation:
-    """All reserved that could be used of what was given, of all devices and of the host.
+    """Reserve all that could be used of the memory given, on all devices and on the host.
 
     Args:
-      all_experts: bytes of all experts together: no pool has more.
-      managers: the first one, once it is there, says which experts could leave.
-    Raises ConfigError where a device, or the host, has less memory.
+      all_experts: bytes of all experts together, which no pool exceeds.
+      managers: the first one, once it exists, says which experts could leave.
+
+    Raises ConfigError where a device or the host has less memory.
     """
     reservation, names = Reservation(f"System {config.name}"), defaultdict[Budget, set[str]](set)
     sizes = Counter[tuple[Budget, str]]()
@@ -305,7 +308,9 @@ def _reserve(
 
 
 def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
-    """Raise ConfigError for a rule with a verdict that its expert cannot give: the next expert would never run."""
+    """Check that experts can give the verdicts of their rules: otherwise the next one never runs. Raises
+    ConfigError.
+    """
     for rule in rules:
         if rule.expert == name and rule.verdict not in kind.verdicts:
             known = ", ".join(map(repr, kind.verdicts[:8])) + (", ..." if len(kind.verdicts) > 8 else "")
@@ -313,7 +318,7 @@ def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
 
 
 def _device(executor: ExecutorOptions) -> Any:
-    """The device of an executor. Raises ConfigError if it is not here."""
+    """Return the device of an executor. Raises ConfigError if it does not exist here."""
     if executor.device is None:
         return jax.local_devices()[0]
     platform, _, index = executor.device.partition(":")

@@ -1,4 +1,4 @@
-"""What users get for their inputs."""
+"""The results of inputs, as users get them."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ class Stage:
     """An expert's part of a result.
 
     Attributes:
-      judgement: its answer.
-      executor: where it ran.
-      batch: how many inputs it judged together.
-      waited: seconds until it began, from when it was asked.
-      seconds: of the batch.
+      judgement: the expert's answer.
+      executor: the name of the executor that ran it.
+      batch: number of inputs judged together.
+      waited: seconds from the request to its beginning.
+      seconds: seconds that the batch took.
     """
 
     expert: str
@@ -27,11 +27,11 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of an input.
+    """The result of an input.
 
     Attributes:
-      stages: of all experts that judged it, in their order.
-      latency: seconds from when it was submitted.
+      stages: the stages of the experts that judged it, in order.
+      latency: seconds since it was submitted.
     """
 
     stages: tuple[Stage, ...]
@@ -39,5 +39,5 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """The last expert's."""
+        """The last expert's verdict."""
         return self.stages[-1].judgement.verdict

@@ -1,4 +1,4 @@
-"""A system of experts, as its users hold it."""
+"""A system of experts, as users hold it."""
 
 import asyncio
 import logging
@@ -29,26 +29,25 @@ from jaxinfer.serving.progress import Progress, log_progress
 log = logging.getLogger(__name__)
 
 IN_FLIGHT = 1024
-"""Most inputs of one `System.run` on their way, which are in memory."""
+"""Maximum number of inputs under way, and so in memory, of one `System.run`."""
 
 
 class System(OpenedSystem, Closeable):
-    """Experts that judge inputs together, in less memory than they have.
+    """Experts that judge inputs together, in less memory than they take.
 
-    Experts with the same shapes share their programs. What they cost is measured once for each architecture and
-    device, and kept.
+    Experts with the same shapes share their programs. Costs are measured once per architecture and device, and kept.
 
     >>> with System.from_config("board.toml") as system:  # doctest: +SKIP
     ...     for result in system.run([("resistor", image)]):
     ...         print(result.verdict)
 
     Args:
-      config: what there is.
-      profiles: what experts cost at first, by architecture and device, instead of measuring it.
-      preadv: reads experts' files; benchmarks give one that is slower.
-      on_assignment: told of every assignment of a request to an executor, with the times it was chosen by.
-      scheduler: makes the scheduler; benchmarks give one that records, or that replays (`jaxinfer.evaluation`).
-      progress: told of what takes a while.
+      config: the system's config.
+      profiles: initial costs by architecture and device, instead of measured ones.
+      preadv: reads experts' files; benchmarks pass a slower one.
+      on_assignment: called with every assignment of a request to an executor, with the times behind it.
+      scheduler: makes the scheduler; benchmarks pass one that records, or that replays (`jaxinfer.evaluation`).
+      progress: told of steps that take a while.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error:
     its requests fail with LoadError, others go on.
@@ -73,15 +72,16 @@ class System(OpenedSystem, Closeable):
         self._decider = InputDecider(self.scheduler, self.profiles, self._runner)
         self._decider.loop.stop_when_dropped(self)
 
-    # -- what users do --
+    # -- for users --
 
     def submit(self, kind: str, value: Any, *, deadline: float | None = None) -> Future[Result]:
-        """Have an input judged; returns at once.
+        """Have an input judged; return at once.
 
         Args:
-          kind: one of the config's inputs.
+          kind: the name of one of the config's inputs.
           value: an image, uint8 [H, W, 3] (RGB); for an encoder a text or token ids.
           deadline: seconds within which the last expert must have begun.
+
         Raises RoutingError, InvalidInputError, OverloadedError, LoadError, ClosedError, DiedError.
         """
         try:
@@ -92,7 +92,7 @@ class System(OpenedSystem, Closeable):
         return self._decider.serve(first, self._find(first).kind.check(value), within=deadline, owner=self)
 
     async def judge(self, kind: str, value: Any, *, deadline: float | None = None) -> Result:
-        """The same for coroutines: waits for the result; cancelling gives the request up."""
+        """Submit an input and wait for its result, in a coroutine; cancelling it cancels the request."""
         return await asyncio.wrap_future(self.submit(kind, value, deadline=deadline))
 
     @overload
@@ -104,24 +104,24 @@ class System(OpenedSystem, Closeable):
     def run(
         self, inputs: Iterable[tuple[str, Any]], *, return_errors: bool = False
     ) -> Iterator[Result] | Iterator[Result | Exception]:
-        """The results of (kind, value) pairs, in their order, each as soon as it is there.
+        """Yield the results of (kind, value) pairs, in order, each as soon as it is ready.
 
         Args:
-          inputs: any number; taken while fewer than `IN_FLIGHT` are on their way, and no more may wait than do.
-          return_errors: give the error of an input in place of its result and go on, instead of raising it, which gives
-            up those that follow.
+          inputs: any number; taken while fewer than `IN_FLIGHT` are under way and the queue has room.
+          return_errors: yield an input's error in place of its result and go on, instead of raising it and cancelling
+            the inputs that follow.
         """
         under_way: deque[Future[Result]] = deque()
 
         def take() -> Result | Exception:
             try:
-                found = under_way[0].result()
+                outcome = under_way[0].result()
             except Exception as error:
                 if not return_errors:
                     raise
-                found = error
+                outcome = error
             under_way.popleft()
-            return found
+            return outcome
 
         try:
             for kind, value in inputs:
@@ -137,7 +137,9 @@ class System(OpenedSystem, Closeable):
                 future.cancel()
 
     def _try_submit(self, kind: str, value: Any, *, alone: bool) -> Future[Result] | None:
-        """`submit`, its errors in the future; None if too many wait, unless none of the caller's does (`alone`)."""
+        """Submit an input, with errors in the future; return None if too many wait, unless the caller has none
+        (`alone`).
+        """
         try:
             return self.submit(kind, value)
         except Exception as error:
@@ -148,11 +150,11 @@ class System(OpenedSystem, Closeable):
             return failed
 
     def retry(self, expert: str) -> None:
-        """Have an expert that could not be loaded tried again at once, as after its checkpoint was repaired."""
+        """Allow an expert that failed to load to be loaded again at once, as after its checkpoint was repaired."""
         self._decider.retry(self.graph.require(expert).name)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """As of `Closeable`. What has begun then may end; inputs that come while it waits are refused."""
+        """Close the system, as `Closeable` says: what has begun may end; inputs are refused meanwhile."""
         try:
             self._decider.loop.close(drain=drain, timeout=timeout)
         finally:
@@ -160,7 +162,7 @@ class System(OpenedSystem, Closeable):
             trim_heap()
 
     def perform(self, action: Action) -> Sequence[Judgement]:
-        """Do what the scheduler has decided here and now: for a `Simulator(system.scheduler, act=system.perform)`.
+        """Carry out a scheduler's action now: for a `Simulator(system.scheduler, act=system.perform)`.
 
         Returns a batch's answers, to zeros as inputs.
         """
@@ -168,12 +170,12 @@ class System(OpenedSystem, Closeable):
 
     @property
     def is_running(self) -> bool:
-        """Whether inputs are taken."""
+        """Whether inputs are accepted."""
         return self._decider.loop.is_running
 
     @property
     def statistics(self) -> ExpertStatistics:
-        """What became of inputs, loads by where they came from, batches, and where time went."""
+        """Counters of inputs, loads by source and batches, and where time went."""
         return self.scheduler.statistics
 
     @property
@@ -182,7 +184,7 @@ class System(OpenedSystem, Closeable):
         return self._initially
 
     def _start(self) -> None:
-        """Load the experts that are there at the start."""
+        """Load the experts that are placed at the start."""
         devices = {x.pool.index: device for x, device in zip(self.scheduler.executors, self.devices, strict=False)}
         self._weights = self._loader([devices[pool.index] for pool in self.scheduler.manager.pools])
         placed = [(pool, name) for pool, names in self.scheduler.manager.place().items() for name in names]

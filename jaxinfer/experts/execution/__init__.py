@@ -1,4 +1,4 @@
-"""The device side: how experts take inputs and judge (`kinds.py`), programs that all experts of an architecture share
-(`architectures.py`), weights on their way between disk, host and devices (`loader.py`), and the threads that run them
-(`executors.py`). `profiler.py` measures what they cost.
+"""The device side: how experts take inputs and judge them (`kinds.py`), programs shared by all experts of an
+architecture (`architectures.py`), moving weights between disk, host and devices (`loader.py`), and running batches
+(`runner.py`). `decider.py` connects the scheduler to a loop's threads; `profiler.py` measures costs.
 """

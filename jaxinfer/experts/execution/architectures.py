@@ -1,4 +1,4 @@
-"""Architectures: what experts with the same shapes share. Their programs are compiled once, weights are arguments."""
+"""Architectures: experts of the same shapes share programs, compiled once with the weights as arguments."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -21,17 +21,17 @@ from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
 
 PROGRAM = "judge"
-"""The program's name, in caches and in the record of costs."""
+"""The program's name in caches and in the record of costs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What experts share that have the same programs.
+    """The part of a model that experts with the same programs share.
 
     Attributes:
-      config: without labels.
+      config: the model's config without labels.
       weights: the format of their leaves.
-      shape, dtype: of an input.
+      shape, dtype: an input's.
     """
 
     config: ModelConfig
@@ -40,32 +40,32 @@ class Architecture:
     dtype: str
 
     @classmethod
-    def of(cls, kind: ExpertKind, weights: WeightFormat) -> "Architecture":
-        """That of an expert."""
+    def from_kind(cls, kind: ExpertKind, weights: WeightFormat) -> "Architecture":
+        """Return an expert's architecture."""
         return cls(kind.config, weights, kind.shape, kind.dtype.name)
 
     @property
     def name(self) -> str:
-        """Short, and different for different architectures."""
+        """A short name, different for different architectures."""
         size = "x".join(map(str, self.shape[:2]))
         return f"{kind_of(self.config)}-{size}-{keys.digest({'architecture': keys.describe(self)})[:6]}"
 
     @property
     def bytes(self) -> int:
-        """Of the weights."""
+        """The bytes of the weights."""
         return sum(leaf.bytes for leaf in canonical_leaves(self.config, self.weights).values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judge(Sizes):
-    """`batch` inputs."""
+    """A batch of `batch` inputs."""
 
     program = PROGRAM
     batch: int
 
 
 def build(static: Architecture, sizes: Judge) -> Callable[..., Any]:
-    """The function of a batch: leaves, inputs [B, ...] -> what the kind's `run` gives."""
+    """Return the function of a batch: leaves, inputs [B, ...] -> the outputs of the kind's `run`."""
     kinds = {ResNetConfig: Classifier, ViTConfig: Classifier, YoloConfig: Detector, EncoderConfig: TextEncoder}
     run = kinds[type(static.config)].run
 
@@ -79,13 +79,13 @@ def build(static: Architecture, sizes: Judge) -> Callable[..., Any]:
 
 
 class ArchitecturePrograms:
-    """The executables of an architecture on a device, one for each batch size, for all its experts.
+    """The executables of an architecture on a device, one per batch size, for all its experts.
 
     Args:
-      architecture: which one.
-      device: where they run.
-      single_threaded: on a CPU, whether a program keeps to one thread, because others run beside it.
-      store: where executables are kept between processes; None: nowhere.
+      architecture: the architecture.
+      device: the device they run on.
+      single_threaded: whether programs on a CPU keep to one thread, because others run at the same time.
+      store: keeps executables between processes; None: nothing does.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class ArchitecturePrograms:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The batch sizes that are compiled, smallest first."""
+        """The compiled batch sizes, smallest first."""
         return self._sizes
 
     def workspace_bytes(self, batch: int) -> int:
-        """What a batch takes beside weights and inputs."""
+        """Return the bytes that a batch takes on top of weights and inputs."""
         return self.cache.get(Judge(batch=batch)).memory.workspace_bytes
 
     def run(self, leaves: Sequence[jax.Array], inputs: Sequence[np.ndarray]) -> Any:
@@ -139,16 +139,16 @@ class ArchitecturePrograms:
 
 
 def open_costs(architecture: Architecture, device: Any, *, beside: int, disk: str) -> Costs:
-    """The record of what an architecture costs on a device, kept on disk.
+    """Open the record of an architecture's costs on a device, which is kept on disk.
 
     Args:
-      beside: how many executors share the device: they slow one another.
-      disk: which one the experts are on.
+      beside: number of executors that share the device and slow one another.
+      disk: the disk that the experts are on.
     """
     key = {"architecture": str(architecture), "executors": str(beside), "disk": disk}
     return Costs.open(device=device_name(device), model=key)
 
 
 def cost_of(costs: Costs, batch: int) -> Cost | None:
-    """What batches of this size took."""
+    """Return the cost of batches of this size."""
     return costs.of(PROGRAM, batch=batch)

@@ -1,4 +1,4 @@
-"""What a loop does with inputs: the scheduler says which experts come and which batches run."""
+"""The decider of inputs: the scheduler says which experts are loaded and which batches run, a loop runs them."""
 
 import functools
 import itertools
@@ -22,16 +22,16 @@ from jaxinfer.serving.ticket import Ticket
 log = logging.getLogger(__name__)
 
 SOON = 1e-3
-"""Seconds after a deadline that it counts as passed."""
+"""Seconds after a deadline at which it counts as passed."""
 
 
 class InputTicket(Ticket[Result]):
     """An input on its way through experts.
 
     Attributes:
-      value: as it goes into a batch.
-      request: for the expert that it waits for, or that judges it.
-      stages: of the experts that have judged it.
+      value: the input as it goes into a batch.
+      request: the request for the expert that it waits for or that judges it.
+      stages: the stages of the experts that have judged it.
     """
 
     def __init__(self, request: Request, value: np.ndarray, owner: object):
@@ -41,15 +41,16 @@ class InputTicket(Ticket[Result]):
 
 
 class InputDecider(Decider[InputTicket]):
-    """Has done what a scheduler decides: each executor has a lane that runs batches and one that loads experts.
+    """Decider that carries out a scheduler's decisions: each executor has a lane for batches and one for loading
+    experts.
 
     Args:
-      scheduler: with its experts placed.
-      profiles: the scheduler's; told of what loads and batches take.
-      runner: runs batches, and loads.
+      scheduler: the scheduler, with its experts placed.
+      profiles: the scheduler's; told the times of loads and batches.
+      runner: runs batches and loads experts.
 
     Attributes:
-      loop: which serves.
+      loop: the loop that serves.
     """
 
     def __init__(self, scheduler: Scheduler, profiles: ObservedProfiles, runner: ExpertRunner):
@@ -66,6 +67,7 @@ class InputDecider(Decider[InputTicket]):
 
         Args:
           within: seconds from now within which the last expert must have begun; None: any.
+
         Raises what `Loop.submit` and `Scheduler.submit` raise.
         """
         number, now = next(self._numbers), self.loop.clock()
@@ -74,12 +76,12 @@ class InputDecider(Decider[InputTicket]):
         return self.loop.serve(InputTicket(request, value, owner))
 
     def retry(self, expert: str) -> None:
-        """As of `Scheduler`."""
+        """Allow an expert that failed to load to be loaded again; see `Scheduler.retry`."""
         with self.loop.lock:
             self.scheduler.retry(expert)
         self.loop.wake()
 
-    # What a loop asks
+    # Asked by the loop
 
     @property
     def next_time(self) -> float | None:
@@ -114,7 +116,7 @@ class InputDecider(Decider[InputTicket]):
     def release(self) -> None:
         self._runner.loader.close()
 
-    # What begins
+    # Beginnings
 
     def _begin(self, action: Action) -> Work | None:
         loader = self._runner.loader
@@ -125,7 +127,7 @@ class InputDecider(Decider[InputTicket]):
                 return Work(load, 2 * action.executor + 1, action)
             case Batch():
                 return Work(functools.partial(self._judge, action), 2 * action.executor, action)
-            case Evict():  # before its batch; not here: it may wait for other evictions
+            case Evict():  # before its batch; in the lane, because it may wait for other evictions
                 copied = functools.partial(self._copied, action.executor)
                 leave = loader.note(action.pool, action.evictions, action.dropped, copied)
                 return Work(leave, 2 * action.executor, action)
@@ -145,11 +147,11 @@ class InputDecider(Decider[InputTicket]):
         with self.loop.lock:
             self._observer.copied(executor, expert, seconds)
 
-    # What has ended
+    # Endings
 
     def _loaded(self, load: Load, done: Done) -> None:
         error = done.error
-        if error is not None:  # of whatever kind: the expert cannot be used, the others can
+        if error is not None:  # any kind of error: this expert cannot be used, the others can
             log.warning("expert %s: %s", load.expert, error)
             error = error if isinstance(error, Exception) else LoadError(f"its load has ended with {error!r}.")
         self.statistics.loading_seconds += done.ended - done.began
@@ -160,9 +162,9 @@ class InputDecider(Decider[InputTicket]):
 
     def _executed(self, batch: Batch, done: Done) -> None:
         executor, error, seconds = self.scheduler.executors[batch.executor], done.error, done.ended - done.began
-        if not executor.alive:  # it ended before its batch, whose requests have ended with it
+        if not executor.alive:  # it died before its batch ended; its requests have ended with it
             return
-        if error is not None and not isinstance(error, Exception):  # what a batch's own errors are not
+        if error is not None and not isinstance(error, Exception):  # a batch's own errors are `Exception`s
             self._die(batch.executor, error, done.ended)
             return
         self.statistics.running_seconds += seconds
@@ -183,12 +185,12 @@ class InputDecider(Decider[InputTicket]):
             self._follow(request, stage, done.ended)
 
     def _die(self, index: int, error: BaseException, now: float) -> None:
-        """An executor ends by an error that is no request's: others do its work."""
+        """End an executor after an error that is no request's fault: others take over its work."""
         log.error("executor %s has ended", self.scheduler.executors[index].config.name, exc_info=error)
         self._fail(self.scheduler.remove_executor(index, now))
 
     def _follow(self, request: Request, stage: Stage, now: float) -> None:
-        """Have the next expert judge the input, if its rules say so; otherwise it is done."""
+        """Submit the input to the next expert by its rules, or end it."""
         if (ticket := self.loop.tickets.get(request.id)) is None:
             return
         ticket.stages += (stage,)

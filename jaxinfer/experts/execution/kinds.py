@@ -1,4 +1,4 @@
-"""The kinds of experts: what each takes as an input, how it runs, and what it answers."""
+"""The kinds of experts: their inputs, how they run, and their answers."""
 
 import dataclasses
 import hashlib
@@ -17,15 +17,15 @@ from jaxinfer.models.files.loading import OpenedModel
 NOTHING = "none"
 """The verdict of a detector that has found nothing."""
 DONE = "done"
-"""The verdict of an encoder: its vector is there."""
+"""The verdict of an encoder, whose answer is its vector."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What an expert says of an input.
+    """An expert's answer to an input.
 
     Attributes:
-      verdict: what the rules go by.
+      verdict: the word that rules route by.
     """
 
     verdict: str
@@ -36,7 +36,7 @@ class Classification(Judgement):
     """A classifier's answer; the verdict is the label of the most probable class.
 
     Attributes:
-      probabilities: of all classes, float32 [classes].
+      probabilities: float32, of all classes, [classes].
     """
 
     probabilities: np.ndarray
@@ -47,9 +47,9 @@ class Detection(Judgement):
     """A detector's answer, best first; the verdict is the label of the best box, or "none".
 
     Attributes:
-      boxes: left, top, right, bottom in pixels of the input, float32 [N, 4].
+      boxes: left, top, right and bottom in pixels of the input, float32 [N, 4].
       scores: float32 [N].
-      labels: of the boxes.
+      labels: the boxes' labels.
     """
 
     boxes: np.ndarray
@@ -62,7 +62,7 @@ class EmbeddingVector(Judgement):
     """An encoder's answer; the verdict is "done".
 
     Attributes:
-      vector: of length 1, float32 [D].
+      vector: float32 [D], of length 1.
     """
 
     vector: np.ndarray
@@ -73,49 +73,49 @@ class ExpertKind(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """The model's, without what experts of one architecture differ in."""
+        """The model's config, without what differs between experts of an architecture."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of an input, as it goes into a batch."""
+        """The shape of an input in a batch."""
         ...
 
     @property
     def dtype(self) -> np.dtype:
-        """Of its numbers."""
+        """The dtype of an input."""
         ...
 
     @property
     def takes(self) -> str:
-        """What its inputs are, for people; only experts that take the same can follow one another."""
+        """A description of its inputs for people; experts can follow one another only if it is equal."""
         ...
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """All that its answers can say."""
+        """All possible verdicts."""
         ...
 
     def check(self, payload: Any) -> np.ndarray:
-        """The input as it goes into a batch. Raises InvalidInputError."""
+        """Return the input as it goes into a batch. Raises InvalidInputError."""
         ...
 
     @staticmethod
     def run(model: Any, inputs: jax.Array) -> Any:
-        """What the program computes of a padded batch."""
+        """Compute a padded batch: the body of the program."""
         ...
 
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
-        """The answers to the first `count` inputs of a batch."""
+        """Return the answers to the first `count` inputs of a batch."""
         ...
 
 
 class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
-    """What takes an image.
+    """An expert whose input is an image.
 
     Args:
-      config: the model's.
-      size: height and width of the images; None: as the model takes them without resizing.
+      config: the model's config.
+      size: height and width of the images; None: the model's, which needs no resizing.
     """
 
     def __init__(self, config: Config, size: tuple[int, int] | None = None):
@@ -139,7 +139,7 @@ class _ImageExpert[Config: ResNetConfig | ViTConfig | YoloConfig]:
 
 
 class Classifier[Config: ResNetConfig | ViTConfig](_ImageExpert[Config]):
-    """Images to classes."""
+    """An expert that maps images to classes."""
 
     @property
     def verdicts(self) -> tuple[str, ...]:
@@ -154,23 +154,23 @@ class Classifier[Config: ResNetConfig | ViTConfig](_ImageExpert[Config]):
 
 
 class Detector(_ImageExpert[YoloConfig]):
-    """Images to boxes."""
+    """An expert that maps images to boxes."""
 
     @property
     def verdicts(self) -> tuple[str, ...]:
         return *self.labels, NOTHING
 
     def judge(self, outputs: Any, count: int) -> Sequence[Judgement]:
-        found = jax.tree.map(np.asarray, outputs)
+        detections = jax.tree.map(np.asarray, outputs)
         judged = []
         for row in range(count):
-            boxes = int(found.count[row])
-            labels = tuple(self.labels[index] for index in found.classes[row, :boxes])
+            boxes = int(detections.count[row])
+            labels = tuple(self.labels[index] for index in detections.classes[row, :boxes])
             judged.append(
                 Detection(
                     verdict=labels[0] if labels else NOTHING,
-                    boxes=found.boxes[row, :boxes],
-                    scores=found.scores[row, :boxes],
+                    boxes=detections.boxes[row, :boxes],
+                    scores=detections.scores[row, :boxes],
                     labels=labels,
                 )
             )
@@ -178,12 +178,12 @@ class Detector(_ImageExpert[YoloConfig]):
 
 
 class TextEncoder:
-    """Texts, or their token ids, to vectors.
+    """An expert that maps texts, or their token ids, to vectors.
 
     Args:
-      config: the model's.
-      tokens: most tokens of a text; None: the model's context.
-      tokenizer: for texts; None: token ids are needed.
+      config: the model's config.
+      tokens: maximum tokens of a text; None: the model's context.
+      tokenizer: encodes texts; None: inputs must be token ids.
     """
 
     verdicts = (DONE,)
@@ -222,7 +222,10 @@ class TextEncoder:
 
 
 def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens: int | None = None) -> ExpertKind:
-    """How a model works as an expert. Raises ConfigError for one that cannot be, and for options of another kind."""
+    """Return how a model works as an expert.
+
+    Raises ConfigError for a model that cannot be one, and for options of another kind.
+    """
     config = opened.config
     if size is not None and not isinstance(config, VisionConfig):
         raise ConfigError(f"{opened.folder}: image_size is for classifiers and detectors; this is another model.")
@@ -242,7 +245,7 @@ def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens:
 
 
 def _array(payload: Any) -> np.ndarray:
-    """A copy, so that the caller may change its own before the input is judged. Raises InvalidInputError."""
+    """Copy the input, so that the caller may change its array before it is judged. Raises InvalidInputError."""
     try:
         return np.array(payload)
     except (TypeError, ValueError, OverflowError) as error:  # lists of different lengths
@@ -250,5 +253,5 @@ def _array(payload: Any) -> np.ndarray:
 
 
 def _without_labels[Config: ResNetConfig | ViTConfig | YoloConfig](config: Config) -> Config:
-    """The config with numbers for labels, so that experts that judge different things share their programs."""
+    """Replace the labels with numbers, so that experts that judge different things share their programs."""
     return dataclasses.replace(config, labels=tuple(map(str, range(len(config.labels)))))

@@ -1,8 +1,8 @@
-"""Experts' weights on their way between disk, the host's memory and devices.
+"""Moving experts' weights between disk, the host's memory and devices.
 
-An expert on disk is one aligned file, which is written beside its Orbax checkpoint when it is first needed
-(`checkpoints/layer_files.py`): loading it is one read and one `device_put`, and building no module. What the paper
-measured, 0.4 to 1.1 s for 178 MB, is mostly the latter (decision 0015).
+An expert on disk is one aligned file, written beside its Orbax checkpoint when it is first needed
+(`checkpoints/layer_files.py`): loading it is one read and one `device_put`, and builds no module. Building modules is
+most of the 0.4 to 1.1 s that the paper measured for 178 MB (decision 0015).
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class OpenedExpert:
     """An expert whose checkpoint has been checked.
 
     Attributes:
-      kind: how it takes inputs and judges.
+      kind: how it takes and judges inputs.
     """
 
     name: str
@@ -47,17 +47,17 @@ class OpenedExpert:
 
     @property
     def architecture(self) -> Architecture:
-        """What it shares with others."""
-        return Architecture.of(self.kind, self.opened.weights)
+        """The architecture that it shares with others."""
+        return Architecture.from_kind(self.kind, self.opened.weights)
 
 
 def write_expert(opened: OpenedModel) -> pathlib.Path:
-    """Write the file of an expert, unless it is there; returns its folder. Raises CheckpointError."""
+    """Write the file of an expert, unless it exists; return its folder. Raises CheckpointError."""
     return write_layer_files(opened, _base(opened), whole=True)
 
 
 def _base(opened: OpenedModel) -> pathlib.Path:
-    """Where an expert's file is: beside its checkpoint; where that may not be written to, in the cache folder."""
+    """Return the folder of an expert's file: the checkpoint's, or the cache folder where that is read-only."""
     folder = layer_folder(opened, whole=True)
     if folder.exists() or os.access(folder.parent, os.W_OK):
         return folder.parent
@@ -65,25 +65,25 @@ def _base(opened: OpenedModel) -> pathlib.Path:
 
 
 def file_bytes(architecture: Architecture) -> int:
-    """Of an expert's file, and of the buffer that it is read to: each leaf begins at a multiple of `ALIGNMENT`."""
+    """Return the bytes of an expert's file and of its read buffer: each leaf begins at a multiple of `ALIGNMENT`."""
     shapes = canonical_leaves(architecture.config, architecture.weights).values()
     return sum(aligned(leaf.bytes) for leaf in shapes)
 
 
 type _HostCopy = Future[list[jax.Array] | None]
-"""An expert's copy in the host's memory, which is being made or there; None: it could not be made."""
+"""An expert's copy in the host's memory, done or in the making; None if it failed."""
 type OnCopied = Callable[[str, float], None]
-"""Called with an expert that was copied to the host's memory, and the seconds that this took."""
+"""Callback for an expert that was copied to the host's memory, and the seconds it took."""
 
 
 class ExpertLoader:
-    """Does what the scheduler says about weights. Any thread may call; each call waits for what it does.
+    """Carries out the scheduler's decisions about weights. Any thread may call; each call blocks until it is done.
 
     Args:
-      find: the expert of a name. Raises LoadError if it cannot be opened.
-      devices: of each pool, by its index.
-      staging: buffers that experts are read to, and the threads that read; the loader closes it.
-      preadv: reads from files; benchmarks give one that is slower.
+      find: returns the expert of a name; raises LoadError if it cannot be opened.
+      devices: each pool's device, by its index.
+      staging: the read buffers and the threads that read; closed by the loader.
+      preadv: reads from files; benchmarks pass a slower one.
     """
 
     def __init__(
@@ -99,25 +99,28 @@ class ExpertLoader:
         self._stores: dict[tuple[str, Any], DiskStore] = {}
         self._resident: dict[tuple[int, str], Fetch | _Copy] = {}
         self._host: dict[str, _HostCopy] = {}
-        self._left: dict[int, Future[None]] = {}  # of each pool, when the last ones that were to leave have left
+        self._left: dict[int, Future[None]] = {}  # per pool: done when its latest evictions are
         self._lock = threading.Lock()
 
     def leaves(self, pool: int, name: str) -> list[jax.Array]:
-        """The weights of an expert that is in a pool, in the order in which programs take them."""
+        """Return the weights of an expert in a pool, in the order in which programs take them."""
         return self._resident[pool, name].settle()
 
     def disk(self, name: str) -> str:
-        """Which disk an expert is read from, as the system numbers them, and how. Raises LoadError."""
+        """Return a name for an expert's disk, by the system's number and the way of reading. Raises LoadError."""
         return f"{os.stat(_base(self._find(name).opened)).st_dev}, {self._preadv!r}"
 
     def prepare(
         self, load: Load, on_begin: Callable[[], None] = lambda: None, on_copied: OnCopied = lambda name, seconds: None
     ) -> Callable[[], None]:
-        """Note what a load will change, in the order of the scheduler's decisions; returns what does it.
+        """Note a load's changes, in the order of the scheduler's decisions; return the function that makes them.
 
-        on_begin: called when those that make room have left.
-        on_copied: as of `note`.
-        Copies on the host are known from here on, so that a later load from there waits for the one that makes them.
+        From here on its copies on the host are known, so that a later load from there waits for the one that makes
+        them.
+
+        Args:
+          on_begin: called when the experts that make room have left.
+          on_copied: see `note`.
         """
         changes = self.note(load.pool, load.evictions, load.dropped, on_copied)
         with self._lock:
@@ -137,10 +140,11 @@ class ExpertLoader:
         dropped: Sequence[str],
         on_copied: OnCopied = lambda name, seconds: None,
     ) -> Callable[[], None]:
-        """The same for experts that leave a pool, or the host's memory.
+        """Note that experts leave a pool, or the host's memory; return the function that has them leave.
 
-        on_copied: called with each expert that was copied to the host's memory, and the seconds that this took, with
-          giving the memory back of what it replaces.
+        Args:
+          on_copied: called with each expert that was copied to the host's memory, and the seconds it took, including
+            freeing the copies that it replaces.
         """
         with self._lock:
             copies = {x.expert: Future[list[jax.Array] | None]() if x.to_host else None for x in evictions}
@@ -152,7 +156,7 @@ class ExpertLoader:
 
         def run() -> None:
             if before is not None:
-                before.result()  # of a pool that executors share, memory is given back in the order of the decisions
+                before.result()  # executors may share a pool: free its memory in the order of the decisions
             begun, copied = time.perf_counter(), list[str]()
             try:
                 for name, fetch, copy in leaving:
@@ -164,7 +168,7 @@ class ExpertLoader:
                     _delete(lost.result())
                 for name in copied:
                     on_copied(name, (time.perf_counter() - begun) / len(copied))
-            finally:  # whatever happened, nobody waits for it for ever
+            finally:  # whatever happened, nobody may wait for ever
                 for _, _, copy in leaving:
                     if copy is not None and not copy.done():
                         copy.set_result(None)
@@ -173,7 +177,7 @@ class ExpertLoader:
         return run
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         for fetch in self._resident.values():
             fetch.release()
         self._resident.clear()
@@ -210,13 +214,13 @@ class ExpertLoader:
                 fetch.release()
                 raise
         except CheckpointError as error:
-            self._stores.pop((name, device), None)  # the next attempt looks again
+            self._stores.pop((name, device), None)  # open it again on the next attempt
             raise LoadError(str(error)) from error
         return fetch
 
     def _store(self, name: str, device: Any) -> DiskStore:
-        if (found := self._stores.get((name, device))) is not None:
-            return found
+        if (store := self._stores.get((name, device))) is not None:
+            return store
         opened = self._find(name).opened
         files = open_layer_files(opened, _base(opened), whole=True, preadv=self._preadv)
         shardings = [SingleDeviceSharding(device)] * len(files.layers[0].leaves)
@@ -226,7 +230,7 @@ class ExpertLoader:
 
 
 class _Copy:
-    """An expert that was copied from the host's memory, or from that of another pool, even on the same device."""
+    """An expert copied from the host's memory or from another pool, even one on the same device."""
 
     def __init__(self, leaves: list[jax.Array], device: Any):
         shardings = [SingleDeviceSharding(device)] * len(leaves)
@@ -241,18 +245,18 @@ class _Copy:
 
 
 def _to_host(fetch: "Fetch | _Copy") -> list[jax.Array] | None:
-    """Copies in the host's memory, pinned where the device is a GPU; None if there can be none."""
+    """Copy to the host's memory, pinned where the device is a GPU; return None if that fails."""
     try:
         leaves = fetch.settle()
         shardings = [leaf.sharding.with_memory_kind("pinned_host") for leaf in leaves]
         return jax.block_until_ready(jax.device_put(leaves, shardings, may_alias=False))
-    except Exception as error:  # whatever it is, it is not the fault of the expert that comes in its place
+    except Exception as error:  # whatever the error, it is not the fault of the expert that is loaded in its place
         log.warning("an expert does not stay in the host's memory: %s; the next load is from disk.", error)
         return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had no memory left."""
+    """Check whether a device or the host ran out of memory."""
     return isinstance(error, MemoryError) or (
         isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     )

@@ -1,4 +1,4 @@
-"""What experts cost while a system runs: what was measured before, corrected by what loads and batches really take."""
+"""The costs of experts while a system runs: measured profiles, corrected by the times of real loads and batches."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -10,22 +10,21 @@ from jaxinfer.experts.scheduling.scheduler import Scheduler
 
 LEAST = 5
 DRIFT = 1.05
-"""By which factor times must differ from what is known before that is corrected: less is noise."""
+"""Factor by which times must differ from those known to be corrected: less is noise."""
 FORGET = 60.0
-"""Seconds after which what was seen counts no more: copies to the host's memory that were slow are made no more."""
+"""Seconds after which observations expire: slow copies to the host's memory, which stop being made, are tried again."""
 
 type _Key = tuple[str, str]
 
 
 class ObservedProfiles(Mapping[_Key, Profile]):
-    """Profiles that follow what is seen.
+    """Profiles that follow observed times.
 
-    Loads, evictions and batches each have a factor on what was measured, which leaves the ratios between batch sizes as
-    they are.
+    Loads, evictions and batches each have a factor on what was measured, which keeps the ratios between batch sizes.
 
     Args:
-      measured: by architecture and processor.
-      clock: in seconds.
+      measured: the profiles by architecture and processor.
+      clock: the time in seconds.
     """
 
     def __init__(self, measured: Profiles, *, clock: Clock = time.monotonic):
@@ -42,31 +41,31 @@ class ObservedProfiles(Mapping[_Key, Profile]):
         return len(self._measured)
 
     def note_load(self, key: _Key, tier: Tier, seconds: float) -> None:
-        """Take into account what a load took, alone."""
+        """Record the seconds of a load that has the disk to itself."""
         self._note(key, tier, seconds, self._measured[key].load_seconds(tier))
 
     def note_eviction(self, key: _Key, seconds: float) -> None:
-        """Take into account what a copy to the host's memory took."""
+        """Record the seconds of a copy to the host's memory."""
         self._note(key, "evict", seconds, self._measured[key].evict)
 
     def note_batch(self, key: _Key, size: int, seconds: float) -> None:
-        """Take into account what a batch of this size took."""
+        """Record the seconds of a batch of this size."""
         self._note(key, "batch", seconds, self._measured[key].seconds(size))
 
     def _note(self, key: _Key, what: str, seconds: float, expected: float) -> None:
-        if not (seconds > 0 and expected > 0):  # as of a load that costs nothing
+        if not (seconds > 0 and expected > 0):  # such as a load that costs nothing
             return
         if self._drift.note((key, what), seconds / expected):
             factors: dict[_Key, dict[str, float]] = {}
-            for (of, part), factor in self._drift.factors.items():
-                factors.setdefault(of, {})[part] = factor
-            self._corrected = {of: self._measured[of].scaled(parts) for of, parts in factors.items()}
+            for (profile, part), factor in self._drift.factors.items():
+                factors.setdefault(profile, {})[part] = factor
+            self._corrected = {profile: self._measured[profile].scaled(parts) for profile, parts in factors.items()}
 
 
 class LoadTimes:
-    """How long loads would take alone: while several are under way, each has its part of the time.
+    """The seconds that loads would take alone: concurrent loads each get a part of the time.
 
-    Loads from one disk slow one another: the time from beginning to end would count the others' too.
+    Loads from one disk slow one another; the time from beginning to end would count the others' share too.
     """
 
     def __init__(self) -> None:
@@ -74,12 +73,12 @@ class LoadTimes:
         self._counted = 0.0
 
     def begin(self, load: Load, now: float) -> None:
-        """A load begins."""
+        """Begin to count a load's time."""
         self._count(now)
         self._seconds[load] = 0.0
 
     def end(self, load: Load, now: float) -> float | None:
-        """A load has ended: its seconds; None if it never began."""
+        """Stop counting a load's time; return its seconds, or None if it never began."""
         self._count(now)
         return self._seconds.pop(load, None)
 
@@ -90,29 +89,29 @@ class LoadTimes:
 
 
 class Observer:
-    """Tells profiles what a scheduler's actions really take. One thread at a time."""
+    """Reports the real times of a scheduler's actions to profiles. One thread at a time."""
 
     def __init__(self, scheduler: Scheduler, profiles: ObservedProfiles):
         self._scheduler, self._profiles, self._loads = scheduler, profiles, LoadTimes()
 
     def load_begins(self, load: Load, now: float) -> None:
-        """A load begins, once those that make room for it have left."""
+        """Note that a load begins, after the experts that make room for it have left."""
         self._loads.begin(load, now)
 
     def load_ended(self, load: Load, now: float, *, loaded: bool) -> None:
-        """A load has ended; one that failed says nothing of what loads take."""
+        """Note that a load has ended; a failed one does not tell what loads take."""
         if (alone := self._loads.end(load, now)) is not None and loaded:
             self._profiles.note_load(self._key(load.executor, load.expert), load.tier, alone)
 
     def batch_ended(self, batch: Batch, seconds: float) -> None:
-        """A batch has run."""
+        """Note that a batch has run."""
         self._profiles.note_batch(self._key(batch.executor, batch.expert), len(batch.requests), seconds)
 
     def copied(self, executor: int, expert: str, seconds: float) -> None:
-        """An expert was copied to the host's memory."""
+        """Note that an expert was copied to the host's memory."""
         self._profiles.note_eviction(self._key(executor, expert), seconds)
 
     def _key(self, executor: int, expert: str) -> _Key:
-        """Which profile says what an expert costs on an executor."""
+        """Return the key of the profile of an expert on an executor."""
         scheduler = self._scheduler
         return scheduler.graph.experts[expert].architecture, scheduler.executors[executor].config.processor

@@ -1,4 +1,4 @@
-"""Measures what experts cost: the paper's offline profiler (section 4.5), on the one record of costs."""
+"""The paper's offline profiler (section 4.5), which measures experts' costs into the one record of costs."""
 
 import dataclasses
 import logging
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 
 REPEATS = 5
 ATTEMPTS = 3
-"""How often latencies are measured again that are no line over batch sizes, as on a machine that does other things."""
+"""Attempts at latencies that are linear in the batch size, which fail on a machine that does other things."""
 EVICT = "evict"
 """The name of a copy to the host's memory in the record of costs; a load's is "load_disk" or "load_host"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured of an architecture on a device.
+    """The measurements of an architecture on a device.
 
     Attributes:
-      r_squared: of the line through the latencies; 0: they are none.
-      workspace: bytes of a batch by its size.
+      r_squared: fit of the line through the latencies; 0: not a line.
+      workspace: a batch's bytes by its size.
     """
 
     profile: Profile
@@ -54,15 +54,15 @@ def measure(
     beside: int = 1,
     anew: bool = False,
 ) -> Measured:
-    """The profile of an architecture on a device, from the costs on record; what is not there is measured.
+    """Return the profile of an architecture on a device from the record of costs; measure what is missing.
 
     Args:
-      programs: the architecture's, on the device.
-      loader: which loads the expert.
-      pool: one on the device that has nothing.
-      expert: one of the architecture.
-      max_batch: no larger batch is measured.
-      beside: how many executors share the device; all run while one is measured.
+      programs: the architecture's programs on the device.
+      loader: loads the expert.
+      pool: an empty pool on the device.
+      expert: an expert of the architecture.
+      max_batch: the largest batch to measure.
+      beside: number of executors that share the device; all run while one is measured.
       anew: measure all again.
     Raises LoadError if the expert cannot be loaded.
     """
@@ -103,10 +103,10 @@ class _Fit:
 
 
 def _fit(costs: Costs, sizes: Sequence[int], max_batch: int) -> _Fit:
-    """The latency of the batch sizes worth making, at least two, and a line through them.
+    """Fit a line through the latencies of the batch sizes worth making, at least two.
 
-    Where there is none (small models, whose batches cost as much as one input), K is a request's part of the largest
-    batch, B what one alone takes beside that, and R^2 is 0.
+    Where they are no line (small models, whose batches cost as much as one input), K is a request's part of the largest
+    batch, B the rest of a single request's latency, and R^2 is 0.
     """
     known = {size: cost.p50 for size in sizes if (cost := cost_of(costs, size))}
     best = choose_max_batch({size: seconds for size, seconds in known.items() if size <= max_batch})
@@ -129,7 +129,7 @@ def _median(costs: Costs, name: str) -> float:
 def _run(
     programs: ArchitecturePrograms, loader: ExpertLoader, pool: int, expert: str, costs: Costs, *, beside: int
 ) -> None:
-    """Load the expert from everywhere, run batches of all sizes, and record what it takes."""
+    """Load the expert from every tier, run batches of all sizes, and record their times."""
     for _ in range(1 + REPEATS):  # the first call of each does not count
         for tier in ("disk", "host"):
             _load(loader, pool, expert, tier, costs)

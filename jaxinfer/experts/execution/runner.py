@@ -1,4 +1,4 @@
-"""Runs batches of inputs on the programs of their experts."""
+"""Running batches of inputs on their experts' programs."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ class ExpertRunner:
     """The device side of a system.
 
     Args:
-      executors: of its scheduler. devices: of each.
-      experts: by name.
-      programs: by architecture and device.
-      loader: has the weights of the experts that are in a pool.
+      executors: the scheduler's executors. devices: the device of each.
+      experts: the experts by name.
+      programs: the programs by architecture and device.
+      loader: holds the weights of the experts in each pool.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class ExpertRunner:
         self._executors, self._devices, self._experts, self._programs = executors, devices, experts, programs
 
     def judge(self, batch: Batch, values: Sequence[np.ndarray | None]) -> list[Judgement]:
-        """The answers of a batch; if the device has too little memory, of its halves. None: zeros are judged."""
+        """Return the answers of a batch, run in halves if the device has too little memory; a value of None is judged
+        as zeros.
+        """
         kind = self._experts[batch.expert].kind
         inputs = [np.zeros(kind.shape, kind.dtype) if value is None else value for value in values]
         try:
@@ -56,7 +58,7 @@ class ExpertRunner:
         return list(expert.kind.judge(outputs, len(inputs)))
 
     def perform(self, action: Action) -> Sequence[Judgement]:
-        """Do an action here and now, with zeros as inputs: for a `Simulator` that has everything really done.
+        """Carry out an action now, with zeros as inputs: for a `Simulator` that really does everything.
 
         Returns a batch's answers.
         """

@@ -1,23 +1,23 @@
-"""Which executor gets a request (paper section 4.2): the one that keeps the total time least, then the work."""
+"""Request assignment (paper section 4.2): minimise the overall finish time; break ties by least added work."""
 
 from collections.abc import Sequence
 
 ABSOLUTE_TOLERANCE = 1e-6
-"""Seconds; times that differ by less are equal, so that rounding cannot decide."""
+"""Seconds within which times count as equal, so that rounding decides nothing."""
 RELATIVE_TOLERANCE = 1e-9
 
 
 def assign(totals: Sequence[float], additions: Sequence[float | None]) -> int:
-    """The executor to choose, by its place.
+    """Return the index of the executor for a request.
 
     Executor x would end at totals[x] + additions[x], and all of them at the latest of these and the other totals. The
-    earliest such end wins; of equal ones the least addition, then the earliest own end, then the first.
+    earliest such end wins; ties go to the least addition, then to the executor's earliest end, then to the first.
 
     Most ties are between executors that all end before another one does, so that the least addition decides: that of
-    the executor that has the expert already. This is what keeps requests with their experts.
+    the executor that has the expert already. This keeps requests with their experts.
 
     Args:
-      totals: seconds until each executor has done what it has.
+      totals: seconds until each executor has finished its work.
       additions: seconds that the request would add; None: the executor cannot take it. Not all are None.
 
     >>> assign([4, 5, 9], [3, 1, 1])  # the paper's Figure 8
@@ -41,7 +41,7 @@ def assign(totals: Sequence[float], additions: Sequence[float | None]) -> int:
 
 
 def _is_before(times: tuple[float, ...], others: tuple[float, ...]) -> bool:
-    """Whether the first times that differ are less."""
+    """Check whether the first times that differ are less."""
     for mine, other in zip(times, others, strict=True):
         difference = mine - other
         if abs(difference) > max(ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE * other):

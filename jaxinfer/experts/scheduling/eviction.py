@@ -1,4 +1,4 @@
-"""Which experts leave a pool first (paper section 4.3), and the orders that it is compared with."""
+"""Orders in which experts leave a pool (paper section 4.3): CoServe's, and those it is compared with."""
 
 from collections.abc import Callable, Iterable, Mapping, Set
 
@@ -6,15 +6,15 @@ from jaxinfer.experts.scheduling.experts import ExpertGraph
 
 
 def two_stage(free: Iterable[str], resident: Set[str], graph: ExpertGraph) -> list[str]:
-    """CoServe's order.
+    """Sort experts in CoServe's order of eviction.
 
-    First come subsequent experts of whose predecessors none is in the pool, the largest first: nothing can lead to them
-    soon. Then the others, the least used first. Equals: the less used, the larger, then by name.
+    Subsequent experts without a predecessor in the pool come first, the largest first: nothing can lead to them soon.
+    Then come the others, the least used first. Ties go to the less used, the larger, then by name.
 
     Args:
-      free: experts that may leave.
+      free: the experts that may leave.
       resident: all experts in the pool.
-      graph: what leads to them, and how often they are used.
+      graph: the experts' predecessors and usage.
     """
     free, experts, usage = list(free), graph.experts, graph.usage
     independent = [name for name in free if graph.predecessors[name] and not graph.predecessors[name] & resident]
@@ -24,13 +24,14 @@ def two_stage(free: Iterable[str], resident: Set[str], graph: ExpertGraph) -> li
 
 
 def queue_aware(order: list[str], queued: Mapping[str, int]) -> list[str]:
-    """The order, with experts that wait in a queue behind all others: those that will be needed last go first.
+    """Move queued experts behind all others, the ones needed soonest last.
 
-    queued: of experts that will be needed, their places in the queue.
+    Args:
+      queued: the places in the queue of the experts that wait there.
     """
     return sorted(order, key=lambda name: -queued.get(name, len(queued)))
 
 
 def first_in(free: Iterable[str], loaded: Callable[[str], int]) -> list[str]:
-    """The one that was loaded first goes first (the baselines' FIFO)."""
+    """Sort experts by when they were loaded, the first one first (the baselines' FIFO)."""
     return sorted(free, key=loaded)

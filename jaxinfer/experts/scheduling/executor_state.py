@@ -1,4 +1,4 @@
-"""What the scheduler knows of executors, and what it has done with them."""
+"""The scheduler's view of executors, and its statistics."""
 
 import dataclasses
 from collections import Counter
@@ -16,11 +16,11 @@ class ExecutorConfig:
     """An executor and its memory.
 
     Attributes:
-      name: for people.
-      processor: what it runs on, as profiles name it: "gpu", "cpu".
-      device: executors on the same device can share a pool.
-      expert_bytes: of its pool.
-      activation_bytes: what a batch may take beside that; None: no limit but the profile's `max_batch`.
+      name: a name for people.
+      processor: its processor as profiles name it: "gpu", "cpu".
+      device: its device; executors on the same device can share a pool.
+      expert_bytes: bytes of its pool.
+      activation_bytes: bytes for a batch on top of that; None: limited by the profile's `max_batch` alone.
     """
 
     name: str
@@ -37,13 +37,13 @@ class ExecutorConfig:
 
 @dataclasses.dataclass(eq=False)
 class ExecutorState:
-    """What the scheduler knows of an executor.
+    """The scheduler's view of an executor.
 
     Attributes:
-      batch: taken from the queue, and not done.
-      executing: whether its expert runs; otherwise it is waited for.
-      loading: the expert that its loader brings.
-      ends: when the batch should end.
+      batch: the batch taken from the queue that has not ended.
+      executing: whether the batch runs; otherwise it waits for its expert.
+      loading: the expert being loaded.
+      ends: when the batch is expected to end.
       alive: whether it takes requests.
     """
 
@@ -58,23 +58,23 @@ class ExecutorState:
     alive: bool = True
 
     def total(self, now: float) -> float:
-        """Seconds until all that it has is done (paper section 4.2)."""
+        """Predict the seconds until all its work is done (paper section 4.2)."""
         return (max(self.ends - now, 0.0) if self.batch else 0.0) + self.queue.latency
 
 
 @dataclasses.dataclass(kw_only=True)
 class ExpertStatistics(Statistics):
-    """What a scheduler has done, and where the time of those who do it went, in seconds.
+    """Counters of a scheduler, and where time went, in seconds.
 
     Attributes:
-      loads: experts that came to a pool after the start (the paper's expert switches), by where they came from.
-      prefetched: how many of them came before their batch needed them.
+      loads: experts loaded to a pool after the start (the paper's expert switches), by their source.
+      prefetched: the number of them that began before their batch needed them.
       evictions: experts that left a pool.
-      requests: that were executed, each a stage of an input.
-      scheduling_seconds: of the CPU, in assigning requests.
-      managing_seconds: of the CPU, in all other decisions: which batches and loads begin, which experts leave.
-      running_seconds: batches, all executors together.
-      loading_seconds: loads, all executors together.
+      requests: requests that were executed, each a stage of an input.
+      scheduling_seconds: CPU time of assigning requests.
+      managing_seconds: CPU time of all other decisions: which batches and loads begin, which experts leave.
+      running_seconds: time of batches, summed over executors.
+      loading_seconds: time of loads, summed over executors.
     """
 
     loads: Counter[Tier] = dataclasses.field(default_factory=Counter)
@@ -88,10 +88,10 @@ class ExpertStatistics(Statistics):
 
     @property
     def switches(self) -> int:
-        """All loads."""
+        """The number of loads."""
         return self.loads.total()
 
     @property
     def management_share(self) -> float:
-        """The paper's overhead of expert management ("overhead analysis"): for each second of executors' work."""
+        """The paper's overhead of expert management ("overhead analysis"): per second of executors' work."""
         return self.managing_seconds / (self.running_seconds + self.loading_seconds) if self.running_seconds else 0.0

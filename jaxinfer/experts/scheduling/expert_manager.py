@@ -1,4 +1,4 @@
-"""Expert management (CoServe, section 4.3): which experts are in which memory, where they come from, and who leaves."""
+"""Expert management (CoServe, section 4.3): which memory holds which experts, their sources, and evictions."""
 
 import dataclasses
 from collections import Counter
@@ -21,19 +21,19 @@ from jaxinfer.streaming.residents import Residents
 class ExpertManager:
     """The memory of all executors, and the host cache.
 
+    A pinned expert has a home pool, where it stays once it is loaded; copies elsewhere leave as others do.
+
     Args:
       graph: the experts.
-      profiles: what they cost.
-      executors: in the order of their indices.
-      policy: which rules are followed.
-      host_bytes: of the host cache, if the policy has one.
+      profiles: the experts' costs.
+      executors: the executors' configs in the order of their indices.
+      policy: the policy to follow.
+      host_bytes: bytes of the host cache, where the policy uses one.
 
     Attributes:
       pools: all pools; executors with a shared pool have the same one.
-      executors: their states.
-      statistics: what has been done.
-
-    A pinned expert has a pool where it stays once it is there; copies of it elsewhere leave as others do.
+      executors: the executors' states.
+      statistics: the counters.
 
     Raises ConfigError or ProfileError if there is an expert that can never run.
     """
@@ -58,9 +58,9 @@ class ExpertManager:
         self._host: Residents[str, None] = Residents(host_bytes if policy.host_cache else 0, order=self._host_order)
         self._homes: dict[str, int] = {}
         self._pinned: Counter[int] = Counter()  # bytes of the experts at home in each pool
-        self._limited: dict[int, float] = {}  # pools that have less memory than was given, until when
-        self._taken: set[str] = set()  # copies in the host cache that are on their way to a pool
-        self._sources: Counter[int] = Counter()  # loads under way from each pool
+        self._limited: dict[int, float] = {}  # pools limited to less memory than was given, until when
+        self._taken: set[str] = set()  # copies in the host cache on their way to a pool
+        self._sources: Counter[int] = Counter()  # loads under way, by source pool
         budgets: Counter[str] = Counter()
         for config in configs:
             budgets[config.device] += config.expert_bytes
@@ -76,25 +76,25 @@ class ExpertManager:
         self._choose_homes()
 
     def place(self) -> dict[int, list[str]]:
-        """The experts that each pool has at the start, by the pool's index; they count as loaded from now on."""
+        """Choose the experts of each pool at the start, by the pool's index; they count as loaded from now on."""
         others = [self.graph.experts[name] for name in self.graph.by_usage if name not in self._homes]
         free = [pool.budget - self._pinned[pool.index] for pool in self.pools]
         placed = place(others, free, self._serving)
         for pool, names in zip(self.pools, placed, strict=True):
             names[:0] = [name for name, home in self._homes.items() if home == pool.index]
-            for name in reversed(names):  # the most used one counts as the one used last
+            for name in reversed(names):  # the most used one counts as the most recently used
                 pool.begin_load(name, self.graph.experts[name].bytes)
                 pool.end_load(name, loaded=True, pinned=name in self._homes)
         return dict(enumerate(placed))
 
     def remove_placed(self, pool: int, name: str) -> None:
-        """An expert that `place` has put into a pool could not be loaded."""
+        """Remove an expert that `place` has chosen and that could not be loaded."""
         if name in self._homes:
             self.pools[pool].release(name)
         self.pools[pool].drop(name)
 
     def can_serve(self, executor: ExecutorState, expert: ExpertInfo) -> bool:
-        """Whether an executor can run an expert: there is room for it and one request beside what never leaves."""
+        """Check whether an executor can run an expert: beside pinned ones it has room for it and one request."""
         profile, pool = self.profiles.get((expert.architecture, executor.config.processor)), executor.pool
         if profile is None:
             return False
@@ -102,11 +102,11 @@ class ExpertManager:
         return stays + expert.bytes + missing_bytes(executor, profile) <= pool.budget
 
     def _serving(self, expert: ExpertInfo, pool: int | None = None) -> bool:
-        """Whether an executor, of this pool if one is named, can run an expert."""
+        """Check whether an executor (of this pool, if given) can run an expert."""
         return any(self.can_serve(x, expert) for x in self.executors if pool in (None, x.pool.index))
 
     def add_executor(self, config: ExecutorConfig) -> int:
-        """Have one more executor, with a pool of its own; returns its index."""
+        """Add an executor with a pool of its own; return its index."""
         return self._add(config, self._new_pool(config.expert_bytes)).index
 
     def _new_pool(self, budget: int) -> ModelPool:
@@ -140,7 +140,7 @@ class ExpertManager:
                 )
 
     def _choose_homes(self) -> None:
-        """Choose the pools where pinned experts stay, in turn, so that every expert can still run somewhere."""
+        """Choose the home pools of pinned experts, in turn, so that every expert can still run somewhere."""
         pinned = [expert for name in self.graph.by_usage if (expert := self.graph.experts[name]).pinned]
         kinds = {(x.architecture, x.bytes): x for x in self.graph.experts.values() if not x.pinned}
         turn = 0
@@ -161,13 +161,16 @@ class ExpertManager:
                     "another expert to run; pin fewer, or give an executor more memory for experts."
                 )
 
-    # -- memory that is not there --
+    # -- missing memory --
 
     def limit(self, load: Load, until: float) -> bool:
-        """A load, which has ended, found less memory than its pool was given: have the pool keep to what it has.
+        """Limit a pool to its present size after a load that ran out of memory.
 
-        until: when all that was given is tried again.
-        Returns False if what it has would not do for that expert.
+        Args:
+          until: when to try all the memory given again.
+
+        Returns:
+          False if the present size is too small for that expert.
         """
         executor, expert = self.executors[load.executor], self.graph.experts[load.expert]
         executor.pool.limit(executor.pool.used)
@@ -180,11 +183,11 @@ class ExpertManager:
 
     @property
     def limited(self) -> bool:
-        """Whether a pool has less memory than was given."""
+        """Whether a pool is limited to less memory than was given."""
         return bool(self._limited)
 
     def lift_limits(self, now: float) -> None:
-        """Have pools try again what they were given."""
+        """Allow pools all the memory given again, once their limits expire."""
         for index in [index for index, until in self._limited.items() if until <= now]:
             self.pools[index].limit(None)
             del self._limited[index]
@@ -192,7 +195,7 @@ class ExpertManager:
     # -- loads --
 
     def tier(self, name: str, pool: ModelPool) -> tuple[Tier, int | None]:
-        """Where an expert is loaded from now to a pool, and of which other pool that is the copy."""
+        """Return the tier that an expert is loaded from to a pool now, and the other pool whose copy that is."""
         if self.policy.host_cache:
             if name in self._host and name not in self._taken:
                 return "host", None
@@ -206,7 +209,7 @@ class ExpertManager:
     def begin_load(
         self, executor: ExecutorState, name: str, *, keep: Iterable[str] = (), prefetched: bool = False
     ) -> Load | None:
-        """Make room for an expert and have it come; None if there can be no room now."""
+        """Make room for an expert and begin to load it; return None if there can be no room now."""
         pool = executor.pool
         tier, source = self.tier(name, pool)
         keep = [*keep, *self._about_to_run(pool)]
@@ -235,9 +238,9 @@ class ExpertManager:
         )
 
     def _leave(self, executor: ExecutorState, victims: Iterable[str]) -> tuple[tuple[Eviction, ...], tuple[str, ...]]:
-        """Experts have left an executor's pool: which of them stay in the host cache, and which ones leave that.
+        """Decide which experts that have left a pool stay in the host cache, and which ones leave that.
 
-        One that would cost more to copy there and back than to read again does not stay.
+        An expert that costs more to copy there and back than to read again does not stay.
         """
         victims, before = list(victims), list(self._host)
         for name in victims:
@@ -251,7 +254,7 @@ class ExpertManager:
         return evictions, tuple(name for name in before if name not in self._host)
 
     def end_load(self, load: Load, *, loaded: bool) -> None:
-        """A load has ended, and the expert is there unless it failed."""
+        """Note that a load has ended; the expert is there unless it failed."""
         pinned = self._homes.get(load.expert) == load.pool
         self.pools[load.pool].end_load(load.expert, loaded=loaded, pinned=pinned)
         self.executors[load.executor].loading = None
@@ -263,17 +266,17 @@ class ExpertManager:
             self._host.unpin(load.expert)
             self._host.remove(load.expert)
 
-    # -- memory that others could have --
+    # -- memory offered to others --
 
     def offer(self, devices: Collection[str]) -> Offer:
-        """The experts on these devices that nothing needs now, and what loading them again would take."""
+        """Offer the memory of unused experts on these devices, at the seconds of loading them again."""
         users = {x.pool.index: x for x in self.executors if x.config.device in devices}
         unused = [(executor, name) for executor in users.values() for name in executor.pool.unused]
         seconds = (self.profile(x, name).load_seconds(self.tier(name, x.pool)[0]) for x, name in unused)
         return Offer(sum(self.graph.experts[name].bytes for _, name in unused), sum(seconds))
 
     def offer_of_host(self) -> Offer:
-        """The experts in the host cache that nothing needs now, and how much longer loading from disk takes."""
+        """Offer the memory of unused experts in the host cache, at the seconds that loading from disk takes longer."""
         unused = [self.graph.experts[name] for name in self._host.unpinned]
         seconds = sum(min(map(_saved_by_host, self._profiles_of(expert))) for expert in unused)
         return Offer(sum(expert.bytes for expert in unused), seconds)
@@ -286,7 +289,9 @@ class ExpertManager:
     # -- memory of batches --
 
     def lend(self, executor: ExecutorState, size: int, expert: str) -> Evict | None:
-        """Have experts make room for a batch, until `take_back`, and for its expert; None if they cannot."""
+        """Reserve memory for a batch and its expert until `take_back`, evicting experts; return None if that is
+        impossible.
+        """
         pool = executor.pool
         beside = 0 if pool.has(expert) else self.graph.experts[expert].bytes
         keep = [expert, *self._about_to_run(pool)]
@@ -301,18 +306,18 @@ class ExpertManager:
         executor.pool.give_back(_activations(executor))
 
     def will_free(self, executor: ExecutorState) -> bool:
-        """Whether others are about to give memory of the pool back: its executors, or loads from it."""
+        """Check whether memory of the pool is about to become free: from its executors, or from loads from it."""
         pool = executor.pool
         return bool(pool.loading or self._about_to_run(pool) or self._sources[pool.index]) or any(
             other.executing and other.pool is executor.pool for other in self.executors
         )
 
     def _about_to_run(self, pool: ModelPool) -> list[str]:
-        """Experts that have come to a pool and whose batches have not begun yet."""
+        """Return loaded experts of a pool whose batches have not begun yet."""
         batches = [x.batch for x in self.executors if x.pool is pool and x.batch is not None and not x.executing]
         return [batch.expert for batch in batches if pool.is_ready(batch.expert)]
 
-    # -- which experts leave (paper section 4.3) --
+    # -- eviction (paper section 4.3) --
 
     def _order(self, free: list[str], pool: ModelPool) -> list[str]:
         match self.policy.evict:
@@ -332,12 +337,12 @@ class ExpertManager:
         return queue_aware(two_stage(free, set(), self.graph), _next_uses(self.executors))
 
     def profile(self, executor: ExecutorState, name: str) -> Profile:
-        """What an expert costs on an executor."""
+        """Return the profile of an expert on an executor."""
         return self.profiles[self.graph.experts[name].architecture, executor.config.processor]
 
 
 def missing_bytes(executor: ExecutorState, profile: Profile) -> int:
-    """What one request takes beyond the executor's memory for activations."""
+    """Return the bytes that one request takes beyond the executor's memory for activations."""
     limit = executor.config.activation_bytes
     return 0 if limit is None else max(profile.activations(1) - limit, 0)
 
@@ -347,19 +352,19 @@ def _saved_by_host(profile: Profile) -> float:
 
 
 def _joined(configs: list[ExecutorConfig]) -> ExecutorConfig:
-    """The first executor, with the memory of all that share its device."""
+    """Return the first executor with the memory of all that share its device."""
     first = configs[0]
     shared = sum(config.expert_bytes for config in configs if config.device == first.device)
     return dataclasses.replace(first, expert_bytes=shared)
 
 
 def _activations(executor: ExecutorState) -> str:
-    """The name under which a pool lends memory to an executor's batch; no expert has it."""
+    """Return the name under which a pool lends memory to an executor's batch; no expert has it."""
     return f"\0{executor.index}"
 
 
 def _next_uses(executors: Iterable[ExecutorState]) -> dict[str, int]:
-    """Of experts that wait in a queue, their least places among the groups of one."""
+    """Return each queued expert's smallest index among the groups of an executor."""
     places: dict[str, int] = {}
     for executor in executors:
         for place_, name in enumerate(executor.queue.experts()):

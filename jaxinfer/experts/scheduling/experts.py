@@ -1,4 +1,4 @@
-"""The experts that there are, and which one follows which."""
+"""The experts of a system, and which one follows which."""
 
 import dataclasses
 import logging
@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertInfo:
-    """One expert, as the scheduler knows it.
+    """The scheduler's description of an expert.
 
     Attributes:
-      name: unique.
-      architecture: experts of one architecture cost the same (paper section 4.5).
-      bytes: of its weights on a device.
-      pinned: never evicted once it is loaded.
+      name: its unique name.
+      architecture: its architecture; experts of one architecture cost the same (paper section 4.5).
+      bytes: bytes of its weights on a device.
+      pinned: whether it stays once it is loaded.
     """
 
     name: str
@@ -36,13 +36,13 @@ class ExpertInfo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What follows an expert's verdict.
+    """A rule: the expert that follows a verdict.
 
     Attributes:
-      expert: the one that has judged.
-      verdict: its answer.
-      next: the expert that gets the input then.
-      probability: how often the expert answers so; None: rules that do not say share what is left of 1.
+      expert: the expert that has judged.
+      verdict: its verdict.
+      next: the expert that gets the input next.
+      probability: share of this verdict among the expert's; None: an equal part of the rest.
     """
 
     expert: str
@@ -56,9 +56,9 @@ class InputKind:
     """Inputs that begin with the same expert.
 
     Attributes:
-      name: of the kind, such as a component's type.
-      expert: the first one.
-      share: how often such inputs come, in any unit; None: as often as the others without a share.
+      name: the kind's name, such as a component's type.
+      expert: the first expert.
+      share: relative frequency, in any unit; None: an equal part of the rest.
     """
 
     name: str
@@ -67,12 +67,12 @@ class InputKind:
 
 
 class ExpertGraph:
-    """Experts, inputs and rules, checked: no unknown expert, no cycle, probabilities that can be.
+    """Experts, inputs and rules, checked: no unknown expert, no cycle, valid probabilities.
 
     Attributes:
-      experts: by name.
-      usage: how many of all inputs come to each expert, in [0, 1].
-      predecessors, successors: experts next to each one. One without predecessors is preliminary, others subsequent
+      experts: the experts by name.
+      usage: share of all inputs that reaches each expert, in [0, 1].
+      predecessors, successors: each expert's neighbours. One without predecessors is preliminary, others subsequent
         (paper section 2.1).
     """
 
@@ -104,33 +104,35 @@ class ExpertGraph:
         self.usage = self._usage(usage or {})
 
     def first(self, kind: str) -> str:
-        """The expert that an input of this kind begins with. Raises RoutingError."""
+        """Return the first expert of inputs of this kind. Raises RoutingError."""
         if kind not in self._inputs:
             raise RoutingError(f"no input is of kind {kind!r}; known: {_some(self._inputs)}.")
         return self._inputs[kind].expert
 
     def next(self, expert: str, verdict: str) -> str | None:
-        """The expert that follows a verdict; None: the verdict is the result."""
+        """Return the expert that follows a verdict; None: the verdict is the result."""
         rule = self._rules.get((expert, verdict))
         return None if rule is None else rule.next
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Which part of all inputs is of each kind."""
+        """The share of each kind among all inputs."""
         return dict(zip(self._inputs, _shares(list(self._inputs.values())), strict=True))
 
     def rules_of(self, expert: str) -> list[Rule]:
-        """What may follow an expert."""
+        """Return the rules that follow an expert."""
         return [rule for rule in self._rules.values() if rule.expert == expert]
 
     def require(self, name: str) -> ExpertInfo:
-        """The expert. Raises RoutingError if there is none of this name."""
+        """Return the expert. Raises RoutingError if the name is unknown."""
         if name not in self.experts:
             raise RoutingError(f"there is no expert {name!r}; known: {_some(self.experts)}.")
         return self.experts[name]
 
     def with_usage(self, usage: Mapping[str, float]) -> "ExpertGraph":
-        """The same graph with usage as it was counted, or as the user says; what follows is used accordingly."""
+        """Return the graph with known usage, counted or given by the user; the usage of following experts changes with
+        it.
+        """
         for name, value in usage.items():
             self.require(name)
             if not math.isfinite(value) or value < 0:
@@ -139,7 +141,7 @@ class ExpertGraph:
 
     @cached_property
     def by_usage(self) -> list[str]:
-        """All experts, the most used first; equals by name."""
+        """All experts, the most used first; ties by name."""
         return sorted(self.experts, key=lambda name: (-self.usage[name], name))
 
     def _require_expert(self, name: str, where: str) -> None:
@@ -154,9 +156,10 @@ class ExpertGraph:
             raise ConfigError(f"the rules make a cycle: {cycle}; an input would never have a result.") from error
 
     def _usage(self, given: Mapping[str, float]) -> dict[str, float]:
-        """How many inputs come to each expert: inputs by their shares, and on along the rules (paper section 4.5).
+        """Compute each expert's usage: inputs by their shares, passed on along the rules (paper section 4.5).
 
-        given: of experts for which it is known.
+        Args:
+          given: the usage of experts for which it is known.
         """
         usage = dict.fromkeys(self.experts, 0.0)
         for kind, share in self.shares.items():
@@ -170,7 +173,7 @@ class ExpertGraph:
 
 
 def _with_probabilities(rules: list[Rule]) -> list[Rule]:
-    """The rules, each with a probability: those without share what the others of their expert leave of 1."""
+    """Fill in the rules' probabilities: rules without one share the rest of their expert's."""
     left, without = defaultdict[str, float](lambda: 1.0), Counter[str]()
     for rule in rules:
         if rule.probability is None:
@@ -194,7 +197,7 @@ def _with_probabilities(rules: list[Rule]) -> list[Rule]:
 
 
 def _shares(inputs: list[InputKind]) -> list[float]:
-    """The kinds' shares, 1 in all; a warning says so if they were not."""
+    """Scale the kinds' shares to a sum of 1, with a warning if they differ from it."""
     given = [kind.share for kind in inputs]
     for kind in inputs:
         if kind.share is not None and not (math.isfinite(kind.share) and kind.share >= 0):
@@ -220,6 +223,6 @@ def _require_unique(what: str, names: list) -> None:
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:
-    """Some of the names, for an error."""
+    """Join some of the names, for an error."""
     names = sorted(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "") or "none"

@@ -1,4 +1,4 @@
-"""Which experts are in which pool at the start (paper section 4.1)."""
+"""The experts in each pool at the start (paper section 4.1)."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,14 +10,17 @@ def place(
     budgets: Sequence[int],
     can_run: Callable[[ExpertInfo, int], bool] = lambda expert, pool: True,
 ) -> list[list[str]]:
-    """The experts of each pool: dealt out in turn until no memory is left.
+    """Deal experts out to pools in turn until no memory is left.
 
-    A pool that is full is passed over; an expert that fits none is left out, and smaller ones are still tried.
+    Full pools are skipped; an expert that fits none is left out, and smaller ones are still tried.
 
     Args:
-      experts: in the order in which they are dealt, the most used first.
+      experts: the experts in the order of dealing, the most used first.
       budgets: the bytes of each pool, those of accelerators first.
-      can_run: whether an executor of a pool has a use for an expert.
+      can_run: whether an executor of a pool can run an expert.
+
+    Returns:
+      The names of each pool's experts.
     """
     placed: list[list[str]] = [[] for _ in budgets]
     free, turn = list(budgets), 0

@@ -1,4 +1,4 @@
-"""Which rules a scheduler follows: CoServe's, those that it is compared with, and ours."""
+"""Scheduling policies: CoServe's, those it is compared with, and ours."""
 
 import dataclasses
 from typing import Any, Literal
@@ -13,22 +13,22 @@ class Policy:
     """The choices of a scheduler.
 
     Attributes:
-      assign: "makespan", as in paper section 4.2, or executors in turn.
-      arrange: whether requests go behind those with the same expert, rather than behind all.
-      evict: which experts leave a pool first: CoServe's two stages; the same with experts that wait in the queue last;
-        the one used longest ago; the one loaded first.
-      max_batch: no batch is larger, whatever the profile says.
-      one_executor: only the first one runs, with the memory of all that share its device.
-      host_cache: experts that leave a pool stay in the host's memory; copies in the pools of CPUs are used as well.
-      share_pools: executors on the same device have one pool.
-      prefetch: how many groups ahead an expert is loaded while another one runs.
-      resident_first: groups whose experts are in the pool run before others, which so find all their requests there.
-      counts_batches: predict B for each batch of a group, not once for the group.
-      avoids_padding: take as many requests as the next smaller compiled batch size has, rather than compute more than
+      assign: "makespan", as in paper section 4.2, or "round_robin".
+      arrange: whether a request queues behind those for its expert, rather than behind all.
+      evict: order of eviction: CoServe's two stages; two stages with queued experts last; least recently used;
+        first in, first out.
+      max_batch: the largest batch, whatever the profile allows.
+      one_executor: whether only the first executor runs, with the memory of all that share its device.
+      host_cache: whether evicted experts stay in the host's memory; loads then also use copies in CPUs' pools.
+      share_pools: whether executors on the same device have one pool.
+      prefetch: number of groups ahead whose experts are loaded while another one runs.
+      resident_first: whether groups whose experts are in the pool run first, while the others collect requests.
+      counts_batches: whether the prediction counts B for each batch of a group, not once per group.
+      avoids_padding: whether a batch shrinks to the next smaller compiled size, rather than compute more than
         25% padding.
-      max_age: no request goes before one that came more than so many seconds earlier, so that none waits for ever;
-        None: before any (the paper's "window" has no end).
-      by_deadline: a group with a deadline that can be kept, but not in its turn, runs first, the earliest one.
+      max_age: seconds after which a waiting request can be overtaken by later ones no more, so that none starves;
+        None: never (the paper's "window" has no end).
+      by_deadline: whether a group whose deadline can be met, but not in its turn, runs first, earliest deadline first.
     """
 
     assign: Literal["makespan", "round_robin"] = "makespan"
@@ -60,15 +60,15 @@ _GROUPING: dict[str, Any] = {"arrange": True, "max_batch": None}
 _NONE = Policy(assign="round_robin", arrange=False, evict="fifo")
 
 POLICIES = {
-    "samba": _SAMBA,  # Samba-CoE: in the order of arrival, the least recently used expert leaves
+    "samba": _SAMBA,  # Samba-CoE: in the order of arrival, evicting the least recently used expert
     "fifo": dataclasses.replace(_SAMBA, evict="fifo"),  # Samba-CoE FIFO
     "parallel": _PARALLEL,  # Samba-CoE Parallel
-    "samba_grouping": dataclasses.replace(_SAMBA, **_GROUPING),  # and requests for one expert run together,
-    "parallel_grouping": dataclasses.replace(_PARALLEL, **_GROUPING),  # as servers that swap models collect them
+    "samba_grouping": dataclasses.replace(_SAMBA, **_GROUPING),  # collecting requests for one expert,
+    "parallel_grouping": dataclasses.replace(_PARALLEL, **_GROUPING),  # as servers that swap models do
     "none": _NONE,  # the ablations of paper section 5.3
     "em": dataclasses.replace(_NONE, evict="two_stage"),  # expert management
-    "em_ra": dataclasses.replace(_NONE, evict="two_stage", arrange=True),  # and request arranging
-    "paper": Policy(),  # and request assignment: CoServe
+    "em_ra": dataclasses.replace(_NONE, evict="two_stage", arrange=True),  # with request arranging
+    "paper": Policy(),  # with request assignment: CoServe
     "best": Policy(
         evict="queue_aware",
         host_cache=True,
@@ -80,11 +80,11 @@ POLICIES = {
         by_deadline=True,
     ),
 }
-"""By name."""
+"""The policies by name."""
 
 
 def policy_of(mode: str, **changes: object) -> Policy:
-    """The policy of this name, with changes. Raises ConfigError."""
+    """Return the policy of this name, with changes. Raises ConfigError."""
     if mode not in POLICIES:
         raise ConfigError(f"mode={mode!r} is not known; known: {', '.join(POLICIES)}.")
     known = {field.name for field in dataclasses.fields(Policy)}

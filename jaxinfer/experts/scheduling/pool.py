@@ -5,77 +5,81 @@ from collections.abc import Callable, Iterable, Set
 from jaxinfer.streaming.residents import Residents
 
 EvictionOrder = Callable[[list[str], "ModelPool"], list[str]]
-"""Of experts that may leave, the one used longest ago first, and their pool: in which order they leave."""
+"""Function of the experts that may leave, least recently used first, and their pool: sorts them in the order of
+eviction.
+"""
 
 
 class ModelPool:
-    """Experts that are in a memory, or on their way to it; their bytes never exceed the budget.
+    """Experts in a memory or on their way to it; their bytes never exceed the budget.
 
     Args:
-      index: its place among the pools.
+      index: its index among the pools.
       budget: in bytes.
-      order: which experts leave first.
+      order: the order of eviction.
 
     Attributes:
-      loading: experts that are on their way.
+      loading: the experts being loaded.
     """
 
     def __init__(self, index: int, budget: int, order: EvictionOrder):
         self.index, self.loading = index, set[str]()
         self._given, self._order, self._keep = budget, order, frozenset[str]()
         self._residents: Residents[str, None] = Residents(budget, order=self._may_leave)
-        self._loads: dict[str, int] = {}  # when each was loaded: the first is 0
+        self._loads: dict[str, int] = {}  # sequence number of each load, from 0
         self._reserved: dict[str, int] = {}
 
     @property
     def budget(self) -> int:
-        """Bytes."""
+        """The budget in bytes."""
         return self._residents.budget
 
     def limit(self, size: int | None) -> None:
-        """Have a smaller budget, not less than what is there; None: the one that was given."""
+        """Limit the budget, not below the bytes used; None: the full one."""
         self._residents.budget = self._given if size is None else min(self._given, size)
 
     @property
     def used(self) -> int:
-        """Bytes of all that is there or on its way."""
+        """Bytes of all that is loaded, being loaded or reserved."""
         return self._residents.used
 
     @property
     def free(self) -> int:
-        """Bytes."""
+        """The free bytes."""
         return self.budget - self.used
 
     @property
     def resident(self) -> Set[str]:
-        """The experts that are there."""
+        """The loaded experts."""
         return {name for name in self._residents if name not in self.loading and name not in self._reserved}
 
     @property
     def unused(self) -> list[str]:
-        """The experts that are there and that nothing needs now."""
+        """The loaded experts that nothing needs now."""
         return self._residents.unpinned
 
     def has(self, name: str) -> bool:
-        """Whether an expert is there, or on its way."""
+        """Check whether an expert is loaded or being loaded."""
         return name in self._residents
 
     def is_ready(self, name: str) -> bool:
-        """Whether an expert is there."""
+        """Check whether an expert is loaded."""
         return name in self._residents and name not in self.loading
 
     def load_order(self, name: str) -> int:
-        """A number that is larger for an expert that was loaded later."""
+        """Return a number that is larger for an expert that was loaded later."""
         return self._loads[name]
 
     def victims(self, size: int) -> list[str] | None:
-        """Who would leave for this many bytes; None if even then there is no room. Nothing changes."""
+        """Return the experts to evict for this many bytes, without evicting them; None if even that leaves too little
+        room.
+        """
         return self._residents.victims(size)
 
     def begin_load(self, name: str, size: int, *, keep: Iterable[str] = ()) -> list[str] | None:
-        """Make room for an expert and have it on its way; returns those that left.
+        """Make room for an expert and begin to load it; return the evicted experts.
 
-        None: there is no room, because of experts that are in use, on their way, or in `keep`; nothing has changed.
+        Returns None, and changes nothing, if there is no room beside experts in use, being loaded, or in `keep`.
         """
         victims = self._make_room(size, keep)
         if victims is not None:
@@ -85,7 +89,7 @@ class ModelPool:
         return victims
 
     def end_load(self, name: str, *, loaded: bool, pinned: bool = False) -> None:
-        """An expert has come, for good if `pinned`; or cannot come, and its room is free again."""
+        """Note that an expert is loaded, for good if `pinned`; or that its load failed, and its room is free again."""
         self.loading.discard(name)
         if loaded:
             self._loads[name] = len(self._loads) and max(self._loads.values()) + 1
@@ -95,12 +99,12 @@ class ModelPool:
             self._residents.remove(name)
 
     def drop(self, name: str) -> None:
-        """Have an expert leave that nothing uses."""
+        """Remove an expert that nothing uses."""
         self._residents.remove(name)
         del self._loads[name]
 
     def use(self, name: str) -> None:
-        """Have an expert stay until `release`."""
+        """Keep an expert until `release`."""
         self._residents.touch(name)
         self._residents.pin(name)
 
@@ -109,9 +113,10 @@ class ModelPool:
         self._residents.unpin(name)
 
     def reserve(self, owner: str, size: int, *, beside: int = 0, keep: Iterable[str] = ()) -> list[str] | None:
-        """Take bytes for something else than experts until `give_back`; returns experts that left, None: no room.
+        """Reserve bytes for something other than experts until `give_back`; return the evicted experts, None: no room.
 
-        beside: bytes that are free then, for the expert that will be loaded.
+        Args:
+          beside: bytes to leave free, for the expert that will be loaded.
         """
         victims = self._make_room(size + beside, keep)
         if victims is not None:
@@ -127,7 +132,7 @@ class ModelPool:
             self._residents.remove(owner)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless all fits the budget."""
+        """Check that everything fits the budget. Raises AssertionError."""
         self._residents.check_integrity()
         assert self.loading <= set(self._residents)
 

@@ -1,4 +1,4 @@
-"""What experts cost: the performance matrix of paper section 4.5, one entry for each architecture and processor."""
+"""The costs of experts: the performance matrix of paper section 4.5, one entry per architecture and processor."""
 
 import dataclasses
 import math
@@ -9,26 +9,26 @@ from jaxinfer.compiled import LinearFit
 from jaxinfer.experts.errors import ProfileError
 
 Tier = Literal["host", "disk"]
-"""Where an expert is loaded from: a copy in the host's memory, or a file."""
+"""The source of a load: a copy in the host's memory, or a file."""
 
 PLATEAU = 0.05
-"""How much slower than the best a batch size may be, for each request, and still be chosen for being smaller."""
+"""Factor by which a smaller batch size may be slower per request than the best and still be chosen."""
 MIN_R_SQUARED = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What experts of an architecture cost on a processor.
+    """The costs of an architecture's experts on a processor.
 
     Attributes:
-      k: seconds of one more request in a batch (the paper's K).
-      b: seconds of a batch beside that (the paper's B).
+      k: seconds per additional request in a batch (the paper's K).
+      b: seconds per batch on top of that (the paper's B).
       max_batch: the largest batch worth making.
-      load: seconds to load an expert, by where it comes from.
+      load: seconds to load an expert, by its source.
       evict: seconds to copy an expert to the host's memory when it leaves a pool.
-      activation_bytes: of one more request in a batch.
-      latency: seconds of batches as measured, by size; beyond them, and where there are none, the line counts.
-      workspace: bytes of batches as measured, by size; where there are none, `activation_bytes` of each request count.
+      activation_bytes: bytes per additional request in a batch.
+      latency: measured seconds of batches, by size; sizes beyond them follow the line K n + B.
+      workspace: measured bytes of batches, by size; other sizes take `activation_bytes` per request.
     """
 
     k: float
@@ -56,20 +56,20 @@ class Profile:
             raise ProfileError(f"activation_bytes must be at least 0, got {self.activation_bytes}.")
 
     def load_seconds(self, tier: Tier) -> float:
-        """Seconds to load an expert from there; from disk where nothing else is known."""
+        """Return the seconds to load an expert from a tier; those of the disk where the tier's are unknown."""
         return self.load.get(tier, self.load["disk"])
 
     def padded(self, batch: int) -> int:
-        """The size that a batch really runs as: the next larger measured one, if there is one."""
+        """Return the size that a batch really runs as: the next larger measured one, if there is one."""
         return min((size for size in self.latency if size >= batch), default=batch)
 
     def seconds(self, batch: int) -> float:
-        """Seconds of a batch of this size, with its padding: as measured, else K n + B."""
+        """Return the seconds of a batch of this size with its padding: measured, or K n + B."""
         padded = self.padded(batch)
         return self.latency.get(padded, self.k * padded + self.b)
 
     def scaled(self, factors: Mapping[str, float]) -> "Profile":
-        """The same where a "batch", an "evict", or a load from a tier takes so many times as long; others as before."""
+        """Return the profile with the times of "batch", "evict" and loads by tier multiplied by their factors."""
         batch = factors.get("batch", 1.0)
         return dataclasses.replace(
             self,
@@ -81,17 +81,17 @@ class Profile:
         )
 
     def activations(self, batch: int) -> int:
-        """Bytes that a batch of this size takes beside its expert, with its padding."""
+        """Return the bytes that a batch of this size, with its padding, takes on top of its expert."""
         padded = self.padded(batch)
         return self.workspace.get(padded, self.activation_bytes * padded)
 
 
 Profiles = Mapping[tuple[str, str], Profile]
-"""By architecture and processor, such as ("resnet101", "gpu")."""
+"""Profiles by architecture and processor, such as ("resnet101", "gpu")."""
 
 
 def fit_latency(latency: Mapping[int, float]) -> tuple[float, float, float]:
-    """K, B and R^2 of a line through seconds by batch size, by least squares; B is at least 0.
+    """Fit a least-squares line through seconds by batch size; return K, B (at least 0) and R^2.
 
     Raises ProfileError for fewer than two sizes, K <= 0, or R^2 < 0.9.
     """
@@ -107,7 +107,7 @@ def fit_latency(latency: Mapping[int, float]) -> tuple[float, float, float]:
 
 
 def choose_max_batch(latency: Mapping[int, float]) -> int:
-    """The smallest batch size whose latency for each request is within 5% of the best (paper section 4.5)."""
+    """Return the smallest batch size whose latency per request is within 5% of the best (paper section 4.5)."""
     if not latency:
         raise ProfileError("max_batch needs the latency of at least one batch size.")
     average = {size: seconds / size for size, seconds in latency.items()}

@@ -10,10 +10,10 @@ from jaxinfer.experts.scheduling.request import Request
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """Requests for one expert that are next to each other, in the order of their arrival.
+    """Adjacent requests for one expert, in the order of their arrival.
 
     Attributes:
-      before, behind: the groups next to it.
+      before, behind: the neighbouring groups.
       latency: the sum of its requests' additional inference latencies.
     """
 
@@ -25,7 +25,7 @@ class Group:
 
     @property
     def first(self) -> Request:
-        """The request that waits longest."""
+        """The request that has waited longest."""
         return next(iter(self.requests))
 
 
@@ -33,8 +33,8 @@ class ExecutorQueue:
     """Groups in the order in which they will run.
 
     Args:
-      arranged: whether a request goes behind the last queued one with its expert; otherwise behind all.
-      max_age: a request does not go before one that has waited longer than this, in seconds; None: before any.
+      arranged: whether a request queues behind the last one for its expert, rather than behind all.
+      max_age: seconds after which a waiting request can be overtaken no more; None: always.
 
     Attributes:
       latency: the sum of the requests' additional inference latencies.
@@ -43,20 +43,20 @@ class ExecutorQueue:
     def __init__(self, *, arranged: bool, max_age: float | None = None):
         self._arranged, self._max_age = arranged, max_age
         self._groups: OrderedDict[Group, None] = OrderedDict()
-        self._last: dict[str, Group] = {}  # of each expert
-        self._of: dict[Request, Group] = {}
+        self._last: dict[str, Group] = {}  # by expert
+        self._group_of: dict[Request, Group] = {}
         self._counts: Counter[str] = Counter()
-        self._end: Group | None = None  # the last one
+        self._end: Group | None = None  # the last group
         self.latency = 0.0
 
     def add(self, request: Request) -> bool:
-        """Put a request where it belongs; True if it joins others for its expert."""
+        """Queue a request; return True if it joins others for its expert."""
         group = self._last.get(request.expert)
         joins = group is not None and self._may_join(group, request)
         if group is None or not joins:
             group = self._append(request.expert)
         group.requests[request] = None
-        self._of[request] = group
+        self._group_of[request] = group
         self._counts[request.expert] += 1
         group.latency += request.latency
         self.latency += request.latency
@@ -70,52 +70,52 @@ class ExecutorQueue:
         return taken
 
     def remove(self, request: Request) -> bool:
-        """Take a request out; False if it is not there any more."""
-        group = self._of.get(request)
+        """Remove a request; return False if it is not queued any more."""
+        group = self._group_of.get(request)
         if group is not None:
             self._remove(request, group)
         return group is not None
 
     def remove_expert(self, expert: str) -> list[Request]:
-        """Take all requests for an expert out."""
+        """Remove and return all requests for an expert."""
         removed = []
         for group in [group for group in self._groups if group.expert == expert]:
             removed += self.take(group, len(group.requests))
         return removed
 
     def first(self) -> Group | None:
-        """The group that runs next."""
+        """Return the group that runs next."""
         return next(iter(self._groups), None)
 
     def groups(self) -> Iterable[Group]:
-        """In the order in which they will run."""
+        """Return the groups in the order in which they will run."""
         return self._groups
 
     def count(self, expert: str) -> int:
-        """How many requests for an expert wait."""
+        """Return the number of requests that wait for an expert."""
         return self._counts[expert]
 
     def experts(self) -> list[str]:
-        """Experts in the order in which they will be needed."""
+        """Return the experts in the order in which they will be needed."""
         return list(dict.fromkeys(group.expert for group in self._groups))
 
     def may_overtake(self, request: Request, other: Request) -> bool:
-        """Whether a request may run before one that came earlier: it must not have waited too much longer."""
+        """Check whether a request may run before an earlier one, which must not have waited too much longer."""
         return self._max_age is None or request.arrival - other.arrival <= self._max_age
 
     def __contains__(self, request: object) -> bool:
-        return request in self._of
+        return request in self._group_of
 
     def __iter__(self) -> Iterator[Request]:
         return (request for group in self._groups for request in group.requests)
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._group_of)
 
     def _may_join(self, group: Group, request: Request) -> bool:
         if group.behind is None:
             return True
-        # Groups are in the order of their first requests: what is overtaken has waited no longer than this one.
+        # Groups are in the order of their first requests: everyone overtaken has waited no longer than this one.
         return self._arranged and self.may_overtake(request, group.behind.first)
 
     def _append(self, expert: str) -> Group:
@@ -138,11 +138,11 @@ class ExecutorQueue:
             self._end = group.before
 
     def _remove(self, request: Request, group: Group) -> None:
-        del group.requests[request], self._of[request]
+        del group.requests[request], self._group_of[request]
         self._counts[request.expert] -= 1
         if not self._counts[request.expert]:
             del self._counts[request.expert]
         group.latency -= request.latency
-        self.latency = self.latency - request.latency if self._of else 0.0  # no rounding error stays
+        self.latency = self.latency - request.latency if self._group_of else 0.0  # no rounding error remains
         if not group.requests:
             self._drop(group)

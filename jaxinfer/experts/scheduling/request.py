@@ -1,4 +1,4 @@
-"""Requests, and what executors are told to do with them."""
+"""Requests, and the actions for executors."""
 
 import dataclasses
 
@@ -7,16 +7,16 @@ from jaxinfer.experts.scheduling.profile import Tier
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Request:
-    """One stage of an input: an expert is to judge it.
+    """A stage of an input: a request to an expert to judge it.
 
     Attributes:
-      id: of the input; all stages have the same.
+      id: the input's id, shared by its stages.
       stage: 0 for the first expert.
-      expert: its name.
-      arrival: when the scheduler got it, in seconds of its clock.
-      deadline: by when its expert must have begun.
-      latency: the additional inference latency that it was predicted to cost (paper section 4.2).
-      requeued: whether its executor could not run it, so that another one got it.
+      expert: the expert's name.
+      arrival: when it was submitted, in seconds of the scheduler's clock.
+      deadline: when its expert must have begun.
+      latency: the additional inference latency predicted for it (paper section 4.2).
+      requeued: whether it was moved from an executor that could not run it.
     """
 
     id: int
@@ -30,10 +30,10 @@ class Request:
 
 @dataclasses.dataclass(eq=False)
 class Batch:
-    """Requests that an executor's expert runs together.
+    """Requests for one expert that an executor runs together.
 
     Attributes:
-      executor: its index.
+      executor: the executor's index.
       began: when it was taken from the queue.
     """
 
@@ -53,13 +53,13 @@ class Eviction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evict:
-    """Experts that leave a pool, to give a batch their memory.
+    """An action: evict experts from a pool, to give a batch their memory.
 
     Attributes:
-      executor: whose batch.
-      pool: which one.
+      executor: the executor of the batch.
+      pool: the pool's index.
       evictions: the experts.
-      dropped: experts that leave the host cache, to make room for those.
+      dropped: experts that leave the host cache to make room for them.
     """
 
     executor: int
@@ -70,15 +70,15 @@ class Evict:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Load:
-    """An expert that comes to a pool.
+    """An action: load an expert to a pool.
 
     Attributes:
-      executor: whose loader brings it. pool: which pool.
-      tier: where it comes from.
-      source: the pool whose copy it is, None: the host cache, or a file.
+      executor: the executor whose loader loads it. pool: the pool's index.
+      tier: its source.
+      source: the pool whose copy is used; None: the host cache, or a file.
       evictions: experts that leave the pool first.
-      dropped: experts that leave the host cache, to make room for those.
-      prefetched: whether it comes before its batch needs it.
+      dropped: experts that leave the host cache to make room for them.
+      prefetched: whether it begins before its batch needs it.
     """
 
     executor: int

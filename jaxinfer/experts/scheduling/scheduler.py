@@ -1,7 +1,7 @@
-"""CoServe's scheduler: which executor gets a request, what it runs next, and which experts are in its memory.
+"""CoServe's scheduler: which executor gets a request, what each runs next, and which experts are in its memory.
 
-It has no thread and no clock. Whoever drives it (the simulator, or real executors) tells it what has happened
-(`submit`, `loaded`, `executed`), asks what may begin now (`poll`), and has that done.
+It has no thread and no clock. Its driver (the simulator, or a loop with real executors) tells it of events (`submit`,
+`loaded`, `executed`), asks for what may begin now (`poll`), and has that done.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ FIRST_BACK_OFF = 1.0
 """Seconds before an expert that could not be loaded is tried again; each further failure doubles them."""
 MAX_BACK_OFF = 60.0
 FEW_DEADLINES = 64
-"""Deadlines of requests that have begun, of which so many are kept whatever waits."""
+"""Number of deadlines of begun requests that is always kept, however few requests wait."""
 LIMITED = 60.0
-"""Seconds for which a pool keeps to less memory, after a load has found less than was given."""
+"""Seconds for which a pool is limited to less memory, after a load has found less than was given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Why a request went where it went; times in seconds, by executor.
+    """The reasons for a request's executor; times in seconds, by executor.
 
     Attributes:
-      totals: until each had done what it had.
-      additions: what the request would have added; None: it could not go there.
-      executor: the choice.
+      totals: seconds until each had finished its work.
+      additions: seconds that the request would have added; None: it could not go there.
+      executor: the index of the chosen one.
     """
 
     request: Request
@@ -60,21 +60,21 @@ class _Quarantine:
 
 
 class Scheduler:
-    """Decides for all executors of a system.
+    """Decider for all executors of a system.
 
     Args:
       graph: the experts.
-      profiles: what they cost.
-      executors: in the order of their indices, accelerators first.
-      policy: which rules are followed.
-      host_bytes: of the host cache, if the policy has one.
-      max_queued: requests beyond so many that wait are refused.
-      on_assignment: told of every assignment.
+      profiles: the experts' costs.
+      executors: the executors' configs in the order of their indices, accelerators first.
+      policy: the policy to follow.
+      host_bytes: bytes of the host cache, where the policy uses one.
+      max_queued: waiting requests beyond which new ones are refused.
+      on_assignment: called with every assignment.
 
     Attributes:
-      manager: which experts are in which memory.
-      executors: their states.
-      statistics: what has been done.
+      manager: the manager of the experts' memory.
+      executors: the executors' states.
+      statistics: the counters.
 
     Raises ConfigError or ProfileError if there is an expert that can never run.
     """
@@ -95,15 +95,15 @@ class Scheduler:
         self.executors, self.statistics = self.manager.executors, self.manager.statistics
         self._max_queued, self._on_assignment = max_queued, on_assignment
         self._quarantined: dict[tuple[str, int], _Quarantine] = {}  # by expert and pool
-        self._deadlines: list[tuple[float, int, Request]] = []  # of requests that may have begun; a heap
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap of (deadline, number, request); some have begun
         self._count = itertools.count()
         self._turn = 0
-        self._settled = False  # whether nothing can begin before something happens
+        self._settled = False  # whether nothing can begin before an event
 
-    # -- what has happened --
+    # -- events --
 
     def submit(self, request: Request, now: float) -> int:
-        """Assign a request; returns the executor's index.
+        """Assign a request; return the executor's index.
 
         Raises RoutingError, OverloadedError (for an input's first stage), LoadError while its expert is in quarantine.
         """
@@ -119,10 +119,10 @@ class Scheduler:
         return index
 
     def loaded(self, load: Load, now: float, error: Exception | None = None) -> list[Failure]:
-        """A load has ended; returns the requests that its error ends.
+        """Note that a load has ended; return the requests that its error ends.
 
-        After an InsufficientMemoryError other experts leave, if they can, and it is tried again. Any other error
-        concerns this expert in this pool: what waited for it goes to other executors, once.
+        After an InsufficientMemoryError other experts leave, if possible, and the load is tried again. Any other error
+        concerns this expert in this pool: requests that wait for it move to other executors, once.
         """
         self._settled = False
         self.manager.end_load(load, loaded=error is None)
@@ -134,11 +134,13 @@ class Scheduler:
         return self._quarantine(load, error, now)
 
     def retry(self, expert: str) -> None:
-        """Have an expert that could not be loaded tried again at once."""
-        self._quarantined = {key: found for key, found in self._quarantined.items() if key[0] != expert}
+        """Allow an expert that failed to load to be loaded again at once."""
+        self._quarantined = {key: entry for key, entry in self._quarantined.items() if key[0] != expert}
 
     def executed(self, batch: Batch, now: float, error: Exception | None = None) -> list[Failure]:
-        """A batch has ended; returns the requests that its error ends. What follows them is submitted anew."""
+        """Note that a batch has ended; return the requests that its error ends. Following stages are new
+        submissions.
+        """
         executor = self.executors[batch.executor]
         self._end_batch(executor)
         if error is not None:
@@ -148,7 +150,7 @@ class Scheduler:
         return []
 
     def cancel(self, request: Request) -> bool:
-        """Take a request out of its queue, or of a batch that waits for its expert; False if it has begun."""
+        """Remove a request from its queue, or from a batch that waits for its expert; return False if it has begun."""
         self._settled = False
         for executor in self.executors:
             batch = executor.batch
@@ -166,9 +168,9 @@ class Scheduler:
         return [failure for x in self.executors for failure in self._fail(self._take_all(x), error)]
 
     def remove_executor(self, index: int, now: float) -> list[Failure]:
-        """An executor is gone: what waited for it goes to others, once; returns the requests that end with that.
+        """Remove an executor; return the requests that end with it.
 
-        The batch that it ran ends with an error.
+        Requests that wait for it move to others, once. The batch that it ran ends with an error.
         """
         self._settled = False
         executor = self.executors[index]
@@ -186,12 +188,12 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `poll` has something to end, if nothing else happens before."""
+        """When `poll` has a request to end, if nothing else happens before."""
         return self._deadlines[0][0] if self._deadlines else None
 
     @property
     def queued(self) -> int:
-        """How many requests wait."""
+        """The number of requests that wait."""
         return sum(len(executor.queue) for executor in self.executors)
 
     # -- assignment (paper section 4.2) --
@@ -217,10 +219,10 @@ class Scheduler:
         return index
 
     def _addition(self, executor: ExecutorState, expert: ExpertInfo, now: float) -> float | None:
-        """The additional inference latency of a request for this expert; None if the executor cannot run it."""
+        """Return the additional inference latency of a request for this expert; None if the executor cannot run it."""
         if not executor.alive or not self.manager.can_serve(executor, expert):
             return None
-        if (found := self._quarantined.get((expert.name, executor.pool.index))) and now < found.until:
+        if (quarantine := self._quarantined.get((expert.name, executor.pool.index))) and now < quarantine.until:
             return None
         profile = self.manager.profile(executor, expert.name)
         queued = executor.queue.count(expert.name)
@@ -230,10 +232,10 @@ class Scheduler:
             return seconds
         return seconds + profile.load_seconds(self.manager.tier(expert.name, executor.pool)[0])
 
-    # -- what may begin --
+    # -- beginnings --
 
     def poll(self, now: float) -> list[Action]:
-        """What is to be done now; `Load`s and `Batch`es are under way from here on."""
+        """Return the actions to begin now; `Load`s and `Batch`es count as under way from here on."""
         actions: list[Action] = [*self._expire(now)]
         if self._settled:
             return actions
@@ -256,26 +258,26 @@ class Scheduler:
             self._prefetch(executor, now, actions)
 
     def _next_group(self, executor: ExecutorState, now: float) -> Group | None:
-        """The first group; or one that may go before it, for its deadline or because its expert is there."""
+        """Return the first group; or one that may overtake it, for its deadline or because its expert is loaded."""
         queue, first = executor.queue, executor.queue.first()
         if first is None:
             return None
-        found = self._urgent(executor, now) if self.policy.by_deadline and self._deadlines else None
-        if found is None and self.policy.resident_first and not executor.pool.is_ready(first.expert):
-            found = next((group for group in queue.groups() if executor.pool.is_ready(group.expert)), None)
-        return found if found is not None and queue.may_overtake(found.first, first.first) else first
+        preferred = self._urgent(executor, now) if self.policy.by_deadline and self._deadlines else None
+        if preferred is None and self.policy.resident_first and not executor.pool.is_ready(first.expert):
+            preferred = next((group for group in queue.groups() if executor.pool.is_ready(group.expert)), None)
+        return preferred if preferred is not None and queue.may_overtake(preferred.first, first.first) else first
 
     def _urgent(self, executor: ExecutorState, now: float) -> Group | None:
-        """Of the groups whose deadlines pass unless they go before others, and can be kept, that with the earliest."""
-        found, earliest, before = None, math.inf, 0.0
+        """Return the group with the earliest deadline among those that can be met, but not in their turn."""
+        urgent, earliest, before = None, math.inf, 0.0
         for group in executor.queue.groups():
             request = group.first
             if request.deadline is not None and request.deadline < earliest:
                 needed = request.latency
                 if now + needed <= request.deadline < now + before + needed:
-                    found, earliest = group, request.deadline
+                    urgent, earliest = group, request.deadline
             before += group.latency
-        return found
+        return urgent
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
         if len(self._deadlines) > 2 * self.queued + FEW_DEADLINES:  # most are of requests that have begun
@@ -297,15 +299,15 @@ class Scheduler:
         return self._fail(late, DeadlineExceededError("the deadline passed before the request's expert could begin."))
 
     def _begin_batch(self, executor: ExecutorState, group: Group, now: float, actions: list[Action]) -> bool:
-        """Take a batch from a group (paper section 4.2, splitting); or all of it, if not even one request fits.
+        """Take a batch from a group (paper section 4.2, splitting); end the group if not even one request fits.
 
-        False: memory for one request is waited for.
+        Returns False while memory for one request is not free yet.
         """
         profile, pool = self.manager.profile(executor, group.expert), executor.pool
         count = self._batch_size(executor, profile, len(group.requests))
-        if count == 0:  # experts make room for one request
+        if count == 0:  # evict experts for one request
             if executor.loading is not None and not pool.has(group.expert):
-                return False  # else it had the room of one, and waited for that of the other
+                return False  # otherwise each could hold room for one part and wait for the other's
             missing = missing_bytes(executor, profile)
             evict = self.manager.lend(executor, missing, group.expert)
             if evict is None:
@@ -323,7 +325,7 @@ class Scheduler:
         return True
 
     def _batch_size(self, executor: ExecutorState, profile: Profile, waiting: int) -> int:
-        """How many of the requests that wait go into a batch; 0 if not even one fits the memory for activations."""
+        """Return how many of the waiting requests form a batch; 0 if not even one fits the memory for activations."""
         count, limit = min(waiting, self._max_batch(executor, profile)), executor.config.activation_bytes
         while count and limit is not None and profile.activations(count) > limit:
             count -= 1
@@ -337,7 +339,7 @@ class Scheduler:
         return min(profile.max_batch, self.policy.max_batch or profile.max_batch)
 
     def _begin_execution(self, executor: ExecutorState, now: float, actions: list[Action]) -> bool:
-        """Run the batch, or have its expert come; or end it, if there is no room. False: the expert is waited for."""
+        """Run the batch, or load its expert; end it if there is no room. Return False while the expert is not there."""
         batch, pool = executor.batch, executor.pool
         assert batch is not None
         profile = self.manager.profile(executor, batch.expert)
@@ -361,9 +363,9 @@ class Scheduler:
         return True
 
     def _prefetch(self, executor: ExecutorState, now: float, actions: list[Action]) -> None:
-        """Load the next expert that is not there, unless one had to leave that is needed as soon, by any executor.
+        """Load the next missing expert, unless that evicts one that an executor needs as soon.
 
-        Otherwise executors that share a pool could go on loading in place of one another.
+        Otherwise executors that share a pool could evict one another's prefetched experts for ever.
         """
         for place_, name in enumerate(self._ahead(executor)):
             if not executor.pool.has(name):
@@ -375,7 +377,7 @@ class Scheduler:
                 return
 
     def _ahead(self, executor: ExecutorState) -> list[str]:
-        """The experts that will run next."""
+        """Return the experts that will run next."""
         experts, limit = executor.queue.experts(), self.policy.prefetch
         if self.policy.resident_first:
             resident = executor.pool.resident
@@ -383,13 +385,13 @@ class Scheduler:
             experts = [*ready, *(name for name in experts if name not in ready)] if len(ready) < limit else ready
         return experts[:limit]
 
-    # -- what goes wrong --
+    # -- failures --
 
     def _why_none(self, expert: ExpertInfo, now: float) -> FailedError:
-        """Why no executor can run an expert now."""
+        """Return the error that says why no executor can run an expert now."""
         alive = [x for x in self.executors if x.alive]
-        found = [self._quarantined.get((expert.name, x.pool.index)) for x in alive]
-        waiting = [each for each in found if each and now < each.until]
+        quarantines = [self._quarantined.get((expert.name, x.pool.index)) for x in alive]
+        waiting = [each for each in quarantines if each and now < each.until]
         if waiting:
             soonest = min(waiting, key=lambda each: each.until)
             return LoadError(f"expert {expert.name!r} is tried again in {soonest.until - now:.1f} s: {soonest.reason}")
@@ -398,7 +400,7 @@ class Scheduler:
         return ExecutorDiedError(f"no executor that is left can run expert {expert.name!r}.")
 
     def _quarantine(self, load: Load, error: Exception, now: float) -> list[Failure]:
-        """Have an expert not be loaded to a pool for a while; what waits for it goes elsewhere, or ends."""
+        """Forbid loading an expert to a pool for a while; requests that wait for it move elsewhere, or end."""
         name, before = load.expert, self._quarantined.get((load.expert, load.pool))
         back_off = min(before.back_off * 2, MAX_BACK_OFF) if before else FIRST_BACK_OFF
         self._quarantined[name, load.pool] = _Quarantine(now + back_off, back_off, str(error))
@@ -412,7 +414,7 @@ class Scheduler:
         return self._requeue(waiting, caused(LoadError(f"expert {name!r} cannot be loaded: {error}"), error), now)
 
     def _requeue(self, requests: Iterable[Request], error: Exception, now: float) -> list[Failure]:
-        """Have other executors run requests, once; those that none can run end with this error."""
+        """Move requests to other executors, once; those that none can run end with this error."""
         failed = []
         for request in requests:
             if not request.requeued:

@@ -51,7 +51,7 @@ def test_experts_with_other_labels_share_their_architecture(board):
     one = architecture(board / "c0")
     opened = open_model(board / "c1")
     renamed = Classifier(dataclasses.replace(opened.config, labels=("x", "y")))
-    assert one == architecture(board / "c1") == Architecture.of(renamed, opened.weights)
-    larger = Architecture.of(kind_of(opened, size=(64, 64)), opened.weights)
+    assert one == architecture(board / "c1") == Architecture.from_kind(renamed, opened.weights)
+    larger = Architecture.from_kind(kind_of(opened, size=(64, 64)), opened.weights)
     names = {one.name, larger.name, *(architecture(board / name).name for name in ("d0", "e0", "v0"))}
     assert len(names) == 5
