@@ -44,7 +44,7 @@ def tasks(report: Report, args: argparse.Namespace) -> None:
             if (name, level) not in right:
                 cells.append("")
                 continue
-            found = LevelAccuracy.of(right[name, level], right[name, 0], str(service.adaptation(level)))
+            found = LevelAccuracy.from_correct(right[name, level], right[name, 0], str(service.adaptation(level)))
             report.row(
                 figure="accuracy",
                 task=name,
@@ -98,7 +98,7 @@ def _compare_seeds(report: Report, service: Service, name: str, test: Dataset, p
 
 
 def _test_images(name: str, service: Service) -> Dataset:
-    return DIVISION.of(load_dataset(name, service.config.image_size)).test
+    return DIVISION.parts(load_dataset(name, service.config.image_size)).test
 
 
 def _level_seconds(service: Service, images: np.ndarray, rounds: int) -> dict[int, list[float]]:

@@ -1,7 +1,7 @@
-"""Elastic tokens (OTAS, arXiv:2401.05031): one vision transformer for many tasks, whose tokens are chosen per batch.
+"""Elastic tokens (OTAS, arXiv:2401.05031): one vision transformer for many tasks, its tokens chosen per batch.
 
-A level above 0 adds prompts, one below merges tokens. Start at `service.py`, then `levels.py`, `tasks/` (what is
-trained and kept of a task) and `programs.py` (what runs).
+A level above 0 adds prompts, one below merges tokens. Start at `service.py`, then `levels.py`, `tasks/` (data sets,
+training and storage of tasks) and `programs.py` (the compiled programs).
 
 >>> service = jaxinfer.elastic.Service.from_checkpoint("vit")  # doctest: +SKIP
 >>> service.register_task("digits", load_digits(service.config.image_size), prompts=[2, 4, 8])  # doctest: +SKIP
@@ -102,7 +102,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first used: `jaxinfer --help` should not wait for JAX.
+    # Imported on first use: `jaxinfer --help` should not wait for JAX.
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"jaxinfer.{module}"), name)

@@ -1,4 +1,4 @@
-"""How often a task's answers are right, by level, and how sure that is."""
+"""A task's accuracy by level, with its statistical error."""
 
 import dataclasses
 import math
@@ -8,18 +8,18 @@ from typing import Self
 import numpy as np
 
 TIE = 1e-6
-"""By which share each level is taken to be more accurate than the next lower one that is equal."""
+"""Share by which a level counts as more accurate than the next lower one when they are equal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LevelAccuracy:
-    """The answers at a level, beside those at level 0 to the same images.
+    """Answers at a level, compared with those at level 0 to the same images.
 
     Attributes:
-      images: how many were classified.
-      correct: how many of them rightly.
-      gained, lost: how many only this level, or only level 0, classified rightly.
-      adaptation: what the level did; another one has another accuracy.
+      images: number of images classified.
+      correct: number of right answers.
+      gained, lost: number of images that only this level, or only level 0, classified rightly.
+      adaptation: the level's token adaptation; another one has another accuracy.
     """
 
     images: int
@@ -29,8 +29,8 @@ class LevelAccuracy:
     adaptation: str
 
     @classmethod
-    def of(cls, correct: np.ndarray, plain: np.ndarray, adaptation: str) -> Self:
-        """From which images were classified rightly, bool [N], at this level and at level 0."""
+    def from_correct(cls, correct: np.ndarray, plain: np.ndarray, adaptation: str) -> Self:
+        """Count right answers, bool [N], at this level and at level 0."""
         return cls(
             images=len(correct),
             correct=int(correct.sum()),
@@ -46,43 +46,42 @@ class LevelAccuracy:
 
     @property
     def standard_error(self) -> float:
-        """Of `accuracy`; by Agresti and Coull, so that it is not 0 where all answers are right."""
+        """The standard error of `accuracy`, by Agresti and Coull: not 0 even if all answers are right."""
         n = self.images + 4
         p = (self.correct + 2) / n
         return math.sqrt(p * (1 - p) / n)
 
     @property
     def difference(self) -> float:
-        """The accuracy less that of level 0."""
+        """The accuracy minus that of level 0."""
         return (self.gained - self.lost) / self.images
 
     @property
     def difference_error(self) -> float:
-        """The standard error of `difference`, of pairs."""
+        """The standard error of `difference`, for paired answers."""
         changed = self.gained + self.lost
         return math.sqrt(max(changed - (self.gained - self.lost) ** 2 / self.images, 0.0)) / self.images
 
     @property
     def p_value(self) -> float:
-        """How likely so large a difference is if the level makes none: McNemar's exact test, two-sided."""
+        """Probability of so large a difference if the level makes none: McNemar's exact test, two-sided."""
         changed, fewer = self.gained + self.lost, min(self.gained, self.lost)
         tail = sum(math.comb(changed, k) for k in range(fewer + 1)) / 2**changed
         return min(1.0, 2 * tail)
 
 
 def expected_accuracies(levels: Sequence[LevelAccuracy]) -> list[float]:
-    """How often answers are right at each level, as plans take it, from what was measured.
+    """Estimate the accuracy at each level for plans, from measurements.
 
-    More tokens are taken to be no worse: where a level was less accurate than a lower one by no more than its standard
-    error, that was chance. Of equal levels the one with more tokens is a little better, so that a device that is idle
-    takes it.
+    More tokens are assumed to be no worse: a level less accurate than a lower one by at most its standard error is so
+    by chance. Among equal levels the one with more tokens is a little better, so that an idle device chooses it.
 
     Args:
-      levels: of a task, ascending.
+      levels: a task's measurements, ascending.
     """
-    found: list[float] = []
+    expected: list[float] = []
     for level in levels:
-        best = max(found, default=0.0)
+        best = max(expected, default=0.0)
         chance = level.accuracy < best <= level.accuracy + level.standard_error
-        found.append((best if chance else level.accuracy) * (1 + TIE))
-    return found
+        expected.append((best if chance else level.accuracy) * (1 + TIE))
+    return expected

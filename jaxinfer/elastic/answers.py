@@ -1,4 +1,4 @@
-"""What users get for their images."""
+"""The answers to images, as users get them."""
 
 import dataclasses
 from collections import Counter
@@ -13,9 +13,9 @@ class Classification:
     """The answer to an image.
 
     Attributes:
-      label: of the most probable class.
-      probabilities: of the task's classes, float32 [classes].
-      level: that it was classified at.
+      label: the label of the most probable class.
+      probabilities: float32 [classes], of the task's classes.
+      level: the level it was classified at.
     """
 
     label: str
@@ -28,10 +28,10 @@ class Answer(Classification):
     """The answer to a query.
 
     Attributes:
-      queue_seconds: from its arrival to when its batch began.
-      compute_seconds: of its batch.
-      in_time: whether it was there before its deadline.
-      batch: counts the service's batches: that which it was in.
+      queue_seconds: seconds from its arrival until its batch began.
+      compute_seconds: seconds that its batch took.
+      in_time: whether it was answered before its deadline.
+      batch: the number of its batch, counted over the service's.
     """
 
     queue_seconds: float
@@ -42,13 +42,13 @@ class Answer(Classification):
 
 @dataclasses.dataclass(kw_only=True)
 class QueryStatistics(Statistics):
-    """What became of queries, and of the batches that they were in.
+    """Counters of queries and their batches.
 
     Attributes:
-      utility: of the queries that were answered in time, whether rightly or not.
-      levels: queries answered at each level.
-      planning_seconds: of the controller: putting queries into batches, and choosing what runs.
-      fallbacks: how many batches a simpler rule has chosen, since planning took too long.
+      utility: total utility of queries answered in time, rightly or not.
+      levels: the number of queries answered at each level.
+      planning_seconds: time the controller took to batch queries and choose batches.
+      fallbacks: number of batches chosen by a simpler rule because planning took too long.
     """
 
     utility: float = 0.0

@@ -1,4 +1,4 @@
-"""What a loop does with queries: between compiled batches the controller says what runs next, at which level."""
+"""The decider of queries: between compiled batches the controller chooses the next batch and its level."""
 
 import dataclasses
 import functools
@@ -39,38 +39,38 @@ class QueryTicket(Ticket[Answer]):
 
 @dataclasses.dataclass(eq=False)
 class _InFlight:
-    """A batch that was sent to the device, and may wait there for another one."""
+    """A batch sent to the device, where it may wait for another one."""
 
     tickets: list[QueryTicket]
     level: int
-    launched: Any  # what the runner collects its answers by
+    launched: Any  # the runner's handle to its answers
     sent: float
     expected_seconds: float
     expected_end: float
 
 
 class QueryDecider(Decider[QueryTicket]):
-    """Serves queries.
+    """Decider that serves queries.
 
-    A batch runs while the next one is chosen, just before the device is expected to be free, so that the choice knows
-    all that has come by then, or as soon as it is. A lane waits for the batches, so that each is timed when it ends,
-    whatever else goes on.
+    A batch runs while the next one is chosen. That happens just before the device is expected to be free, or as soon as
+    it is, so that the choice knows all queries that have arrived by then. A lane waits for the batches, so that each is
+    timed when it ends, whatever else goes on.
 
     Args:
       runner: runs batches.
-      policy: chooses them.
-      max_waiting: more queries are refused.
-      device: times the batches, and has the clock; shared with all that send others to the device.
+      policy: chooses batches and levels.
+      max_waiting: waiting queries beyond which more are refused.
+      device: times the batches and has the clock; shared by everything that sends batches to the device.
 
     Attributes:
-      loop: which serves.
+      loop: the loop that serves.
     """
 
     def __init__(self, runner: Runner, policy: Policy, *, max_waiting: int, device: DeviceTime | None = None):
         self._runner, self._controller, self._time = runner, Controller(policy), device or DeviceTime()
-        self._inbox: list[Query] = []  # what the controller does not have yet
-        self._withdrawn: set[int] = set()  # queries that were cancelled, and that the controller still has
-        self._sent: _InFlight | None = None  # the batch that was sent last, if nobody waits for it yet
+        self._inbox: list[Query] = []  # queries that the controller does not have yet
+        self._withdrawn: set[int] = set()  # cancelled queries that the controller still has
+        self._sent: _InFlight | None = None  # the batch sent last, until a lane waits for it
         self._running: deque[_InFlight] = deque()  # at most two: one runs, one was sent ahead
         self._numbers = itertools.count()
         self.statistics = QueryStatistics()
@@ -88,7 +88,7 @@ class QueryDecider(Decider[QueryTicket]):
     def serve(
         self, task: str, payload: Any, *, latency: float, utility: float, owner: object = None
     ) -> "Future[Answer]":
-        """Let a query wait for its answer; `owner` lives until then.
+        """Submit a query and return the future of its answer; `owner` lives until then.
 
         The future raises ShedError where the answer could not have been in time. Raises what `Loop.submit` does,
         ProfileError for a task that is not in the profile, ValueError for a latency or utility that is negative or not
@@ -99,10 +99,10 @@ class QueryDecider(Decider[QueryTicket]):
         return self.loop.serve(QueryTicket(query, owner))
 
     def use(self, profile: ServingProfile) -> None:
-        """Decide by another profile from now on. Raises ValueError for one that the policy cannot go by."""
+        """Decide by another profile from now on. Raises ValueError for one that the policy cannot use."""
         self._controller.policy.use(profile)
 
-    # What a loop asks
+    # Asked by the loop
 
     @property
     def next_time(self) -> float | None:
@@ -145,18 +145,18 @@ class QueryDecider(Decider[QueryTicket]):
         return self._take_sent()
 
     def release(self) -> None:
-        del self._runner  # and with it the weights; statistics stay
+        del self._runner  # and the weights with it; statistics stay
         self._forget_waiting()
 
     def _take_sent(self) -> Sequence[Work]:
-        """Waiting for the batch that was sent last, in its lane, so that the next one can be planned meanwhile."""
+        """Return the work that waits for the last batch in its lane, so that the next one can be planned meanwhile."""
         sent, self._sent = self._sent, None
         return [] if sent is None else [Work(functools.partial(self._collect, sent), 0, sent)]
 
-    # Batches: without the lock, so that planning holds nobody up
+    # Batches, without the lock: planning blocks nobody
 
     def _plan(self, start: float, arrived: list[Query], withdrawn: set[int]) -> _InFlight | None:
-        """Choose what runs when the device is free, at `start`, and send it there."""
+        """Choose a batch for when the device is free, at `start`, and send it there."""
         with self.statistics.timing("planning_seconds", self.loop.clock):
             for query in arrived:
                 self._controller.submit(query)
@@ -164,7 +164,7 @@ class QueryDecider(Decider[QueryTicket]):
                 self._controller.withdraw(withdrawn)
             try:
                 decision, shed = self._controller.next(start)
-            except Exception as error:  # a policy's mistake: those that wait may all be of the kind that it cannot take
+            except Exception as error:  # a policy's mistake: perhaps it can handle none of the waiting queries
                 self._fail_waiting(error)
                 return None
         for ticket in self._begin(shed):
@@ -177,7 +177,7 @@ class QueryDecider(Decider[QueryTicket]):
         return self._launch(tickets, decision.level, start) if tickets else None
 
     def _begin(self, queries: Sequence[Query]) -> list[QueryTicket]:
-        """Those that were not cancelled, which from now on they cannot be."""
+        """Return the tickets that were not cancelled; from now on they cannot be."""
         with self.loop.lock:
             return [x for query in queries if (x := self.loop.tickets.get(query.id)) is not None and x.begin()]
 
@@ -186,7 +186,7 @@ class QueryDecider(Decider[QueryTicket]):
         try:
             launched = self._runner.launch(level, [ticket.query for ticket in tickets])
             expected = self._runner.expected_seconds(level, len(tickets))
-        except Exception as error:  # this batch's alone
+        except Exception as error:  # the error of this batch alone
             self._fail_batch(tickets, error)
             return None
         with self.loop.lock:
@@ -195,10 +195,10 @@ class QueryDecider(Decider[QueryTicket]):
             return self._running[-1]
 
     def _collect(self, batch: _InFlight) -> tuple[list[tuple[str, np.ndarray] | FailedError], Interval]:
-        """A batch's answers, and its time, from when the device was free until they were there."""
+        """Return a batch's answers and its time, from when the device was free until they were there."""
         return self._runner.collect(batch.launched), self._time.end(batch.sent)
 
-    # What has ended
+    # Endings
 
     def _end_batch(self, batch: _InFlight, done: Done) -> None:
         self._running.remove(batch)
@@ -243,7 +243,7 @@ class QueryDecider(Decider[QueryTicket]):
             self.loop.end(ticket, error)
 
     def _fail_waiting(self, cause: Exception) -> None:
-        """The policy has failed: end all queries that wait."""
+        """End all waiting queries after the policy has failed."""
         log.error("The policy has failed; the queries that wait end with an error.", exc_info=cause)
         error = caused(FailedError(f"the policy has failed at the queries that waited: {cause!r}"), cause)
         with self.loop.lock:

@@ -1,4 +1,4 @@
-"""What elastic serving cannot take, each raised as early as it can be known. See also `serving.errors`."""
+"""Errors of elastic serving, each raised as early as possible. See also `serving.errors`."""
 
 
 class ElasticError(ValueError):
@@ -18,8 +18,8 @@ class LevelError(ElasticError):
 
 
 class InvalidImageError(ElasticError):
-    """An image, or a set of them, that the model cannot take."""
+    """An image, or a set of images, that the model cannot take."""
 
 
 class ProfileError(ElasticError):
-    """A profile that is missing, or was made with something else than what runs now."""
+    """A profile that is missing, or was not made with the present programs."""

@@ -1,4 +1,4 @@
-"""How long batches take at each level, as measured here."""
+"""Measured latency of batches at each level."""
 
 import logging
 import threading
@@ -14,20 +14,20 @@ from jaxinfer.elastic.programs import PROGRAM
 log = logging.getLogger(__name__)
 
 REPEATS = 5
-"""How often a batch is timed for the profile at least."""
+"""Minimum number of timed batches per level and size in the profile."""
 DRIFT = 1.3
-"""How many times longer or shorter than what is known the newest batches of a level and size must take to count."""
+"""Factor by which the newest batches of a level and size must differ from the known time to change it."""
 
 
 LevelAndSize = tuple[int, int]
-"""A level, and how many images a batch is padded to."""
+"""A level, and the size that a batch is padded to."""
 
 
 class Latency(NamedTuple):
-    """Seconds of a batch.
+    """Seconds that a batch takes.
 
     Attributes:
-      p50, p95: half of all batches, and all but a twentieth, took at most this long.
+      p50, p95: the median, and the 95th percentile.
     """
 
     p50: float
@@ -35,18 +35,18 @@ class Latency(NamedTuple):
 
 
 class LatencyProfile:
-    """What batches take, by level and batch size: as measured, or where serving finds otherwise, as found there.
+    """Batch latency by level and size: as measured, or as found while serving where that differs.
 
-    The record of costs has what was measured alone. What serving finds holds for this process, and a slowdown no longer
-    than until a batch of any level and size is quick again: it is the machine's, and levels that it has made look slow
-    are not chosen, and so could not be seen to be quick.
+    The record of costs has measurements alone. Times found while serving hold for this process, and a slowdown only
+    until a batch of any level and size is fast again: the machine causes it, and levels that it made look slow would
+    not be chosen, so that they could never be seen to be fast.
 
     Args:
       costs: the record of costs, which earlier processes have added to.
-      merged: how many tokens a level merges in all layers, which its schedule decides.
+      merged: returns the number of tokens that a level merges over all layers, which depends on its schedule.
 
     Attributes:
-      refreshed: how often the time of a level and batch size was taken anew, because it had drifted.
+      refreshed: number of times that a level and size changed its latency because it had drifted.
     """
 
     def __init__(self, costs: Costs, merged: Callable[[int], int]):
@@ -55,7 +55,7 @@ class LatencyProfile:
         self._lock = threading.Lock()
 
     def missing(self, levels: Iterable[int], sizes: Iterable[int]) -> list[LevelAndSize]:
-        """Levels with batch sizes of which too few batches were timed."""
+        """Return the levels and batch sizes for which too few batches were timed."""
         sizes = tuple(sizes)
         return [
             (level, batch)
@@ -64,20 +64,20 @@ class LatencyProfile:
             if (cost := self._cost(level, batch)) is None or cost.calls < REPEATS
         ]
 
-    def of(self, level: int, batch: int) -> Latency:
-        """Of a batch that a program is compiled for. Raises ProfileError if it was not measured."""
+    def seconds(self, level: int, batch: int) -> Latency:
+        """Return the latency of a compiled batch size. Raises ProfileError if it was not measured."""
         with self._lock:
             cost, factor = self._measured(level, batch), self._drift.factors.get((level, batch), 1.0)
         return Latency(factor * cost.p50, factor * cost.p95)
 
     def renew(self, level: int, batch: int, seconds: Iterable[float]) -> None:
-        """Go by these batches alone from now on, in later processes too."""
+        """Replace the record of a level and size by these batches, in later processes too."""
         with self._lock:
             self.costs.replace(PROGRAM, self._bucket(level, batch), seconds)
             self._drift.forget((level, batch))
 
     def observe(self, level: int, batch: int, seconds: float) -> bool:
-        """Take in what a batch took; whether that has changed what batches are said to take.
+        """Record the seconds of a batch; return whether that has changed the latency.
 
         Raises ProfileError if its level and size were not measured.
         """
@@ -86,11 +86,11 @@ class LatencyProfile:
             known = self._drift.factors.get(key, 1.0)
             if not self._drift.note(key, max(seconds, SHORTEST) / self._measured(level, batch).p50):
                 return False
-            found = self._drift.factors.get(key, 1.0)
+            factor = self._drift.factors.get(key, 1.0)
             log.info(
-                "Batches of %d at level %d take %.3g times as long as measured, not %.3g.", batch, level, found, known
+                "Batches of %d at level %d take %.3g times as long as measured, not %.3g.", batch, level, factor, known
             )
-            if found < known:
+            if factor < known:
                 self._forget_slowdown(but=key)
             self.refreshed += 1
             return True

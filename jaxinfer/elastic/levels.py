@@ -8,26 +8,28 @@ from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
 
 _SHARES = (1.25, 1.0, 0.75, 0.5, 0.25)
-"""Of the patches, what default levels merge. Where it is more than all, the last layers merge half of what is left."""
+"""Share of patches each default level merges in total; above 1 the last layers halve what remains."""
 
 
 def default_merge_levels(config: ViTConfig) -> tuple[int, ...]:
-    """Levels that merge from a quarter of the patches to nearly all: -20, -16, -12, -8, -4 for ViT-B at 224 pixels."""
+    """Return levels that merge a quarter of the patches to nearly all: -20, -16, -12, -8, -4 for ViT-B at 224
+    pixels.
+    """
     per_layer, most = config.patches / config.layers, config.patches // 2
     return tuple(sorted({-min(max(1, round(share * per_layer)), most) for share in _SHARES}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Levels:
-    """What each level of a service does.
+    """The token adaptations of a service's levels.
 
     Attributes:
-      config: the model's.
-      merge_levels: those < 0, ascending.
-      prompt_mode: what becomes of a layer's prompts in the next one.
-      protect_isolated: as of `merge_tokens`.
-      forced: how merges are divided over the layers, at all levels; None: as `schedules` says.
-      schedules: what was chosen for merging levels (`profiling.schedules_of`); others are constant.
+      config: the model's config.
+      merge_levels: the levels < 0, ascending.
+      prompt_mode: how a layer's prompts continue in the next one.
+      protect_isolated: see `merge_tokens`.
+      forced: the division of merges over layers at all levels; None: as in `schedules`.
+      schedules: the divisions chosen for merging levels (`profiling.schedules_of`); others are constant.
     Raises LevelError if a level does not merge, or more than the model can.
     """
 
@@ -49,7 +51,7 @@ class Levels:
             )
 
     def adaptation(self, level: int, schedule: MergeSchedule | None = None) -> TokenAdaptation:
-        """What a level does in each layer; `schedule` takes the place of the one that it has."""
+        """Return a level's adaptation of each layer; `schedule` replaces its own."""
         if level > 0:
             return TokenAdaptation(prompts=level, prompt_mode=self.prompt_mode)
         if level == 0:

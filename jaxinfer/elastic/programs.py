@@ -1,4 +1,4 @@
-"""`classify`: a batch of images at a level, each for its own task. One executable for each level and batch size."""
+"""The program `classify`: a batch of images at a level, each for its own task; one executable per level and size."""
 
 import contextlib
 import dataclasses
@@ -25,12 +25,12 @@ from jaxinfer.sharding.collectives import use_rules
 log = logging.getLogger(__name__)
 
 PROGRAM = "classify"
-"""The program's name, in caches and in the record of costs."""
+"""The program's name in caches and in the record of costs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LevelStatic:
-    """All that the program of a level depends on beside the shapes of its arguments."""
+    """The static part of a level's program, beside the shapes of its arguments."""
 
     config: ViTConfig
     weights: WeightFormat
@@ -39,14 +39,14 @@ class LevelStatic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classify(Sizes):
-    """`batch` images."""
+    """A batch of `batch` images."""
 
     program = PROGRAM
     batch: int
 
 
 def build(static: LevelStatic, sizes: Classify) -> Callable[..., jax.Array]:
-    """The function of these sizes.
+    """Return the function of these sizes.
 
     (leaves, heads, prompts, tasks int32 [B], images uint8 [B, H, W, 3]) -> logits, float32 [B, classes]. Heads and
     prompts are those of all tasks, as `task_arrays` makes them.
@@ -59,9 +59,9 @@ def build(static: LevelStatic, sizes: Classify) -> Callable[..., jax.Array]:
 
         with use_rules(ShardingRules()):
             model = merge_model(static.config, static.weights, leaves)
-            own = None if prompts is None else prompts[tasks]
-            features = model.features(images, static.adaptation, own).astype(jnp.float32)
-        # The heads of all tasks are multiplied: less than gathering each image's own, and the same whatever the batch.
+            image_prompts = None if prompts is None else prompts[tasks]
+            features = model.features(images, static.adaptation, image_prompts).astype(jnp.float32)
+        # Multiplying the heads of all tasks costs less than gathering each image's, and is the same for every batch.
         logits = jnp.einsum("bd,tcd->btc", features, heads.kernel) + heads.bias
         return jnp.take_along_axis(logits, tasks[:, None, None], axis=1)[:, 0]
 
@@ -75,24 +75,24 @@ TaskArrays = tuple[Head, jax.Array | None]
 def task_arrays(
     tasks: Iterable[Task], config: ViTConfig, prompts: int, *, max_tasks: int, max_classes: int
 ) -> TaskArrays:
-    """The heads of all tasks on the device, and their prompts [max_tasks, layers, prompts, D], or None without any.
+    """Put all tasks' heads and prompts [max_tasks, layers, prompts, D] (None without any) on the device.
 
-    Where there is no task, or it has no such prompts, they are zero; no class is chosen that is not one.
+    They are zero where there is no task, or it has no such prompts; classes that do not exist are never chosen.
     """
     kernel = np.zeros((max_tasks, max_classes, config.embed), np.float32)
     bias = np.full((max_tasks, max_classes), -np.inf, np.float32)
-    found = np.zeros((max_tasks, config.layers, prompts, config.embed), np.float32) if prompts else None
+    all_prompts = np.zeros((max_tasks, config.layers, prompts, config.embed), np.float32) if prompts else None
     for place, task in enumerate(tasks):
         if (head := task.heads.get(prompts)) is None:
             continue
         kernel[place, : len(head.bias)], bias[place, : len(head.bias)] = head.kernel, head.bias
-        if found is not None:
-            found[place] = task.prompts[prompts]
-    return jax.device_put((Head(kernel, bias), found))
+        if all_prompts is not None:
+            all_prompts[place] = task.prompts[prompts]
+    return jax.device_put((Head(kernel, bias), all_prompts))
 
 
 def image_bytes(config: ViTConfig) -> int:
-    """Of an image as it is sent to the device."""
+    """Return the bytes of an image as it is sent to the device."""
     return config.image_size**2 * 3
 
 
@@ -101,14 +101,14 @@ class LevelPrograms:
 
     Args:
       model: the backbone.
-      max_batch: images of the largest batch; there is a program for each power of two below.
-      max_tasks, max_classes: how many tasks there can be, and classes of one.
-      store: where executables are kept between processes; None: nowhere.
+      max_batch: images of the largest batch; smaller batches have powers of two as sizes.
+      max_tasks, max_classes: maximum number of tasks, and of classes of a task.
+      store: keeps executables between processes; None: nothing does.
 
     Attributes:
-      sizes: the batch sizes that are compiled, ascending.
+      sizes: the compiled batch sizes, ascending.
       device: times all batches, whoever sends them.
-      compiled: how many programs were compiled ahead, or read from the store.
+      compiled: number of programs compiled ahead, or read from the store.
     """
 
     def __init__(
@@ -133,23 +133,23 @@ class LevelPrograms:
 
     @property
     def image_size(self) -> int:
-        """Height and width of an image, in pixels."""
+        """The height and width of an image, in pixels."""
         return self._config.image_size
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The levels that are compiled, ascending."""
+        """The compiled levels, ascending."""
         return tuple(sorted(self._levels))
 
     def adaptation(self, level: int) -> TokenAdaptation:
-        """What a level does. Raises LevelError for one that is not compiled."""
+        """Return a level's adaptation. Raises LevelError for one that is not compiled."""
         if level not in self._levels:
             known = ", ".join(map(str, self.levels)) or "none"
             raise LevelError(f"level {level} is not compiled; compiled: {known}.")
         return self._levels[level].adaptation
 
     def compile_ahead(self, level: int, adaptation: TokenAdaptation) -> None:
-        """Compile a level for all batch sizes, unless it is, with this adaptation. Raises MappingsError."""
+        """Compile a level for all batch sizes, unless it is compiled with this adaptation. Raises MappingsError."""
         if level in self._levels and self._levels[level].adaptation == adaptation:
             return
         check_mappings()
@@ -163,7 +163,7 @@ class LevelPrograms:
 
     @contextlib.contextmanager
     def unchanged_by_errors(self) -> Iterator[None]:
-        """Levels and tasks are as they were before, if what is done meanwhile fails."""
+        """Restore levels and tasks if the body of the context fails."""
         before = self._levels, self._served
         try:
             yield
@@ -172,11 +172,11 @@ class LevelPrograms:
             raise
 
     def bytes_needed(self, batch: int) -> int:
-        """What the model, the tasks and two batches of this size take together."""
+        """Return the bytes that the model, the tasks and two batches of this size take together."""
         return sum(self.tenants(batch).values())
 
     def tenants(self, batch: int) -> dict[str, int]:
-        """The same by what it is for, at the level that takes most: in bytes of the device.
+        """Return these bytes of the device by use, at the level that takes most.
 
         Two batches, since one is sent while another runs.
         """
@@ -189,7 +189,10 @@ class LevelPrograms:
         }
 
     def fit(self, device_memory: int, *, may_shrink: bool = True) -> None:
-        """Keep the batch sizes that fit. Raises ElasticError if none does, or sizes would go and may not."""
+        """Keep the batch sizes that fit the memory.
+
+        Raises ElasticError if none fits, or if sizes would go and may not.
+        """
         fitting = tuple(size for size in self.sizes if self.bytes_needed(size) <= device_memory)
         if not fitting or (not may_shrink and fitting != self.sizes):
             size = self.sizes[-1] if fitting else self.sizes[0]
@@ -203,7 +206,7 @@ class LevelPrograms:
             self.sizes = fitting
 
     def check_room(self, name: str, labels: Sequence[str]) -> None:
-        """Raise ElasticError if a task cannot be put beside the others."""
+        """Check that a task fits beside the others. Raises ElasticError."""
         if len(labels) > (most := self._most["max_classes"]):
             raise ElasticError(f"task {name!r} has {len(labels)} classes and max_classes={most}: raise it.")
         tasks = self._served.tasks
@@ -211,16 +214,16 @@ class LevelPrograms:
             raise ElasticError(f"task {name!r} is one more than max_tasks={most}: raise it.")
 
     def put(self, task: Task) -> None:
-        """Make a task's heads and prompts those that run, in place of its version before."""
+        """Serve a task's heads and prompts, in place of its previous version."""
         self.check_room(task.name, task.labels)
         tasks = self._served.tasks | {task.name: task}
-        # Batches in flight keep the arrays that they have; a task's place never changes.
+        # Batches in flight keep their arrays; a task's place never changes.
         self._served = _Served(tasks, {n: self._arrays_of(tasks.values(), n) for n in self._served.arrays})
 
     def launch(self, level: int, tasks: Sequence[str], images: np.ndarray) -> "Launched":
         """Send a batch of at most the largest size, without waiting for it.
 
-        Nothing is compiled here. Raises LevelError for a level that was not.
+        Compiles nothing. Raises LevelError for a level that is not compiled.
         """
         served = self._served
         places = {name: place for place, name in enumerate(served.tasks)}
@@ -228,7 +231,7 @@ class LevelPrograms:
         return Launched(logits, [served.tasks[task].labels for task in tasks])
 
     def rehearse(self, level: int, images: np.ndarray) -> float:
-        """Run a batch whose answers nobody asks for, with whatever task there is, or none; the seconds it took."""
+        """Run a batch whose answers are not needed, with any task or none; return its seconds."""
         sent = self.device.clock()
         np.asarray(self._launch(self._served, level, [0] * len(images), images))
         return self.device.end(sent).seconds
@@ -240,7 +243,7 @@ class LevelPrograms:
             return self._call(cache, served.arrays[adaptation.prompts], places, images)
 
     def warm_up(self, levels: Iterable[int]) -> None:
-        """Run each program of these levels once, if it has not been: the first call links what was compiled."""
+        """Run each program of these levels once, if it has not run: the first call links the compiled code."""
         size = self._config.image_size
         for level in levels:
             cache = self._levels[level].cache
@@ -250,7 +253,7 @@ class LevelPrograms:
                     self._warm.add(program)
 
     def try_task(self, task: Task, adaptation: TokenAdaptation) -> Callable[[np.ndarray], np.ndarray]:
-        """The logits of a task that need not be put yet, of up to as many images as the largest batch has."""
+        """Return a function from images, at most the largest batch, to the logits of a task that need not be served."""
         cache = next((level.cache for level in self._levels.values() if level.adaptation == adaptation), None)
         cache = cache or self._cache_of(adaptation)
         arrays = self._arrays_of([task], adaptation.prompts)
@@ -280,7 +283,7 @@ class LevelPrograms:
         return program(self._leaves, *arrays, np.array([*places, *[0] * padding], np.int32), images)
 
     def _cache_of(self, adaptation: TokenAdaptation) -> ProgramCache[Sequence[int]]:
-        """Where the programs are that do this, none compiled yet."""
+        """Return a cache for the programs of an adaptation, none compiled yet."""
         config, size = self._config, self._config.image_size
         leaves, arrays = self._leaves, self._arrays_of([], adaptation.prompts)
 
@@ -305,20 +308,20 @@ class Launched(NamedTuple):
     """A batch on the device.
 
     Attributes:
-      logits: float32 [size of the program, max_classes], -inf for classes that are not.
-      labels: of the classes of each image's task, as it was when the batch was sent.
+      logits: float32 [size of the program, max_classes], -inf for classes that do not exist.
+      labels: the class labels of each image's task when the batch was sent.
     """
 
     logits: jax.Array
     labels: list[tuple[str, ...]]
 
     def rows(self) -> np.ndarray:
-        """The logits of the images, once they are there."""
+        """Wait for the batch; return its images' logits."""
         return np.asarray(self.logits)[: len(self.labels)]
 
 
 class _Served(NamedTuple):
-    """Tasks, and their arrays by number of prompts: replaced at once, so that no batch runs with a part of a change."""
+    """Tasks, and their arrays by number of prompts: replaced at once, so that no batch runs with part of a change."""
 
     tasks: dict[str, Task]
     arrays: dict[int, TaskArrays]

@@ -1,4 +1,4 @@
-"""Runs batches of queries on a service's programs."""
+"""Running batches of queries on a service's programs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from jaxinfer.serving.errors import FailedError
 
 
 def best_labels(launched: Launched) -> list[tuple[str, np.ndarray] | FailedError]:
-    """Of each image of a batch the label of the most probable class, and the probabilities of all.
+    """Return the most probable class's label and all probabilities, for each image of a batch.
 
     An image whose logits are not finite has an error in their place.
     """
@@ -21,41 +21,43 @@ def best_labels(launched: Launched) -> list[tuple[str, np.ndarray] | FailedError
 
 
 def _best_label(logits: np.ndarray, labels: Sequence[str]) -> tuple[str, np.ndarray] | FailedError:
-    own = logits[: len(labels)]
-    if not np.isfinite(own).all():
-        return FailedError(f"the logits of an image are not finite ({own}): the model's weights or format overflow.")
-    exponentials = np.exp(own - own.max())
+    class_logits = logits[: len(labels)]
+    if not np.isfinite(class_logits).all():
+        return FailedError(
+            f"the logits of an image are not finite ({class_logits}): the model's weights or format overflow."
+        )
+    exponentials = np.exp(class_logits - class_logits.max())
     probabilities = exponentials / exponentials.sum()
     return labels[int(probabilities.argmax())], probabilities
 
 
 class Runner(Protocol):
-    """The device side."""
+    """The device side of serving."""
 
     def launch(self, level: int, queries: Sequence[Query]) -> Any:
         """Send a batch to the device, without waiting for it."""
         ...
 
     def collect(self, launched: Any) -> list[tuple[str, np.ndarray] | FailedError]:
-        """Wait for a batch; label and probabilities of each query, or why it has none."""
+        """Wait for a batch; return each query's label and probabilities, or its error."""
         ...
 
     def expected_seconds(self, level: int, count: int) -> float:
-        """What a batch of so many queries usually takes."""
+        """Return the usual seconds of a batch of `count` queries."""
         ...
 
     def observe(self, level: int, count: int, seconds: float) -> None:
-        """What one took."""
+        """Record the seconds of a batch."""
         ...
 
 
 class LevelRunner:
-    """Runs batches on the programs of levels.
+    """Runner of batches on the programs of levels.
 
     Args:
-      programs: of all levels.
-      latency: what batches take, which it adds to.
-      on_drift: called when what batches take has changed.
+      programs: the programs of all levels.
+      latency: the latency of batches, to which it adds.
+      on_drift: called when the latency has changed.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class LevelRunner:
         return best_labels(launched)
 
     def expected_seconds(self, level: int, count: int) -> float:
-        return self._latency.of(level, round_up(count, self._programs.sizes)).p50
+        return self._latency.seconds(level, round_up(count, self._programs.sizes)).p50
 
     def observe(self, level: int, count: int, seconds: float) -> None:
         if self._latency.observe(level, round_up(count, self._programs.sizes), seconds):

@@ -1,4 +1,4 @@
-"""`Service`: one vision transformer for many tasks, whose tokens are chosen for each batch (OTAS, section III)."""
+"""`Service`: one vision transformer for many tasks, its tokens chosen for each batch (OTAS, section III)."""
 
 import asyncio
 import contextlib
@@ -48,43 +48,44 @@ log = logging.getLogger(__name__)
 _TaskOrTasks = Annotated[str | list[str], Meta(description="the name of a task, or one for each image")]
 
 MAX_WAITING, WAITING_BYTES = 10_000, 512 << 20
-"""How many queries wait at a time, and the bytes of their images."""
+"""Maximum number of waiting queries, and of the bytes of their images."""
 
 PLAN_SECONDS = 0.01
-"""What planning may take between batches, until a simpler rule decides."""
+"""Seconds that planning may take between batches before a simpler rule decides."""
 
 
 def plan_in_time(profile: ServingProfile) -> Policy:
-    """The policy that services have: plans exactly, if that takes no longer than `PLAN_SECONDS`."""
+    """Make the default policy of services: it plans exactly if that takes no longer than `PLAN_SECONDS`."""
     return Elastic(profile, time_limit=PLAN_SECONDS)
 
 
 class Service(Closeable):
     """Classifies images for any of its tasks, at any level.
 
-    Level > 0 adds so many prompts in each layer, 0 is the plain model, < 0 merges so many tokens in each layer. All
-    programs are compiled when tasks are registered or the service starts, none when it classifies. Several threads may
-    classify at a time.
+    A level > 0 adds as many prompts in each layer, 0 is the plain model, a level < 0 merges as many tokens in each
+    layer. All programs are compiled when tasks are registered or the service starts, none while it classifies. Several
+    threads may classify at a time.
 
     Args:
       model: a vision transformer.
-      repository: where tasks are.
+      repository: the repository of tasks.
       merge_levels: the levels < 0; None: `default_merge_levels`.
-      prompt_mode: what becomes of a layer's prompts in the next one.
-      schedule: how merges are divided over the layers; None: as profiling chooses for each level.
+      prompt_mode: how a layer's prompts continue in the next one.
+      schedule: the division of merges over the layers; None: chosen by profiling for each level.
       protect_isolated: the margin of PiToMe's energy, to keep tokens that are unlike all others; None: ToMe's merging.
       max_batch: images that are classified at once.
-      max_tasks, max_classes: how many tasks there can be, and classes of one.
-      policy: makes what decides, of the profile, which queries run next and at which level; follows changes of it.
-      max_waiting: queries that wait at a time; more are refused. None: `MAX_WAITING`, or as many as have images of
+      max_tasks, max_classes: maximum number of tasks, and of classes of a task.
+      policy: makes the policy that decides, from the profile, which queries run next and at which level; it follows
+        changes of the profile.
+      max_waiting: waiting queries beyond which more are refused. None: `MAX_WAITING`, or as many as have images of
         `WAITING_BYTES` together.
-      device_memory: that the model, its tasks and the two batches in flight may take: bytes, or such as "8GiB"; where
+      device_memory: memory for the model, its tasks and the two batches in flight: bytes, or such as "8GiB"; if
         `max_batch` does not fit, batches are smaller. None: any.
 
     Attributes:
-      config: of the model.
-      latency: what batches take.
-      refused: tasks of the repository that are not served, since they are damaged or of another model, and why.
+      config: the model's config.
+      latency: the latency of batches.
+      refused: errors of the repository's tasks that are not served, since they are damaged or of another model.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Service(Closeable):
         for name in repository.names():
             try:
                 self._tasks |= {name: self._checked(repository.read(name), levels)}
-            except Exception as error:  # whatever is wrong with one task is none of the others' business
+            except Exception as error:  # whatever is wrong with one task does not concern the others
                 log.warning("Task %r is not served: %s", name, error)
                 self.refused[name] = error
         schedules = schedules_of(self._tasks.values(), levels, self._format)
@@ -140,7 +141,7 @@ class Service(Closeable):
         programs = LevelPrograms(
             model, max_batch=max_batch, max_tasks=max_tasks, max_classes=max_classes, store=ExecutableStore()
         )
-        self._held: tuple[LevelPrograms, Trainer] | None = programs, trainer  # all that has the model's weights
+        self._held: tuple[LevelPrograms, Trainer] | None = programs, trainer  # everything that has the model's weights
         costs = Costs.open(
             device=device_name(devices_of(model.mesh)[0]),
             model={
@@ -150,8 +151,8 @@ class Service(Closeable):
             },
         )
         self.latency = LatencyProfile(costs, _merged(programs))
-        self._registering = threading.Lock()  # held for as long as a task is trained and profiled
-        self._serving = threading.Lock()  # held while what is served changes
+        self._registering = threading.Lock()  # held while a task is trained and profiled
+        self._serving = threading.Lock()  # held while the tasks, levels or decider change
         self._policy, self._max_waiting = policy, max_waiting
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._decider: QueryDecider | None = None
@@ -174,13 +175,14 @@ class Service(Closeable):
         quantize: str | None = None,
         **options,
     ) -> Self:
-        """A service on a model directory, with the tasks that are registered.
+        """Make a service from a model directory, with its registered tasks.
 
         Args:
           path: a model directory of a vision transformer.
-          repository: where tasks are; None: `tasks` in the model directory.
-          dtype, quantize: as of `load_model`.
-          options: as of `Service`.
+          repository: the folder of tasks; None: `tasks` in the model directory.
+          dtype, quantize: see `load_model`.
+          options: the options of `Service`.
+
         Raises CheckpointError for files that are damaged or of other models, ElasticError for options.
         """
         model = load_model(path, dtype=dtype, quantize=quantize)
@@ -203,12 +205,12 @@ class Service(Closeable):
 
     @property
     def budgets(self) -> dict[str, Budget]:
-        """Of each memory that this has something of, by name, who has how much."""
+        """The budget of each memory that the service uses, by name, with each owner's bytes."""
         return self._reservation.budgets
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Those that are compiled, ascending."""
+        """The compiled levels, ascending."""
         return self._programs.levels
 
     @property
@@ -218,7 +220,7 @@ class Service(Closeable):
 
     @property
     def compiled(self) -> int:
-        """How many programs were compiled, or read from disk, so far."""
+        """The number of programs compiled, or read from disk, so far."""
         return self._programs.compiled
 
     @property
@@ -227,11 +229,11 @@ class Service(Closeable):
         return dict(self._tasks)
 
     def adaptation(self, level: int) -> TokenAdaptation:
-        """What a level does in each layer. Raises LevelError for one that is not compiled."""
+        """Return a level's adaptation of each layer. Raises LevelError for one that is not compiled."""
         return self._programs.adaptation(level)
 
     def task(self, name: str) -> Task:
-        """A task. Raises UnknownTaskError, or ElasticError for one that is refused."""
+        """Return a task. Raises UnknownTaskError, or ElasticError for one that is refused."""
         name = check("task", name, str)
         if (why := self.refused.get(name)) is not None:
             raise ElasticError(f"task {name!r} is not served: {why}") from why
@@ -246,8 +248,9 @@ class Service(Closeable):
 
         Args:
           images: uint8 [B, size, size, 3], RGB, of the model's size; any number of them, or a single one.
-          task: whose classes; or one for each image, which are then computed together.
+          task: the task of all images, or one for each; they are computed together.
           level: one of `levels` that the tasks have.
+
         Raises InvalidImageError, UnknownTaskError or LevelError before anything runs, FailedError for logits that are
         not finite.
         """
@@ -258,7 +261,7 @@ class Service(Closeable):
             raise ElasticError(f"{len(images)} images need as many tasks or a single one, got {len(tasks)}.")
         for name in dict.fromkeys(tasks):
             self._check_has_level(self.task(name), level)
-        programs, answers = self._programs, []  # which may be closed meanwhile
+        programs, answers = self._programs, []  # kept, as the service may be closed meanwhile
         largest = programs.sizes[-1]
         for first in range(0, len(images), largest):
             part = slice(first, first + largest)
@@ -269,9 +272,9 @@ class Service(Closeable):
         self, programs: LevelPrograms, images: np.ndarray, tasks: list[str], level: int
     ) -> list[Classification]:
         answers, sent = [], programs.device.clock()
-        found = best_labels(programs.launch(level, tasks, images))
+        labelled = best_labels(programs.launch(level, tasks, images))
         programs.device.end(sent)
-        for answered in found:
+        for answered in labelled:
             if isinstance(answered, FailedError):
                 raise answered
             answers.append(Classification(label=answered[0], probabilities=answered[1], level=level))
@@ -284,10 +287,11 @@ class Service(Closeable):
             raise LevelError(f"task {task.name!r} has no {level} prompts; it has: {known}.")
 
     def serving_profile(self, levels: Sequence[int] | None = None) -> ServingProfile:
-        """What a controller goes by: accuracy and latency of all tasks.
+        """Return the profile for controllers: accuracy and latency of all tasks.
 
         Args:
-          levels: ascending; None: those that all tasks have.
+          levels: ascending; None: the levels that all tasks have.
+
         Raises ProfileError for what was not measured, or has changed since.
         """
         return self._serving_profile(self._tasks, levels)
@@ -300,16 +304,16 @@ class Service(Closeable):
         accuracy = {}
         for name, task in tasks.items():
             expected = expected_accuracies([self._accuracy(task, level) for level in levels])
-            accuracy |= {(name, level): found for level, found in zip(levels, expected, strict=True)}
+            accuracy |= {(name, level): share for level, share in zip(levels, expected, strict=True)}
         return ServingProfile(
             levels=tuple(levels),
             sizes=self.batch_sizes,
-            seconds={(n, b): self.latency.of(n, b).p95 for n in levels for b in self.batch_sizes},
+            seconds={(n, b): self.latency.seconds(n, b).p95 for n in levels for b in self.batch_sizes},
             accuracy=accuracy,
         )
 
     def _shared_levels(self, tasks: Mapping[str, Task]) -> list[int]:
-        """Those that all of these tasks have."""
+        """Return the levels that all these tasks have."""
         return [n for n in self.levels if n <= 0 or all(n in task.prompts for task in tasks.values())]
 
     def make_query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> "Future[Answer]":
@@ -317,11 +321,12 @@ class Service(Closeable):
 
         Args:
           image: uint8 [size, size, 3], RGB, of the model's size.
-          task: whose classes.
-          latency: seconds from now within which the answer is worth something.
-          utility: what a right answer in time is worth, beside other queries.
-        Returns a future, which raises ShedError where the answer could not have been in time; cancelling it gives the
-        query up unless it runs. Raises InvalidImageError, UnknownTaskError, ProfileError, OverloadedError where too
+          task: the task whose classes it is sorted into.
+          latency: seconds from now within which the answer has a value.
+          utility: the value of a right answer in time, relative to other queries.
+
+        Returns a future, which raises ShedError where the answer could not have been in time; cancelling it withdraws
+        the query unless it runs. Raises InvalidImageError, UnknownTaskError, ProfileError, OverloadedError where too
         many wait, ValueError for a latency or utility that is negative or not finite.
         """
         pixels = check_images(image, self.config.image_size)
@@ -331,18 +336,18 @@ class Service(Closeable):
         return self._started().serve(task, pixels[0].copy(), latency=latency, utility=utility, owner=self)
 
     async def query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> Answer:
-        """`make_query` in a coroutine, which gives the query up when it is cancelled."""
+        """Classify an image as `make_query` does, in a coroutine; cancelling it withdraws the query."""
         return await asyncio.wrap_future(self.make_query(image, task, latency=latency, utility=utility))
 
     def start(self) -> None:
-        """Get ready to answer queries, which else the first one waits for: every program runs once.
+        """Get ready to answer queries: run every program once, for which the first query would wait otherwise.
 
         Raises ProfileError for what was not measured, or has changed since.
         """
         self._started()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """As of `Closeable`. A task that is being registered or profiled is first kept."""
+        """Close the service, as `Closeable` says. A task that is being registered or profiled is kept first."""
         with self._serving:
             self._closed, decider = True, self._decider
         try:
@@ -352,7 +357,7 @@ class Service(Closeable):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Give memory back, unless a task is being registered, whose end does."""
+        """Free memory, unless a task is being registered, whose end does."""
         if self._origin.forked or not self._registering.acquire(blocking=False):
             return
         try:
@@ -364,7 +369,7 @@ class Service(Closeable):
 
     @contextlib.contextmanager
     def _registration(self) -> Iterator[None]:
-        """Register or profile one task at a time."""
+        """Hold the lock by which one task at a time is registered or profiled."""
         try:
             with self._registering:
                 yield
@@ -374,21 +379,21 @@ class Service(Closeable):
 
     @property
     def is_running(self) -> bool:
-        """Whether queries are taken: not once it is closed, nor if the thread that serves them has died."""
+        """Whether queries are accepted: false once the service is closed or its serving thread has died."""
         return not self._closed and (self._decider is None or self._decider.loop.is_running)
 
     @property
     def statistics(self) -> QueryStatistics:
-        """What became of queries so far."""
+        """Counters of queries so far."""
         return QueryStatistics() if self._decider is None else self._decider.statistics
 
     @property
     def waiting(self) -> int:
-        """How many queries have no answer yet."""
+        """The number of queries without an answer."""
         return 0 if self._decider is None else self._decider.loop.num_tickets
 
     def _started(self) -> QueryDecider:
-        """The decider, which starts with the first query."""
+        """Return the decider, which starts with the first query."""
         if self._decider is None:
             with self._serving:
                 if self._closed:
@@ -404,13 +409,15 @@ class Service(Closeable):
         return self._decider
 
     def _plan_anew(self) -> None:
-        """Let the decider go by latencies that have changed; by what it has if not all is measured."""
+        """Give the decider the present latencies; it keeps its own if not all are measured."""
         with self._serving, contextlib.suppress(ProfileError):
             if self._decider is not None:
                 self._decider.use(self.serving_profile())
 
     def accuracy(self, task: str, level: int) -> LevelAccuracy:
-        """What profiling has found. Raises ProfileError if it has not, or if the level has changed since."""
+        """Return the accuracy measured by profiling. Raises ProfileError if there is none, or the level has changed
+        since.
+        """
         return self._accuracy(self.task(task), level)
 
     def _accuracy(self, task: Task, level: int) -> LevelAccuracy:
@@ -439,15 +446,16 @@ class Service(Closeable):
         """Train a head and prompts for a task, profile it, keep it in the repository, and begin to serve it.
 
         Args:
-          name: of the task.
+          name: the task's name.
           dataset: its images and labels.
           prompts: numbers of prompts, each a level > 0.
-          division: how the data set is divided, which is kept with the task; None: a fifth is for validation.
-          validation: images that accuracy is measured on, of classes of the same names; all of the data set is then
-            trained on. None: a part of the data set.
-          training: how prompts are trained.
-          new_version: whether it takes the place of a task of this name, which else is an error.
+          division: the division of the data set, which is kept with the task; None: a fifth is for validation.
+          validation: images to measure accuracy on, of classes of the same names; all of the data set is then for
+            training. None: a part of the data set.
+          training: the training options of prompts.
+          new_version: whether to replace a task of this name, which is an error otherwise.
           progress: see `Progress`.
+
         Raises TaskExistsError, InvalidImageError, ElasticError for too many classes or tasks, LevelError, BudgetError
         where programs of new levels need more memory than there is; then nothing has changed.
         """
@@ -459,7 +467,7 @@ class Service(Closeable):
             self._programs.check_room(name, dataset.names)
             if validation is None:
                 division = division or Division()
-                dataset, validation, _ = division.of(dataset)
+                dataset, validation, _ = division.parts(dataset)
             elif division is not None:
                 raise ElasticError("register_task: give validation images, or a division of the data set, not both.")
             validation = self._checked_validation(validation, dataset.names)
@@ -480,14 +488,15 @@ class Service(Closeable):
             return self._install(task, validation, progress)
 
     def profile(self, name: str, validation: Dataset, *, progress: Progress = no_progress) -> Task:
-        """Measure a task's accuracy at all levels anew; kept as a new version.
+        """Measure a task's accuracy at all levels anew, and keep it as a new version.
 
-        What batches take is measured anew, too, unless queries are served meanwhile, which would count as slow batches.
+        Latency is measured anew, too, unless queries are served meanwhile, which would count as slow batches.
 
         Args:
-          name: of the task.
+          name: the task's name.
           validation: images that it was not trained on, of classes of the same names.
           progress: see `Progress`.
+
         Raises UnknownTaskError, InvalidImageError.
         """
         with self._registration():
@@ -505,34 +514,37 @@ class Service(Closeable):
         repeats: int = REPEATS,
         progress: Progress = no_progress,
     ) -> dict[LevelAndSize, np.ndarray]:
-        """Time batches of all sizes, those on record excepted unless `anew`.
+        """Time batches of all sizes, except those on record unless `anew`.
 
         Args:
-          levels: that are timed; None: all.
-          anew: whether those on record are timed again, and what was there counts no more.
+          levels: the levels to time; None: all.
+          anew: whether to time batches on record again and replace their record.
           repeats: how often each batch is timed, at least `REPEATS`.
           progress: see `Progress`.
-        Returns the seconds of each batch that was timed, [repeats].
+
+        Returns:
+          The seconds of each batch that was timed, [repeats].
         """
         if repeats < REPEATS:
             raise ElasticError(f"repeats must be >= {REPEATS}, got {repeats}: fewer batches are no profile.")
         levels, sizes = self.levels if levels is None else levels, self.batch_sizes
-        wanted = [(n, b) for n in levels for b in sizes] if anew else self.latency.missing(levels, sizes)
-        if not wanted:
+        batches = [(n, b) for n in levels for b in sizes] if anew else self.latency.missing(levels, sizes)
+        if not batches:
             return {}
-        found = time_batches(self._programs, wanted, repeats, progress)
-        for (level, count), seconds in found.items():
+        times = time_batches(self._programs, batches, repeats, progress)
+        for (level, count), seconds in times.items():
             self.latency.renew(level, count, seconds.tolist())
         self.latency.costs.save()
         self._plan_anew()
-        return found
+        return times
 
     def _install(self, task: Task, validation: Dataset, progress: Progress, *, anew: bool = False) -> Task:
-        """Profile a task, keep it, and let it serve; what serves stays as it is if that fails.
+        """Profile a task, keep it, and serve it; if that fails, the service stays as it is.
 
-        What other tasks were profiled with stays, and so do other profiles of this version's prompts and heads.
+        Other tasks' profiles stay, and so do other profiles of this version's prompts and heads.
 
-        anew: whether to time batches that were timed before.
+        Args:
+          anew: whether to time batches that were timed before.
         """
         before = self._levels
         try:
@@ -540,8 +552,8 @@ class Service(Closeable):
                 schedules = choose_schedules(self._programs, before, task, validation, progress)
                 self._levels = dataclasses.replace(before, schedules=schedules)
                 self._compile_ahead(*self._tasks.values(), task)
-                found = profile_accuracy(self._programs, task, validation, self._format, progress)
-                task = dataclasses.replace(task, accuracy={**task.accuracy, **found})
+                accuracies = profile_accuracy(self._programs, task, validation, self._format, progress)
+                task = dataclasses.replace(task, accuracy={**task.accuracy, **accuracies})
                 self.measure_latency(anew=anew, progress=progress)
                 self._serve(task)
         except BaseException:
@@ -551,7 +563,7 @@ class Service(Closeable):
         return task
 
     def _serve(self, task: Task) -> None:
-        """Keep a task and let it serve, at once. Raises ValueError if a policy at work cannot go by its levels."""
+        """Keep a task and serve it at once. Raises ValueError if a policy at work cannot use its levels."""
         tasks = self._tasks | {task.name: task}
         lost = set(self._shared_levels(self._tasks)) - set(self._shared_levels(tasks))
         with self._serving:
@@ -570,28 +582,28 @@ class Service(Closeable):
             log.warning("Queries run no more at the levels %s: task %r has no such prompts.", levels, task.name)
 
     def _checked_validation(self, validation: Dataset, labels: Sequence[str]) -> Dataset:
-        """Images to measure accuracy on, classes numbered as a task's labels."""
+        """Check images for measuring accuracy; number their classes as the task's labels."""
         check_images(validation.images, self.config.image_size)
         return validation.with_names(labels)
 
     def _compile_ahead(self, *tasks: Task) -> None:
-        """Compile all levels that there are with these tasks, and keep the batch sizes that fit into memory."""
+        """Compile all levels of these tasks, and keep the batch sizes that fit into memory."""
         for level in sorted({0, *self._levels.merge_levels, *(count for task in tasks for count in task.prompts)}):
             self._programs.compile_ahead(level, self._levels.adaptation(level))
         if self._memory is not None:
-            with self._serving:  # queries that wait are in batches of the sizes that there were
+            with self._serving:  # waiting queries are batched by the present sizes
                 self._programs.fit(self._memory, may_shrink=self._decider is None)
         self._reserve()
 
     def _reserve(self) -> None:
-        """Have the memory that the model, tasks, the largest batches and queries that wait take; raises BudgetError."""
+        """Reserve memory for the model, tasks, the largest batches and waiting queries. Raises BudgetError."""
         device = self._programs.tenants(self.batch_sizes[-1])
         host = {"images that wait": self._max_waiting * image_bytes(self.config)}
         remedy = "lower max_batch, max_waiting, max_tasks or device_memory, or close another model"
         self._reservation.resize(sizes_of(self._devices, device, host=host), remedy=remedy)
 
     def _checked(self, task: Task, levels: Levels) -> Task:
-        """A task from the repository, if it fits this service."""
+        """Check that a task from the repository fits this service."""
         if task.backbone != self._backbone:
             raise ElasticError(
                 f"task {task.name!r} was trained with another model than this one; name its repository, or register it "
@@ -606,29 +618,32 @@ class Service(Closeable):
 
 
 def _digest(model: LoadedModel) -> str:
-    """Of the weights on disk."""
+    """Return a digest of the weights on disk."""
     files = sorted((name, file.sha256) for name, file in model.manifest.files.items() if name.startswith("state/"))
     return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
 
 
 def _merged(programs: LevelPrograms) -> Callable[[int], int]:
-    """How many tokens a level merges in all layers; does not keep the programs, which leave with their service."""
+    """Return a function from levels to the tokens they merge over all layers.
+
+    It holds the programs weakly: they must not outlive their service.
+    """
     held = weakref.ref(programs)
 
     def merged(level: int) -> int:
-        if (found := held()) is None:
+        if (alive := held()) is None:
             raise closed_error("This service")
-        return sum(found.adaptation(level).merges)
+        return sum(alive.adaptation(level).merges)
 
     return merged
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A method of what may be gone: who holds it keeps that not alive."""
+    """Return a function that calls a method of an object, without keeping that alive, as long as it exists."""
     held = weakref.WeakMethod(method)
 
     def call() -> None:
-        if (found := held()) is not None:
-            found()
+        if (bound := held()) is not None:
+            bound()
 
     return call

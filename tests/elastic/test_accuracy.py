@@ -13,7 +13,7 @@ from jaxinfer.elastic.accuracy import expected_accuracies
 def test_counts():
     plain = np.array([1, 1, 1, 0, 0, 1], bool)
     level = np.array([1, 0, 1, 1, 0, 0], bool)
-    found = LevelAccuracy.of(level, plain, "a")
+    found = LevelAccuracy.from_correct(level, plain, "a")
     assert (found.images, found.correct, found.gained, found.lost) == (6, 3, 1, 2)
     assert found.accuracy == 0.5
     assert found.difference == pytest.approx(-1 / 6)
@@ -29,7 +29,7 @@ def test_p_value(gained, lost):
 
 
 def test_errors_are_not_zero_where_all_is_right():
-    found = LevelAccuracy.of(np.ones(50, bool), np.ones(50, bool), "")
+    found = LevelAccuracy.from_correct(np.ones(50, bool), np.ones(50, bool), "")
     assert 0 < found.standard_error < 0.05
     assert found.difference_error == 0
     assert found.p_value == 1

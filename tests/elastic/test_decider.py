@@ -462,7 +462,7 @@ def test_drift_while_the_profile_is_incomplete(serving, monkeypatch):
     """As while a task is being registered: the decider goes on by what it has."""
     image = stripes(1).images[0]
     serving.make_query(image, "stripes", latency=30.0).result(30)
-    known = serving.latency.of(0, 1).p50
+    known = serving.latency.seconds(0, 1).p50
 
     def incomplete():
         raise ProfileError("not timed yet")
@@ -542,7 +542,7 @@ def test_a_task_that_the_policy_cannot_serve_is_refused_before_it_is_kept(two, c
     with pytest.raises(ValueError, match="level 2 is not in the profile, which has -4, 0"):
         service.register_task("plain", stripes(40), training=TrainingConfig(steps=1))
     assert service.tasks.keys() == {"stripes"}
-    known, refreshed = service.latency.of(2, 1).p50, service.latency.refreshed
+    known, refreshed = service.latency.seconds(2, 1).p50, service.latency.refreshed
     for _ in range(NEWEST):
         service._decider._runner.observe(2, 1, 50 * known)
     assert service.latency.refreshed > refreshed

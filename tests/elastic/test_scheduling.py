@@ -230,7 +230,7 @@ def test_policies_follow_a_profile_that_changes(name):
 
 def test_levels_by_the_rate_are_as_profiled_or_table_i():
     """The most tokens with which a level serves the rate with a fifth to spare; or the levels of the paper's model."""
-    batches = [Batch.of(query(0, 0.0, latency=10.0, utility=0.5))]
+    batches = [Batch.from_query(query(0, 0.0, latency=10.0, utility=0.5))]
     for rate, as_printed, profiled in ((100, 8, 8), (380, -5, 4), (540, -15, -5), (900, -15, -20), (5000, -20, -20)):
         found = [Paper(PROFILE, profiled=of).choose(batches, 0.0, rate).level for of in (False, True)]
         assert found == [as_printed, profiled]

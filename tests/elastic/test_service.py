@@ -221,9 +221,9 @@ def test_what_a_task_was_not_trained_on_is_kept_with_it(vit, empty, monkeypatch)
 
     monkeypatch.setattr("jaxinfer.elastic.tasks.training.fit_head", counted)
     empty.register_task("a", dataset, division=division, training=QUICK)
-    assert trained == [len(division.of(dataset).training)]
+    assert trained == [len(division.parts(dataset).training)]
     again = Service.from_checkpoint(vit, repository=empty._repository.folder, merge_levels=(-4,), max_batch=2)
-    np.testing.assert_array_equal(again.task("a").divide(dataset).test.images, division.of(dataset).test.images)
+    np.testing.assert_array_equal(again.task("a").divide(dataset).test.images, division.parts(dataset).test.images)
     validation = stripes(20, seed=9)
     with pytest.raises(ElasticError, match="give validation images, or a division of the data set, not both"):
         empty.register_task("b", dataset, division=division, validation=validation)
@@ -369,7 +369,7 @@ def test_profiles(service):
     planned = [service.serving_profile().right("stripes", level) for level in service.levels]
     assert planned == sorted(planned)
     with pytest.raises(ProfileError, match=r"batches of 64 at level 0 were never timed here"):
-        service.latency.of(0, 64)
+        service.latency.seconds(0, 64)
 
 
 def test_a_profile_of_something_else_is_stale(vit, registered, options):
@@ -509,12 +509,12 @@ def observe(latency, level, batch, seconds):
 
 def test_latency_follows_the_machine(latency):
     found = latency()
-    assert found.of(0, 1).p50 == pytest.approx(0.010, rel=0.03)  # times are kept in steps of 5%
+    assert found.seconds(0, 1).p50 == pytest.approx(0.010, rel=0.03)  # times are kept in steps of 5%
     assert observe(found, 0, 1, 0.012) == 0
     assert observe(found, 0, 1, 0.500) == found.refreshed == 1
-    assert found.of(0, 1) == pytest.approx((0.500, 0.500))
+    assert found.seconds(0, 1) == pytest.approx((0.500, 0.500))
     assert observe(found, 0, 1, 0.001) == 1
-    assert found.of(0, 1) == pytest.approx((0.001, 0.001))
+    assert found.seconds(0, 1) == pytest.approx((0.001, 0.001))
 
 
 def test_a_slowdown_is_forgotten_when_it_is_over(latency):
@@ -524,28 +524,28 @@ def test_a_slowdown_is_forgotten_when_it_is_over(latency):
     for level, batch in ((0, 1), (0, 2), (-4, 2)):
         assert observe(found, level, batch, 0.1 * batch) == 1
     assert observe(found, 0, 1, 0.010) == 1
-    assert found.of(-4, 1).p50 == pytest.approx(0.002)
+    assert found.seconds(-4, 1).p50 == pytest.approx(0.002)
     for level, batch in ((0, 1), (0, 2), (-4, 2)):
-        assert found.of(level, batch) == wanted.of(level, batch)
+        assert found.seconds(level, batch) == wanted.seconds(level, batch)
 
 
 def test_later_processes_go_by_what_was_measured(latency):
-    slow, wanted = latency(), latency().of(0, 1)
+    slow, wanted = latency(), latency().seconds(0, 1)
     for _ in range(20):
         observe(slow, 0, 1, 0.100)
     slow.costs.save()
-    assert latency().of(0, 1) == wanted
+    assert latency().seconds(0, 1) == wanted
 
 
 def test_latency_measured_anew_takes_the_place_of_what_was(service):
     service.measure_latency()
     service.latency.renew(0, 1, [100.0] * 5)
-    assert service.latency.of(0, 1).p95 == pytest.approx(100.0, rel=0.03)
+    assert service.latency.seconds(0, 1).p95 == pytest.approx(100.0, rel=0.03)
     assert service.measure_latency() == {}
     found = service.measure_latency([0], anew=True, repeats=7)
     assert {key: len(seconds) for key, seconds in found.items()} == {(0, 1): 7, (0, 2): 7}
     least, most = found[0, 1].min() / 1.05, found[0, 1].max() * 1.05
-    assert least < service.latency.of(0, 1).p50 <= service.latency.of(0, 1).p95 < most
+    assert least < service.latency.seconds(0, 1).p50 <= service.latency.seconds(0, 1).p95 < most
     with pytest.raises(ElasticError, match="repeats must be >= 5, got 4"):
         service.measure_latency(repeats=4)
 
@@ -683,7 +683,7 @@ def test_batches_are_timed_alone_while_others_classify(busy):
     service, device = busy
     for seconds in service.measure_latency([0], anew=True).values():
         assert np.median(seconds) < 2 * device.seconds
-    assert service.latency.of(0, 1).p50 < 2 * device.seconds
+    assert service.latency.seconds(0, 1).p50 < 2 * device.seconds
 
 
 def test_queries_are_timed_alone_while_others_classify(busy):
@@ -695,4 +695,4 @@ def test_queries_are_timed_alone_while_others_classify(busy):
     for _ in range(2 * NEWEST):
         service.make_query(stripes(1).images[0], "stripes", latency=60.0).result(60)
     for level in service.levels:
-        assert service.latency.of(level, 1).p50 < 2 * device.seconds
+        assert service.latency.seconds(level, 1).p50 < 2 * device.seconds

@@ -26,7 +26,7 @@ def levels_table(service: Service, name: str) -> Table:
     for column in table.columns:
         column.justify = "right"
     for level in (level for level in service.levels if level <= 0 or level in task.prompts):
-        found, batch = service.accuracy(name, level), service.latency.of(level, largest)
+        found, batch = service.accuracy(name, level), service.latency.seconds(level, largest)
         _, tokens = service.adaptation(level).counts(config.tokens, config.layers)[-1]
         table.add_row(
             f"{level:+d}" if level else "0",
@@ -34,7 +34,7 @@ def levels_table(service: Service, name: str) -> Table:
             f"{100 * found.accuracy:.1f} ± {100 * found.standard_error:.1f}",
             f"{100 * found.difference:+.1f} ± {100 * found.difference_error:.1f}" if level else "",
             f"{found.p_value:.2g}" if level else "",
-            f"{1e3 * service.latency.of(level, 1).p50:.2f}",
+            f"{1e3 * service.latency.seconds(level, 1).p50:.2f}",
             f"{1e3 * batch.p50:.2f}",
             f"{largest / batch.p50:,.0f}",
         )

@@ -1,4 +1,4 @@
-"""Which queries share a batch: Algorithm 1 of OTAS when they come, and what the batch that runs has room for."""
+"""Batching: OTAS's Algorithm 1 for arriving queries, and filling up the batch that runs."""
 
 import bisect
 import dataclasses
@@ -14,14 +14,14 @@ class BatchingConfig:
     """Algorithm 1's thresholds, with the paper's values.
 
     Attributes:
-      max_wait: a batch takes queries that arrive at most so many seconds after its first one (delta).
-      max_batch: queries of a batch (epsilon).
-      max_deadline_gap: seconds between the deadlines of a batch (eta).
-      max_utility_gap: between a query's utility and that of the batch's first one (mu).
-      rate_window: seconds over which the rate of arrivals is taken.
-      fill: give the places by which the batch that runs is padded to queries that wait, the cheapest first: they cost
-        nothing there, and are those that would be given up.
-      paper: compare deadlines with the batch's earliest one alone, which lets a batch's deadlines drift apart.
+      max_wait: seconds after its first query in which a batch takes others (delta).
+      max_batch: maximum number of queries in a batch (epsilon).
+      max_deadline_gap: maximum seconds between the deadlines in a batch (eta).
+      max_utility_gap: maximum difference between a query's utility and that of the batch's first one (mu).
+      rate_window: seconds over which the rate of arrivals is measured.
+      fill: whether waiting queries take the padding's places in the batch that runs, the cheapest first: they cost
+        nothing there, and would be shed otherwise.
+      paper: whether deadlines are compared with the batch's earliest alone, which lets them drift apart.
     """
 
     max_wait: float = 0.5
@@ -42,12 +42,16 @@ class BatchingConfig:
             raise ValueError(f"BatchingConfig.rate_window must be > 0, got {self.rate_window}.")
 
     def by_worth(self) -> Self:
-        """Batches of queries that are worth about the same: what is worth little holds nothing up, and rides where
-        there is room. Not in the paper."""
+        """Batch queries of about the same utility: cheap ones delay nothing, and fill up other batches.
+
+        Not in the paper.
+        """
         return dataclasses.replace(self, max_utility_gap=0.2, fill=True)
 
     def scaled(self, factor: float) -> Self:
-        """For a device that takes `factor` times as long for a batch as the paper's, and deadlines in proportion."""
+        """Scale the times for a device whose batches take `factor` times as long as the paper's, and deadlines in
+        proportion.
+        """
         names = ("max_wait", "max_deadline_gap", "rate_window")
         return dataclasses.replace(self, **{name: factor * getattr(self, name) for name in names})
 
@@ -57,10 +61,10 @@ class Batch:
     """Queries that run together.
 
     Attributes:
-      queries: in the order in which they came.
-      arrival: of the earliest one.
-      deadline, last_deadline: the earliest and the latest one.
-      utility: of the first one.
+      queries: the queries in the order of arrival.
+      arrival: the earliest arrival.
+      deadline, last_deadline: the earliest and the latest deadline.
+      utility: the first query's utility.
     """
 
     queries: list[Query]
@@ -70,12 +74,12 @@ class Batch:
     utility: float
 
     @classmethod
-    def of(cls, query: Query) -> "Batch":
-        """With one query."""
+    def from_query(cls, query: Query) -> "Batch":
+        """Start a batch with one query."""
         return cls([query], query.arrival, query.deadline, query.deadline, query.utility)
 
     def add(self, query: Query) -> None:
-        """One query more."""
+        """Add a query."""
         self.queries.append(query)
         self.arrival = min(self.arrival, query.arrival)
         self.deadline = min(self.deadline, query.deadline)
@@ -86,7 +90,7 @@ class Batch:
 
 
 class BatchQueue:
-    """The batches that wait, in the order of their first queries. A batch that runs is not in it."""
+    """The waiting batches, in the order of their first queries. A batch that runs is not among them."""
 
     def __init__(self, config: BatchingConfig):
         self._config = config
@@ -100,19 +104,19 @@ class BatchQueue:
 
     @property
     def queries(self) -> int:
-        """How many wait."""
+        """The number of queries that wait."""
         return sum(map(len, self._batches))
 
     def add(self, query: Query) -> None:
-        """Put a query into the newest batch that it fits, or into one of its own."""
+        """Add a query to the newest batch that it fits, or to a new one."""
         for batch in reversed(self._batches):
             if batch.arrival + self._config.max_wait < query.arrival:
                 break  # all batches before are older still
             if self._fits(batch, query):
                 batch.add(query)
                 return
-        # Clocks may step back: the order of arrivals stays.
-        bisect.insort(self._batches, Batch.of(query), key=lambda batch: batch.arrival)
+        # Clocks may step back: keep the order of arrivals.
+        bisect.insort(self._batches, Batch.from_query(query), key=lambda batch: batch.arrival)
 
     def _fits(self, batch: Batch, query: Query) -> bool:
         config, deadline = self._config, query.deadline
@@ -123,13 +127,14 @@ class BatchQueue:
         return max(batch.last_deadline, deadline) - min(batch.deadline, deadline) <= config.max_deadline_gap
 
     def remove(self, batch: Batch) -> None:
-        """Take a batch out."""
+        """Remove a batch."""
         self._batches.remove(batch)
 
     def fill(self, batch: Batch, room: int, ends: float) -> None:
-        """Let queries that wait share a batch that was taken out, if their deadlines are after its end.
+        """Add waiting queries whose deadlines are after its end to a batch that was removed.
 
-        room: for so many; the cheapest of them, and of those the most urgent, get in.
+        Args:
+          room: number of queries to add, the cheapest first, and of equal ones the most urgent.
         """
         waiting = (query for other in self._batches for query in other.queries if query.deadline > ends)
         chosen = {query.id: query for query in heapq.nsmallest(room, waiting, key=lambda q: (q.utility, q.deadline))}
@@ -139,16 +144,16 @@ class BatchQueue:
             batch.add(query)
 
     def shed(self, ends: float) -> list[Query]:
-        """Take out the queries that must be answered by `ends`, at which the soonest answer can be there."""
+        """Remove the queries that must be answered by `ends`, when the soonest possible answer is ready."""
         late = [batch for batch in self._batches if batch.deadline <= ends]
         return [query for batch in late for query in self.shed_of(batch, ends)]
 
     def shed_of(self, batch: Batch, ends: float) -> list[Query]:
-        """The same of one batch."""
+        """Remove the queries of a batch that must be answered by `ends`."""
         return self._remove_from(batch, lambda query: query.deadline <= ends)
 
     def remove_where(self, gone: Callable[[Query], bool]) -> None:
-        """Take out the queries of which this is true."""
+        """Remove the queries for which the function is true."""
         for batch in list(self._batches):
             self._remove_from(batch, gone)
 

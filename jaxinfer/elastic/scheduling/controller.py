@@ -1,4 +1,4 @@
-"""The controller between batches: takes queries, gives up those that are hopeless, and says what runs next."""
+"""The controller between batches: takes queries, sheds hopeless ones, and chooses the next batch."""
 
 from collections import deque
 from collections.abc import Set
@@ -10,11 +10,11 @@ from jaxinfer.elastic.scheduling.query import Query
 
 
 class Next(NamedTuple):
-    """What to do now.
+    """A controller's choice.
 
     Attributes:
-      decision: the batch to run; None: none waits.
-      shed: the queries that are given up.
+      decision: the batch to run; None: no batch waits.
+      shed: the queries to shed.
     """
 
     decision: Decision | None
@@ -36,20 +36,20 @@ class Controller:
 
     @property
     def waiting(self) -> int:
-        """How many queries wait."""
+        """The number of queries that wait."""
         return self._queue.queries
 
     def submit(self, query: Query) -> None:
-        """Let a query wait."""
+        """Queue a query."""
         self._queue.add(query)
         self._arrivals.append(query.arrival)
 
     def withdraw(self, ids: Set[int]) -> None:
-        """Take out the queries with these ids."""
+        """Remove the queries with these ids."""
         self._queue.remove_where(lambda query: query.id in ids)
 
     def next(self, start: float) -> Next:
-        """What runs when the device is free, which it is at `start`. A batch that is given is no longer waiting."""
+        """Choose a batch for when the device is free, at `start`. The batch is no longer waiting then."""
         shed = self._queue.shed(start + self.policy.least_seconds(1))
         rate = self._rate(start)
         while len(self._queue):
@@ -63,14 +63,16 @@ class Controller:
         return Next(None, shed)
 
     def _fill(self, decision: Decision, start: float) -> None:
-        """Give the places by which a batch would be padded to others."""
+        """Fill the padding's places in a batch with other queries."""
         profile, count = self.policy.profile, len(decision.batch)
         if room := profile.padded(count) - count:
             ends = start + decision.setup + profile.batch_seconds(decision.level, count)
             self._queue.fill(decision.batch, room, ends)
 
     def _shed_most_urgent(self, start: float) -> list[Query]:
-        """Of the batch with the earliest deadline, those that it cannot answer with all the others."""
+        """Shed from the batch with the earliest deadline the queries that it cannot answer together with all the
+        others.
+        """
         batch = min(self._queue, key=lambda batch: batch.deadline)
         ends = max(start + self.policy.least_seconds(len(batch)), batch.deadline)
         return self._queue.shed_of(batch, ends)

@@ -1,6 +1,6 @@
-"""Which level each batch of a queue gets, so that the queries that are answered in time earn the most (OTAS, eq. 1).
+"""Planning: a level for each batch of a queue, to maximise the utility of queries answered in time (OTAS, eq. 1).
 
-A batch earns its utility if it ends before its deadline. All batches are there, so that those which run may run in the
+A batch earns its utility if it ends before its deadline. All batches are known, so that those which run can run in the
 order of their deadlines (an exchange argument), and a plan is a level, or none, for each.
 """
 
@@ -12,16 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 POINTS = 400
-"""Of a Pareto front, where a plan must be there before the batch that runs has ended."""
+"""Points of a Pareto front, where a plan must be ready before the running batch has ended."""
 
 
 class Option(NamedTuple):
     """A level for a batch.
 
     Attributes:
-      level: which one.
-      seconds: that the batch takes.
-      utility: what its queries earn on average, if it ends in time.
+      level: the level.
+      seconds: seconds that the batch takes.
+      utility: the expected utility of its queries, if it ends in time.
     """
 
     level: int
@@ -33,8 +33,8 @@ class Job(NamedTuple):
     """A batch as planners see it.
 
     Attributes:
-      deadline: before which it must end.
-      options: its levels.
+      deadline: time before which it must end.
+      options: its possible levels.
     """
 
     deadline: float
@@ -42,12 +42,12 @@ class Job(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a planner decides.
+    """A planner's decision.
 
     Attributes:
-      levels: of each job, in their order; None: it does not run.
-      utility: what it earns.
-      end: when the last one ends.
+      levels: each job's level, in the order of jobs; None: it does not run.
+      utility: its total utility.
+      end: when the last job ends.
     """
 
     levels: list[int | None]
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
 
 class PlanTimeoutError(Exception):
-    """A planner took longer than it may; another way to decide is needed."""
+    """A planner exceeded its time limit; a faster way to decide is needed."""
 
 
 def plan_exact(
@@ -67,20 +67,21 @@ def plan_exact(
     time_limit: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Plan:
-    """The best plan, by a Pareto front of (end, utility) after each job.
+    """Find the best plan, by a Pareto front of (end, utility) after each job.
 
-    Of two partial plans, one that ends later and earns no more can be forgotten: whatever follows it can follow the
-    other. This is a dynamic programme for one machine, weighted late jobs and several ways to run each (Lawler and
+    A partial plan that ends later than another and earns no more can be dropped: anything that can follow it can follow
+    the other. This is a dynamic programme for one machine, weighted late jobs and several ways to run each (Lawler and
     Moore, 1969).
 
     Args:
-      jobs: any number of them.
+      jobs: any number of jobs.
       start: when the device is free.
-      points: that the front keeps after each job, which bounds the work: where it has more, the time that it spans is
-        cut into so many intervals, and of each the point that earns most is kept. A plan still keeps its deadlines, and
-        may miss a little utility; jobs with later deadlines change nothing in how those before are planned. None: all.
-      time_limit: seconds that planning may take, looked at after each job; None: any.
-      clock: that they are taken from.
+      points: points of the front kept after each job, which bounds the work: if it has more, its time span is cut into
+        this many intervals, and the best point of each is kept. A plan still meets its deadlines, and may lose a little
+        utility; jobs with later deadlines do not change the plan of those before. None: all.
+      time_limit: maximum seconds of planning, checked after each job; None: any.
+      clock: measures these seconds.
+
     Raises ValueError for times that are negative or not finite, PlanTimeoutError.
     """
     _check(jobs, start)
@@ -88,7 +89,7 @@ def plan_exact(
     order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
     options = [_useful(job, start) for job in jobs]
     ends, utilities = np.array([float(start)]), np.array([0.0])
-    steps: list[tuple[np.ndarray, np.ndarray]] = []  # of each job: the point that each one comes from, and its option
+    steps: list[tuple[np.ndarray, np.ndarray]] = []  # per job: each point's predecessor, and its option
     for index in order:
         if stop is not None and clock() > stop:
             raise PlanTimeoutError(f"planning {len(jobs)} batches took more than {time_limit:g} s.")
@@ -98,9 +99,9 @@ def plan_exact(
         new_ends, new_utilities = (ends + seconds[:, None]).ravel(), (utilities + earned[:, None]).ravel()
         feasible = new_ends < jobs[index].deadline
         feasible[:count] = True  # without the job
-        found = np.flatnonzero(feasible)
-        found = found[np.argsort(new_ends[found], kind="stable")]
-        kept = found[_rises(new_utilities[found])]
+        candidates = np.flatnonzero(feasible)
+        candidates = candidates[np.argsort(new_ends[candidates], kind="stable")]
+        kept = candidates[_rises(new_utilities[candidates])]
         if points is not None and len(kept) > points:
             cells = np.searchsorted(np.linspace(start, new_ends[kept[-1]], points + 1), new_ends[kept])
             kept = kept[np.append(cells[1:] > cells[:-1], True)]
@@ -116,15 +117,15 @@ def plan_exact(
 
 
 def _rises(values: np.ndarray) -> np.ndarray:
-    """Where a value is above all before it."""
+    """Return where a value is above all before it."""
     return np.concatenate(([True], values[1:] > np.maximum.accumulate(values)[:-1]))
 
 
 def plan_paper(jobs: Sequence[Job], start: float) -> Plan:
-    """OTAS's Algorithm 2 as it is printed, whose plans can be far from the best one and even miss deadlines.
+    """Plan by OTAS's Algorithm 2 as printed: its plans can be far from the best and even miss deadlines.
 
     It keeps one end and one utility for each job and level, the rows begin with utility 0 and previous level 1, and a
-    level of which no predecessor earns anything keeps them; index 0 means that the job does not run.
+    level whose predecessors all earn nothing keeps them; index 0 means that the job does not run.
     """
     _check(jobs, start)
     order = sorted(range(len(jobs)), key=lambda index: jobs[index].deadline)
@@ -159,12 +160,12 @@ def plan_paper(jobs: Sequence[Job], start: float) -> Plan:
 
 
 def _useful(job: Job, start: float) -> list[Option]:
-    """The options that can end in time, and earn more than every one that takes no longer."""
-    found: list[Option] = []
+    """Return the options that can end in time and earn more than every one that takes no longer."""
+    useful: list[Option] = []
     for option in sorted(job.options, key=lambda option: (option.seconds, -option.utility)):
-        if start + option.seconds < job.deadline and option.utility > (found[-1].utility if found else 0.0):
-            found.append(option)
-    return found
+        if start + option.seconds < job.deadline and option.utility > (useful[-1].utility if useful else 0.0):
+            useful.append(option)
+    return useful
 
 
 def _check(jobs: Sequence[Job], start: float) -> None:

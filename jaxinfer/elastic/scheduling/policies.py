@@ -1,4 +1,4 @@
-"""Which batch runs next and at which level: OTAS exact and as printed, and what it is compared with."""
+"""Policies that choose the next batch and its level: OTAS exact and as printed, and others to compare with."""
 
 import dataclasses
 import re
@@ -10,20 +10,21 @@ from jaxinfer.elastic.scheduling.planner import POINTS, Job, Option, PlanTimeout
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 
 NEARLY_ALL = 0.9
-"""Of the queries a second that can be answered at the level that then earns most: where more come, plans leave time for
-them."""
+"""Share of the capacity at the best level beyond which the rate counts as overload, and plans leave time for queries to
+come.
+"""
 LEAST_UTILITY = 1e-9
-"""Of a batch whose time is worth more to others: it runs where they leave time."""
+"""Utility of a batch whose time is worth more to others: it runs where they leave time."""
 
 
 class Decision(NamedTuple):
-    """What runs next.
+    """A choice of the next batch.
 
     Attributes:
-      batch: which one.
-      level: at which it runs.
-      setup: seconds before it can, as for another model to be loaded.
-      fell_back: whether planning took too long, so that a simpler rule has decided.
+      batch: the batch.
+      level: the level it runs at.
+      setup: seconds before it can run, such as for loading another model.
+      fell_back: whether a simpler rule decided because planning took too long.
     """
 
     batch: Batch
@@ -33,37 +34,37 @@ class Decision(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses whenever the device becomes free.
+    """Chooses a batch whenever the device becomes free.
 
     Attributes:
-      batching: how queries are put into batches.
-      profile: that it goes by now.
+      batching: the rules by which queries share batches.
+      profile: the present profile.
     """
 
     batching: BatchingConfig
     profile: ServingProfile
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
-        """What runs next; None if no batch can end in time.
+        """Choose the next batch; return None if no batch can end in time.
 
         Args:
-          batches: that wait, in the order of arrival; at least one.
+          batches: the waiting batches in the order of arrival; at least one.
           start: when the device is free.
           rate: queries a second that arrived lately.
         """
         ...
 
     def least_seconds(self, count: int) -> float:
-        """The soonest that it can answer so many queries."""
+        """Return the least seconds in which it can answer `count` queries."""
         ...
 
     def use(self, profile: ServingProfile) -> None:
-        """Go by another profile from now on, in any thread. Raises ValueError for one that it cannot go by."""
+        """Use another profile from now on, in any thread. Raises ValueError for one that it cannot use."""
         ...
 
 
 def job_of(batch: Batch, profile: ServingProfile) -> Job:
-    """A batch as planners see it."""
+    """Convert a batch to a job for planners."""
     count = len(batch)
     utilities: dict[str, float] = {}
     for query in batch.queries:
@@ -82,27 +83,27 @@ def job_of(batch: Batch, profile: ServingProfile) -> Job:
 
 
 def with_price(jobs: Sequence[Job], price: float) -> list[Job]:
-    """The same where each second costs so much utility. A batch that earns nothing then has its best option left."""
-    found = []
+    """Charge `price` for each second. A batch that earns nothing then keeps its best option."""
+    priced = []
     for job in jobs:
         options = [option._replace(utility=option.utility - price * option.seconds) for option in job.options]
         best = max(options, key=lambda option: option.utility)
         pays = [option for option in options if option.utility > 0]
-        found.append(job._replace(options=tuple(pays or [best._replace(utility=LEAST_UTILITY)])))
-    return found
+        priced.append(job._replace(options=tuple(pays or [best._replace(utility=LEAST_UTILITY)])))
+    return priced
 
 
 def by_deadline(batches: Sequence[Batch]) -> list[Batch]:
-    """The earliest deadline first; of equal ones the earliest arrival."""
+    """Sort batches by deadline, then by arrival."""
     return sorted(batches, key=lambda batch: (batch.deadline, batch.arrival))
 
 
 class _ByProfile:
-    """What policies of one profile share.
+    """Base of policies that use one profile.
 
     Args:
-      profile: of the levels.
-      batching: how queries are put into batches; None: as in the paper, up to the largest size.
+      profile: the profile of the levels.
+      batching: the rules by which queries share batches; None: the paper's, up to the largest size.
     """
 
     def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None):
@@ -117,16 +118,16 @@ class _ByProfile:
 
 
 class Elastic(_ByProfile):
-    """Plans the levels of all batches exactly, each time anew.
+    """Policy that plans the levels of all batches exactly, anew each time.
 
-    Where nearly all that the device can answer comes, the queries to come count as well: a second then costs what the
-    least valuable of those that wait would earn in it.
+    Near the device's capacity, queries to come count as well: a second then costs as much as the least valuable waiting
+    query would earn in it.
 
     Args:
-      profile: of the levels.
-      batching: how queries are put into batches; None: by worth, up to the largest size.
-      max_jobs: batches that are planned, those with the earliest deadlines.
-      time_limit: seconds that a plan may take; else `LargestThatFits` decides. None: any.
+      profile: the profile of the levels.
+      batching: the rules by which queries share batches; None: by worth, up to the largest size.
+      max_jobs: number of batches planned, those with the earliest deadlines.
+      time_limit: seconds that a plan may take before `LargestThatFits` decides. None: any.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Elastic(_ByProfile):
         return next((Decision(batch, level) for batch, level in chosen if level is not None), None)
 
     def _price(self, batches: Sequence[Batch], jobs: Sequence[Job]) -> float:
-        """What the least valuable of those that wait would earn in a second of full batches."""
+        """Return the utility a second of full batches of the least valuable waiting queries."""
         return min(
             max(option.utility / len(batch) * self.profile.capacity(option.level) for option in job.options)
             for batch, job in zip(batches, jobs, strict=True)
@@ -170,7 +171,7 @@ class Elastic(_ByProfile):
 
 
 class FixedLevel(_ByProfile):
-    """One level for all batches, the earliest deadline first: PetS at level 0, ToMe below it, VPT above."""
+    """Policy with one level for all batches, earliest deadline first: PetS at level 0, ToMe below it, VPT above."""
 
     def __init__(self, profile: ServingProfile, level: int, batching: BatchingConfig | None = None):
         self._level = level
@@ -206,10 +207,10 @@ class LargestThatFits(_ByProfile):
 
 
 class SlackFit(_ByProfile):
-    """SuperServe's policy (arXiv:2312.16733): the slack of the most urgent query picks a latency, and that a tuple.
+    """SuperServe's policy (arXiv:2312.16733): the slack of the most urgent query selects a latency, and that a tuple.
 
-    Of all (level, batch size) the Pareto-optimal ones by seconds and accuracy are sorted into buckets of latency; the
-    bucket that the slack fits gives the largest batch that there is queries for, and of those the most accurate.
+    The (level, batch size) tuples that are Pareto-optimal in seconds and accuracy are sorted into buckets of latency.
+    The slack selects a bucket; take its largest batch that the queue can fill, then the most accurate level.
     """
 
     def __init__(self, profile: ServingProfile, batching: BatchingConfig | None = None, *, buckets: int = 16):
@@ -221,11 +222,11 @@ class SlackFit(_ByProfile):
         accuracy = {n: sum(profile.right(task, n) for task in tasks) / len(tasks) for n in profile.levels}
         tuples = [(profile.seconds[n, size], size, accuracy[n], n) for n in profile.levels for size in profile.sizes]
         tuples = [
-            one
-            for one in tuples
-            if not any(o != one and o[0] <= one[0] and o[1] >= one[1] and o[2] >= one[2] for o in tuples)
+            entry
+            for entry in tuples
+            if not any(o != entry and o[0] <= entry[0] and o[1] >= entry[1] and o[2] >= entry[2] for o in tuples)
         ]
-        least, most = min(one[0] for one in tuples), max(one[0] for one in tuples)
+        least, most = min(entry[0] for entry in tuples), max(entry[0] for entry in tuples)
         self._tuples, self._width = sorted(tuples), (most - least) / self._buckets or 1.0
         super().use(profile)
 
@@ -233,13 +234,13 @@ class SlackFit(_ByProfile):
         del rate
         for batch in by_deadline(batches):
             slack = batch.deadline - start
-            fits = [one for one in self._tuples if one[0] < slack]
+            fits = [entry for entry in self._tuples if entry[0] < slack]
             if not fits:
                 continue
-            bucket = [one for one in fits if one[0] > fits[-1][0] - self._width]
-            wanted = max(bucket, key=lambda one: (min(one[1], len(batch)), one[2]))
-            if start + self.profile.batch_seconds(wanted[3], len(batch)) < batch.deadline:
-                return Decision(batch, wanted[3])
+            bucket = [entry for entry in fits if entry[0] > fits[-1][0] - self._width]
+            chosen = max(bucket, key=lambda entry: (min(entry[1], len(batch)), entry[2]))
+            if start + self.profile.batch_seconds(chosen[3], len(batch)) < batch.deadline:
+                return Decision(batch, chosen[3])
             quickest = min(self.profile.levels, key=lambda n: self.profile.batch_seconds(n, len(batch)))
             if start + self.profile.batch_seconds(quickest, len(batch)) < batch.deadline:
                 return Decision(batch, quickest)
@@ -251,9 +252,9 @@ class PaperConfig:
     """OTAS's parameters (section V).
 
     Attributes:
-      min_jobs: with at most so many batches Algorithm 3 decides (beta).
-      initial: seconds from the start in which it does, too.
-      high_utility: batches with a higher mean utility get the highest level in Algorithm 3 (kappa).
+      min_jobs: number of batches up to which Algorithm 3 decides (beta).
+      initial: seconds from the start during which it decides, too.
+      high_utility: mean utility above which a batch gets the highest level in Algorithm 3 (kappa).
     """
 
     min_jobs: int = 5
@@ -271,20 +272,20 @@ PAPER_RATES = (
     (280 / 580, 4),
     (0.0, 8),
 )
-"""Table I: from which rate on, as a multiple of the paper's capacity at level 0 (580 a second), which level."""
+"""Table I: levels by their lowest rate, as a multiple of the paper's capacity at level 0 (580 a second)."""
 UTILISATION = 0.8
-"""How much of its throughput a level is given. Table I: 0.61 (level -10) to 1.0 (-15) of Fig. 4b's."""
+"""Share of its throughput that a level is given. Table I: 0.61 (level -10) to 1.0 (-15) of Fig. 4b's."""
 
 
 class Paper(_ByProfile):
-    """OTAS as it is printed: Algorithm 2, and Algorithm 3 where few batches wait.
+    """OTAS as printed: Algorithm 2, and Algorithm 3 where few batches wait.
 
     Args:
-      profile: of the levels.
-      batching: how queries are put into batches.
-      config: its parameters.
-      profiled: whether Algorithm 3's function from rates to levels (f) is made from the profile's throughput, as the
-        paper says that its own was; otherwise it is Table I, with the nearest levels that there are.
+      profile: the profile of the levels.
+      batching: the rules by which queries share batches.
+      config: the paper's parameters.
+      profiled: whether Algorithm 3's function from rates to levels (f) comes from the profile's throughput, as the
+        paper says of its own; otherwise it is Table I, with the nearest levels of the profile.
     """
 
     def __init__(
@@ -311,9 +312,9 @@ class Paper(_ByProfile):
         return next((Decision(batch, level) for batch, level in chosen if level is not None), None)
 
     def _by_rate(self, batches: Sequence[Batch], start: float, rate: float) -> list[int | None]:
-        """Algorithm 3."""
+        """Choose levels by Algorithm 3."""
         profile, levels, clock = self.profile, list[int | None](), start
-        usual = self._of_rate(rate)
+        usual = self._level_for(rate)
         for batch in batches:
             level = usual
             mean = sum(query.utility for query in batch.queries) / len(batch)
@@ -325,25 +326,26 @@ class Paper(_ByProfile):
             clock += profile.batch_seconds(level, len(batch))
         return levels
 
-    def _of_rate(self, rate: float) -> int:
-        """Algorithm 3's f."""
+    def _level_for(self, rate: float) -> int:
+        """Return the level for a rate: Algorithm 3's f."""
         profile = self.profile
         if self._profiled:
             enough = [level for level in profile.levels if UTILISATION * profile.capacity(level) >= rate]
             return max(enough, default=profile.levels[0])
-        wanted = next(level for least, level in PAPER_RATES if rate / profile.capacity(0) >= least)
-        return min(profile.levels, key=lambda level: abs(level - wanted))
+        printed = next(level for least, level in PAPER_RATES if rate / profile.capacity(0) >= least)
+        return min(profile.levels, key=lambda level: abs(level - printed))
 
 
 def make_policy(name: str, profile: ServingProfile, *, scale: float = 1.0, time_limit: float | None = None) -> Policy:
-    """A policy by name: one of `POLICIES`, or "level-8", "level+2" and so on for a fixed level.
+    """Make a policy by name: one of `POLICIES`, or "level-8", "level+2" and so on for a fixed level.
 
     Args:
-      name: of the policy.
-      profile: of the levels.
-      scale: of the paper's thresholds, in seconds, of which queries share a batch.
-      time_limit: of plans; see `Elastic`.
-    Raises ValueError for a name that is none, or a level that the profile has not.
+      name: the policy's name.
+      profile: the profile of the levels.
+      scale: factor on the paper's thresholds in seconds, which decide what queries share a batch.
+      time_limit: seconds that a plan may take; see `Elastic`.
+
+    Raises ValueError for an unknown name, or a level that the profile does not have.
     """
     batching = BatchingConfig(max_batch=profile.sizes[-1]).scaled(scale)
     if name == "elastic":
@@ -354,8 +356,8 @@ def make_policy(name: str, profile: ServingProfile, *, scale: float = 1.0, time_
         return Paper(profile, printed, config, profiled=name == "paper_profiled")
     if name in _SIMPLE:
         return _SIMPLE[name](profile, batching)
-    if found := re.fullmatch(r"level([+-]\d+)", name):
-        return FixedLevel(profile, int(found[1]), batching)
+    if match := re.fullmatch(r"level([+-]\d+)", name):
+        return FixedLevel(profile, int(match[1]), batching)
     raise ValueError(f"no policy {name!r}; known: {', '.join(POLICIES)}, or a fixed level such as level-8 or level+2.")
 
 
@@ -365,16 +367,16 @@ _SIMPLE: Mapping[str, Callable[[ServingProfile, BatchingConfig], Policy]] = {
     "slackfit": SlackFit,
 }
 POLICIES = ("elastic", "paper", "paper_profiled", *_SIMPLE)
-"""Names of those that choose levels, and of PetS, which always takes level 0."""
+"""Names of the policies that choose levels, and of PetS, which always takes level 0."""
 
 
 class ModelSwitching(_ByProfile):
-    """INFaaS's policy: the most accurate of several models whose throughput is enough, loaded when the choice changes.
+    """INFaaS's policy: the most accurate model with enough throughput, loaded when the choice changes.
 
     Args:
-      profile: whose levels are the models, the smallest first; the largest one is loaded at the start.
-      load_seconds: that it takes to make a model the one that runs.
-      batching: how queries are put into batches.
+      profile: a profile whose levels are the models, the smallest first; the largest is loaded at the start.
+      load_seconds: seconds to load a model.
+      batching: the rules by which queries share batches.
     """
 
     def __init__(
@@ -385,12 +387,12 @@ class ModelSwitching(_ByProfile):
 
     def choose(self, batches: Sequence[Batch], start: float, rate: float) -> Decision | None:
         profile = self.profile
-        wanted = max((n for n in profile.levels if profile.capacity(n) >= rate), default=profile.levels[0])
-        setup = self._setup(wanted)
+        model = max((n for n in profile.levels if profile.capacity(n) >= rate), default=profile.levels[0])
+        setup = self._setup(model)
         for batch in by_deadline(batches):
-            if start + setup + profile.batch_seconds(wanted, len(batch)) < batch.deadline:
-                self._model = wanted
-                return Decision(batch, wanted, setup)
+            if start + setup + profile.batch_seconds(model, len(batch)) < batch.deadline:
+                self._model = model
+                return Decision(batch, model, setup)
         return None
 
     def least_seconds(self, count: int) -> float:

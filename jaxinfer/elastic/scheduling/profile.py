@@ -1,4 +1,4 @@
-"""What controllers know of the levels: how long batches take, and how often answers are right."""
+"""The controllers' knowledge of the levels: batch latency and accuracy."""
 
 import bisect
 import dataclasses
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingProfile:
-    """Measured; never guessed.
+    """Measured latency and accuracy, never guessed.
 
     Attributes:
-      levels: ascending.
-      sizes: that batches are padded to, ascending.
-      seconds: of a batch by level and padded size, padding included: what nearly all batches keep to (p95).
-      accuracy: the share of right answers by task and level; all tasks have all levels.
+      levels: the levels, ascending.
+      sizes: the sizes that batches are padded to, ascending.
+      seconds: 95th percentile of a batch's seconds, by level and padded size.
+      accuracy: share of right answers, by task and level; all tasks have all levels.
     """
 
     levels: tuple[int, ...]
@@ -25,35 +25,35 @@ class ServingProfile:
     def __post_init__(self) -> None:
         timed = [(level, size) for level in self.levels for size in self.sizes]
         judged = [(task, level) for task in self.tasks for level in self.levels]
-        for name, wanted in (("seconds", timed), ("accuracy", judged)):
-            if missing := [key for key in wanted if key not in getattr(self, name)]:
+        for name, keys in (("seconds", timed), ("accuracy", judged)):
+            if missing := [key for key in keys if key not in getattr(self, name)]:
                 raise ValueError(f"a profile needs the {name} of {missing[0]}, which were not measured.")
 
     @functools.cached_property
     def tasks(self) -> tuple[str, ...]:
-        """Those that it knows."""
+        """The tasks of the profile."""
         return tuple(dict.fromkeys(task for task, _ in self.accuracy))
 
     def padded(self, count: int) -> int:
-        """The size that a batch of so many queries has on the device."""
+        """Return the size that a batch of `count` queries is padded to."""
         return self.sizes[bisect.bisect_left(self.sizes, count)]
 
     def batch_seconds(self, level: int, count: int) -> float:
-        """Of so many queries."""
+        """Return the seconds of a batch of `count` queries."""
         return self.seconds[level, self.padded(count)]
 
     def right(self, task: str, level: int) -> float:
-        """How likely an answer is right."""
+        """Return the probability that an answer is right."""
         return self.accuracy[task, level]
 
     def capacity(self, level: int = 0) -> float:
-        """Queries a second in full batches."""
+        """Return the queries a second in full batches."""
         return self.sizes[-1] / self.seconds[level, self.sizes[-1]]
 
     def fastest(self, count: int) -> float:
-        """Seconds of so many queries at the fastest level."""
+        """Return the seconds of `count` queries at the fastest level."""
         return min(self.batch_seconds(level, count) for level in self.levels)
 
     def best(self, task: str) -> float:
-        """The best accuracy of a task at any level."""
+        """Return the best accuracy of a task at any level."""
         return max(self.right(task, level) for level in self.levels)

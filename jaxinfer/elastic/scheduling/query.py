@@ -1,4 +1,4 @@
-"""Queries, and what becomes of them."""
+"""Queries and their outcomes."""
 
 import dataclasses
 import enum
@@ -8,7 +8,7 @@ from jaxinfer.generation.fields import NotNegative, check_fields
 
 
 class Outcome(enum.IntEnum):
-    """How a query ended (OTAS, section V, "the execution type of a query")."""
+    """The way a query ended (OTAS, section V, "the execution type of a query")."""
 
     CORRECT = 1  # in time, with the right answer
     WRONG = 2  # in time, with a wrong one
@@ -21,12 +21,12 @@ class Query:
     """An image that waits for its answer.
 
     Attributes:
-      id: counts queries.
-      task: whose classes.
-      arrival: seconds, on the controller's clock.
-      latency: seconds from arrival within which the answer is worth something.
-      utility: what a right answer in time earns.
-      payload: the image, or whatever else runs it; controllers do not look at it.
+      id: the query's number.
+      task: the task whose classes it is sorted into.
+      arrival: time of arrival in seconds, on the controller's clock.
+      latency: seconds from arrival within which the answer has a value.
+      utility: the value of a right answer in time.
+      payload: the image, or anything else that its runner needs; controllers ignore it.
     """
 
     id: int
@@ -41,5 +41,5 @@ class Query:
 
     @property
     def deadline(self) -> float:
-        """Before which it must be answered."""
+        """The time before which it must be answered."""
         return self.arrival + self.latency

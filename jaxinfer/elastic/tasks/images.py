@@ -1,4 +1,4 @@
-"""Images on their way in: checked, and read from files."""
+"""Input images: checking them, and reading them from files."""
 
 import warnings
 from pathlib import Path
@@ -8,46 +8,49 @@ import numpy as np
 from jaxinfer.elastic.errors import InvalidImageError
 
 MAX_PIXELS = 50_000_000
-"""Of an image file; a larger one is not decoded, since a small file can hold an image that fills the memory."""
+"""Maximum pixels of an image file; larger ones are not decoded, since a small file can hold an image that fills the
+memory.
+"""
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Of image files that are read: those that Pillow decodes itself, and that hold nothing but pixels."""
+"""Formats of image files that are read: those that Pillow decodes itself, and that hold nothing but pixels."""
 
 INSTALL = "pip install 'jaxinfer[elastic]'"
 
 
 def check_images(images: object, size: int) -> np.ndarray:
-    """Images as a batch, uint8 [B, size, size, 3].
+    """Convert images to a batch, uint8 [B, size, size, 3].
 
     Args:
       images: one or several, RGB.
-      size: of the model's images.
+      size: height and width of the model's images.
+
     Raises InvalidImageError, which says what is wrong with them.
     """
-    wanted = f"uint8 [B, {size}, {size}, 3] (RGB)"
+    layout = f"uint8 [B, {size}, {size}, 3] (RGB)"
     try:
         array = np.asarray(images)
     except (TypeError, ValueError, OverflowError) as error:  # lists of different lengths
-        raise InvalidImageError(f"images must be {wanted}: {error}.") from None
+        raise InvalidImageError(f"images must be {layout}: {error}.") from None
     if array.dtype != np.uint8:
         unusable = " with NaN or infinity" if array.dtype.kind == "f" and not np.isfinite(array).all() else ""
         raise InvalidImageError(
-            f"images must be {wanted}, got {array.dtype.name}{unusable}: scale them to 0..255 and round."
+            f"images must be {layout}, got {array.dtype.name}{unusable}: scale them to 0..255 and round."
         )
     if array.ndim == 3:
         array = array[None]
     if array.ndim != 4 or array.shape[1:] != (size, size, 3):
         raise InvalidImageError(
-            f"images must be {wanted}, got {list(array.shape)}: `jaxinfer.elastic.load_image` reads and resizes files."
+            f"images must be {layout}, got {list(array.shape)}: `jaxinfer.elastic.load_image` reads and resizes files."
         )
     return array
 
 
 def load_image(path: str | Path, size: int) -> np.ndarray:
-    """An image file, upright and resized without keeping its ratio: uint8 [size, size, 3]. Needs the extra `elastic`.
+    """Read an image file, upright and resized without keeping its ratio: uint8 [size, size, 3].
 
-    Of 16-bit pixels the upper 8 bits count. Raises InvalidImageError if it is not an image of one of `FORMATS`, or has
-    more than `MAX_PIXELS`.
+    Needs the extra `elastic`. 16-bit pixels keep their upper 8 bits. Raises InvalidImageError if it is not an image of
+    one of `FORMATS`, or has more than `MAX_PIXELS`.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -73,14 +76,14 @@ def load_image(path: str | Path, size: int) -> np.ndarray:
 
 
 def _upper_bits(pixels: np.ndarray, path: str | Path) -> np.ndarray:
-    """16-bit pixels as uint8."""
+    """Convert 16-bit pixels to uint8."""
     if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 0xFFFF:
         raise InvalidImageError(f"{path}: pixels are {pixels.dtype.name}; save the image with 8 or 16 bits a channel.")
     return (pixels >> 8).astype(np.uint8)
 
 
 def resize_images(images: np.ndarray, size: int) -> np.ndarray:
-    """uint8 [N, H, W] or [N, H, W, 3] -> [N, size, size, 3], bilinear. Needs the extra `elastic`."""
+    """Resize images, bilinear: uint8 [N, H, W] or [N, H, W, 3] -> [N, size, size, 3]. Needs the extra `elastic`."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Tasks: the heads and prompts that make one backbone solve different problems, and the repository they are kept in."""
+"""Tasks: heads and prompts by which one backbone solves different problems, and the repository that keeps them."""
 
 import dataclasses
 import re
@@ -36,18 +36,18 @@ class Head:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """What is trained for a task, the backbone staying as it is.
+    """The trained parts of a task, for a frozen backbone.
 
     Attributes:
-      name: of the task.
-      labels: of its classes.
+      name: the task's name.
+      labels: its classes' labels.
       backbone: the digest of the model it was trained with.
       prompt_mode: how its prompts were trained.
-      heads: by number of prompts; 0 is for the levels without any.
-      prompts: by number P of prompts, those of each layer, float32 [layers, P, D].
+      heads: heads by number of prompts; 0 is for the levels without any.
+      prompts: each layer's prompts by their number P, float32 [layers, P, D].
       accuracy: on the validation images, by what ran (`profiling.what_runs`): a level that is run in another way, or
         with weights in another format, has an accuracy of its own.
-      division: how its data set was divided; None: all of that was trained on, or it is not known.
+      division: the division of its data set; None: all of it was trained on, or the division is not known.
       version: counted from 1.
     Raises ElasticError if a head does not fit the labels, or what was trained is not finite.
     """
@@ -63,13 +63,13 @@ class Task:
     version: int = 1
 
     def divide(self, dataset: Dataset) -> Parts:
-        """The parts of its data set. Raises ElasticError if it is not known how that was divided."""
+        """Divide its data set into parts. Raises ElasticError if the division is not known."""
         if self.division is None:
             raise ElasticError(
                 f"task {self.name!r}: which images of its data set it was not trained on is not known; register it "
                 "again without validation images."
             )
-        return self.division.of(dataset)
+        return self.division.parts(dataset)
 
     def __post_init__(self) -> None:
         for n, head in self.heads.items():
@@ -87,7 +87,7 @@ class Task:
 
 
 class _TaskFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`task.json` as it is written."""
+    """The content of `task.json`."""
 
     labels: tuple[str, ...]
     backbone: str
@@ -97,26 +97,26 @@ class _TaskFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def check_name(name: str) -> None:
-    """Raise ElasticError unless this can be a task's name, which is a folder's."""
+    """Check that this can be a task's name, which is a folder's. Raises ElasticError."""
     if not _NAME.fullmatch(name):
         raise ElasticError(f"a task's name has letters, digits, - and _ alone, got {name!r}.")
 
 
 class TaskRepository:
-    """Tasks on disk (OTAS, section III-A): a folder for each, in it one for each version, an Orbax checkpoint.
+    """Tasks on disk (OTAS, section III-A): a folder per task, in it a folder per version, an Orbax checkpoint.
 
-    A version appears whole or not at all; the newest is the one that serves. So a process that is killed while it
-    registers a task leaves the version before it.
+    A version appears whole or not at all; the newest serves. So a process that is killed while it registers a task
+    leaves the version before it.
 
     Args:
-      folder: of the repository, which need not exist.
+      folder: the repository's folder, which need not exist.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
 
     def names(self) -> list[str]:
-        """Of the tasks, in alphabetical order."""
+        """List the tasks in alphabetical order."""
         if not self.folder.is_dir():
             return []
         return sorted(
@@ -124,7 +124,7 @@ class TaskRepository:
         )
 
     def read(self, name: str) -> Task:
-        """The newest version of a task. Raises UnknownTaskError, or CheckpointError if it is damaged."""
+        """Read the newest version of a task. Raises UnknownTaskError, or CheckpointError if it is damaged."""
         versions = self._versions(self.folder / name) if _NAME.fullmatch(name) else []
         if not versions:
             raise UnknownTaskError(f"{self.folder}: no task {name!r}; known: {', '.join(self.names()) or 'none'}.")
@@ -150,7 +150,7 @@ class TaskRepository:
         )
 
     def next_version(self, name: str, *, new_version: bool) -> int:
-        """The version that a task would get. Raises TaskExistsError for a second one unless that is asked for."""
+        """Return the next version of a task. Raises TaskExistsError for a second one unless `new_version`."""
         check_name(name)
         versions = self._versions(self.folder / name)
         if versions and not new_version:
@@ -160,7 +160,7 @@ class TaskRepository:
         return versions[-1] + 1 if versions else 1
 
     def write(self, task: Task) -> None:
-        """Add a version of a task. Raises CheckpointError if it is there already."""
+        """Add a version of a task. Raises CheckpointError if it exists."""
         leaves: dict[str, np.ndarray] = {}
         for n, head in task.heads.items():
             leaves |= {f"heads.{n}.kernel": head.kernel, f"heads.{n}.bias": head.bias}
@@ -180,6 +180,6 @@ class TaskRepository:
         )
 
     def _versions(self, folder: Path) -> list[int]:
-        """The versions that are complete, ascending."""
+        """List the complete versions, ascending."""
         found = (re.fullmatch(r"v(\d+)", path.name) for path in folder.glob("v*") if (path / "manifest.json").is_file())
         return sorted(int(match[1]) for match in found if match)

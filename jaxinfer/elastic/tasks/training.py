@@ -1,4 +1,4 @@
-"""Trains what a task has of its own: a head, and prompts. The backbone is frozen (VPT, arXiv:2203.12119, section 3)."""
+"""Training of a task's head and prompts. The backbone is frozen (VPT, arXiv:2203.12119, section 3)."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ Leaves = list[jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How prompts are trained.
+    """Training options of prompts.
 
     Attributes:
-      steps: of a batch each.
-      batch: images of a step, drawn anew each time.
-      learning_rate: Adam's, of prompts; it falls to 0 along a cosine.
-      head_rate: the head's, as a share of it: a head that has been fitted should follow slowly.
-      seed: of the prompts at the start, and of the batches.
+      steps: number of steps, each of a batch.
+      batch: images per step, drawn anew each time.
+      learning_rate: Adam's learning rate of prompts; it falls to 0 along a cosine.
+      head_rate: the head's learning rate, as a share of it: a fitted head should follow slowly.
+      seed: seed of the initial prompts and of the batches.
     """
 
     steps: AtLeast1 = 600
@@ -44,20 +44,20 @@ class TrainingConfig:
 
 
 STEPS_AT_ONCE = 20
-"""Training steps of one call: enough that calling costs nothing, few enough that progress shows."""
+"""Training steps per call: enough that calls cost nothing, few enough that progress shows."""
 
 _FEATURES_BATCH = 64
 _PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Of the head's weights: which is best is tried on a fifth of the images."""
+"""Penalties on the head's weights, the best of which is found on a fifth of the images."""
 
 
 class Trainer:
-    """Trains on one backbone.
+    """Trains tasks on one backbone.
 
     Args:
-      config: of the model.
+      config: the model's config.
       weights: the format of its leaves.
-      leaves: the model's, in the order in which programs take them.
+      leaves: the model's leaves, in the order in which programs take them.
     """
 
     def __init__(self, config: ViTConfig, weights: WeightFormat, leaves: Leaves):
@@ -71,13 +71,13 @@ class Trainer:
         options: TrainingConfig,
         progress: Progress = no_progress,
     ) -> tuple[dict[int, Head], dict[int, np.ndarray]]:
-        """What a task has of its own: by number of prompts a head (0: of none), and the prompts of each layer.
+        """Train a task: return a head by number of prompts (0: without any), and each layer's prompts.
 
         Args:
           dataset: images and labels.
           prompts: numbers of prompts.
-          mode: what becomes of a layer's prompts in the next one.
-          options: how they are trained.
+          mode: how a layer's prompts continue in the next one.
+          options: the training options.
           progress: see `Progress`.
         """
         progress("head", 0, 1)
@@ -97,14 +97,14 @@ class Trainer:
         return heads, learnt
 
     def features(self, images: np.ndarray) -> np.ndarray:
-        """What the head sees at level 0, float32 [N, D]."""
+        """Compute the head's inputs at level 0, float32 [N, D]."""
         run = _features(self._config, self._weights)
-        found = []
+        features = []
         for first in range(0, len(images), _FEATURES_BATCH):
             part = images[first : first + _FEATURES_BATCH]
             padded = np.pad(part, ((0, _FEATURES_BATCH - len(part)), (0, 0), (0, 0), (0, 0)))
-            found.append(np.asarray(run(self._leaves, padded))[: len(part)])
-        return np.concatenate(found)
+            features.append(np.asarray(run(self._leaves, padded))[: len(part)])
+        return np.concatenate(features)
 
     def prompts(
         self,
@@ -120,10 +120,10 @@ class Trainer:
 
         Args:
           images: uint8 [N, H, W, 3]. labels: int [N].
-          head: where the head begins.
-          prompts: how many each layer has.
-          mode: what becomes of them in the next layer.
-          options: how they are trained.
+          head: the initial head.
+          prompts: number of prompts per layer.
+          mode: how a layer's prompts continue in the next one.
+          options: the training options.
           progress: called with the steps done and their total.
         """
         config = self._config
@@ -131,7 +131,7 @@ class Trainer:
         initial = 0.02 * rng.standard_normal((config.layers, prompts, config.embed))
         params: Mapping[str, Any] = {
             "prompts": jnp.asarray(initial, jnp.float32),
-            "kernel": jnp.zeros_like(head.kernel),  # what is added to the head, as a share
+            "kernel": jnp.zeros_like(head.kernel),  # added to the head, as a share
             "bias": jnp.zeros_like(head.bias),
         }
         step, optimizer = _prompt_step(
@@ -142,7 +142,7 @@ class Trainer:
         for done in range(total):
             drawn = rng.integers(0, len(images), (STEPS_AT_ONCE, options.batch))
             params, state = step(params, state, self._leaves, head.kernel, head.bias, images[drawn], labels[drawn])
-            jax.block_until_ready(params)  # or progress would run ahead
+            jax.block_until_ready(params)  # otherwise progress would run ahead
             progress(min((done + 1) * STEPS_AT_ONCE, options.steps), options.steps)
         kernel, bias = (
             np.array(start + options.head_rate * params[name])
@@ -152,12 +152,12 @@ class Trainer:
 
 
 def fit_head(features: np.ndarray, labels: np.ndarray, classes: int, *, seed: int = 0) -> Head:
-    """The linear classifier of features with the least cross-entropy, and a penalty on its weights that suits them.
+    """Fit the linear classifier of features with the least cross-entropy, choosing the penalty on its weights.
 
     Args:
       features: float32 [N, D]. labels: int [N].
-      classes: how many there are.
-      seed: of the fifth on which penalties are tried.
+      classes: number of classes.
+      seed: draws the fifth on which penalties are tried.
     """
     order = np.random.default_rng(seed).permutation(len(labels))
     tried, rest = np.split(order, [len(order) // 5])
@@ -179,8 +179,8 @@ def _fit(features: np.ndarray, labels: np.ndarray, classes: int, penalty: float)
 def _minimise(
     features: jax.Array, labels: jax.Array, penalty: jax.Array, *, classes: int, steps: int = 200
 ) -> tuple[jax.Array, jax.Array]:
-    """Kernel [classes, D] and bias [classes], by L-BFGS."""
-    # Features of unit deviation make one penalty mean the same for every backbone.
+    """Minimise the loss by L-BFGS; return kernel [classes, D] and bias [classes]."""
+    # Features of unit deviation give a penalty the same meaning for every backbone.
     mean, deviation = jnp.mean(features, axis=0), jnp.std(features, axis=0) + 1e-6
     scaled = (features - mean) / deviation
 
@@ -215,7 +215,7 @@ def _features(config: ViTConfig, weights: WeightFormat) -> Callable[[Leaves, np.
 def _prompt_step(
     config: ViTConfig, weights: WeightFormat, adaptation: TokenAdaptation, options: TrainingConfig
 ) -> tuple[Callable[..., Any], optax.GradientTransformation]:
-    """A function of `STEPS_AT_ONCE` steps, and the optimiser whose state it takes."""
+    """Return a function of `STEPS_AT_ONCE` steps, and the optimiser whose state it takes."""
     from jaxinfer.models.abstract import merge_model
 
     schedule = optax.cosine_decay_schedule(options.learning_rate, options.steps)

@@ -69,15 +69,15 @@ def test_divisions_have_nothing_in_common_and_stay_as_they_are(share):
     rng = np.random.default_rng(0)
     dataset = Dataset(images=rng.integers(0, 256, (80, 2, 2, 3), np.uint8), labels=np.arange(80) % 2, names=("a", "b"))
     division = Division(test_share=share, test_seed=3)
-    training, validation, test = division.of(dataset)
+    training, validation, test = division.parts(dataset)
     seen = [{image.tobytes() for image in part.images} for part in (training, validation, test)]
     assert not seen[0] & (seen[1] | seen[2])
     assert (seen[1] == seen[2]) == (share == 0)
     assert len(seen[0] | seen[1] | seen[2]) == 80
     assert len(test) == (20 if share else 16)
-    for part, again in zip((training, validation, test), division.of(dataset), strict=True):
+    for part, again in zip((training, validation, test), division.parts(dataset), strict=True):
         np.testing.assert_array_equal(part.images, again.images)
-    assert {image.tobytes() for image in Division(test_share=share, test_seed=4).of(dataset).test.images} != seen[
+    assert {image.tobytes() for image in Division(test_share=share, test_seed=4).parts(dataset).test.images} != seen[
         2
     ] or not share
     for wrong in (-0.1, 1.0, float("nan")):
