@@ -50,7 +50,9 @@ def serve(
             answers = send_queries(service, queries, tests, watch=dashboard.watch)
     print()
     served = Served(answers=answers, best=measured.best(queries))
-    return Run.of(served, measured, policy=policy, arrivals=args.arrivals, load=args.load, seed=args.seed, clock="wall")
+    return Run.from_served(
+        served, measured, policy=policy, arrivals=args.arrivals, load=args.load, seed=args.seed, clock="wall"
+    )
 
 
 def main(args: argparse.Namespace) -> None:

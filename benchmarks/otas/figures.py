@@ -37,7 +37,9 @@ def _recorded(setting: Setting, cell: Cell, runs: Mapping[tuple[Cell, str], Sequ
             continue
         measured = setting.models if policy == INFAAS else setting.levels
         found += [
-            Run.of(run, measured, policy=policy, arrivals=cell.trace, load=cell.load, seed=seed, clock="simulated")
+            Run.from_served(
+                run, measured, policy=policy, arrivals=cell.trace, load=cell.load, seed=seed, clock="simulated"
+            )
             for seed, run in enumerate(served)
         ]
     return found

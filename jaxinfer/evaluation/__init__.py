@@ -1,5 +1,5 @@
-"""Evaluation of both papers: traces, what is simulated, replayed or sent live, recorded runs, reports.
+"""Evaluation of both papers: traces, simulations, replays, live runs, recorded runs and reports.
 
-Nothing that serves imports it. `traces.py` has traces on disk, `simulation.py` the clock of both simulators.
-`experts/` is for CoServe, `elastic/` for OTAS: start at `workloads.py` (what comes when), then `simulator.py`.
+Nothing that serves imports it. `traces.py` reads and writes traces. `experts/` is for CoServe, `elastic/` for OTAS:
+start at `workloads.py` (requests and their arrivals), then `simulator.py`.
 """

@@ -1,4 +1,4 @@
-"""Traces on disk: one format, whatever comes. A JSON object a line, with the fields of its class by their names.
+"""Traces on disk, in one format for all: a JSON object a line, with the fields of its class by name.
 
 Inputs of experts are `TraceRequest`s, queries of elastic services are `Query`s. Recorded runs have a header before such
 lines.
@@ -17,24 +17,24 @@ from jaxinfer.disk_cache.files import write_atomically
 
 
 class Arriving(Protocol):
-    """What a trace has: a dataclass with `arrival`, in seconds from the start."""
+    """An item of a trace: a dataclass with `arrival`, in seconds from the start."""
 
     @property
     def arrival(self) -> float: ...
 
 
 def write_trace(file: str | os.PathLike[str], items: Iterable[Arriving]) -> None:
-    """Write what comes, in the order of its arrival."""
+    """Write items in the order of their arrival."""
     ordered = sorted(items, key=lambda item: item.arrival)
     write_lines(file, ordered)
 
 
 def read_trace[T: Arriving](file: str | os.PathLike[str], kind: type[T], *, name: str) -> list[T]:
-    """Read what `write_trace` has written.
+    """Read a file of `write_trace`.
 
     Args:
-      kind: what comes.
-      name: of one of them in errors, such as "a query".
+      kind: the class of the items.
+      name: an item's name in errors, such as "a query".
 
     Raises OSError, and ValueError that names file and line.
     """
@@ -46,19 +46,19 @@ def read_trace[T: Arriving](file: str | os.PathLike[str], kind: type[T], *, name
 
 
 def write_lines(file: str | os.PathLike[str], values: Iterable[object]) -> None:
-    """Write values, each as JSON in a line: the whole file, or nothing."""
+    """Write values, each as a line of JSON: the whole file, or nothing."""
     write_atomically(Path(file), *(msgspec.json.encode(value) + b"\n" for value in values))
 
 
 def read_lines[T](
     file: str | os.PathLike[str], lines: Sequence[bytes], kind: type[T], *, name: str, first: int = 1
 ) -> list[T]:
-    """The values in lines of a file.
+    """Parse the values in lines of a file.
 
     Args:
-      file: where the lines are from.
+      file: the lines' file.
       kind: a dataclass.
-      name: of a value in errors.
+      name: a value's name in errors.
       first: number of the first line.
 
     Raises ValueError that names file and line.
@@ -77,5 +77,5 @@ def _read_line[T](line: bytes, kind: type[T], problem: str) -> T:
 
 
 def _unknown_fields(value: Any, kind: Any) -> set[str]:
-    """Fields that a line has and its class does not."""
+    """Return the fields of a line that its class does not have."""
     return value.keys() - {field.name for field in dataclasses.fields(kind)} if isinstance(value, dict) else set()

@@ -132,7 +132,7 @@ def serve(setting: Setting, workload: Workload, policy: str) -> Run:
     typer.echo()
     served = Served(answers=answers, best=measured.best(queries))
     name, seed = workload.name, workload.seed
-    return Run.of(served, measured, policy=policy, arrivals=name, load=load, seed=seed, clock="wall")
+    return Run.from_served(served, measured, policy=policy, arrivals=name, load=load, seed=seed, clock="wall")
 
 
 def simulate(setting: Setting, workload: Workload, policy: str) -> Run:
@@ -140,7 +140,7 @@ def simulate(setting: Setting, workload: Workload, policy: str) -> Run:
     queries, load = setting.queries(workload)
     measured, name, seed = setting.measured, workload.name, workload.seed
     served = measured.simulate(queries, make_policy(policy, measured.profile, scale=measured.scale), seed=seed)
-    return Run.of(served, measured, policy=policy, arrivals=name, load=load, seed=seed, clock="simulated")
+    return Run.from_served(served, measured, policy=policy, arrivals=name, load=load, seed=seed, clock="simulated")
 
 
 def record(run: Run, folder: Path) -> None:

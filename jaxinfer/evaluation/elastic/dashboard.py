@@ -1,4 +1,4 @@
-"""What a service does, as it does it: shown while queries are served."""
+"""A live view of a service while queries are served."""
 
 import time
 from collections import Counter, deque
@@ -12,9 +12,9 @@ from rich.table import Table
 from jaxinfer.elastic.service import Service
 
 WINDOW = 1.0
-"""Seconds over which rates are taken."""
+"""Seconds over which rates are measured."""
 BAR = 16
-"""Characters of the longest bar."""
+"""Length of the longest bar in characters."""
 
 
 class _Snapshot(NamedTuple):
@@ -27,12 +27,12 @@ class _Snapshot(NamedTuple):
 
 
 class Dashboard:
-    """Rates of the last second, levels as bars, and totals; drawn whenever rich asks.
+    """Rates over the last second, levels as bars, and totals; drawn whenever rich asks.
 
     Args:
-      service: which serves.
-      title: over it all.
-      total: how many queries will be sent.
+      service: the service shown.
+      title: the panel's title.
+      total: number of queries that will be sent.
     """
 
     def __init__(self, service: Service, title: str, total: int):
@@ -40,7 +40,7 @@ class Dashboard:
         self._past: deque[_Snapshot] = deque([_Snapshot(time.perf_counter(), 0, 0, 0, 0.0, Counter())])
 
     def watch(self, sent: int) -> None:
-        """Note how many queries were sent so far."""
+        """Set the number of queries sent so far."""
         self._sent = sent
 
     def __rich__(self) -> Panel:
@@ -83,7 +83,7 @@ class Dashboard:
         return Panel(Group(progress, figures), title=self._title)
 
     def _levels(self, ran: Counter[int]) -> Table:
-        """A bar for each level that the service has, over the last second."""
+        """Draw a bar for each level of the service, over the last second."""
         table, most = _columns(), max(ran.values(), default=1)
         for level in reversed(self._service.levels):
             name = f"{level:+d}" if level else "0"
@@ -92,7 +92,7 @@ class Dashboard:
 
 
 def _columns() -> Table:
-    """Without lines; nothing is wrapped."""
+    """Make a table without lines, where nothing wraps."""
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
         table.add_column(no_wrap=True)

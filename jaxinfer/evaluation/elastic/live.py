@@ -1,4 +1,4 @@
-"""Sends queries to a service live, each with its image when it is due."""
+"""Sending queries to a service live, each with its image when it is due."""
 
 import contextlib
 import gc
@@ -14,7 +14,7 @@ from jaxinfer.evaluation.elastic.simulator import ServedQuery, shed_query
 from jaxinfer.serving.errors import OverloadedError, ShedError
 
 TICK = 1e-3
-"""Seconds between looks at which queries are due: they come as a network brings them, a few at a time."""
+"""Seconds between checks for due queries: they arrive as from a network, a few at a time."""
 
 
 def send_queries(
@@ -24,13 +24,13 @@ def send_queries(
     *,
     watch: Callable[[int], None] = lambda sent: None,
 ) -> list[ServedQuery]:
-    """Send queries when they are due, and say how each ended; queries that are refused count as shed.
+    """Send queries when they are due, and return how each ended; refused queries count as shed.
 
     Args:
       service: answers them.
-      queries: by arrival, in seconds from now; payloads are indices of images.
-      tests: images with labels of each task.
-      watch: called again and again with how many queries were sent, in this thread; it should be quick.
+      queries: queries with arrivals in seconds from now; payloads are indices of images.
+      tests: each task's images with labels.
+      watch: called repeatedly with the number of queries sent, in this thread; it should be quick.
     """
     given = sorted(queries, key=lambda query: (query.arrival, query.id))
     if not given:
@@ -45,7 +45,7 @@ def send_queries(
                 futures.append(_send(service, given[len(futures)], tests))
             watch(len(futures))
             time.sleep(TICK)
-        while service.waiting:  # looking through all futures would hold up those that are still to come
+        while service.waiting:  # checking all futures would delay those still to come
             watch(len(futures))
             time.sleep(TICK)
     return [_end_of(query, future, tests[query.task]) for query, future in zip(given, futures, strict=True)]
@@ -53,7 +53,9 @@ def send_queries(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Answers are kept here, as clients would not: looking through all of them stops everything for 50 ms and more."""
+    """Disable garbage collection: walking the answers kept here, as no client does, stops everything for 50 ms or
+    more.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,15 +76,15 @@ def _send(service: Service, query: Query, tests: Mapping[str, Dataset]) -> "Futu
 def _end_of(query: Query, future: "Future[Answer] | None", test: Dataset) -> ServedQuery:
     if future is None or isinstance(future.exception(), ShedError):
         return shed_query(query, query.arrival)
-    found = future.result()
-    is_right = found.label == test.names[test.labels[query.payload]]
-    outcome = (Outcome.CORRECT if is_right else Outcome.WRONG) if found.in_time else Outcome.LATE
-    began = query.arrival + found.queue_seconds
+    answer = future.result()
+    is_right = answer.label == test.names[test.labels[query.payload]]
+    outcome = (Outcome.CORRECT if is_right else Outcome.WRONG) if answer.in_time else Outcome.LATE
+    began = query.arrival + answer.queue_seconds
     return ServedQuery(
         query=query,
         outcome=outcome,
-        level=found.level,
-        batch=found.batch,
+        level=answer.level,
+        batch=answer.batch,
         began=began,
-        ended=began + found.compute_seconds,
+        ended=began + answer.compute_seconds,
     )

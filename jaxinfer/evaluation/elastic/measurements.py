@@ -1,4 +1,6 @@
-"""What simulations go by: how long a service's batches take here, and which images each level classifies rightly."""
+"""Measurements for simulations: the seconds of a service's batches, and the images that each level classifies
+rightly.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,21 +19,21 @@ from jaxinfer.generation.engine.buckets import round_up
 from jaxinfer.serving.progress import Progress, no_progress
 
 SAMPLES = 40
-"""Batches of each level and size that are timed."""
+"""Number of batches timed at each level and size."""
 PAPER_BATCH_SECONDS = 64 / 580
-"""Of OTAS's largest batch at level 0 (Fig. 4b): deadlines are scaled by how much faster a batch is here."""
+"""Seconds of OTAS's largest batch at level 0 (Fig. 4b): deadlines are scaled by how much faster a batch is here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """All that a simulation needs.
+    """Everything that a simulation needs.
 
     Attributes:
-      profile: what controllers know.
-      samples: seconds of batches by level and size, to draw from.
-      right: by task and level, which images are classified rightly, bool [images].
-      capacity: queries a second at level 0, in full batches that take as long as they usually do.
-      scale: of the paper's latencies: a batch here, relative to the paper's.
+      profile: the profile for controllers.
+      samples: measured seconds of batches by level and size, to draw from.
+      right: whether each image is classified rightly, bool [images], by task and level.
+      capacity: queries a second at level 0, in full batches of the median duration.
+      scale: factor on the paper's latencies: a batch's seconds here, relative to the paper's.
     """
 
     profile: ServingProfile
@@ -41,29 +43,29 @@ class Measurements:
     scale: float
 
     def queries(self, arrivals: np.ndarray, *, seed: int, kinds: Sequence[QueryKind] | None = None) -> list[Query]:
-        """A query for each arrival, the payload of which is the index of an image of its task.
+        """Make a query for each arrival; its payload is the index of an image of its task.
 
         Args:
           arrivals: seconds, ascending.
-          seed: of what is drawn.
-          kinds: of which one is drawn for each, latencies in the paper's seconds; None: `table_ii` of all tasks.
+          seed: seed of all that is drawn.
+          kinds: the kinds to draw from, latencies in the paper's seconds; None: `table_ii` of all tasks.
         """
         kinds = table_ii(self.profile.tasks) if kinds is None else kinds
         made = make_queries(arrivals, kinds, seed=seed, scale=self.scale)
         return self.with_images(made, seed=seed)
 
     def with_images(self, queries: Sequence[Query], *, seed: int) -> list[Query]:
-        """Queries with images that are drawn, by index."""
+        """Give queries images drawn at random, as indices."""
         rng, level = np.random.default_rng((seed, 3)), self.profile.levels[0]
         count = {task: len(self.right[task, level]) for task in self.profile.tasks}
         return [dataclasses.replace(query, payload=int(rng.integers(count[query.task]))) for query in queries]
 
     def is_right(self, query: Query, level: int) -> bool:
-        """Whether the query's image is classified rightly."""
+        """Check whether the query's image is classified rightly."""
         return bool(self.right[query.task, level][query.payload])
 
     def sampler(self, seed: int) -> Callable[[int, int], float]:
-        """Draws what batches take, by level and number of queries."""
+        """Return a function that draws a batch's seconds, by level and number of queries."""
         rng, profile = np.random.default_rng((seed, 4)), self.profile
 
         def seconds(level: int, count: int) -> float:
@@ -72,13 +74,13 @@ class Measurements:
         return seconds
 
     def best(self, queries: Sequence[Query]) -> float:
-        """What queries earn if each is answered in time at the level that is best for its task: a bound for all."""
+        """Compute an upper bound of utility: each query answered in time at its task's best level."""
         tasks, levels = self.profile.tasks, self.profile.levels
         best = {task: max(self.right[task, level].mean() for level in levels) for task in tasks}
         return float(sum(query.utility * best[query.task] for query in queries))
 
     def simulate(self, queries: Sequence[Query], policy: Policy, *, seed: int) -> Served:
-        """Serve queries with images on a simulated clock; the seed draws what batches take."""
+        """Serve queries with images on a simulated clock; the seed draws the seconds of batches."""
         served = simulate(queries, policy, self.profile, seconds=self.sampler(seed), right=self.is_right)
         return dataclasses.replace(served, best=self.best(queries))
 
@@ -91,16 +93,16 @@ def measure(
     samples: int = SAMPLES,
     progress: Progress = no_progress,
 ) -> Measurements:
-    """Time batches, and classify all images, at all levels.
+    """Time batches and classify all images at all levels.
 
     Args:
-      service: whose tasks are served.
+      service: the service to measure.
       tests: images of its tasks, or of some of them.
-      levels: of these alone, ascending; None: all that all tasks have. 0 is one of them.
-      samples: batches of each level and size that are timed, which are all that the service's profile goes by then.
+      levels: the levels to measure, ascending, 0 among them; None: all that all tasks have.
+      samples: number of batches timed at each level and size; they replace the service's record.
       progress: see `Progress`.
     """
-    found = service.measure_latency(levels, anew=True, repeats=samples, progress=progress)
+    times = service.measure_latency(levels, anew=True, repeats=samples, progress=progress)
     profile = service.serving_profile(levels)
     right = {}
     for done, (task, test) in enumerate(tests.items()):
@@ -108,10 +110,10 @@ def measure(
         progress("accuracy", done + 1, len(tests))
     accuracy = {key: value for key, value in profile.accuracy.items() if key[0] in tests}
     largest = profile.sizes[-1]
-    usual = float(np.median(found[0, largest]))
+    usual = float(np.median(times[0, largest]))
     return Measurements(
         profile=dataclasses.replace(profile, accuracy=accuracy),
-        samples=found,
+        samples=times,
         right=right,
         capacity=largest / usual,
         scale=usual / PAPER_BATCH_SECONDS,
@@ -119,6 +121,6 @@ def measure(
 
 
 def which_are_right(service: Service, task: str, level: int, test: Dataset) -> np.ndarray:
-    """Which images of a task are classified rightly, bool [images]."""
+    """Classify a task's images and return which ones rightly, bool [images]."""
     answers = service.classify(test.images, task, level)
     return np.array([answer.label == test.names[label] for answer, label in zip(answers, test.labels, strict=True)])

@@ -14,11 +14,11 @@ from jaxinfer.evaluation.elastic.tables import OUTCOMES
 
 POINTS = 300
 QUANTILES = np.linspace(0, 1, 101)
-"""Of a line: a report should be small."""
+"""Points of a line: a report should be small."""
 
 
 def draw_levels(profile: ServingProfile) -> Figure:
-    """Accuracy of each task, and throughput, by level (Fig. 4)."""
+    """Draw each task's accuracy, and throughput, by level (Fig. 4)."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for task in profile.tasks:
@@ -31,7 +31,7 @@ def draw_levels(profile: ServingProfile) -> Figure:
 
 
 def draw_batches(profile: ServingProfile) -> Figure:
-    """Throughput by batch size, at the lowest, the plain and the highest level (Fig. 7)."""
+    """Draw throughput by batch size, at the lowest, the plain and the highest level (Fig. 7)."""
     figure = Figure(figsize=(4.5, 3.2), layout="constrained")
     axes = figure.subplots()
     for level in sorted({profile.levels[0], 0, profile.levels[-1]}):
@@ -44,7 +44,7 @@ def draw_batches(profile: ServingProfile) -> Figure:
 
 
 def draw_arrivals(run: Run) -> Figure:
-    """Queries a second over time (Fig. 8)."""
+    """Draw queries a second over time (Fig. 8)."""
     figure = Figure(figsize=(9, 2.4), layout="constrained")
     axes = figure.subplots()
     arrivals = np.array([answer.query.arrival for answer in run.served.answers])
@@ -57,7 +57,7 @@ def draw_arrivals(run: Run) -> Figure:
 
 
 def draw_utility(runs: Sequence[Run]) -> Figure:
-    """Utility earned so far over time: of systems (Fig. 9), and with fixed levels (Fig. 10)."""
+    """Draw cumulative utility over time: of systems (Fig. 9), and with fixed levels (Fig. 10)."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     fixed = [run for run in runs if run.header.policy.startswith(("level", "elastic", "pets"))]
     for axes, chosen, title in zip(
@@ -77,7 +77,7 @@ def draw_utility(runs: Sequence[Run]) -> Figure:
 
 
 def draw_accuracies(runs: Sequence[Run]) -> Figure:
-    """How accurate batches were, as cumulative distributions (Fig. 11)."""
+    """Draw the accuracy of batches as cumulative distributions (Fig. 11)."""
     figure = Figure(figsize=(4.5, 3.2), layout="constrained")
     axes = figure.subplots()
     for run in _first_seeds(runs):
@@ -91,7 +91,7 @@ def draw_accuracies(runs: Sequence[Run]) -> Figure:
 
 
 def draw_chosen(runs: Sequence[Run]) -> Figure:
-    """The share of queries at each level (Fig. 12)."""
+    """Draw the share of queries at each level (Fig. 12)."""
     figure = Figure(figsize=(4.5, 3.2), layout="constrained")
     axes, chosen = figure.subplots(), [run for run in _first_seeds(_systems(runs)) if run.header.policy != "pets"]
     levels = chosen[0].profile.levels if chosen else ()
@@ -108,7 +108,7 @@ def draw_chosen(runs: Sequence[Run]) -> Figure:
 
 
 def draw_outcomes(runs: Sequence[Run]) -> Figure:
-    """How queries ended, by policy, all seeds together (Fig. 13)."""
+    """Draw the queries' outcomes by policy, over all seeds (Fig. 13)."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     axes, names = figure.subplots(), list(dict.fromkeys(run.header.policy for run in runs))
     bottom = np.zeros(len(names))
@@ -123,15 +123,15 @@ def draw_outcomes(runs: Sequence[Run]) -> Figure:
 
 
 def _first_seeds(runs: Iterable[Run]) -> list[Run]:
-    """A run of each policy."""
-    found: dict[str, Run] = {}
+    """Return one run of each policy."""
+    first: dict[str, Run] = {}
     for run in runs:
-        found.setdefault(run.header.policy, run)
-    return list(found.values())
+        first.setdefault(run.header.policy, run)
+    return list(first.values())
 
 
 def _systems(runs: Iterable[Run]) -> list[Run]:
-    """Those that are not of a fixed level; PetS is a system and a fixed level."""
+    """Return the runs without a fixed level; PetS is a system with a fixed level."""
     return [run for run in runs if not run.header.policy.startswith("level")]
 
 

@@ -1,4 +1,4 @@
-"""A page of what recorded runs earned: tables, and the figures of OTAS's evaluation."""
+"""An HTML page on recorded runs: tables, and the figures of OTAS's evaluation."""
 
 import html
 import io
@@ -20,25 +20,25 @@ svg { max-width: 100%; height: auto }"""
 
 
 def write_report(file: Path, runs: Sequence[Run]) -> None:
-    """Write a page of HTML with its figures in it."""
+    """Write an HTML page with embedded figures."""
     write_atomically(file, page(runs).encode())
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The same as text."""
+    """Render the page as a string."""
     profile = runs[-1].profile
     parts = ["<h1>Elastic tokens</h1>", "<h2>The levels</h2>"]
     parts += [_svg(plots.draw_levels(profile)), _svg(plots.draw_batches(profile))]
-    for cell, own in by_cell(runs).items():
-        parts += [f"<h2>{html.escape(title_of(cell))}</h2>", _table(rows_of(own))]
+    for cell, cell_runs in by_cell(runs).items():
+        parts += [f"<h2>{html.escape(title_of(cell))}</h2>", _table(rows_of(cell_runs))]
         parts += [
             _svg(figure)
             for figure in (
-                plots.draw_arrivals(own[0]),
-                plots.draw_utility(own),
-                plots.draw_outcomes(own),
-                plots.draw_chosen(own),
-                plots.draw_accuracies(own),
+                plots.draw_arrivals(cell_runs[0]),
+                plots.draw_utility(cell_runs),
+                plots.draw_outcomes(cell_runs),
+                plots.draw_chosen(cell_runs),
+                plots.draw_accuracies(cell_runs),
             )
         ]
     parts.append(

@@ -1,4 +1,4 @@
-"""Runs that were recorded: what a policy did with a trace, live or simulated, for reports."""
+"""Recorded runs: what a policy did with a trace, live or simulated, for reports."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ FORMAT = 2
 
 
 class RecordedProfile(msgspec.Struct, forbid_unknown_fields=True):
-    """A `ServingProfile`, as lists."""
+    """A `ServingProfile` as lists."""
 
     levels: list[int]
     sizes: list[int]
@@ -27,15 +27,15 @@ class RunHeader(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The first line of a run's file.
 
     Attributes:
-      policy: its name.
-      arrivals: what they are like, or the trace's file.
-      load: as a multiple of the capacity at level 0.
+      policy: the policy's name.
+      arrivals: the kind of arrivals, or the trace's file.
+      load: arrival rate as a multiple of the capacity at level 0.
       capacity: queries a second at level 0.
-      seed: of what was drawn.
-      clock: of the wall, or simulated.
+      seed: seed of what was drawn.
+      clock: "wall" or "simulated".
       best: see `Served`.
-      profile: of the levels.
-      format: of the file.
+      profile: the profile of the levels.
+      format: the file's format.
     """
 
     policy: str
@@ -50,13 +50,13 @@ class RunHeader(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A header, and how each query ended."""
+    """A header, and each query's outcome."""
 
     header: RunHeader
     served: Served
 
     @classmethod
-    def of(
+    def from_served(
         cls,
         served: Served,
         measured: Measurements,
@@ -67,7 +67,7 @@ class Run(msgspec.Struct, frozen=True):
         seed: int,
         clock: Literal["wall", "simulated"],
     ) -> Self:
-        """What a policy earned with what was measured; arguments as of `RunHeader`."""
+        """Make a run from a policy's results and the measurements; for other arguments see `RunHeader`."""
         header = RunHeader(
             policy=policy,
             arrivals=arrivals,
@@ -82,24 +82,24 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Of its file, without a suffix."""
+        """The name of its file, without a suffix."""
         header = self.header
         return f"{header.clock}-{Path(header.arrivals).stem}-{header.load:.2f}x-{header.policy}-{header.seed}"
 
     @property
     def profile(self) -> ServingProfile:
-        """Of the levels."""
-        found = self.header.profile
+        """The profile of the levels."""
+        recorded = self.header.profile
         return ServingProfile(
-            levels=tuple(found.levels),
-            sizes=tuple(found.sizes),
-            seconds={(level, size): seconds for level, size, seconds in found.seconds},
-            accuracy={(task, level): accuracy for task, level, accuracy in found.accuracy},
+            levels=tuple(recorded.levels),
+            sizes=tuple(recorded.sizes),
+            seconds={(level, size): seconds for level, size, seconds in recorded.seconds},
+            accuracy={(task, level): accuracy for task, level, accuracy in recorded.accuracy},
         )
 
 
 def _record_profile(profile: ServingProfile) -> RecordedProfile:
-    """A profile as a run's file has it."""
+    """Convert a profile to its form in a run's file."""
     return RecordedProfile(
         levels=list(profile.levels),
         sizes=list(profile.sizes),
@@ -109,7 +109,7 @@ def _record_profile(profile: ServingProfile) -> RecordedProfile:
 
 
 def write_run(folder: Path, run: Run) -> Path:
-    """Write a run into a folder, in place of one of the same name: a header, then a query a line; returns the file."""
+    """Write a run to a folder, replacing one of the same name: a header, then a query a line; return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{run.name}.jsonl"
     write_lines(file, [run.header, *run.served.answers])
@@ -117,20 +117,20 @@ def write_run(folder: Path, run: Run) -> Path:
 
 
 def read_run(file: Path) -> Run:
-    """Read what `write_run` has written. Raises ValueError that names the line."""
+    """Read a file of `write_run`. Raises ValueError that names the line."""
     header, *lines = file.read_bytes().splitlines() or [b""]
     try:
-        found = msgspec.json.decode(header, type=RunHeader)
+        described = msgspec.json.decode(header, type=RunHeader)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{file}:1: not a recorded run ({error}); record it again.") from error
-    if found.format != FORMAT:
-        raise ValueError(f"{file}: has format {found.format}, and this version reads {FORMAT}; record it again.")
+    if described.format != FORMAT:
+        raise ValueError(f"{file}: has format {described.format}, and this version reads {FORMAT}; record it again.")
     answers = read_lines(file, lines, ServedQuery, name="a served query", first=2)
-    return Run(found, Served(answers=answers, best=found.best))
+    return Run(described, Served(answers=answers, best=described.best))
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """All runs in a folder, by name. Raises ValueError if there is none."""
+    """Read all runs in a folder, by name. Raises ValueError if there are none."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise ValueError(f"{folder}: no runs (*.jsonl); record some with `jaxinfer elastic serve` or `simulate`.")
@@ -138,9 +138,9 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def batches_of(answers: Sequence[ServedQuery]) -> dict[int, list[ServedQuery]]:
-    """The queries that ran, by their batches."""
-    found: dict[int, list[ServedQuery]] = {}
+    """Group the queries that ran by their batches."""
+    batches: dict[int, list[ServedQuery]] = {}
     for answer in answers:
         if answer.batch is not None:
-            found.setdefault(answer.batch, []).append(answer)
-    return found
+            batches.setdefault(answer.batch, []).append(answer)
+    return batches

@@ -1,4 +1,4 @@
-"""Serving on a simulated clock, with the same controller: a device that takes as long as batches were seen to take."""
+"""Serving on a simulated clock by the real controller: the device takes the measured seconds of batches."""
 
 import dataclasses
 from collections import Counter
@@ -13,17 +13,17 @@ from jaxinfer.elastic.scheduling.query import Outcome, Query
 from jaxinfer.serving.simulation import Simulation
 
 Sampler = Callable[[int, int], float]
-"""Seconds that a batch takes, from level and number of queries."""
+"""Function of level and number of queries: returns a batch's seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedQuery:
-    """How a query ended.
+    """A query's outcome.
 
     Attributes:
-      level: that it ran at; None if it was shed.
-      batch: counts batches; None if it was shed.
-      began, ended: seconds; when it was shed they are the same.
+      level: the level it ran at; None if it was shed.
+      batch: the number of its batch; None if it was shed.
+      began, ended: times in seconds; equal if it was shed.
     """
 
     query: Query
@@ -35,22 +35,22 @@ class ServedQuery:
 
     @property
     def utility(self) -> float:
-        """What it earned."""
+        """The utility earned."""
         return self.query.utility if self.outcome is Outcome.CORRECT else 0.0
 
 
 def shed_query(query: Query, at: float) -> ServedQuery:
-    """One that was given up at this time."""
+    """Return the outcome of a query that was shed at this time."""
     return ServedQuery(query=query, outcome=Outcome.SHED, level=None, batch=None, began=at, ended=at)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """What a policy earned with a trace.
+    """The outcomes of a trace under a policy.
 
     Attributes:
-      answers: one for each query.
-      best: what all would have earned at the most accurate level in time: more than anybody can know how to earn.
+      answers: each query's outcome.
+      best: upper bound of utility: every query answered in time at its task's best level.
     """
 
     answers: Sequence[ServedQuery]
@@ -58,31 +58,31 @@ class Served:
 
     @property
     def utility(self) -> float:
-        """In all."""
+        """The total utility."""
         return sum(answer.utility for answer in self.answers)
 
     @property
     def normalised(self) -> float:
-        """As a share of the best."""
+        """The total utility as a share of the best."""
         return self.utility / self.best if self.best else 1.0
 
     @property
     def outcomes(self) -> Counter[Outcome]:
-        """How many queries ended in each way."""
+        """The number of queries by outcome."""
         return Counter(answer.outcome for answer in self.answers)
 
     @property
     def levels(self) -> Counter[int]:
-        """How many queries ran at each level."""
+        """The number of queries that ran at each level."""
         return Counter(answer.level for answer in self.answers if answer.level is not None)
 
     def share(self, outcome: Outcome) -> float:
-        """Of the queries, those that ended so."""
+        """Return the share of queries with this outcome."""
         return self.outcomes[outcome] / len(self.answers) if self.answers else 0.0
 
 
 def best_utility(queries: Sequence[Query], profile: ServingProfile) -> float:
-    """What queries would earn on average if each ran at its task's most accurate level, in time."""
+    """Compute the expected utility if each query ran at its task's most accurate level, in time."""
     best = {task: profile.best(task) for task in profile.tasks}
     return sum(query.utility * best[query.task] for query in queries)
 
@@ -96,16 +96,16 @@ def simulate(
     right: Callable[[Query, int], bool] | None = None,
     seed: int = 0,
 ) -> Served:
-    """Serve a trace.
+    """Serve a trace on a simulated clock.
 
     Args:
-      queries: in any order.
+      queries: the queries, in any order.
       policy: chooses batches and levels.
-      profile: of the levels.
-      seconds: of a batch; None: those of the profile.
-      right: whether the answer to a query at a level is right; None: drawn by the profile's accuracies, where a query
-        that is right at one level is so at all that are more accurate, and the same for all policies.
-      seed: of what is drawn.
+      profile: the profile of the levels.
+      seconds: returns the seconds of a batch; None: as in the profile.
+      right: returns whether the answer to a query at a level is right; None: drawn by the profile's accuracies, where a
+        query that is right at one level is right at all more accurate ones, and the same for all policies.
+      seed: seed of all that is drawn.
     """
     given = sorted(queries, key=lambda query: (query.arrival, query.id))
     draws = np.random.default_rng((seed, 2)).random(len(given)) if right is None else np.zeros(0)
@@ -116,12 +116,12 @@ def simulate(
 
 
 class _Device:
-    """One that takes a batch at a time from a controller.
+    """A device that takes one batch at a time from a controller.
 
     Args:
       controller: decides.
-      seconds: of a batch.
-      right: whether the answer to a query at a level is right.
+      seconds: returns the seconds of a batch.
+      right: returns whether the answer to a query at a level is right.
     """
 
     def __init__(self, controller: Controller, seconds: Sampler, right: Callable[[Query, int], bool]):
@@ -131,7 +131,7 @@ class _Device:
         self._batches, self._is_free = 0, True
 
     def serve(self, queries: Sequence[Query]) -> list[ServedQuery]:
-        """How queries end, those of a batch after those that were shed before it began."""
+        """Return the queries' outcomes, those of a batch after those shed before it began."""
         for query in queries:
             self._simulation.arrive(query.arrival, query)
         self._simulation.run(self._handle, self._begin)
@@ -144,7 +144,7 @@ class _Device:
             self._is_free = True
 
     def _begin(self) -> None:
-        """Begin the next batch, if queries wait and none runs."""
+        """Begin the next batch if queries wait and none runs."""
         if not (self._is_free and self._controller.waiting):
             return
         now = self._simulation.now

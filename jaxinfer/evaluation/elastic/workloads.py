@@ -1,4 +1,4 @@
-"""Traces of queries: when they arrive, for which task, what they are worth and by when."""
+"""Traces of queries: their arrivals, tasks, utilities and deadlines."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ class QueryKind:
     """Queries that are alike (OTAS, Table II).
 
     Attributes:
-      share: how often they come, relative to the others.
+      share: their frequency, relative to the others.
     """
 
     task: str
@@ -25,9 +25,9 @@ class QueryKind:
 
 
 def table_ii(tasks: Sequence[str]) -> list[QueryKind]:
-    """The paper's two kinds for each task: those of CIFAR-10, CIFAR-100, EuroSAT, and so on in turn.
+    """Return the paper's two kinds for each task: those of CIFAR-10, CIFAR-100, EuroSAT, and so on in turn.
 
-    Every second task's queries are worth more.
+    Every second task's queries have higher utility.
     """
     worth = ((0.3, 0.01), (1.0, 0.2))
     return [
@@ -38,57 +38,59 @@ def table_ii(tasks: Sequence[str]) -> list[QueryKind]:
 
 
 def wandering_arrivals(rate: float, seconds: float, *, seed: int) -> np.ndarray:
-    """The paper's synthetic trace: Poisson arrivals whose rate wanders between 0.57 and 2 times the mean each second.
+    """Draw the paper's synthetic trace: Poisson arrivals at a rate that wanders between 0.57 and 2 times the mean.
+
+    The rate changes each second.
 
     Args:
       rate: the mean, in queries a second; the paper's is 350, between 200 and 700.
-      seconds: how long.
-      seed: of what is drawn.
+      seconds: duration of the trace.
+      seed: seed of all that is drawn.
     """
     rng = np.random.default_rng(seed)
-    level, found = 0.0, []
+    level, arrived = 0.0, []
     for second in range(int(np.ceil(seconds))):
         level = 0.9 * level + np.sqrt(1 - 0.9**2) * 0.35 * rng.standard_normal()
         now = np.clip(np.exp(level), 200 / 350, 700 / 350) * rate
-        found.append(second + rng.random(rng.poisson(now)))
-    arrivals = np.sort(np.concatenate(found)) if found else np.zeros(0)
+        arrived.append(second + rng.random(rng.poisson(now)))
+    arrivals = np.sort(np.concatenate(arrived)) if arrived else np.zeros(0)
     return _with_mean(arrivals, rate, seconds)
 
 
 def bursty_arrivals(rate: float, seconds: float, *, seed: int) -> np.ndarray:
-    """Arrivals like those of Azure Functions in 2021 when two minutes become one second (OTAS, Fig. 8b).
+    """Draw arrivals like those of Azure Functions in 2021 when two minutes become one second (OTAS, Fig. 8b).
 
-    The original trace is not to be had; this generator has its published statistics: a daily rhythm of 720 seconds, a
-    rate that wanders, and bursts. Arguments as of `wandering_arrivals`.
+    The original trace is not available; this generator has its published statistics: a daily rhythm of 720 seconds, a
+    wandering rate, and bursts. For the arguments see `wandering_arrivals`.
     """
     rng = np.random.default_rng(seed)
-    state, found = rng.standard_normal(), []
+    state, arrived = rng.standard_normal(), []
     for second in range(int(np.ceil(seconds))):
         state = 0.9 * state + np.sqrt(0.19) * rng.standard_normal()
         now = 200 * np.exp(0.42 * state + 0.58 * np.sin(2 * np.pi * second / 720))
         if rng.random() < 0.02:
             now *= rng.uniform(1.5, 2.5)
-        found.append(second + rng.random(rng.poisson(min(now, 1200.0))))
-    arrivals = np.sort(np.concatenate(found)) if found else np.zeros(0)
+        arrived.append(second + rng.random(rng.poisson(min(now, 1200.0))))
+    arrivals = np.sort(np.concatenate(arrived)) if arrived else np.zeros(0)
     return _with_mean(arrivals, rate, seconds)
 
 
 def poisson_arrivals(rate: float, seconds: float, *, seed: int) -> np.ndarray:
-    """Arrivals at a steady rate; arguments as of `wandering_arrivals`."""
+    """Draw arrivals at a steady rate; for the arguments see `wandering_arrivals`."""
     rng = np.random.default_rng(seed)
     return np.sort(rng.uniform(0, seconds, rng.poisson(rate * seconds)))
 
 
 def _with_mean(arrivals: np.ndarray, rate: float, seconds: float) -> np.ndarray:
-    """Arrivals thinned, or sped up, so that there are `rate` a second for so many seconds."""
+    """Thin out or compress arrivals to `rate` a second over these seconds."""
     if not len(arrivals):
         return arrivals
-    wanted, length = round(rate * seconds), float(np.ceil(seconds))
-    repeats = -(-wanted // len(arrivals))
-    # Copies of a trace are moved by less than a second, so that they are as bursty together as it is alone.
+    count, length = round(rate * seconds), float(np.ceil(seconds))
+    repeats = -(-count // len(arrivals))
+    # Copies of a trace are shifted by less than a second, so that together they are as bursty as one.
     rng = np.random.default_rng(len(arrivals))
     copies = np.concatenate([arrivals, *(arrivals + rng.uniform(-0.5, 0.5, len(arrivals)) for _ in range(repeats - 1))])
-    chosen = rng.permutation(len(copies))[:wanted]
+    chosen = rng.permutation(len(copies))[:count]
     return np.sort(np.clip(copies[chosen], 0.0, length) * (seconds / length))
 
 
@@ -102,24 +104,24 @@ ARRIVALS: Mapping[str, Callable[..., np.ndarray]] = {
 def arrivals_at(
     arrivals: Callable[..., np.ndarray], rate: float, seconds: float, *, seed: int, scale: float
 ) -> np.ndarray:
-    """Arrivals on a device that is 1 / `scale` times as fast as the paper's: they wander as many times as fast.
+    """Draw arrivals for a device that is 1 / `scale` times as fast as the paper's: they wander as many times as fast.
 
     Args:
-      arrivals: one of `ARRIVALS`, or of their kind.
-      rate, seconds, seed: as of `wandering_arrivals`.
-      scale: of time.
+      arrivals: one of `ARRIVALS`, or a similar function.
+      rate, seconds, seed: see `wandering_arrivals`.
+      scale: factor on time.
     """
     return scale * arrivals(rate * scale, seconds / scale, seed=seed)
 
 
 def make_queries(arrivals: np.ndarray, kinds: Sequence[QueryKind], *, seed: int, scale: float = 1.0) -> list[Query]:
-    """A query for each arrival, of a kind that is drawn.
+    """Make a query of a random kind for each arrival.
 
     Args:
       arrivals: seconds, ascending.
-      kinds: of which one is drawn for each.
-      seed: of what is drawn.
-      scale: of latencies, for a device that takes another time for a batch than the paper's.
+      kinds: the kinds to draw from.
+      seed: seed of all that is drawn.
+      scale: factor on latencies, for a device that takes another time for a batch than the paper's.
     """
     rng, shares = np.random.default_rng((seed, 1)), np.array([kind.share for kind in kinds])
     drawn = rng.choice(len(kinds), len(arrivals), p=shares / shares.sum())
@@ -136,24 +138,24 @@ def make_queries(arrivals: np.ndarray, kinds: Sequence[QueryKind], *, seed: int,
 
 
 def burstiness(arrivals: np.ndarray) -> Mapping[str, float]:
-    """How arrivals bunch: their mean rate, index of dispersion of counts in 1, 10 and 60 s, and so on.
+    """Measure how arrivals bunch: mean rate, index of dispersion of counts in 1, 10 and 60 s, and so on.
 
     A Poisson process has dispersion 1 and a coefficient of variation between arrivals of 1.
     """
     if len(arrivals) < 2:
         return {"rate": 0.0}
     span, gaps = float(arrivals[-1]), np.diff(arrivals)
-    found = {"rate": len(arrivals) / span, "cv": float(gaps.std() / gaps.mean())}
+    measured = {"rate": len(arrivals) / span, "cv": float(gaps.std() / gaps.mean())}
     for window in (1, 10, 60):
         if span < 2 * window:
             break
         counts = np.bincount((arrivals / window).astype(int))[: max(int(span // window), 1)]
-        found[f"dispersion_{window}s"] = float(counts.var() / counts.mean())
+        measured[f"dispersion_{window}s"] = float(counts.var() / counts.mean())
         if window == 1:
-            found["peak_to_mean"] = float(counts.max() / counts.mean())
+            measured["peak_to_mean"] = float(counts.max() / counts.mean())
             varies = len(counts) > 2 and counts[:-1].std() and counts[1:].std()
-            found["lag_1"] = float(np.corrcoef(counts[:-1], counts[1:])[0, 1]) if varies else 0.0
-    return found
+            measured["lag_1"] = float(np.corrcoef(counts[:-1], counts[1:])[0, 1]) if varies else 0.0
+    return measured
 
 
 def read_trace(file: str | os.PathLike[str]) -> list[Query]:

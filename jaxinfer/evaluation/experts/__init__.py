@@ -1,8 +1,8 @@
-"""CoServe's evaluation: traces of inputs, a simulator, what it forecasts, and decisions that are replayed.
+"""CoServe's evaluation: traces of inputs, a simulator, forecasts, and replayed decisions.
 
 `workloads.py` draws traces, `simulator.py` runs the decisions of `jaxinfer.experts.scheduling` on a simulated clock,
-`forecast.py` says what a system would do, with `memory_search.py` (paper section 4.4) how its memory should be divided,
-`replay.py` does recorded decisions again.
+`forecast.py` predicts what a system would do and, with `memory_search.py` (paper section 4.4), how to divide its
+memory, `replay.py` replays recorded decisions.
 """
 
 from jaxinfer.evaluation.experts.simulator import SimulatedRun, Simulator

@@ -1,4 +1,4 @@
-"""What a system would do before it is started: the simulator on its placement, and how to divide its memory."""
+"""Forecasts before a system is started: the simulator on its placement, and how to divide its memory."""
 
 import dataclasses
 import itertools
@@ -15,17 +15,17 @@ from jaxinfer.experts.scheduling.profile import Profiles
 from jaxinfer.experts.scheduling.scheduler import Scheduler
 
 KEEPS_UP = 0.9
-"""The part of the rate at which inputs come that a system must reach not to be busy all the time."""
+"""Share of the arrival rate that a system must reach not to be busy all the time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What would come of a trace.
+    """The predicted run of a trace.
 
     Attributes:
-      scheduler: when all is done.
-      placed: the experts of each pool at the start, by its index.
-      bound: loads that no scheduler could do without.
+      scheduler: the scheduler's final state.
+      placed: each pool's experts at the start, by its index.
+      bound: minimum number of loads of any scheduler.
     """
 
     outcome: SimulatedRun
@@ -40,15 +40,15 @@ def forecast(
     """Run a trace on the simulated clock.
 
     Args:
-      profiles: what experts cost.
-      policy: instead of the config's.
+      profiles: the experts' costs.
+      policy: replaces the config's.
     """
     scheduler = opened.make_scheduler(profiles, policy=policy, max_queued=None)
     return _run(scheduler, trace)
 
 
 def compulsory_loads(used: Iterable[str], resident: Set[str]) -> int:
-    """The least if requests may run in any order: every expert that is used and not there yet, once."""
+    """Count the minimum of loads if requests may run in any order: one for each used expert that is not loaded."""
     return len(set(used) - resident)
 
 
@@ -66,11 +66,11 @@ def _run(scheduler: Scheduler, trace: Sequence[TraceRequest]) -> Forecast:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryAdvice:
-    """How to divide the memory of all executors.
+    """Advice on dividing the memory of all executors.
 
     Attributes:
-      choice: how many experts to have room for, and the windows that were tried.
-      expert_bytes: of each executor for experts, in their order. activation_bytes: what that leaves for batches.
+      choice: number of experts to have room for, and the windows tried.
+      expert_bytes: each executor's bytes for experts, in order. activation_bytes: the rest, for batches.
     """
 
     choice: MemoryChoice
@@ -79,11 +79,11 @@ class MemoryAdvice:
 
 
 def advise_memory(opened: OpenedSystem, profiles: Profiles, trace: Sequence[TraceRequest]) -> MemoryAdvice:
-    """Search for how much memory experts get, by simulation (paper section 4.4).
+    """Search for the best share of memory for experts, by simulation (paper section 4.4).
 
-    What executors have, for experts and for activations, is divided anew: each gets room for its part of the most used
-    experts, and batches the rest. Raises ConfigError where not one expert and one request fit, and where inputs come
-    so slowly that any division would do.
+    The executors' memory for experts and for activations is divided anew: each gets room for its part of the most used
+    experts, and batches get the rest. Raises ConfigError where not one expert and one request fit, and where inputs
+    arrive so slowly that any division would do.
     """
     executors = opened.make_scheduler(profiles).executors
     configs = [executor.config for executor in executors]
@@ -91,19 +91,19 @@ def advise_memory(opened: OpenedSystem, profiles: Profiles, trace: Sequence[Trac
     experts = opened.graph.experts
     largest = max(expert.bytes for expert in experts.values())
     room = list(itertools.accumulate(experts[name].bytes for name in opened.graph.by_usage))
-    one = max(profile.activations(1) for profile in profiles.values()) or 1
+    request = max(profile.activations(1) for profile in profiles.values()) or 1
 
     def divided(count: int) -> list[int]:
-        """Room for so many experts, in the executors' order; each has room for the largest."""
+        """Return each executor's room for `count` experts together; each has room for the largest."""
         return [max(largest, math.ceil(room[count - 1] * total / sum(totals))) for total in totals]
 
     def fits(count: int) -> bool:
-        return all(total - part >= one for total, part in zip(totals, divided(count), strict=True))
+        return all(total - part >= request for total, part in zip(totals, divided(count), strict=True))
 
     limit = max((count for count in range(1, len(experts) + 1) if fits(count)), default=0)
     if not limit:
         raise ConfigError(
-            f"an executor has no room for an expert of {largest} bytes beside a request of {one} bytes; "
+            f"an executor has no room for an expert of {largest} bytes beside a request of {request} bytes; "
             "give it more memory."
         )
 

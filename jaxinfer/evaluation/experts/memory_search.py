@@ -1,4 +1,4 @@
-"""How much of a memory is for experts, and how much for their activations (paper section 4.4)."""
+"""Dividing a memory between experts and their activations (paper section 4.4)."""
 
 import dataclasses
 import itertools
@@ -11,20 +11,20 @@ import numpy as np
 from jaxinfer.experts.errors import ConfigError
 
 W0 = 15.0
-"""Percent of the first window."""
+"""Size of the first window in percent."""
 MARGIN = 0.05
-"""By which part of what the line predicts throughput must fall short of it."""
+"""Share of the line's prediction by which throughput must fall short of it."""
 FIRST_FIT = 2
-"""Points of the first line; each further one has one more."""
+"""Number of points of the first line; each further line has one more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Window:
-    """One step of the search.
+    """A step of the search.
 
     Attributes:
-      lower, upper: its ends, in percent of usage or of experts.
-      experts: the least and the largest number of experts in it.
+      lower, upper: the window's ends, in percent of usage or of experts.
+      experts: the smallest and the largest number of experts in it.
       throughput: measured with the largest number.
     """
 
@@ -36,14 +36,14 @@ class Window:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryChoice:
-    """How many experts to keep in memory, and why.
+    """The number of experts to keep in memory, and why.
 
     Attributes:
-      experts: how many.
-      windows: all that were measured; the choice is from the last one.
-      line: slope and intercept of throughput over the windows' places, which begin with 1, without the last; None if
+      experts: the number.
+      windows: all measured windows; the choice is from the last one.
+      line: slope and intercept of throughput over the windows' numbers, from 1, without the last; None if
         there were too few.
-      error: by which part of the line's prediction the last window falls short of it.
+      error: share of the line's prediction by which the last window falls short of it.
     """
 
     experts: int
@@ -53,9 +53,9 @@ class MemoryChoice:
 
 
 def decay_windows(w0: float = W0) -> Iterator[tuple[float, float]]:
-    """Lower and upper ends of windows, in percent: each is (1 - w0 / 100) times as large as the one before (Eq. 1).
+    """Yield windows' lower and upper ends in percent: each is (1 - w0 / 100) times as large as the one before (Eq. 1).
 
-    There is no last one; together they are 100.
+    The windows never end; together they make 100.
 
     >>> [round(upper, 2) for _, upper in itertools.islice(decay_windows(15), 5)]
     [15.0, 27.75, 38.59, 47.8, 55.63]
@@ -77,23 +77,23 @@ def search_memory(
     limit: int | None = None,
     seed: int = 0,
 ) -> MemoryChoice:
-    """Search for how many experts to keep where compute is sufficient (paper section 4.4, Eqs. 1 to 3).
+    """Search for the number of experts to keep where compute is sufficient (paper section 4.4, Eqs. 1 to 3).
 
-    Each window reaches further into the experts, the most used first. Throughput grows with them about as a line does,
-    until batches have too little memory: the first window that falls short of the line through all before it, by more
-    than `margin` of its prediction, has the choice.
+    Each window reaches further into the experts, the most used first. Throughput grows about linearly, until batches
+    have too little memory: the choice is in the first window that falls short of the line through all before it by more
+    than `margin` of its prediction.
 
     Args:
       usage: how often each expert is used, in any unit and order.
-      measure: throughput of a sample of the work with so many experts in memory.
-      w0: percent of the first window.
-      margin: of the prediction.
-      axis: what windows are percent of: all usage, or the number of experts.
+      measure: returns the throughput of a sample of the work with this number of experts in memory.
+      w0: size of the first window in percent.
+      margin: share of the prediction.
+      axis: the windows' percentages are of all usage, or of the number of experts.
       choose: any number in the window (the paper's choice), its middle, or the better one of its two ends.
-      limit: no more experts fit beside one request; None: all do.
-      seed: of the random choice.
+      limit: largest number of experts that fit beside one request; None: all fit.
+      seed: seed of the random choice.
 
-    Raises ConfigError if an argument cannot be, or throughput is not more than 0.
+    Raises ConfigError if an argument is impossible, or throughput is not more than 0.
     """
     cumulative = _cumulative(usage) if axis == "usage" else _cumulative([1.0] * len(list(usage)))
     if not margin > 0:
@@ -121,7 +121,7 @@ def search_memory(
 
 
 def _cumulative(usage: Iterable[float]) -> np.ndarray:
-    """Of all usage, the part of the n most used experts, for n from 1; ends in exactly 1."""
+    """Compute the share of all usage of the n most used experts, for n from 1; it ends in exactly 1."""
     values = np.array(sorted(usage, reverse=True), float)
     if not values.size:
         raise ConfigError("there is no expert to search over.")
@@ -132,12 +132,12 @@ def _cumulative(usage: Iterable[float]) -> np.ndarray:
 
 
 def _reaching(cumulative: np.ndarray, percent: float) -> int:
-    """The least number of experts with at least so many percent of all usage, and at least one expert."""
+    """Return the smallest number of experts, at least one, with this percentage of all usage."""
     return min(int(np.searchsorted(cumulative, percent / 100 - 1e-12)) + 1, len(cumulative))
 
 
 def _fit(throughputs: Sequence[float]) -> tuple[float, float]:
-    """Slope and intercept of the line over places that begin with 1, by least squares (Eq. 2)."""
+    """Fit a least-squares line over numbers from 1; return slope and intercept (Eq. 2)."""
     slope, intercept = np.polyfit(np.arange(1, len(throughputs) + 1), throughputs, 1)
     return float(slope), float(intercept)
 

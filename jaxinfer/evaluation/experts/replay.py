@@ -1,4 +1,4 @@
-"""What a scheduler has decided, recorded and done again without deciding (the paper's "pre-scheduled" inference)."""
+"""A scheduler's decisions, recorded and replayed without deciding (the paper's "pre-scheduled" inference)."""
 
 import dataclasses
 from collections import deque
@@ -16,10 +16,10 @@ class _RecordedBatch:
 
 
 class Recorder(Scheduler):
-    """A scheduler that notes what it has executors do; arguments as of `Scheduler`, without prefetch and shared pools.
+    """Scheduler that records its actions; for arguments see `Scheduler`, without prefetch and shared pools.
 
     Attributes:
-      recording: of each executor, its loads and batches in their order.
+      recording: each executor's loads and batches in order.
     """
 
     def __init__(self, *args: Any, **options: Any):
@@ -31,7 +31,7 @@ class Recorder(Scheduler):
         self.recording: list[list[Load | _RecordedBatch]] = [[] for _ in self.executors]
 
     def poll(self, now: float) -> list[Action]:
-        """As of `Scheduler`."""
+        """Record the actions of `Scheduler.poll`, and return them."""
         actions = super().poll(now)
         for action in actions:
             match action:
@@ -46,10 +46,10 @@ class Recorder(Scheduler):
 
 
 class Replayer(Scheduler):
-    """Has executors do what a recording says, as soon as its requests are there; arguments as of `Recorder`.
+    """Scheduler that replays a recording as soon as its requests are there; for other arguments see `Recorder`.
 
     Args:
-      recording: of the same system and the same inputs.
+      recording: a recording of the same system and inputs.
     """
 
     def __init__(self, *args: Any, recording: list[list[Load | _RecordedBatch]], **options: Any):
@@ -59,12 +59,12 @@ class Replayer(Scheduler):
         self._busy = [False] * len(recording)
 
     def submit(self, request: Request, now: float) -> int:
-        """Note that a request is there."""
+        """Note that a request has arrived."""
         self._waiting[request.id, request.stage] = request
         return 0
 
     def poll(self, now: float) -> list[Action]:
-        """The next thing that each idle executor has to do, if it can."""
+        """Return the next recorded action of each idle executor, if its requests are there."""
         actions: list[Action] = []
         for index, left in enumerate(self._left):
             if self._busy[index] or not left:
@@ -84,14 +84,14 @@ class Replayer(Scheduler):
         return actions
 
     def loaded(self, load: Load, now: float, error: Exception | None = None) -> list[Failure]:
-        """A load has ended."""
+        """Note that a load has ended."""
         if error is not None:
             raise error
         self._busy[load.executor] = False
         return []
 
     def executed(self, batch: Batch, now: float, error: Exception | None = None) -> list[Failure]:
-        """A batch has ended."""
+        """Note that a batch has ended."""
         if error is not None:
             raise error
         self._busy[batch.executor] = False

@@ -1,7 +1,7 @@
-"""The scheduler on a simulated clock: what a system would do, from what its experts cost.
+"""The scheduler on a simulated clock: what a system would do, given its experts' costs.
 
-It runs the same decisions as real executors do. With `act` it also has every load and every batch really done, at the
-moment when the simulated clock says that it begins.
+It runs the decisions that real executors run. With `act` every load and batch is also really done, at the moment when
+it begins on the simulated clock.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ from jaxinfer.serving.simulation import Simulation
 
 
 class Hardware(Protocol):
-    """How long things take."""
+    """The duration of loads and batches."""
 
     def load(self, architecture: str, size: int, processor: str, tier: Tier, now: float) -> float:
-        """When a load ends that begins now."""
+        """Return when a load that begins now ends."""
         ...
 
     def execute(self, architecture: str, processor: str, batch: int) -> float:
-        """Seconds of a batch."""
+        """Return the seconds of a batch."""
         ...
 
 
 class ProfiledHardware:
-    """Takes what the profiles say. One expert is read from disk at a time, as fast as if it were alone.
+    """Hardware as in the profiles. One expert at a time is read from disk, as fast as if it were alone.
 
     Args:
-      scheduler: whose profiles.
+      scheduler: the scheduler whose profiles count.
     """
 
     def __init__(self, scheduler: Scheduler):
@@ -55,14 +55,14 @@ class ProfiledHardware:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """What came of a trace.
+    """The result of a simulated trace.
 
     Attributes:
-      seconds: from the first arrival to the last result.
-      finished: inputs that have a result. failed: those that ended with an error.
+      seconds: seconds from the first arrival to the last result.
+      finished: number of inputs with a result. failed: number of inputs that ended with an error.
       latencies: seconds of each input from its arrival to its result.
-      statistics: the scheduler's.
-      decision_seconds: real time of each call into the scheduler that assigned a request or asked what may begin.
+      statistics: the scheduler's counters.
+      decision_seconds: real time of each call into the scheduler to assign a request or to poll.
       busy_seconds: simulated time that executors spent on batches.
     """
 
@@ -76,7 +76,7 @@ class SimulatedRun:
 
     @property
     def throughput(self) -> float:
-        """Inputs with a result for each second; 0 if there were none."""
+        """Inputs with a result per second; 0 if there were none."""
         return self.finished / self.seconds if self.seconds else 0.0
 
 
@@ -84,8 +84,8 @@ class Simulator:
     """Runs a trace through a scheduler.
 
     Args:
-      scheduler: one without requests.
-      hardware: how long things take; None: as the scheduler's profiles say.
+      scheduler: a scheduler without requests.
+      hardware: the duration of loads and batches; None: as in the scheduler's profiles.
       act: has an action really done.
     """
 
@@ -96,11 +96,11 @@ class Simulator:
         self._act = act or (lambda action: None)
         self._simulation = Simulation[Load | Batch | Request]()
         self._inputs: Sequence[TraceRequest] = ()
-        self._ends: dict[int, float] = {}  # of inputs that have a result, in the order of their results
+        self._ends: dict[int, float] = {}  # end of each input with a result, in the order of the results
         self._failed = 0
         self._decisions: list[float] = []
         self._busy = 0.0
-        self._leaving: dict[int, float] = {}  # of executors, until when experts leave for their next batch
+        self._leaving: dict[int, float] = {}  # per executor: when evictions for its next batch end
 
     def run(self, trace: Iterable[TraceRequest]) -> SimulatedRun:
         """Run until nothing is left to do."""
@@ -120,7 +120,7 @@ class Simulator:
         )
 
     def _handle(self, event: Load | Batch | Request) -> None:
-        """Tell the scheduler what has happened."""
+        """Tell the scheduler of an event."""
         now = self._simulation.now
         match event:
             case Request():
@@ -133,7 +133,7 @@ class Simulator:
                     self._follow(request)
 
     def _follow(self, request: Request) -> None:
-        """Have the next expert judge an input; or it is done."""
+        """Submit an input to its next expert, or end it."""
         now, stage, experts = self._simulation.now, request.stage + 1, self._inputs[request.id].experts
         if stage < len(experts):
             self._submit(Request(id=request.id, expert=experts[stage], stage=stage, arrival=now))
@@ -150,7 +150,7 @@ class Simulator:
             self._decisions.append(time.perf_counter() - begun)
 
     def _begin(self) -> None:
-        """Begin what may begin."""
+        """Begin all actions that may begin."""
         begun = time.perf_counter()
         actions = self._scheduler.poll(self._simulation.now)
         self._decisions.append(time.perf_counter() - begun)
@@ -167,21 +167,21 @@ class Simulator:
                     self._failed += 1
 
     def _load(self, load: Load) -> None:
-        """A load begins when the experts have left that make room for it."""
+        """Load an expert after the evictions that make room for it."""
         expert, processor = self._scheduler.graph.experts[load.expert], self._processor(load)
         begun = self._simulation.now + self._leave(load)
         end = self._hardware.load(expert.architecture, expert.bytes, processor, load.tier, begun)
         self._simulation.end(end, load)
 
     def _execute(self, batch: Batch) -> None:
-        """A batch begins when the experts have left that give it their memory."""
+        """Run a batch after the evictions that give it their memory."""
         now, expert = self._simulation.now, self._scheduler.graph.experts[batch.expert]
         seconds = self._hardware.execute(expert.architecture, self._processor(batch), len(batch.requests))
         self._busy += seconds
         self._simulation.end(max(now, self._leaving.pop(batch.executor, now)) + seconds, batch)
 
     def _leave(self, action: Load | Evict) -> float:
-        """Seconds until the experts have left that make room."""
+        """Return the seconds of an action's evictions."""
         scheduler, processor = self._scheduler, self._processor(action)
         leaving = [scheduler.graph.experts[x.expert].architecture for x in action.evictions if x.to_host]
         return sum(scheduler.profiles[architecture, processor].evict for architecture in leaving)

@@ -1,4 +1,4 @@
-"""Traces: which inputs come when, and which experts they come to; drawn from what a config expects, or kept."""
+"""Traces of inputs: their arrivals and experts; drawn from a config's expectations, or read from a file."""
 
 import dataclasses
 import os
@@ -15,8 +15,8 @@ class TraceRequest:
     """An input of a trace.
 
     Attributes:
-      arrival: in seconds from the start, not before the one in front of it.
-      experts: those that it comes to, one after the other: what they will answer is known.
+      arrival: in seconds from the start, not before the previous input's.
+      experts: the experts that judge it, one after the other: their verdicts are known.
     """
 
     arrival: float
@@ -28,18 +28,18 @@ class TraceRequest:
 
 
 def draw_kinds(graph: ExpertGraph, count: int, *, seed: int = 0) -> list[str]:
-    """Kinds of inputs, as often as their shares say."""
+    """Draw kinds of inputs by their shares."""
     kinds, shares = list(graph.shares), np.array(list(graph.shares.values()))
     return [kinds[place] for place in np.random.default_rng(seed).choice(len(kinds), count, p=shares / shares.sum())]
 
 
 def draw_trace(graph: ExpertGraph, count: int, *, interval: float = 0.0, seed: int = 0) -> list[TraceRequest]:
-    """Inputs of all kinds, as often as their shares say, with the verdicts that the rules' probabilities say.
+    """Draw inputs, kinds by their shares and verdicts by the rules' probabilities.
 
     Equal seeds give equal traces, and the kinds of `draw_kinds`.
 
     Args:
-      count: how many.
+      count: number of inputs.
       interval: seconds between their arrivals.
     """
     if not interval >= 0:
@@ -52,7 +52,7 @@ def draw_trace(graph: ExpertGraph, count: int, *, interval: float = 0.0, seed: i
 
 
 def _draw_route(graph: ExpertGraph, first: str, rng: np.random.Generator) -> tuple[str, ...]:
-    """The experts that an input comes to."""
+    """Draw the experts that judge an input."""
     route = [first]
     while rules := graph.rules_of(route[-1]):
         bounds = np.cumsum(np.array([rule.probability for rule in rules], float))

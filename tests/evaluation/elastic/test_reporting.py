@@ -29,7 +29,7 @@ def run_of(policy, *, load=1.2, seed=0, seconds=4):
     queries = make_queries(poisson_arrivals(load * PROFILE.capacity(), seconds, seed=seed), table_ii(TASKS), seed=seed)
     served = simulate(queries, make_policy(policy, PROFILE), PROFILE, seed=seed)
     measured = Measurements(profile=PROFILE, samples={}, right={}, capacity=PROFILE.capacity(), scale=1.0)
-    return Run.of(served, measured, policy=policy, arrivals="poisson", load=load, seed=seed, clock="simulated")
+    return Run.from_served(served, measured, policy=policy, arrivals="poisson", load=load, seed=seed, clock="simulated")
 
 
 @pytest.fixture(scope="module")
