@@ -1,4 +1,4 @@
-"""How requests are served, whichever paper decides: threads, tickets, errors and statistics. Start at `loop.py`."""
+"""Serving requests, for every decider: threads, tickets, errors and statistics. Start at `loop.py`."""
 
 from jaxinfer.serving.errors import (
     ClosedError,

@@ -1,4 +1,4 @@
-"""Whose memory it is: a budget for each device and one for the host, which all owners in this process draw on."""
+"""Memory budgets: one per device and one for the host, shared by all owners in this process."""
 
 import functools
 import os
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 HOST = "the host"
-"""The name of its memory, which is that of CPU devices too."""
+"""The name of the host's memory, which CPU devices share."""
 
-_lock = threading.RLock()  # of all that is reserved; a signal's handler may come to it again
+_lock = threading.RLock()  # for all reservations; reentrant, as a signal's handler may take it again
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class Offer(NamedTuple):
-    """What a tenant would give back of its memory.
+    """Memory that a tenant could give back.
 
     Attributes:
-      bytes: how many.
-      seconds: what it would take to have again what is in them.
+      bytes: the number of bytes.
+      seconds: seconds to restore their content.
     """
 
     bytes: int
@@ -40,13 +40,13 @@ class Offer(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What an owner has of a memory for one of its tenants.
+    """An owner's part of a memory for one of its tenants.
 
     Attributes:
-      owner: its name, such as "LLM demo_model".
-      tenant: what it is for, such as "KV pages".
-      bytes: all of it.
-      offer: what it would give back; nothing of what is pinned.
+      owner: the owner's name, such as "LLM demo_model".
+      tenant: the use of the memory, such as "KV pages".
+      bytes: all its bytes.
+      offer: the part it could give back, which excludes pinned memory.
     """
 
     owner: str
@@ -61,71 +61,71 @@ class Holding(NamedTuple):
 
 
 class BudgetError(MemoryError):
-    """A memory has too little free; the text says who has it."""
+    """Too little of a memory is free; the text says who has how much."""
 
 
 class Budget:
-    """The memory of a device, or of the host: who has how much of it.
+    """The memory of a device or of the host, and each owner's part of it.
 
     Args:
-      name: of the memory, such as "gpu:0" or "the host".
-      capacity: in bytes, which what is reserved never exceeds; None: not known, and so without a limit.
-      available: says how many bytes the system has free now, whoever uses the others; None: not known.
+      name: the memory's name, such as "gpu:0" or "the host".
+      capacity: bytes, which reservations never exceed; None: unknown, without a limit.
+      available: returns the bytes that the system has free now, whoever uses the others; None: unknown.
     """
 
     def __init__(self, name: str, capacity: int | None, *, available: Callable[[], int] | None = None):
         if capacity is not None and capacity < 0:
             raise ValueError(f"the capacity of {name} must be at least 0 bytes, got {capacity}.")
         self.name, self.capacity, self._available = name, capacity, available
-        # Weakly, so that what is dropped is given back; replaced and never changed, so that reading needs no lock.
+        # Weak, so that a dropped reservation is given back; replaced and never changed, so that reading needs no lock.
         self._reservations: tuple[weakref.ref[Reservation], ...] = ()
 
     @property
     def reserved(self) -> int:
-        """Bytes that all owners have together."""
+        """The bytes of all owners together."""
         return sum(size for _, _, size in self._held())
 
     @property
     def free(self) -> int | None:
-        """Bytes that nobody has reserved; None: not known."""
+        """The bytes that nobody has reserved; None: unknown."""
         return None if self.capacity is None else self.capacity - self.reserved
 
     @property
     def available(self) -> int | None:
-        """Bytes that the system has free now; None: not known."""
+        """The bytes that the system has free now; None: unknown."""
         return None if self._available is None else self._available()
 
     @property
     def holdings(self) -> list[Holding]:
-        """What each owner has for each of its tenants, in the order in which they came."""
-        return [found.holding(self, tenant, size) for found, tenant, size in self._held()]
+        """Each owner's part for each of its tenants, in the order of reservation."""
+        return [reservation.holding(self, tenant, size) for reservation, tenant, size in self._held()]
 
     def table(self) -> "Table":
-        """Who has what, for `rich` to print."""
+        """Make a table of owners and their bytes for `rich` to print."""
         from rich.table import Table
 
         table = Table("owner, tenant", title=f"{self.name}: {self._summary()}", title_justify="left")
         for column in ("bytes", "pinned", "evictable", "s to have again"):
             table.add_column(column, justify="right")
         last = None
-        for found, tenant, size in self._held():
-            if found is not last:  # others may have the same name
-                table.add_row(found.owner)
-            last, (evictable, seconds) = found, found.holding(self, tenant, size).offer
+        for reservation, tenant, size in self._held():
+            if reservation is not last:  # others may have the same name
+                table.add_row(reservation.owner)
+            last, (evictable, seconds) = reservation, reservation.holding(self, tenant, size).offer
             cost = f"{seconds:.3g}" if evictable else ""
             table.add_row(f"  {tenant}", *map(decimal, (size, size - evictable, evictable)), cost)
         return table
 
     def _held(self) -> Iterator[tuple["Reservation", str, int]]:
         for reference in self._reservations:
-            if (found := reference()) is not None:
-                for (budget, tenant), size in found.sizes.items():
+            if (reservation := reference()) is not None:
+                for (budget, tenant), size in reservation.sizes.items():
                     if budget is self:
-                        yield found, tenant, size
+                        yield reservation, tenant, size
 
     def _admit(self, reservation: "Reservation") -> None:
         """Count a reservation from now on; under the lock."""
-        there = [found for reference in self._reservations if (found := reference()) is not None and found.sizes]
+        there = [held for reference in self._reservations if (held := reference()) is not None and held.sizes]
         if reservation not in there:
             there.append(reservation)
         self._reservations = tuple(map(weakref.ref, there))
@@ -139,16 +139,16 @@ class Budget:
 
 
 Sizes = Mapping[tuple[Budget, str], int]
-"""Bytes of memories, by budget and tenant."""
+"""Bytes of memories by budget and tenant."""
 Offers = Mapping[tuple[Budget, str], Callable[[], Offer]]
-"""Of the same: what says what would be given back of them now."""
+"""Functions that return the present offers, by budget and tenant."""
 
 
 class Reservation:
-    """What one owner has of any number of memories, until it is released, or dropped with its owner.
+    """An owner's part of any number of memories, until it is released, or dropped with its owner.
 
     Args:
-      owner: its name, such as "LLM demo_model".
+      owner: the owner's name, such as "LLM demo_model".
     """
 
     def __init__(self, owner: str):
@@ -159,12 +159,12 @@ class Reservation:
 
     @property
     def sizes(self) -> Sizes:
-        """What there is of it; nothing once it is released."""
+        """Reserved bytes by budget and tenant; empty after `release`."""
         return {} if self._released else self._sizes
 
     @property
     def budgets(self) -> dict[str, Budget]:
-        """Those that it has something of, by name."""
+        """The budgets with reserved bytes, by name."""
         return {budget.name: budget for budget, _ in self.sizes}
 
     def resize(
@@ -175,35 +175,36 @@ class Reservation:
         unused: bool = False,
         remedy: str = "close one of those who have it, or ask for less",
     ) -> None:
-        """Have these bytes in place of those before, of all memories or, if one has too little, of none.
+        """Reserve these bytes in place of those before: of all memories or, if one has too little, of none.
 
         Args:
-          sizes: tenants with 0 bytes are left out.
-          offers: of those tenants whose memory is not pinned.
-          unused: whether what is new is not in use yet, and so must be free in the system, too.
-          remedy: what would help where it does not fit, for the error.
-        Raises BudgetError, which says who has what, ValueError for less than 0 bytes or after `release`.
+          sizes: bytes by budget and tenant; tenants with 0 bytes are left out.
+          offers: the offers of tenants whose memory is not pinned.
+          unused: whether new bytes are not in use yet, and so must be free in the system, too.
+          remedy: advice for the error if the bytes do not fit.
+
+        Raises BudgetError, which says who has how much, ValueError for less than 0 bytes or after `release`.
         """
         for (budget, tenant), size in sizes.items():
             if size < 0:
                 raise ValueError(f"{self.owner} must take at least 0 bytes of {budget.name} for {tenant}, got {size}.")
-        wanted = {place: size for place, size in sizes.items() if size}
-        available = {budget: budget.available if unused else None for budget, _ in wanted}
+        needed = {place: size for place, size in sizes.items() if size}
+        available = {budget: budget.available if unused else None for budget, _ in needed}
         with _lock:
             if self._released:
                 raise ValueError(f"{self.owner} has released its memory; only a new reservation can take some.")
-            more = _by_budget(wanted)
+            more = _by_budget(needed)
             more.subtract(_by_budget(self.sizes))
             lacking = [budget for budget in available if _lacks(more[budget], budget.free, available[budget])]
             if not lacking:
                 for budget in available:
                     budget._admit(self)
-                self._sizes, self._offers = wanted, dict(offers or {})
+                self._sizes, self._offers = needed, dict(offers or {})
         if lacking:
-            raise BudgetError(self._refusal(lacking[0], wanted, more[lacking[0]], remedy))
+            raise BudgetError(self._refusal(lacking[0], needed, more[lacking[0]], remedy))
 
-    def _refusal(self, budget: Budget, wanted: Sizes, more: int, remedy: str) -> str:
-        parts = ", ".join(f"{tenant} {decimal(size)}" for (where, tenant), size in wanted.items() if where is budget)
+    def _refusal(self, budget: Budget, sizes: Sizes, more: int, remedy: str) -> str:
+        parts = ", ".join(f"{tenant} {decimal(size)}" for (where, tenant), size in sizes.items() if where is budget)
         rooms = []
         if budget.free is not None:
             rooms.append(f"{decimal(budget.free)} are not reserved")
@@ -215,11 +216,11 @@ class Reservation:
         )
 
     def release(self) -> None:
-        """Give all back, for good; again it does nothing. Takes no lock: it may be called anywhere."""
+        """Give all bytes back, for good; again it does nothing. Takes no lock, so that it may be called anywhere."""
         self._released = True
 
     def holding(self, budget: Budget, tenant: str, size: int) -> Holding:
-        """What it has of a budget for a tenant, which is of this size, with what that would give back now."""
+        """Return its part of a budget for a tenant of this size, with its present offer."""
         offer = self._offers.get((budget, tenant), lambda: Offer(0, 0.0))
         return Holding(self.owner, tenant, size, offer())
 
@@ -235,18 +236,18 @@ def _lacks(more: int, *rooms: int | None) -> bool:
     return more > 0 and any(room is not None and more > room for room in rooms)
 
 
-# Those of this process
+# The budgets of this process
 
 _budgets: dict[str, Budget] = {}
 
 
 def host_budget() -> Budget:
-    """The budget of the host's memory."""
+    """Return the budget of the host's memory."""
     return _budget(HOST, host_total_bytes, host_available_bytes)
 
 
 def budget_of(device: Any) -> Budget:
-    """The budget of a device's memory; a CPU has the host's."""
+    """Return the budget of a device's memory; a CPU shares the host's."""
     if device.platform == "cpu":
         return host_budget()
     total = functools.partial(device_total_bytes, device)
@@ -254,7 +255,7 @@ def budget_of(device: Any) -> Budget:
 
 
 def all_budgets() -> list[Budget]:
-    """Those that anybody has asked for so far."""
+    """Return the budgets that were asked for so far."""
     return list(_budgets.values())
 
 
@@ -268,11 +269,11 @@ def _budget(name: str, total: Callable[[], int | None], available: Callable[[], 
 def sizes_of(
     devices: Iterable[Any], each: Mapping[str, int], *, host: Mapping[str, int] | None = None
 ) -> Counter[tuple[Budget, str]]:
-    """What is to be reserved.
+    """Sum the bytes to reserve, by budget and tenant.
 
     Args:
-      devices: of each of which memory is taken; several may share one.
-      each: bytes of each of them, by tenant.
+      devices: devices that memory is taken from; several may share one.
+      each: bytes of each device, by tenant.
       host: bytes of the host's memory, by tenant.
     """
     sizes = Counter[tuple[Budget, str]]()

@@ -1,4 +1,4 @@
-"""How a request may end other than by its answer. Bad input is not among these: it is a ValueError, before it waits."""
+"""Ways that requests end other than by an answer. Bad input is not one: it raises ValueError before it waits."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ class ServingError(RuntimeError):
 
 
 class OverloadedError(ServingError):
-    """A request that was refused, because too many wait.
+    """A request was refused because too many wait.
 
     Attributes:
-      retry_after: seconds after which there will probably be room; None if nothing has ended yet to tell by.
+      retry_after: estimated seconds until there is room; None if no request has ended yet to estimate by.
     """
 
     def __init__(self, message: str, retry_after: float | None = None):
@@ -24,33 +24,33 @@ class DeadlineExceededError(ServingError, TimeoutError):
 
 
 class ShedError(ServingError):
-    """A request that was given up, because its answer could not have come in time."""
+    """A request was shed because its answer could not have come in time."""
 
 
 class ClosedError(ServingError):
-    """What serves was closed: it takes no more requests, and has ended those it had."""
+    """The service was closed: it takes no more requests, and has ended those it had."""
 
 
 def closed_error(what: str) -> ClosedError:
-    """The error of what is closed; `what` is its subject, such as "This system"."""
+    """Return the error of a closed service; `what` is its subject, such as "This system"."""
     return ClosedError(f"{what} is closed: it takes no more requests, and has ended those it had.")
 
 
 def caused[Error: Exception](error: Error, cause: BaseException) -> Error:
-    """An error with its cause, for those who are not there to catch it where it is raised."""
+    """Attach a cause to an error that is not raised where it would be caught."""
     error.__cause__ = cause
     return error
 
 
 class DiedError(ServingError):
-    """What serves has died, of `__cause__`, and all its requests have ended."""
+    """The service has died of `__cause__`, and all its requests have ended."""
 
 
 class FailedError(ServingError):
     """A request has failed; others go on.
 
     Attributes:
-      output: what had come of it, of a request that is answered bit by bit; None if nothing had.
+      output: the partial output of a request that is answered in steps; None without any.
     """
 
     def __init__(self, message: str, output: Any = None):

@@ -1,4 +1,4 @@
-"""The threads between callers and devices: a `Decider` says what to do; a `Loop` does it, and ends requests once."""
+"""Threads between callers and devices: a `Decider` says what to do; a `Loop` does it, and ends each request once."""
 
 import abc
 import contextlib
@@ -22,22 +22,22 @@ from jaxinfer.serving.ticket import Ticket, tell_readers
 log = logging.getLogger(__name__)
 
 HANGING_SECONDS = 300.0
-"""Work that takes so long when its loop is to end is taken to hang; a streamed model may need minutes for a step."""
+"""Seconds after which work counts as hanging when its loop is to end; a streamed model may need minutes for a step."""
 CALLBACK_SECONDS = 1.0
-"""How long callbacks are waited for when work hangs."""
+"""Seconds to wait for callbacks when work hangs."""
 RECENT = 0.1
-"""How much the last end counts in the mean time between ends."""
+"""Weight of the last interval in the mean time between ends."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What a decider wants done.
+    """A piece of work for a loop.
 
     Attributes:
-      run: does it.
-      lane: the thread that does, one piece of work after the other; None: the loop's own, which decides nothing
+      run: does the work.
+      lane: the index of the thread that does it, one piece at a time; None: the loop's own, which decides nothing
         meanwhile.
-      what: for the decider, when it is done.
+      what: the decider's value, for when it is done.
     """
 
     run: Callable[[], Any]
@@ -50,9 +50,9 @@ class Done:
     """Work that has ended.
 
     Attributes:
-      result: what `run` gave.
-      error: what it raised, in place of a result.
-      began, ended: on the loop's clock.
+      result: the result of `run`.
+      error: the error it raised, in place of a result.
+      began, ended: times on the loop's clock.
     """
 
     work: Work
@@ -63,65 +63,71 @@ class Done:
 
 
 class Decider[AnyTicket: Ticket[Any]](abc.ABC):
-    """Says what is done next: a paper's policy, or an engine, without threads.
+    """Decides what is done next: a paper's policy, or an engine, without threads.
 
     All but `interrupt` is called under the loop's lock, so never twice at once. It ends tickets by `Loop.end`.
     """
 
     @abc.abstractmethod
     def submit(self, ticket: AnyTicket, now: float) -> None:
-        """Take a request. In its caller's thread: what this raises, the caller gets, and the request never was."""
+        """Take a request, in its caller's thread. An error raised here goes to the caller, and the request never
+        was.
+        """
 
     @abc.abstractmethod
     def poll(self, now: float) -> Sequence[Work]:
-        """What begins now, in this order. In the loop's thread, after anything has happened or at `next_time`."""
+        """Return the work that begins now, in this order. In the loop's thread, after any event or at `next_time`."""
 
     @property
     def next_time(self) -> float | None:
-        """When to be polled if nothing happens before; None: not at all."""
+        """The time to be polled if nothing happens before; None: no time."""
         return None
 
     @abc.abstractmethod
     def done(self, done: Done) -> None:
-        """Work has ended. In the thread that did it. What the loop's own thread fails in ends the loop instead."""
+        """Note that work has ended, in the thread that did it. An error of the loop's own work ends the loop
+        instead.
+        """
 
     @abc.abstractmethod
     def cancel(self, ticket: AnyTicket) -> bool:
-        """Give a request up; whether it ends by that, and not by itself later. In its caller's thread."""
+        """Withdraw a request, in its caller's thread; return whether that ends it, rather than itself later."""
 
     @abc.abstractmethod
     def drain(self, error: Exception) -> Sequence[Work]:
-        """The end: end all requests that have not begun, with this error. Returns what must still be done of others.
+        """End all requests that have not begun, with this error; return the work still needed for others.
 
-        It is not polled any more.
+        The last decision: it is not polled any more.
         """
 
     def interrupt(self) -> None:  # noqa: B027 (most cannot)
-        """Cut short what is being done, if that can be. From any thread, without the lock."""
+        """Cut short the present work, if possible. From any thread, without the lock."""
 
     def release(self) -> None:  # noqa: B027 (most have nothing)
-        """Let devices come to rest. The last call, before what is left ends; in the loop's thread, without the lock."""
+        """Let devices come to rest: the last call, before remaining requests end; in the loop's thread, without the
+        lock.
+        """
 
 
 class Loop[AnyTicket: Ticket[Any]]:
-    """Serves tickets of any thread and event loop.
+    """Serves tickets from any thread and event loop.
 
-    One thread polls the decider whenever something has happened; each lane has one that does work, one piece after the
-    other; one ends the futures, so that their callbacks hold nothing else up.
+    One thread polls the decider after every event; each lane has one that does work, one piece after the other; one
+    ends the futures, so that their callbacks delay nothing else.
 
     At most `max_tickets` are accepted at a time. A caller that may wait stands in line, first come, first served.
 
     Args:
-      decider: says what is done.
-      what: is served so, the subject of errors: "This system".
-      name: of the threads: "jaxinfer-NAME".
+      decider: decides what is done.
+      what: the served thing as the subject of errors: "This system".
+      name: the threads' name: "jaxinfer-NAME".
       lanes: names of the threads that do work.
-      max_tickets: None: no limit.
-      statistics: where ends are counted.
-      clock: seconds, never going back.
+      max_tickets: maximum number of accepted tickets; None: no limit.
+      statistics: counts how requests end.
+      clock: time in seconds, never going back.
 
     Attributes:
-      lock: under which the decider is called.
+      lock: held while the decider is called.
     """
 
     def __init__(
@@ -140,10 +146,12 @@ class Loop[AnyTicket: Ticket[Any]]:
         self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)
         self._tickets: dict[Hashable, AnyTicket] = {}
-        self._line: OrderedDict[Hashable, AnyTicket] = OrderedDict()  # a dict is slow to find its first after many left
-        self._turns: dict[Hashable, threading.Event] = {}  # of threads that stand in line
+        self._line: OrderedDict[Hashable, AnyTicket] = (
+            OrderedDict()
+        )  # a plain dict is slow to find its first key after many deletions
+        self._turns: dict[Hashable, threading.Event] = {}  # by key, of threads that stand in line
         self._closed = self._drain = False
-        self._cause: BaseException | None = None  # what it died of, or why it is given up
+        self._cause: BaseException | None = None  # the cause of its death, or of giving up
         self._num_running = self._num_done = 0
         self._last_end, self._between_ends = clock(), None
         self._origin = Origin(what)
@@ -157,7 +165,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         close_at_exit(self, lambda loop: loop.close(drain=False))
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -165,43 +173,45 @@ class Loop[AnyTicket: Ticket[Any]]:
 
     @property
     def num_tickets(self) -> int:
-        """How many requests have not ended, those in line included."""
+        """The number of requests that have not ended, including those in line."""
         return 0 if self._origin.forked else len(self._tickets) + len(self._line)
 
     @property
     def tickets(self) -> Mapping[Hashable, AnyTicket]:
-        """The requests that were accepted and have not ended, by key; for deciders. It changes under the lock."""
+        """Accepted requests that have not ended, by key; for deciders. It changes under the lock."""
         return self._tickets
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return not self._closed and not self._origin.forked
 
     def end_error(self) -> ClosedError | DiedError:
-        """What a request gets that comes after the end, or has not ended then."""
+        """Return the error of a request that comes after the end, or has not ended by then."""
         if self._cause is None:
             return closed_error(self._what)
         why = f"{type(self._cause).__name__}: {self._cause}"
         return caused(DiedError(f"{self._what} has died of {why}. Make another one."), self._cause)
 
     def stop_when_dropped(self, owner: object) -> None:
-        """Stop when this is collected; at the end of the process the loop is closed, which waits for its threads."""
+        """Stop when the owner is collected; at the end of the process the loop is closed, which waits for its
+        threads.
+        """
         weakref.finalize(owner, self.stop).atexit = False
 
     def wake(self) -> None:
-        """Have the decider polled: something has happened."""
+        """Have the decider polled after an event."""
         self._news.put(None)
 
     def submit(self, ticket: AnyTicket, *, block: bool = False) -> None:
         """Serve a request.
 
-        Where too many are accepted, a caller that may `block` is held up here until its turn; with a reader, it is
-        while it reads.
+        If too many are accepted, a caller that may `block` waits here for its turn; with a reader, it waits while it
+        reads.
 
-        Raises ClosedError, also in a process that was forked; DiedError; OverloadedError rather than to wait, if it may
-        not, or is one of the loop's own threads (a future's callback), which would wait for itself; ValueError for one
-        that is served already; what the decider raises.
+        Raises ClosedError, also in a forked process; DiedError; OverloadedError instead of waiting, if the caller may
+        not, or is one of the loop's own threads (a future's callback), which would wait for itself; ValueError for a
+        request that is served already; any error of the decider.
         """
         self._origin.check(ClosedError)
         with self.lock:
@@ -212,31 +222,36 @@ class Loop[AnyTicket: Ticket[Any]]:
             self._wait_in_line(ticket, turn)
 
     def serve(self, ticket: AnyTicket, *, block: bool = False) -> Future[Any]:
-        """`submit` for callers in threads; its future. Raises as `submit`."""
+        """Submit a request of a caller in a thread; return its future. Raises as `submit`."""
         assert ticket.future is not None
         self.submit(ticket, block=block)
         return ticket.future
 
     def cancel(self, ticket: AnyTicket) -> None:
-        """Give a request up; does nothing if it has ended."""
+        """Withdraw a request; does nothing if it has ended."""
         if self._origin.forked:
             return
         with self.lock:
-            if self._line.get(ticket.key) is ticket:  # beyond `max_tickets`, but only to end at once
+            if self._line.get(ticket.key) is ticket:  # exceeds `max_tickets`, but only to end at once
                 self._leave_line(ticket.key)
             if self._tickets.get(ticket.key) is ticket and self._decider.cancel(ticket):
                 self.end(ticket, CancelledError())
         self._news.put(None)
 
     def find(self, key: Hashable) -> AnyTicket | None:
-        """The request of this key that has not ended."""
+        """Return the request of this key that has not ended."""
         if self._origin.forked:
             return None
         with self.lock:
             return self._tickets.get(key) or self._line.get(key)
 
     def end(self, ticket: AnyTicket, outcome: Any, *, at: float | None = None) -> None:
-        """End a request, unless it has ended. `at`: when it did, on the loop's clock; None: now."""
+        """End a request, unless it has ended.
+
+        Args:
+          outcome: its answer or error.
+          at: its end on the loop's clock; None: now.
+        """
         with self.lock:
             if self._tickets.get(ticket.key) is not ticket:
                 return
@@ -258,7 +273,7 @@ class Loop[AnyTicket: Ticket[Any]]:
                     self.end(ticket, error)
 
     def stop(self, *, drain: bool = False) -> None:
-        """Take no more requests, and end soon: when those there are have ended (`drain`), or what runs now has.
+        """Take no more requests, and end soon: after all requests (`drain`), or after the work that runs now.
 
         Takes no lock, since it is also called when an object is collected, which may be anywhere.
         """
@@ -271,10 +286,10 @@ class Loop[AnyTicket: Ticket[Any]]:
             self._decider.interrupt()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """`stop`, and wait for the end, at most `timeout` seconds; not at all in a process that was forked.
+        """Stop, and wait for the end, at most `timeout` seconds; not at all in a forked process.
 
-        What has not ended by then ends with ClosedError, and the threads that work on it are left alone. Without a
-        timeout, raises DiedError if work hangs: if none has ended for `HANGING_SECONDS`.
+        Requests that have not ended by then end with ClosedError, and the threads that work on them are left alone.
+        Without a timeout, raises DiedError if work hangs: if none has ended for `HANGING_SECONDS`.
         """
         if self._origin.forked:
             return
@@ -298,7 +313,7 @@ class Loop[AnyTicket: Ticket[Any]]:
     # Under the lock
 
     def _take(self, ticket: AnyTicket, *, block: bool) -> threading.Event | None:
-        """Accept a request, or let it stand in line: then the event of its turn, if it has no reader."""
+        """Accept a request or let it stand in line; return the event of its turn if it waits without a reader."""
         if self._closed:
             raise self.end_error()
         if ticket.key in self._tickets or ticket.key in self._line:
@@ -340,7 +355,7 @@ class Loop[AnyTicket: Ticket[Any]]:
             turn.set()
 
     def _finish(self, ticket: AnyTicket, outcome: Any) -> None:
-        """Let the caller know what has come of its request."""
+        """Give the caller its request's outcome."""
         ticket.outcome, ticket.owner = outcome, None
         if ticket.future is not None:
             self._ended.put(ticket)
@@ -363,7 +378,7 @@ class Loop[AnyTicket: Ticket[Any]]:
             raise
 
     def _join(self, until: float | None) -> bool:
-        """Wait for the threads; whether they have ended."""
+        """Wait for the threads; return whether they have ended."""
         for thread in self._threads:
             before = -1
             while thread.is_alive() and (until is not None or before != self._num_done):
@@ -399,7 +414,7 @@ class Loop[AnyTicket: Ticket[Any]]:
         self._end_all()
 
     def _turn(self) -> bool:
-        """Have begun what may begin, once something has happened; False at the end."""
+        """Wait for an event and begin what may begin; return False at the end."""
         self._sleep()
         with self.lock:
             if self._closed and not (self._drain and self._tickets):
@@ -435,7 +450,7 @@ class Loop[AnyTicket: Ticket[Any]]:
                 self._do(work)
             except BaseException as mistake:  # the decider's: no request may wait for ever
                 self._cause = mistake
-            del work  # while it waits for the next
+            del work  # it must not live while this waits for the next
             self._news.put(None)
 
     def _do(self, work: Work) -> None:
@@ -455,10 +470,10 @@ class Loop[AnyTicket: Ticket[Any]]:
     def _run_callbacks(self) -> None:
         while (ticket := self._ended.get()) is not None:
             ticket.end_future()
-            del ticket  # while it waits for the next
+            del ticket  # it must not live while this waits for the next
 
     def _end_all(self) -> None:
-        """The end of every request there is, and of the other threads."""
+        """End every request and the other threads."""
         with self.lock:
             self._closed, error = True, self.end_error()
             ending = [*self._tickets.values(), *self._line.values()]
@@ -468,7 +483,7 @@ class Loop[AnyTicket: Ticket[Any]]:
                 self.statistics.count(error, late=False)
                 self._finish(ticket, error)
             self._idle.notify_all()
-            self._decider = _NOTHING  # what is decided for may be large, and holds whoever holds this
+            self._decider = _NOTHING  # it may be large, and may refer to the loop's owner
         for turn in turns:
             turn.set()
         for queue in (*self._lanes, self._ended):
@@ -480,7 +495,7 @@ class Loop[AnyTicket: Ticket[Any]]:
 
 
 class _Nothing(Decider[Any]):
-    """Takes the place of a decider at the end."""
+    """A placeholder for the decider after the end."""
 
     def submit(self, ticket: Ticket[Any], now: float) -> None: ...
 
@@ -500,7 +515,9 @@ _NOTHING = _Nothing()
 
 
 def _cancel_if_cancelled(loop: "weakref.ref[Loop[Any]]", key: Hashable, future: Future[Any]) -> None:
-    """A future's callback, which it keeps: so this keeps neither the loop, and so the model, nor the ticket's input."""
+    """Cancel a ticket whose future was cancelled; as its callback it holds neither the loop (and the model) nor the
+    input.
+    """
     if future.cancelled() and (running := loop()) is not None:
         ticket = running.find(key)
         if ticket is not None and ticket.future is future:

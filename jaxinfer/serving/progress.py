@@ -1,4 +1,4 @@
-"""How work that takes long says how far it is."""
+"""Reporting the progress of long work."""
 
 import logging
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is, and the total."""
+"""Callback with the current step's name, the amount done, and the total."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """For callers who do not ask."""
+    """Ignore progress, for callers who do not ask for it."""
 
 
 def log_progress(what: str, done: int, total: int) -> None:
-    """To the log."""
+    """Log progress."""
     log.info("%s: %d of %d", what, done, total)

@@ -1,4 +1,4 @@
-"""A simulated clock, and the events that it stops at: what both simulators drive their deciders with."""
+"""A simulated clock and its events, by which both simulators drive their deciders."""
 
 import heapq
 import itertools
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Simulation[Event]:
-    """Goes from moment to moment at which something happens, until nothing is left.
+    """Advances from event to event until none is left.
 
     Attributes:
       now: the simulated clock, in seconds.
@@ -18,20 +18,19 @@ class Simulation[Event]:
         self._count = itertools.count()
 
     def arrive(self, at: float, event: Event) -> None:
-        """Have something arrive; what ends at the same moment comes before it."""
+        """Schedule an arrival; ends at the same moment come before it."""
         heapq.heappush(self._events, (at, True, next(self._count), event))
 
     def end(self, at: float, event: Event) -> None:
-        """Have something end that has begun."""
+        """Schedule the end of something that has begun."""
         heapq.heappush(self._events, (at, False, next(self._count), event))
 
     def run(self, handle: Callable[[Event], None], begin: Callable[[], None]) -> None:
         """Run until no event is left.
 
         Args:
-          handle: told of every event, in their order; of those at the same moment, in the order in which they were
-            given.
-          begin: called after all events of a moment: has what may begin now begin, and says when that ends.
+          handle: called with every event, in order; events of the same moment come in the order of scheduling.
+          begin: called after all events of a moment: begins what may begin now, and schedules its end.
         """
         while self._events:
             self.now = self._events[0][0]

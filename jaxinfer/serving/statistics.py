@@ -1,4 +1,4 @@
-"""What became of the requests of a service."""
+"""Counters of a service's requests."""
 
 import contextlib
 import dataclasses
@@ -12,13 +12,13 @@ from jaxinfer.serving.errors import DeadlineExceededError, ShedError
 
 @dataclasses.dataclass(kw_only=True)
 class Statistics:
-    """What a loop has done so far.
+    """A loop's counters.
 
     Attributes:
-      answered, shed, cancelled, failed: how many requests ended so; those whose deadline passed before they began are
-        shed.
-      late: how many of the answers came after their deadlines.
-      batches: that ran, of requests together; steps of an engine.
+      answered, shed, cancelled, failed: number of requests by outcome; a deadline that passed before the beginning
+        counts as shed.
+      late: number of answers after their deadlines.
+      batches: number of batches of requests; steps of an engine.
     """
 
     answered: int = 0
@@ -30,7 +30,7 @@ class Statistics:
 
     @contextlib.contextmanager
     def timing(self, field: str, clock: Clock = time.thread_time) -> Iterator[None]:
-        """Add to a field the seconds that something takes, of the thread's CPU or on another clock."""
+        """Add the body's seconds to a field, in the thread's CPU time or on another clock."""
         begun = clock()
         try:
             yield
@@ -38,7 +38,7 @@ class Statistics:
             setattr(self, field, getattr(self, field) + clock() - begun)
 
     def count(self, outcome: object, *, late: bool) -> None:
-        """A request has ended."""
+        """Count the end of a request."""
         match outcome:
             case ShedError() | DeadlineExceededError():
                 self.shed += 1

@@ -11,15 +11,15 @@ from jaxinfer.compiled import end_future
 
 
 class Reader[Snapshot]:
-    """Where one task reads what becomes of its requests; a loop's thread writes.
+    """A task's view of its requests; a loop's thread writes.
 
-    It holds the newest snapshot of a stream alone, and the task makes an output of it. Each says all that came before
-    it, so that a task slower than the device skips some and loses nothing, holds nobody up, and lets nothing grow.
+    It holds only the newest snapshot of a stream, and the task makes an output of it. Each snapshot includes all before
+    it, so that a task slower than the device skips some and loses nothing, delays nobody, and lets nothing grow.
 
     Attributes:
-      loop: the task's event loop, which is told of changes; known from `attach` on.
-      newest: how far the request has come; None before there is anything.
-      final_only: whether the task wants none but the last output.
+      loop: the task's event loop, which is told of changes; set by `attach`.
+      newest: the newest snapshot; None before there is one.
+      final_only: whether the task wants the last output alone.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -28,25 +28,25 @@ class Reader[Snapshot]:
         self.newest: Snapshot | None = None
         self.final_only = False
         self._changed = asyncio.Event()
-        self._told = False  # the event loop knows of a change that the task has not looked at yet
+        self._told = False  # whether the event loop knows of a change that the task has not looked at yet
 
     def attach(self) -> None:
         """Read in the event loop that runs now."""
         self.loop = asyncio.get_running_loop()
 
     def must_tell(self) -> bool:
-        """Whether the event loop must be told of a change just made, which it then must be. In a loop's thread."""
-        if self._told:  # and the task will find this change too: it forgets that it was told before it looks
+        """Check whether the event loop must be told of a new change; then the caller must. In a loop's thread."""
+        if self._told:  # and the task will see this change too: it clears the flag before it looks
             return False
         self._told = True
         return True
 
     def wake(self) -> None:
-        """Tell of a change; in the event loop's thread."""
+        """Report a change; in the event loop's thread."""
         self._changed.set()
 
     async def wait(self) -> None:
-        """Wait for a change; there may be none after all."""
+        """Wait for a change, possibly a spurious one."""
         await self._changed.wait()
         self._changed.clear()
         self._told = False
@@ -56,13 +56,13 @@ class Ticket[Outcome]:
     """A request that has not ended.
 
     Args:
-      key: no other ticket has it.
-      deadline: on the loop's clock; None: there is none.
-      owner: what must live until the request has ended.
-      reader: for the task that waits for it, which may wait for others with the same; None for callers in threads.
+      key: a unique key.
+      deadline: time on the loop's clock; None: no deadline.
+      owner: an object that must live until the request has ended.
+      reader: reader of the task that waits for it, which may be shared between requests; None for callers in threads.
 
     Attributes:
-      future: for callers in threads: ends once, as `outcome` says, or cancelled by its caller; None beside a reader.
+      future: for callers in threads: ends once, as `outcome` says, or cancelled by its caller; None with a reader.
       outcome: an answer or an error; None until it has ended.
     """
 
@@ -89,7 +89,7 @@ class Ticket[Outcome]:
         return self.future is not None and self.future.running()
 
     def begin(self) -> bool:
-        """Let its future be cancelled no more; False if it was."""
+        """Protect its future from cancellation; return False if it was cancelled."""
         return self.future is None or self.future.set_running_or_notify_cancel()
 
     def end_future(self) -> None:
@@ -99,7 +99,7 @@ class Ticket[Outcome]:
         end_future(self.future, self.outcome, f"request {self.key}")
 
     async def wait(self) -> Outcome:
-        """What has come of it, for the task that reads. Raises the error that it ended with."""
+        """Wait for the outcome, in the task that reads. Raises the error that it ended with."""
         assert self.reader is not None
         while self.outcome is None:
             await self.reader.wait()
@@ -109,9 +109,9 @@ class Ticket[Outcome]:
 
 
 def tell_readers[AnyTicket: Ticket[Any]](changed: Iterable[AnyTicket]) -> list[AnyTicket]:
-    """Wake the tasks that wait for these requests, by one call for each event loop.
+    """Wake the tasks that wait for these requests, by one call per event loop.
 
-    Returns those whose event loop is closed, so that nobody will read them.
+    Returns the requests whose event loop is closed, so that nobody will read them.
     """
     loops: dict[asyncio.AbstractEventLoop, list[AnyTicket]] = defaultdict(list)
     for ticket in changed:

@@ -1,1 +1,1 @@
-"""Weights that come to the devices layer by layer, ahead of their use (ZeRO-Inference, DeepSpeed Inference VI)."""
+"""Weights that are streamed to the devices layer by layer, ahead of use (ZeRO-Inference, DeepSpeed Inference VI)."""

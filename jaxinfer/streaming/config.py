@@ -1,4 +1,4 @@
-"""Where weights are while a model runs, and how much memory it may take: the user's choice, and what became of it."""
+"""Placement of weights while a model runs, and limits on its memory: the user's choice, and the resulting plan."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from rich.filesize import decimal
 WEIGHTS = ("device", "host", "disk", "auto")
 Tier = Literal["device", "host", "disk"]
 MAX_PROGRAM_LAYERS = 32
-"""How many layers one program runs at most: a call costs little beside them, and compiling takes longer for each."""
+"""Maximum layers of one program: a call costs little beside them, and each layer adds compile time."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -24,20 +24,20 @@ class MemoryOptions(TypedDict, total=False):
     """The fields of `MemoryConfig`, as `LLM` and `Embedder` take them."""
 
     weights: str
-    """"device": all on the devices; "host", "disk": layers are brought from there; "auto": the first that fits."""
+    """"device": all on the devices; "host", "disk": layers are streamed from there; "auto": the first that fits."""
     device_memory: int | str | None
-    """Of each device, how much the model may take, weights and cache: bytes, or such as "12GiB"; None: what is free."""
+    """Memory of each device for weights and cache: bytes, or such as "12GiB"; None: all that is free."""
     host_memory: int | str | None
-    """How much layers in the host's memory may take; None: what is free."""
+    """Host memory for layers; None: all that is free."""
     prefetch: int | None
-    """How many layers are brought ahead of the one that computes; None: as the costs of earlier fetches say."""
+    """Layers fetched ahead of the one that computes; None: chosen by the costs of earlier fetches."""
     layer_files: str | os.PathLike[str] | None
-    """The folder where layers on disk are written, and read from; None: the model directory."""
+    """The folder where layer files are written and read; None: the model directory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Where weights are while a model runs; see `MemoryOptions`."""
+    """Placement of weights while a model runs; see `MemoryOptions`."""
 
     weights: str = "device"
     device_memory: int | None = None
@@ -57,8 +57,8 @@ class MemoryConfig:
             raise ValueError(f"layer_files must be a folder, and {self.layer_files} is a file.")
 
     @classmethod
-    def of(cls, options: MemoryOptions) -> Self:
-        """From the options of `LLM`; sizes may be texts."""
+    def from_options(cls, options: MemoryOptions) -> Self:
+        """Make a config from the options of `LLM`; sizes may be strings."""
         sizes = {
             name: parse_bytes(name, value)
             for name in ("device_memory", "host_memory")
@@ -78,22 +78,22 @@ class MemoryConfig:
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes from a number or a text.
+    """Parse bytes from a number or a string.
 
     >>> parse_bytes("device_memory", "1.5GiB")
     1610612736
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if not found or (unit := found[2].upper()) not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if not match or (unit := match[2].upper()) not in _UNITS:
         raise ValueError(f'{name} must be bytes or a size such as "12GiB" or "800MB", got {value!r}.')
-    return int(float(found[1]) * _UNITS[unit])
+    return int(float(match[1]) * _UNITS[unit])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefetchDepth:
-    """How many layers are brought ahead of the one that computes.
+    """Number of layers fetched ahead of the one that computes.
 
     Attributes:
       device: into the devices' memory, which holds one layer more than that.
@@ -113,11 +113,11 @@ class LayerRange:
     """Consecutive layers that one program runs: a streamed one, or some that stay.
 
     Attributes:
-      first: the first of them.
-      count: how many.
-      kind: the first layer of the model from which as many layers of the same kinds follow: ranges of equal kind and
+      first: the first layer.
+      count: the number of layers.
+      kind: the first layer of the model that begins as many layers of the same kinds: ranges of equal kind and
         count are one executable.
-      streamed: whether its weights are not on the devices all the time.
+      streamed: whether its weights come and go.
     """
 
     first: int
@@ -127,19 +127,19 @@ class LayerRange:
 
     @property
     def layers(self) -> slice:
-        """Which of a list with an entry for each layer of the model are theirs."""
+        """The range as a slice of a list with an entry per layer of the model."""
         return slice(self.first, self.first + self.count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where each layer is while the model runs.
+    """The place of each layer while the model runs.
 
     Attributes:
-      tiers: of each layer.
-      depth: how many layers are brought ahead.
-      layer_bytes: of the largest layer, on each device.
-      reason: why, in one line.
+      tiers: each layer's tier.
+      depth: number of layers fetched ahead.
+      layer_bytes: bytes of the largest layer, on each device.
+      reason: the reason for it, in one line.
     """
 
     tiers: tuple[Tier, ...]
@@ -153,33 +153,34 @@ class Placement:
         return tuple(layer for layer, tier in enumerate(self.tiers) if tier != "device")
 
     def ranges(self, kinds: Sequence[int]) -> tuple[LayerRange, ...]:
-        """The layers in the order of a pass: each streamed one alone, those between two of them together.
+        """Divide a pass into ranges, in order: each streamed layer alone, the layers between two of them together.
 
-        More than `MAX_PROGRAM_LAYERS` together are halved, or divided further, as evenly as can be.
+        More than `MAX_PROGRAM_LAYERS` together are halved, or divided further, as evenly as possible.
 
-        kinds: of each layer, the first of its kind (`layer_kinds` of the model's config).
+        Args:
+          kinds: the first layer of each layer's kind (`layer_kinds` of the model's config).
         """
         cuts = {0, len(self.tiers)} | {at for layer in self.streamed for at in (layer, layer + 1)}
-        found = []
+        ranges = []
         for first, end in itertools.pairwise(sorted(cuts)):
             programs = -(-(end - first) // MAX_PROGRAM_LAYERS)
             places = [first + (end - first) * i // programs for i in range(programs + 1)]
-            found += [self._range(start, stop - start, kinds) for start, stop in itertools.pairwise(places)]
-        return tuple(found)
+            ranges += [self._range(start, stop - start, kinds) for start, stop in itertools.pairwise(places)]
+        return tuple(ranges)
 
     def _range(self, first: int, count: int, kinds: Sequence[int]) -> LayerRange:
-        wanted = kinds[first : first + count]
-        kind = next(at for at in range(first + 1) if kinds[at : at + count] == wanted)
+        pattern = kinds[first : first + count]
+        kind = next(at for at in range(first + 1) if kinds[at : at + count] == pattern)
         return LayerRange(first, count, kind, streamed=self.tiers[first] != "device")
 
     @property
     def buffer_bytes(self) -> int:
-        """What streamed layers take of each device."""
+        """The bytes of streamed layers on each device."""
         return min(self.depth.device + 1, len(self.streamed)) * self.layer_bytes
 
     @property
     def staged(self) -> int:
-        """How many layers on their way from disk are in the host's memory at a time."""
+        """The number of layers in the host's memory at a time on their way from disk."""
         return min(self.depth.host + 1, self.tiers.count("disk"))
 
     def __str__(self) -> str:
@@ -189,12 +190,13 @@ class Placement:
 
 
 def spread(layers: int, counts: dict[Tier, int]) -> tuple[Tier, ...]:
-    """A tier for each layer, those that are farther as evenly between the others as can be: fetches then come evenly.
+    """Assign tiers, interleaving the nearer ones evenly so that fetches are evenly spaced.
 
-    The first layer is one of the farthest: it comes while the pass before it ends, and so those that stay are in as few
-    ranges as there are layers between them.
+    The first layer is among the farthest: it is fetched while the previous pass ends, and so the layers that stay form
+    as few ranges as possible.
 
-    counts: layers of the device, of the host; the others are on disk.
+    Args:
+      counts: number of layers on the device, and on the host; the others are on disk.
 
     >>> spread(6, {"device": 2})
     ('disk', 'disk', 'device', 'disk', 'disk', 'device')

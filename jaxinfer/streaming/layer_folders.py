@@ -1,4 +1,4 @@
-"""The layer files of a model: where they are, what is in them, writing them, and finding those that are not needed."""
+"""A model's layer files: their folder and content, writing them, and finding those that are not needed."""
 
 import contextlib
 import dataclasses
@@ -21,19 +21,22 @@ from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import leaves_of_part
 
 REVISION = 1
-"""Of what is in the files of a model beside the format of files: raise it when weights are quantised, fitted to a mesh,
-ordered or named otherwise than before, so that files of earlier versions are not taken for what they are not."""
+"""Revision of the files' content, beside that of their format.
+
+Raise it when weights are quantised, fitted to a mesh, ordered or named otherwise than before, so that files of earlier
+versions are not mistaken for present ones.
+"""
 _NAME = re.compile(r"layers-[0-9a-f]{16}")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
 
 _log = logging.getLogger("jaxinfer.streaming")
 
 Progress = Callable[[int, int], None]
-"""Called with the layers done and their number."""
+"""Callback with the layers done and their number."""
 
 
 def log_progress(done: int, total: int) -> None:
-    """The default: to the log."""
+    """Log progress; the default."""
     _log.info("written layer %d of %d", done, total)
 
 
@@ -44,12 +47,13 @@ def open_layer_files(
     whole: bool = False,
     preadv: Callable[[int, list[Any], int], int] = os.preadv,
 ) -> LayerFiles:
-    """The files of a model in the format in which it was opened, for reading; written if they are not there.
+    """Open the files of a model for reading, in the format in which it was opened; write them if they are missing.
 
     Args:
-      base: the folder that has, or gets, a folder with them; None: the model directory.
-      whole: all leaves in one file, in place of a file for each layer.
-      preadv: as of `LayerFiles`.
+      base: the folder that holds the folder with them; None: the model directory.
+      whole: whether one file has all leaves, in place of a file for each layer.
+      preadv: see `LayerFiles`.
+
     Raises CheckpointError for files that are damaged, do not fit the model, or cannot be written.
     """
     files = LayerFiles(write_layer_files(opened, base, whole=whole), preadv)
@@ -64,7 +68,7 @@ def write_layer_files(
     whole: bool = False,
     progress: Progress = log_progress,
 ) -> pathlib.Path:
-    """The folder of a model's files, written if it is not there; arguments and errors as of `open_layer_files`."""
+    """Write a model's files unless they exist; return their folder. For arguments and errors see `open_layer_files`."""
     folder, parts = layer_folder(opened, base, whole=whole), _parts(opened, whole)
     remove_unfinished(folder.parent)
     write_layers(
@@ -79,7 +83,7 @@ def write_layer_files(
 
 
 def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, whole: bool = False) -> pathlib.Path:
-    """Where the files of a model are, in this format and divided so: another format has another folder."""
+    """Return the folder of a model's files in this format and division: another format has another folder."""
     key = {
         "revision": [FORMAT, REVISION],
         "files": {name: file.sha256 for name, file in opened.manifest.files.items()},
@@ -93,19 +97,19 @@ def layer_folder(opened: OpenedModel, base: pathlib.Path | None = None, *, whole
 
 
 def read_leaves(opened: OpenedModel, part: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """These leaves, divided as they will come to the devices."""
+    """Read these leaves, sharded as on the devices."""
     leaves = opened.read(part.__contains__)
     return {name: jax.device_put(leaves[name], shape.sharding) for name, shape in part.items()}
 
 
 def layer_leaves(opened: OpenedModel, layer: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The leaves of a layer by name, as they come to the devices, in the order in which programs take them."""
+    """Return the leaves of a layer by name, as on the devices, in the order in which programs take them."""
     names = leaves_of_part(opened.config, opened.weights, layer)
     return dict(zip(names, opened.layer_shapes(layer), strict=True))
 
 
 def _parts(opened: OpenedModel, whole: bool) -> list[dict[str, jax.ShapeDtypeStruct]]:
-    """What each file has."""
+    """Return the leaves of each file."""
     if not whole:
         return [layer_leaves(opened, layer) for layer in range(opened.transformer.layers)]
     shapes = opened.shapes.items()
@@ -118,7 +122,7 @@ def _parts(opened: OpenedModel, whole: bool) -> list[dict[str, jax.ShapeDtypeStr
 
 
 def describe_format(opened: OpenedModel) -> str:
-    """What the files are made for, such as "bfloat16, int8, tensor=2": the options of a run that reads them."""
+    """Describe the format of the files, such as "bfloat16, int8, tensor=2": the options of a run that reads them."""
     mesh = [] if opened.mesh is None else [f"{axis}={n}" for axis, n in opened.mesh.shape.items() if n > 1]
     return ", ".join([opened.weights.dtype.name, *filter(None, [opened.weights.quantized]), *mesh])
 
@@ -128,9 +132,9 @@ class LayerFolder:
     """A folder of layer files.
 
     Attributes:
-      path: where it is.
-      about: what it is of; or why it is of no use.
-      bytes: what it takes of the disk.
+      path: the folder's path.
+      about: the model and format; or why it is of no use.
+      bytes: its bytes on disk.
     """
 
     path: pathlib.Path
@@ -139,45 +143,47 @@ class LayerFolder:
 
 
 def find_layer_folders(base: pathlib.Path) -> list[LayerFolder]:
-    """The folders of layer files in a model directory, or in any that was given for them; unfinished ones too."""
-    found = []
+    """Find the layer folders in a model directory, or in a folder given for them; unfinished ones too."""
+    folders = []
     for path in _matching(base, _NAME):
         try:
             about = describe_layers(path)
         except CheckpointError:
             about = "of another version, or damaged"
-        found.append(LayerFolder(path=path, about=about, bytes=_bytes(path)))
+        folders.append(LayerFolder(path=path, about=about, bytes=_bytes(path)))
     unfinished = "being written, or left by a process that was killed"
-    return found + [LayerFolder(path=path, about=unfinished, bytes=_bytes(path)) for path in _matching(base, _PARTIAL)]
+    return folders + [
+        LayerFolder(path=path, about=unfinished, bytes=_bytes(path)) for path in _matching(base, _PARTIAL)
+    ]
 
 
 def remove_layer_folders(base: pathlib.Path) -> None:
-    """Delete all of them but those that are being written. A process that reads one ends with an error."""
+    """Delete all layer folders except those being written. A process that reads one ends with an error."""
     remove_unfinished(base)
     for path in _matching(base, _NAME):
         with contextlib.suppress(CheckpointError), sole_owner(base / f".{path.name}.partial") as partial:
-            path.rename(partial / path.name)  # so that it is never seen in parts
+            path.rename(partial / path.name)  # so that nobody sees parts of it
 
 
 def remove_unfinished(base: pathlib.Path) -> None:
-    """Delete what processes that were killed while they wrote have left, as far as this user may."""
+    """Delete files left by processes that were killed while they wrote, as far as this user may."""
     for path in _matching(base, _PARTIAL):
         with contextlib.suppress(CheckpointError, OSError), sole_owner(path):
             pass
 
 
 def _matching(base: pathlib.Path, pattern: re.Pattern[str]) -> list[pathlib.Path]:
-    """The directories with such names, links left out."""
+    """List the directories with such names, without links."""
     try:
         with os.scandir(base) as entries:
-            found = [e.path for e in entries if pattern.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+            paths = [e.path for e in entries if pattern.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
     except OSError:
         return []
-    return [pathlib.Path(path) for path in sorted(found)]
+    return [pathlib.Path(path) for path in sorted(paths)]
 
 
 def _bytes(folder: pathlib.Path) -> int:
-    """Bytes of the files in a folder; those that are deleted meanwhile are left out."""
+    """Sum the bytes of the files in a folder; files deleted meanwhile are left out."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A model whose layers are brought to its devices while it runs."""
+"""A model whose layers are streamed to its devices while it runs."""
 
 import dataclasses
 import logging
@@ -16,11 +16,11 @@ _log = logging.getLogger("jaxinfer.streaming")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StreamedModel(LoadedModel):
-    """A model whose `leaves` are those that are there once: embeddings, the head, the last norm.
+    """A model whose `leaves` are only the ones outside layers: embeddings, the head, the last norm.
 
     Attributes:
-      placement: where its layers are.
-      store: the layers.
+      placement: the place of its layers.
+      store: the store of its layers.
     """
 
     placement: Placement
@@ -33,10 +33,11 @@ class StreamedModel(LoadedModel):
 
 
 def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib.Path | None = None) -> StreamedModel:
-    """Read what stays on the devices and in the host's memory; write layer files if layers are on disk and none are.
+    """Read the weights that stay on the devices and in the host's memory; write missing layer files if any are on disk.
 
     Args:
-      layer_files: the folder that they are in; None: the model directory.
+      layer_files: the folder of the layer files; None: the model directory.
+
     Raises CheckpointError for files that are damaged or cannot be written.
     """
     _log.info("%s", placement)

@@ -1,4 +1,4 @@
-"""What a streamed model will do, from bandwidths and the rate of multiplication (`docs/streaming.md`)."""
+"""Predicting a streamed model's speed from bandwidths and the rate of multiplication (`docs/streaming.md`)."""
 
 import collections
 import dataclasses
@@ -27,9 +27,9 @@ from jaxinfer.streaming.config import Placement
 from jaxinfer.streaming.layer_folders import layer_folder
 
 MEASURED_BYTES = 1 << 30
-"""Of files that are read to learn a disk's speed, at most."""
+"""Maximum bytes of files that are read to measure a disk's speed."""
 MEASURED_SECONDS = 3.0
-"""How long a disk is read at least, again and again if that is so little: the speed of a shared one varies."""
+"""Minimum seconds of reading a disk, in repeated rounds if needed: the speed of a shared one varies."""
 COPIED_BYTES = 256 << 20
 MATRIX = 2048
 REPEATS = 5
@@ -37,13 +37,13 @@ REPEATS = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A pass over some sequences, one token each.
+    """The prediction for a pass over some sequences, one token each.
 
     Attributes:
-      tokens: the sequences.
-      seconds: of the pass.
-      fetch_seconds, compute_seconds: of fetching its layers, and of computing them.
-      flops: operations a second, of each device.
+      tokens: number of sequences.
+      seconds: seconds of the pass.
+      fetch_seconds, compute_seconds: seconds of fetching its layers, and of computing them.
+      flops: operations a second of each device.
     """
 
     tokens: int
@@ -59,15 +59,15 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What a pass through a model moves and computes, and how fast that goes.
+    """The traffic and computation of a pass through a model, with their speeds.
 
     Attributes:
-      moved: bytes that come from each tier, to all devices together: they share the disk and the host's memory.
-      bandwidths: bytes a second of each tier, to all devices together.
-      parameters: that each token multiplies with on each device.
-      weight_bytes: of layers, that each device multiplies with.
+      moved: bytes from each tier to all devices together, which share the disk and the host's memory.
+      bandwidths: bytes a second from each tier to all devices together.
+      parameters: parameters that each token multiplies with on each device.
+      weight_bytes: bytes of layers that each device multiplies with.
       flops: operations a second of each device, while all compute.
-      weight_rate: bytes of weights a second that each device multiplies with a single token, while all do.
+      weight_rate: bytes a second of weights that each device multiplies with a single token, while all do.
       ahead: whether layers are fetched while others are computed.
     """
 
@@ -81,11 +81,11 @@ class Pass:
 
     @property
     def fetch_seconds(self) -> float:
-        """Layers come one after the other, whichever tier they are in."""
+        """The seconds of fetching the layers, which come one after the other from any tier."""
         return sum(size / self.bandwidths[tier] for tier, size in self.moved.items())
 
     def predict(self, tokens: int) -> Prediction:
-        """A pass over so many tokens. Weights are read once, however many tokens multiply with them."""
+        """Predict a pass over `tokens` tokens. Weights are read once, however many tokens multiply with them."""
         fetch = self.fetch_seconds
         compute = max(2 * self.parameters * tokens / self.flops, self.weight_bytes / self.weight_rate)
         seconds = max(fetch, compute) if self.ahead else fetch + compute
@@ -99,7 +99,7 @@ class Pass:
 
     @property
     def balanced_tokens(self) -> int:
-        """How many tokens make computing take as long as fetching; more give no more tokens a second."""
+        """The number of tokens at which computing takes as long as fetching; more give no more tokens a second."""
         return max(1, round(self.fetch_seconds * self.flops / (2 * self.parameters)))
 
 
@@ -110,11 +110,12 @@ def plan_pass(
     bandwidths: Mapping[str, float] | None = None,
     flops: float | None = None,
 ) -> Pass:
-    """A pass of a model that is placed so, on this machine, which is measured where nothing is given.
+    """Plan a pass of a placed model on this machine, measuring what is not given.
 
     Args:
-      bandwidths: of tiers, to all devices together.
+      bandwidths: bytes a second from tiers to all devices together.
       flops: operations a second of each device; reading weights then takes no time.
+
     Raises as `measure_disk` does.
     """
     devices, rates = devices_of(opened.mesh), dict(bandwidths or {})
@@ -136,9 +137,9 @@ def plan_pass(
 
 
 def moved_bytes(opened: OpenedModel, placement: Placement) -> dict[str, int]:
-    """What comes from each tier in a pass, to all devices together.
+    """Compute the bytes from each tier in a pass, to all devices together.
 
-    A disk gives each byte once, since files have no part twice; the host's memory gives each device what it takes.
+    A disk gives each byte once, since files have no part twice; the host's memory gives each device its share.
     """
     moved: collections.Counter[str] = collections.Counter()
     for layer in placement.streamed:
@@ -150,9 +151,11 @@ def moved_bytes(opened: OpenedModel, placement: Placement) -> dict[str, int]:
 
 
 def measure_disk(folder: Path, preadv: Callable[[int, list[Any], int], int] = os.preadv) -> float:
-    """Bytes a second that the disk of a folder's files gives, past the page cache, read and verified as for streaming.
+    """Measure a disk's bytes a second on a folder's files, past the page cache, read and verified as for streaming.
 
-    preadv: reads from a file into buffers; tests give one that fails.
+    Args:
+      preadv: reads from a file into buffers; tests pass one that fails.
+
     Raises ValueError if there is too little to read, CheckpointError, naming the file, if it cannot be read.
     """
     blocks = list(itertools.islice(_blocks(folder), MEASURED_BYTES // BLOCK_BYTES))
@@ -182,14 +185,14 @@ def measure_disk(folder: Path, preadv: Callable[[int, list[Any], int], int] = os
 
 
 def _blocks(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Files, and where whole blocks of them begin."""
+    """Yield files with the offsets of their whole blocks."""
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         for offset in range(0, file.stat().st_size - BLOCK_BYTES + 1, BLOCK_BYTES):
             yield file, offset
 
 
 def measure_host_copy(devices: Sequence[Any], size: int | None = None) -> float:
-    """Bytes a second from the host's memory to all devices together, in a copy of this size to each at once."""
+    """Measure the bytes a second from the host's memory to all devices, copying `size` bytes to each at once."""
     size = size or COPIED_BYTES
     shardings = [jax.sharding.SingleDeviceSharding(device) for device in devices]
     host = [to_host(jax.device_put(np.ones(size // 4, np.float32), sharding)) for sharding in shardings]
@@ -197,26 +200,26 @@ def measure_host_copy(devices: Sequence[Any], size: int | None = None) -> float:
 
 
 def measure_flops(devices: Sequence[Any], dtype: np.dtype) -> float:
-    """Operations a second of each device in large products of this dtype, while all compute."""
+    """Measure the operations a second of each device in large products of this dtype, while all compute."""
     return 2 * MATRIX**3 / _product_seconds(devices, dtype, MATRIX, MATRIX)
 
 
 def measure_weight_rate(devices: Sequence[Any], dtype: np.dtype) -> float:
-    """Bytes a second of a matrix of this dtype that each device multiplies with a vector, while all do."""
+    """Measure the bytes a second of a matrix of this dtype that each device multiplies with a vector, while all do."""
     rows = COPIED_BYTES // (MATRIX * np.dtype(dtype).itemsize)
     return COPIED_BYTES / _product_seconds(devices, dtype, rows, 1)
 
 
 def _product_seconds(devices: Sequence[Any], dtype: np.dtype, outputs: int, tokens: int) -> float:
-    """Of a product of [tokens, MATRIX] with a matrix [outputs, MATRIX] on every device at once."""
-    product = jax.jit(matmul)  # as models multiply: XLA's own product of a single row is ten times slower
+    """Time a product of [tokens, MATRIX] with a matrix [outputs, MATRIX] on every device at once."""
+    product = jax.jit(matmul)  # as in models: XLA's own product of a single row is ten times slower
     shapes = (tokens, MATRIX), (outputs, MATRIX)
     given = [tuple(jax.device_put(np.ones(shape, dtype), device) for shape in shapes) for device in devices]
     return _best_seconds(lambda: [product(*arrays) for arrays in given])
 
 
 def _best_seconds(run: Callable[[], Any]) -> float:
-    """The least that calls take until their results are there, after one that compiles."""
+    """Return the least seconds of a call until its results are there, after a call that compiles."""
     seconds = []
     for _ in range(1 + REPEATS):
         start = time.perf_counter()

@@ -17,19 +17,19 @@ from jaxinfer.streaming.statistics import StreamingStatistics
 _log = logging.getLogger("jaxinfer.streaming")
 
 STALL_SECONDS = 1e-3
-"""A layer that takes longer to be there, once it is asked for, was waited for."""
+"""Seconds from which a wait for a layer counts as a stall."""
 LOG_SECONDS = 5.0
-"""How often to say how streaming goes."""
+"""Seconds between log messages about streaming."""
 
 
 class _Computation(NamedTuple):
-    """What was sent to the devices and is not known to be done.
+    """A computation sent to the devices and not known to be done.
 
     Attributes:
-      result: pytree of arrays.
-      sent: when, by `time.perf_counter`.
-      layers: how many it runs.
-      streamed: whether it uses a layer of the queue: the first that no computation before it uses.
+      result: a pytree of arrays.
+      sent: when it was sent, by `time.perf_counter`.
+      layers: number of layers it runs.
+      streamed: whether it uses a layer of the queue: the first that no earlier computation uses.
     """
 
     result: Any
@@ -39,34 +39,33 @@ class _Computation(NamedTuple):
 
 
 class Prefetcher:
-    """Gives a pass its streamed layers one after the other, and brings those that come next, the next pass's too.
+    """Gives a pass its streamed layers one after the other, and fetches the next ones, including the next pass's.
 
     A pass asks with `get` for each of them in turn, sends its computation to the devices, and names the result with
-    `computing`, as it does for layers that are there all the time. Memory is given back once the computation that used
-    it is seen to be done, and only then the next layer is fetched: so the devices never hold more than
-    `depth.device + 1` layers, however far the host runs ahead. `get` waits for computations until at least one layer
-    can be fetched ahead of the one asked for: with a depth of 1 for all before it, with more for all but the last
-    `depth.device - 1`, which may still run when the next one is sent. The copy of a later layer is sent to the devices
-    before the computation that is to hide it: a GPU's memory that is allocated later can be used only after that
-    computation.
+    `computing`, as it does for layers that are there all the time. Memory is freed once the computation that used it is
+    seen to be done, and only then the next layer is fetched: so the devices never hold more than `depth.device + 1`
+    layers, however far the host runs ahead. `get` waits for computations until at least one layer can be fetched ahead
+    of the one asked for: with a depth of 1 for all before it, with more for all but the last `depth.device - 1`, which
+    may still run when the next one is sent. The copy of a later layer is sent to the devices before the computation
+    that is to hide it: a GPU's memory that is allocated later can be used only after that computation.
 
     Args:
       store: the layers.
-      streamed: those that are not on the devices all the time, ascending.
-      depth: how far ahead.
-      costs: the record of what fetches take.
+      streamed: the layers that are not on the devices all the time, ascending.
+      depth: how far ahead layers are fetched.
+      costs: the record of fetch times.
 
     Attributes:
-      statistics: what was seen.
-      live: layers that are on the devices, on the way there, or about to be given back; resident ones not counted.
+      statistics: the counters.
+      live: number of layers on the devices, on the way there, or about to be freed, without resident ones.
     """
 
     def __init__(self, store: LayerStore, streamed: Sequence[int], depth: PrefetchDepth, costs: Costs):
         self._store, self._streamed, self._depth, self._costs = store, streamed, depth, costs
         self._places = {layer: place for place, layer in enumerate(streamed)}
-        self._queue: collections.deque[tuple[int, Fetch]] = collections.deque()  # those that are used, then those ahead
+        self._queue: collections.deque[tuple[int, Fetch]] = collections.deque()  # layers in use, then those ahead
         self._computations: collections.deque[_Computation] = collections.deque()
-        self._next = 0  # in `streamed`: which is asked for next
+        self._next = 0  # index in `streamed` of the layer asked for next
         self._given = False  # whether `get` has given a layer whose computation is not named yet
         self._sent = 0.0
         self._done = 0.0  # when the last computation was seen to be done
@@ -79,14 +78,16 @@ class Prefetcher:
 
     @property
     def _used(self) -> int:
-        """How many layers of the queue computations use."""
+        """The number of layers of the queue that computations use."""
         return sum(computation.streamed for computation in self._computations)
 
     def get(self, layer: int) -> list[jax.Array]:
-        """The leaves of a streamed layer, on the devices. Raises CheckpointError, naming it, if they cannot be read."""
+        """Return a streamed layer's leaves on the devices. Raises CheckpointError, naming it, if they cannot be
+        read.
+        """
         while self._used > max(0, self._depth.device - 1):
             self._wait()
-        if self._given or self._ahead() not in (None, layer):  # the pass before was given up
+        if self._given or self._ahead() not in (None, layer):  # the pass before was aborted
             self.restart()
         if self._ahead() is None:
             self._next = self._places[layer]
@@ -105,29 +106,31 @@ class Prefetcher:
         return arrays
 
     def _ahead(self) -> int | None:
-        """The first layer of the queue that no computation uses."""
+        """Return the first layer of the queue that no computation uses."""
         return self._queue[self._used][0] if len(self._queue) > self._used else None
 
     def computing(self, result: Any, layers: int = 1) -> None:
-        """The devices compute this (pytree of arrays) from the layer that `get` gave last, or from resident ones."""
+        """Note that the devices compute `result` (a pytree of arrays) from the layer of the last `get`, or resident
+        ones.
+        """
         sent, streamed = self._sent if self._given else time.perf_counter(), self._given
         if not streamed and self._computations and not self._computations[-1].streamed:
-            before = self._computations.pop()  # which gives no memory back: one wait for both is enough
+            before = self._computations.pop()  # it frees no memory: one wait for both is enough
             sent, layers = before.sent, before.layers + layers
         self._computations.append(_Computation(result, sent, layers, streamed))
         self._given = False
 
     def finish(self) -> None:
-        """Wait for all computations, and fetch what there is room for as each is done."""
+        """Wait for all computations, fetching layers as each frees its memory."""
         while self._computations:
             self._wait()
             self._fill()
 
     def restart(self) -> None:
-        """Give back all that is on its way, after the computations in flight, which may have failed.
+        """Free everything under way, after the computations in flight, which may have failed.
 
-        Interrupted anywhere, it can be called again. Each layer is given back at most once: a buffer that two later
-        layers are read into would be worse than one that is lost to the garbage collector.
+        Interrupted anywhere, it can be called again. Each layer is freed at most once: a buffer that two later layers
+        are read into would be worse than one that is lost to the garbage collector.
         """
         while self._computations:
             with contextlib.suppress(Exception):
@@ -143,7 +146,7 @@ class Prefetcher:
         self._store.close()
 
     def _wait(self) -> None:
-        """Wait for the first computation, and give the memory of its layer back."""
+        """Wait for the first computation, and free the memory of its layer."""
         first = self._computations[0]
         jax.block_until_ready(first.result)
         begun, self._done = max(first.sent, self._done), time.perf_counter()

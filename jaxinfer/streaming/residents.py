@@ -1,4 +1,4 @@
-"""What is kept in a memory of limited size: which items are there, which must stay, and which go first."""
+"""A memory of limited size: its items, the pinned ones, and the order of eviction."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -12,7 +12,7 @@ class _Resident[Value]:
 
 
 def least_recently_used[Key](keys: list[Key]) -> Iterable[Key]:
-    """The order in which the one used longest ago goes first: they come so."""
+    """Return the keys unchanged: they come least recently used first."""
     return keys
 
 
@@ -20,13 +20,13 @@ class Residents[Key: Hashable, Value]:
     """Items in a memory of limited size, such as adapters on a device.
 
     Args:
-      budget: how much there is room for, in the unit of the items' sizes.
-      order: of the keys of items without pins, which come the one used longest ago first: those that may go, the first
-        one first.
-      keeps_last: whether an item that is larger than the budget is kept until the next one comes, rather than refused.
+      budget: the size of the memory, in the unit of the items' sizes.
+      order: sorts the keys of unpinned items, which come least recently used first: returns those that may go, in
+        the order of eviction.
+      keeps_last: whether an item larger than the budget is kept until the next one comes, rather than refused.
 
     Attributes:
-      used: the sizes of all items together.
+      used: the total size of all items.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Residents[Key: Hashable, Value]:
         keeps_last: bool = False,
     ):
         self.budget, self._order, self._keeps_last = budget, order, keeps_last
-        self._items: dict[Key, _Resident[Value]] = {}  # the one used longest ago first
+        self._items: dict[Key, _Resident[Value]] = {}  # least recently used first
         self.used = 0
 
     def add(self, key: Key, value: Value, size: int = 1) -> bool:
-        """Put an item there, which is not yet, after others have made room.
+        """Add a new item, evicting others to make room.
 
-        False if items with pins leave no room, or it is larger than the budget; then nothing has changed.
+        Returns False, and changes nothing, if pinned items leave no room, or it is larger than the budget.
         """
         assert key not in self._items
         if self.victims(size) is None:
@@ -54,7 +54,7 @@ class Residents[Key: Hashable, Value]:
         return True
 
     def victims(self, size: int) -> list[Key] | None:
-        """Who goes if an item of this size comes; None if even then there is no room. Nothing changes."""
+        """Return the items to evict for this size, without evicting them; None if even that leaves too little room."""
         chosen, room = [], self.budget - self.used
         if room >= size:
             return chosen
@@ -69,50 +69,50 @@ class Residents[Key: Hashable, Value]:
 
     @property
     def unpinned(self) -> list[Key]:
-        """The items that need not stay, the one used longest ago first."""
+        """The items without pins, least recently used first."""
         items = list(self._items.items())  # at once: another thread may change them
         return [key for key, item in items if not item.pins]
 
     def has_room(self, size: int) -> bool:
-        """Whether an item of this size can be there, if others go."""
+        """Check whether an item of this size can fit, if others go."""
         return self.victims(size) is not None
 
     def evict(self, size: int) -> dict[Key, Value]:
-        """Have items go until there is room for this size; returns them. If there cannot be, none goes."""
+        """Evict items until there is room for this size, and return them; evict none if that is impossible."""
         return {key: self.remove(key) for key in self.victims(size) or ()}
 
     def remove(self, key: Key) -> Value:
-        """Have an item go, which has no pins; returns it."""
+        """Remove an item without pins, and return it."""
         item = self._items.pop(key)
         assert not item.pins
         self.used -= item.size
         return item.value
 
     def get(self, key: Key) -> Value | None:
-        """The item, which has been used now; None if it is not there."""
+        """Return an item and mark it as used now; None if it is missing."""
         if key not in self._items:
             return None
         self.touch(key)
         return self._items[key].value
 
     def touch(self, key: Key) -> None:
-        """Say that an item has been used now."""
+        """Mark an item as used now."""
         self._items[key] = self._items.pop(key)
 
     def pin(self, key: Key) -> Value:
-        """Have an item stay until as many `unpin`s; returns it."""
+        """Keep an item until as many `unpin`s, and return it."""
         self._items[key].pins += 1
         return self._items[key].value
 
     def unpin(self, key: Key) -> None:
-        """Undo one `pin`; the item has been used until now. Raises ValueError for one without pins."""
+        """Undo one `pin`; mark the item as used now. Raises ValueError for one without pins."""
         if key not in self._items or not self._items[key].pins:
             raise ValueError(f"{key!r} was released more often than acquired.")
         self._items[key].pins -= 1
         self.touch(key)
 
     def clear(self) -> None:
-        """Forget all items, those with pins too."""
+        """Forget all items, pinned ones too."""
         self._items.clear()
         self.used = 0
 
@@ -126,11 +126,11 @@ class Residents[Key: Hashable, Value]:
         return len(self._items)
 
     def values(self) -> list[Value]:
-        """All items, the one used longest ago first."""
+        """Return all items, least recently used first."""
         return [item.value for item in self._items.values()]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the items fit the budget."""
+        """Check that the items fit the budget. Raises AssertionError."""
         assert self.used == sum(item.size for item in self._items.values())
         assert self.used <= self.budget or (self._keeps_last and len(self._items) == 1)
         assert all(item.pins >= 0 for item in self._items.values())

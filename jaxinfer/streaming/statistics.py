@@ -1,4 +1,4 @@
-"""What streaming was seen to do: bytes and seconds of each tier, and how much of fetching computing hid."""
+"""Observed streaming: bytes and seconds of each tier, and how much of fetching was hidden by computing."""
 
 import collections
 import dataclasses
@@ -6,7 +6,7 @@ import dataclasses
 from rich.filesize import decimal
 
 RECENT = 64
-"""Computations that a fetch can have overlapped."""
+"""Number of computations that a fetch can have overlapped."""
 
 Interval = tuple[float, float]
 
@@ -16,14 +16,14 @@ class StreamingStatistics:
     """Sums over all layers since the last `clear`; seconds of the wall clock.
 
     Attributes:
-      bytes: moved from each tier, "host" and "disk".
+      bytes: bytes moved from each tier, "host" and "disk".
       fetch_seconds: while a layer was on its way, from each tier; layers travel one after the other.
-      cpu_seconds: of the threads that read files.
+      cpu_seconds: CPU time of the threads that read files.
       compute_seconds: while layers were computed.
       overlapped_seconds: while both happened.
-      stalls: how often a layer was waited for.
-      stalled_seconds: for how long.
-      layers: how many were computed.
+      stalls: number of waits for a layer.
+      stalled_seconds: total time of these waits.
+      layers: number of layers computed.
     """
 
     bytes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -40,17 +40,17 @@ class StreamingStatistics:
         self._fetched = float("-inf")  # when the last layer had come
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all sums."""
         self.__init__()
 
     def computed(self, interval: Interval, layers: int = 1) -> None:
-        """Count a computation of so many layers."""
+        """Count a computation of `layers` layers."""
         self._computations.append(interval)
         self.layers += layers
         self.compute_seconds += interval[1] - interval[0]
 
     def fetched(self, tier: str, size: int, interval: Interval, cpu_seconds: float = 0.0) -> None:
-        """Count a layer that has come; of an interval, only what the layer before it left of the link."""
+        """Count a fetched layer; of its interval, only the time that the previous layer left of the link."""
         begin, end = max(interval[0], self._fetched), interval[1]
         self._fetched = max(end, self._fetched)
         self.bytes[tier] += size
@@ -68,12 +68,12 @@ class StreamingStatistics:
 
     @property
     def overlap(self) -> float:
-        """The part of the shorter of fetching and computing that the other one hid; 0 without either."""
+        """Share of the shorter one of fetching and computing that the other hid; 0 without either."""
         shorter = min(sum(self.fetch_seconds.values()), self.compute_seconds)
         return self.overlapped_seconds / shorter if shorter else 0.0
 
     def bandwidth(self, tier: str) -> float:
-        """Bytes a second while layers came from a tier; 0 if none did."""
+        """Return the bytes a second while layers came from a tier; 0 if none did."""
         seconds = self.fetch_seconds.get(tier, 0.0)
         return self.bytes[tier] / seconds if seconds else 0.0
 

@@ -98,7 +98,7 @@ def image(seed, size=SIZE):
 @functools.cache
 def architecture(folder):
     opened = open_model(folder)
-    return Architecture.of(kind_of(opened), opened.weights)
+    return Architecture.from_kind(kind_of(opened), opened.weights)
 
 
 @functools.cache

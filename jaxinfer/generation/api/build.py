@@ -134,7 +134,7 @@ def split_options(options: ModelOptions, mesh: AnyMesh, *, owner: str) -> tuple[
         if (folder := written.get("layer_files")) and isinstance(folder, str):
             written["layer_files"] = Path(mesh.source).parent / folder
         memory = written | memory
-    return cast(EngineOptions, engine), MemoryConfig.of(cast(MemoryOptions, memory))
+    return cast(EngineOptions, engine), MemoryConfig.from_options(cast(MemoryOptions, memory))
 
 
 def place_model[Config: SharedConfig](
