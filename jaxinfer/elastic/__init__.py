@@ -67,7 +67,7 @@ _MODULES = {
     "elastic.service": ("Service",),
     "elastic.tasks.repository": ("Task", "TaskRepository"),
     "elastic.tasks.training": ("TrainingConfig",),
-    "models.token_adaptation": ("MergeSchedule", "PromptMode", "TokenAdaptation"),
+    "models.layers.token_adaptation": ("MergeSchedule", "PromptMode", "TokenAdaptation"),
 }
 
 __all__ = [
