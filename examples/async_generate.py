@@ -15,7 +15,7 @@ PROMPTS = [
 
 
 async def stream(llm: AsyncLLM, prompt: str, params: SamplingParams) -> str:
-    """Print a text as it comes."""
+    """Print a text while it is generated."""
     text = ""
     async for piece in llm.generate(prompt, params).text():
         print(piece, end="", flush=True)
@@ -25,7 +25,7 @@ async def stream(llm: AsyncLLM, prompt: str, params: SamplingParams) -> str:
 
 
 async def run_together(llm: AsyncLLM, params: SamplingParams) -> list[RequestOutput]:
-    """Every task awaits its own text; the engine runs them in one batch, as far as it has room."""
+    """Await all tasks' texts; the engine runs them in one batch, as far as it has room."""
     began = time.perf_counter()
     outputs = await asyncio.gather(*[llm.generate(prompt, params).final() for prompt in PROMPTS])
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -34,7 +34,7 @@ async def run_together(llm: AsyncLLM, params: SamplingParams) -> list[RequestOut
 
 
 async def give_up(llm: AsyncLLM) -> int:
-    """A task that is cancelled, here by a timeout, gives its request up."""
+    """Cancel a task, here by a timeout, which withdraws its request."""
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
     read = 0
     try:

@@ -57,7 +57,7 @@ ASSIGNMENT = r"[a-z_]{3,10} = [0-9]{1,4}"
 
 
 def no_repeats(scores: jax.Array, history: jax.Array, length: jax.Array) -> jax.Array:
-    """A logits processor: none of the last `WINDOW` tokens is repeated. float32 [B, V], int32 [B, C], int32 [B]."""
+    """Forbid repeating the last `WINDOW` tokens: a logits processor. float32 [B, V], int32 [B, C], int32 [B]."""
     index = jnp.arange(history.shape[1])
     recent = (index < length[:, None]) & (index >= length[:, None] - WINDOW)
     rows = jnp.arange(history.shape[0])[:, None]
@@ -65,7 +65,7 @@ def no_repeats(scores: jax.Array, history: jax.Array, length: jax.Array) -> jax.
 
 
 def share_a_prefix(llm: LLM) -> list[RequestOutput]:
-    """The common prefix of prompts is computed once."""
+    """Compute the common prefix of prompts once."""
     outputs = llm.generate([MODULE + text for text in FUNCTIONS], SamplingParams(max_tokens=16, temperature=0))
     for output in outputs:
         print(f"prefix: of {len(output.prompt_token_ids)} prompt tokens {output.num_cached_tokens} were in the cache")
@@ -73,14 +73,14 @@ def share_a_prefix(llm: LLM) -> list[RequestOutput]:
 
 
 def draw_samples(llm: LLM) -> RequestOutput:
-    """Several completions of one prompt, each with its own seed."""
+    """Draw several completions of one prompt, each with its own seed."""
     (output,) = llm.generate("import ", SamplingParams(n=3, max_tokens=12, temperature=0.9, seed=1))
     print("samples:", " | ".join(repr(completion.text) for completion in output.outputs))
     return output
 
 
 def combine_options(llm: LLM) -> dict[str, RequestOutput]:
-    """Requests of one batch, each with its own options."""
+    """Run requests with different options in one batch."""
     schema, assignment = StructuredOutputsParams(json=SCHEMA), StructuredOutputsParams(regex=ASSIGNMENT)
     requests = {
         "schema": ("# The function as JSON:\n", SamplingParams(structured_outputs=schema, temperature=0)),
@@ -103,7 +103,7 @@ def combine_options(llm: LLM) -> dict[str, RequestOutput]:
 
 
 def prioritise(llm: LLM) -> list[RequestOutput]:
-    """A request with a lower priority number overtakes those that wait."""
+    """Let a request with a lower priority number overtake those that wait."""
     usual = SamplingParams(max_tokens=8, temperature=0)
     urgent = SamplingParams(max_tokens=8, temperature=0, priority=-1)
     outputs = llm.generate([f"value_{i} = " for i in range(12)], [usual] * 11 + [urgent])
@@ -113,7 +113,7 @@ def prioritise(llm: LLM) -> list[RequestOutput]:
 
 
 def speculate(llm: LLM) -> RequestOutput:
-    """The n-gram proposer suggests tokens that followed the same tokens before; one pass checks several of them."""
+    """Speculate with the n-gram proposer: it suggests what followed the same tokens before; one pass checks several."""
     prompt = "".join(f"parser.add_argument('--option', default=None)  # {word}\n" for word in ("one", "two", "six"))
     (output,) = llm.generate(prompt, SamplingParams(max_tokens=48, temperature=0))
     completion = output.outputs[0]
@@ -123,7 +123,7 @@ def speculate(llm: LLM) -> RequestOutput:
 
 
 def search_beams(llm: LLM) -> BeamSearchOutput:
-    """The most likely continuations; a round of the search computes one token per beam."""
+    """Search for the most likely continuations; a round of the search computes one token per beam."""
     params = BeamSearchParams(beam_width=4, n=2, max_tokens=10)
     (output,) = llm.beam_search("for i in ", params)
     for beam in output.beams:

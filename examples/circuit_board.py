@@ -2,13 +2,13 @@
 
     python examples/circuit_board.py --types 24 --images 600
 
-Each type of component has a classifier, which says "ok" or "defect". If it says "ok", some types go on to a detector,
-shared by the types of a group, which looks for scratches and solder bridges. A third of the experts fit into memory.
+Each type of component has a classifier, which says "ok" or "defect". After "ok", some types go on to a detector, shared
+by the types of a group, which looks for scratches and solder bridges. A third of the experts fit into memory.
 
 The images are drawn and the experts are made from them, so that verdicts mean something: the classifiers' trunks are
-random and calibrated, their heads a ridge regression; the detectors are trained. That takes minutes at the first run;
-the experts are kept in `--folder`, half a gigabyte of them. Then the same images go through the line twice: as CoServe
-and all that we add would have it ("best"), and in the order of arrival ("samba").
+random and calibrated, their heads a ridge regression; the detectors are trained. That takes minutes on the first run;
+the experts are kept in `--folder`, half a gigabyte of them. Then the same images go through the line twice: by CoServe
+with all our additions ("best"), and in the order of arrival ("samba").
 """
 
 import argparse
@@ -60,10 +60,10 @@ SOLDER, SILK, BLACK, BOARD = (190, 195, 200), (225, 225, 215), (35, 35, 40), (30
 HUES = ((200, 60, 40), (60, 90, 200), (220, 180, 60), (150, 90, 170), (90, 60, 40), (230, 230, 225), (40, 150, 140))
 FAULTS = ("missing", "shifted", "skewed", "turned")
 FAULTY, MARKED = 0.3, 0.3
-"""How many components have a fault, and how many images a scratch or a bridge."""
+"""Shares of components with a fault, and of images with a scratch or a bridge."""
 
 Grid = tuple[np.ndarray, np.ndarray]
-"""x and y of all pixels, seen from somewhere."""
+"""x and y of all pixels, in the coordinates of a part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ def connector(rng: np.random.Generator) -> list[Part]:
 Families = tuple[Callable[[np.random.Generator], list[Part]], ...]
 FAMILIES: Families = (resistor, capacitor, diode, led, chip, connector)
 GROUPS: dict[str, Families] = {"passives": (resistor, capacitor), "diodes": (diode, led), "packages": (chip, connector)}
-"""Which families share a detector."""
+"""The families that share a detector."""
 
 
 def detector_of(group: str) -> str:
@@ -142,7 +142,7 @@ class Component:
 
     @property
     def detector(self) -> str | None:
-        """Which one follows its classifier: of every other type one does."""
+        """The detector after its classifier, which every other type has."""
         groups = [name for name, families in GROUPS.items() if self.family in families]
         return detector_of(groups[0]) if self.number % 2 == 0 else None
 
@@ -156,12 +156,12 @@ def components(types: int) -> list[Component]:
 
 
 class Drawing(NamedTuple):
-    """An image, and what is to be said of it.
+    """An image with the right answers.
 
     Attributes:
       fault: one of `FAULTS`, or None.
       mark: one of the detectors' labels, or None.
-      box: of the mark, its centre and size in pixels; ones if there is none.
+      box: the mark's centre and size in pixels; ones without a mark.
     """
 
     image: np.ndarray
@@ -171,7 +171,7 @@ class Drawing(NamedTuple):
 
 
 def draw(component: Component, rng: np.random.Generator, *, faulty: float = FAULTY, marked: float = MARKED) -> Drawing:
-    """A component on its board, as good or bad as chance will have it."""
+    """Draw a component on its board, with random faults."""
     fault = str(rng.choice(FAULTS)) if rng.random() < faulty else None
     mark = str(rng.choice(DETECTOR.labels)) if rng.random() < marked else None
     y, x = np.mgrid[:SIZE, :SIZE] - (SIZE - 1) / 2
@@ -192,7 +192,7 @@ def draw(component: Component, rng: np.random.Generator, *, faulty: float = FAUL
 
 
 def _place(fault: str | None, rng: np.random.Generator) -> tuple[float, float, float]:
-    """Where a component lies: x, y and its angle."""
+    """Draw where a component lies: x, y and its angle."""
     (x, y), angle = rng.normal(0, 1, 2), rng.normal(0, 0.03)
     if fault == "shifted":
         direction, distance = rng.uniform(0, 2 * math.pi), rng.uniform(7, 12)
@@ -202,13 +202,13 @@ def _place(fault: str | None, rng: np.random.Generator) -> tuple[float, float, f
 
 
 def _seen_from(x: np.ndarray, y: np.ndarray, left: float, top: float, angle: float) -> Grid:
-    """The pixels in the coordinates of something that lies there."""
+    """Transform pixels to the coordinates of something that lies there."""
     x, y, cos, sin = x - left, y - top, math.cos(angle), math.sin(angle)
     return cos * x + sin * y, cos * y - sin * x
 
 
 def _mark(mark: str, rng: np.random.Generator) -> tuple[Part, tuple[float, float, float]]:
-    """A scratch or a bridge, and where it lies: x, y and its angle."""
+    """Draw a scratch or a bridge, and where it lies: x, y and its angle."""
     x = rng.uniform(-12, 12)
     if mark == "scratch":
         return Part(0, 0, rng.uniform(16, 30), 2, SILK), (x, rng.uniform(-12, 12), rng.uniform(0, math.pi))
@@ -217,7 +217,7 @@ def _mark(mark: str, rng: np.random.Generator) -> tuple[Part, tuple[float, float
 
 
 def _box(part: Part, x: float, y: float, angle: float) -> np.ndarray:
-    """Around a part that lies there: its centre and size in pixels of the image."""
+    """Compute the box around a part that lies there: its centre and size in pixels of the image."""
     cos, sin, middle = abs(math.cos(angle)), abs(math.sin(angle)), (SIZE - 1) / 2
     size = cos * part.width + sin * part.height, sin * part.width + cos * part.height
     return np.array([x + middle, y + middle, *size])
@@ -228,9 +228,9 @@ def _box(part: Part, x: float, y: float, angle: float) -> np.ndarray:
 
 @contextlib.contextmanager
 def calibrating() -> Iterator[None]:
-    """Within it a convolution changes its weights when it runs: its outputs then have mean 0 and deviation 1.
+    """Make convolutions change their weights when they run, so that outputs have mean 0 and deviation 1.
 
-    That is what batch normalisation does; the models have it folded into their weights.
+    That is batch normalisation, which the models have folded into their weights.
     """
     plain = Conv.__call__
 
@@ -257,7 +257,7 @@ def features(model: ResNet, images: jax.Array) -> jax.Array:
 
 
 def fit_classifier(cfg: ResNetConfig, component: Component, *, drawings: int, batch: int = 64) -> ResNet:
-    """A random trunk and the head that ridge regression finds for it, with as many faulty drawings as good ones."""
+    """Fit a head on a random trunk by ridge regression, with as many faulty drawings as good ones."""
     rng = np.random.default_rng((*component.seed, 1))
     drawn = [draw(component, rng, faulty=0.5) for _ in range(drawings // batch * batch)]
     images = np.stack([drawing.image for drawing in drawn]).reshape(-1, batch, SIZE, SIZE, 3)
@@ -271,7 +271,7 @@ def fit_classifier(cfg: ResNetConfig, component: Component, *, drawings: int, ba
 
 
 def ridge(x: np.ndarray, y: np.ndarray, *, penalty: float = 100.0) -> tuple[np.ndarray, np.ndarray]:
-    """The line through [N, K] and [N] that a penalty on weights, for inputs of deviation 1, keeps flat."""
+    """Fit a line through [N, K] and [N], with a penalty on weights for inputs of deviation 1."""
     mean, deviation = x.mean(0), x.std(0) + 1e-6
     scaled = (x - mean) / deviation
     weight = np.linalg.solve(scaled.T @ scaled + penalty * np.eye(x.shape[1]), scaled.T @ (y - y.mean())) / deviation
@@ -279,7 +279,7 @@ def ridge(x: np.ndarray, y: np.ndarray, *, penalty: float = 100.0) -> tuple[np.n
 
 
 class Marks(NamedTuple):
-    """What a detector is trained on.
+    """The training data of a detector.
 
     Attributes:
       images: uint8 [N, H, W, 3].
@@ -301,7 +301,7 @@ class Marks(NamedTuple):
 
 
 def candidates(cfg: YoloConfig) -> np.ndarray:
-    """Middle of the cell, its stride and its anchor's size for each of a detector's candidates, [N, 5]."""
+    """Return each candidate's cell centre, stride and anchor size, [N, 5]."""
     rows = []
     for stride, anchors in zip(STRIDES, cfg.anchors, strict=True):
         cells = (np.arange(cfg.image_size // stride) + 0.5) * stride
@@ -310,21 +310,24 @@ def candidates(cfg: YoloConfig) -> np.ndarray:
 
 
 def detector_loss(model: Yolo, marks: Marks) -> jax.Array:
-    """Of YOLO: where there is something, what it is, and its box. Candidates near a mark and like it shall find it."""
-    found, of = model.predictions(jnp.asarray(marks.images)), candidates(model.cfg)
+    """Compute YOLO's loss: whether there is a mark, its class, and its box.
+
+    Candidates near a mark and of similar size should find it.
+    """
+    predicted, candidate = model.predictions(jnp.asarray(marks.images)), candidates(model.cfg)
     boxes = marks.boxes[:, None]
-    near = (jnp.abs(boxes[..., :2] - of[:, :2]) < 0.75 * of[:, 2:3]).all(-1)
-    ratio = boxes[..., 2:] / of[:, 3:]
+    near = (jnp.abs(boxes[..., :2] - candidate[:, :2]) < 0.75 * candidate[:, 2:3]).all(-1)
+    ratio = boxes[..., 2:] / candidate[:, 3:]
     alike = jnp.maximum(ratio, 1 / ratio).max(-1) < 4
     there = near & alike & (marks.labels[:, None] >= 0)  # [B, candidates]
 
-    def entropy(predicted: jax.Array, truth: jax.Array) -> jax.Array:
-        return -jnp.log(jnp.where(truth, predicted, 1 - predicted) + 1e-6)
+    def entropy(probability: jax.Array, truth: jax.Array) -> jax.Array:
+        return -jnp.log(jnp.where(truth, probability, 1 - probability) + 1e-6)
 
-    of_class = entropy(found[..., 5:], jax.nn.one_hot(marks.labels, len(model.cfg.labels), dtype=bool)[:, None])
-    of_box = jnp.abs(found[..., :4] - boxes) / model.cfg.image_size
+    of_class = entropy(predicted[..., 5:], jax.nn.one_hot(marks.labels, len(model.cfg.labels), dtype=bool)[:, None])
+    of_box = jnp.abs(predicted[..., :4] - boxes) / model.cfg.image_size
     of_positive = jnp.where(there, of_class.sum(-1) + 2 * of_box.sum(-1), 0).sum() / jnp.maximum(there.sum(), 1)
-    return entropy(found[..., 4], there).sum(-1).mean() + of_positive
+    return entropy(predicted[..., 4], there).sum(-1).mean() + of_positive
 
 
 ADAM = optax.scale_by_adam()
@@ -339,7 +342,7 @@ def train_step(graph: nnx.GraphDef, state: tuple[nnx.State, optax.OptState], mar
 
 
 def train(model: Yolo, marks: Marks, *, steps: int, rate: float, progress: Callable[[int], None], batch: int = 32):
-    """The model after so many steps of Adam; the rate falls to zero. Returns another model."""
+    """Train with Adam at a rate that falls to zero; return another model."""
     graph, params = nnx.split(model)
     state, rng = (params, ADAM.init(params)), np.random.default_rng(2)
     for step in range(steps):
@@ -350,7 +353,7 @@ def train(model: Yolo, marks: Marks, *, steps: int, rate: float, progress: Calla
 
 
 def new_detector(cfg: YoloConfig, images: np.ndarray) -> Yolo:
-    """Calibrated, and sure that there is nothing anywhere."""
+    """Make a calibrated detector that is sure to see nothing."""
     model = Yolo(cfg, WeightFormat(), rngs=nnx.Rngs(0))
     calibrate(model, jnp.asarray(images))
     quiet = jnp.zeros((len(cfg.anchors[0]), 5 + len(cfg.labels))).at[:, 4].set(-4.0)
@@ -365,11 +368,11 @@ def new_detector(cfg: YoloConfig, images: np.ndarray) -> Yolo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large everything is.
+    """The sizes of everything.
 
     Attributes:
-      drawings: that a classifier is made from; a detector is from twice as many.
-      steps: in which the detectors' common ancestor is trained; each of them is trained a fifth as long for its group.
+      drawings: number of drawings per classifier; detectors get twice as many.
+      steps: training steps of the detectors' common ancestor; each detector then gets a fifth as many for its group.
     """
 
     types: int = 24
@@ -382,15 +385,17 @@ class Sizes:
 
 
 def build(folder: Path, sizes: Sizes, progress: Progress) -> list[Component]:
-    """Make the experts that are not in the folder yet, and `board.toml`."""
+    """Make the experts that are missing in the folder, and `board.toml`."""
     line = components(sizes.types)
     for done, component in enumerate(line):
         progress("fitting classifiers", done, len(line))
         if not (folder / component.name).exists():
             model = fit_classifier(sizes.classifier, component, drawings=sizes.drawings)
             save_model(folder / component.name, model, family="resnet")
-    wanted = {component.detector for component in line}
-    missing = [group for group in GROUPS if detector_of(group) in wanted and not (folder / detector_of(group)).exists()]
+    detectors = {component.detector for component in line}
+    missing = [
+        group for group in GROUPS if detector_of(group) in detectors and not (folder / detector_of(group)).exists()
+    ]
     if missing:
         train_detectors(folder, missing, sizes, progress)
     (folder / "board.toml").write_text(board(line, sizes))
@@ -415,7 +420,7 @@ def train_detectors(folder: Path, groups: list[str], sizes: Sizes, progress: Pro
 
 
 def board(line: list[Component], sizes: Sizes) -> str:
-    """The system as a file: two executors with room for a third of the experts, a sixth in the host's memory."""
+    """Describe the system: two executors with room for a third of the experts, a sixth in the host's memory."""
     detectors = sorted({component.detector for component in line if component.detector})
     of_classifier, of_detector = (4 * parameter_count(cfg) for cfg in (sizes.classifier, sizes.detector))
     total = len(line) * of_classifier + len(detectors) * of_detector
@@ -432,7 +437,7 @@ def board(line: list[Component], sizes: Sizes) -> str:
 
 
 def shares(types: int) -> np.ndarray:
-    """How often each type comes: some are on the board much more often than others."""
+    """Compute each type's frequency: some are on the board much more often than others."""
     weights = 1 / (np.arange(types) + 5)
     return weights / weights.sum()
 
@@ -442,11 +447,11 @@ def shares(types: int) -> np.ndarray:
 
 MODES = ("best", "samba")
 GOOD = ("ok", NOTHING)
-"""Verdicts on an image with nothing wrong."""
+"""Verdicts on an image without defects."""
 
 
 class Outcome(NamedTuple):
-    """What the line did in one mode."""
+    """The results of the line in one mode."""
 
     results: list[Result]
     statistics: ExpertStatistics
@@ -454,7 +459,7 @@ class Outcome(NamedTuple):
 
     @property
     def throughput(self) -> float:
-        """Images a second."""
+        """Images per second."""
         return len(self.results) / self.seconds
 
 
@@ -468,13 +473,13 @@ def inspect(folder: Path, mode: str, inputs: list[tuple[str, np.ndarray]], progr
 
 
 class Score(NamedTuple):
-    """How good verdicts were.
+    """The quality of verdicts.
 
     Attributes:
-      verdicts: how many there were.
-      accuracy: how many of them were right.
-      caught: of the images with something wrong, how many something was said of.
-      false_alarms: of the others, how many something was said of.
+      verdicts: number of verdicts.
+      accuracy: share of right verdicts.
+      caught: share of defective images with an alarm.
+      false_alarms: share of other images with an alarm.
     """
 
     verdicts: int
@@ -483,8 +488,8 @@ class Score(NamedTuple):
     false_alarms: float
 
     @classmethod
-    def of(cls, pairs: list[tuple[str, str]]) -> "Score":
-        """Of what was said and what is true."""
+    def from_pairs(cls, pairs: list[tuple[str, str]]) -> "Score":
+        """Compute the score from pairs of verdict and truth."""
 
         def share(flags: list[bool]) -> float:
             return sum(flags) / len(flags) if flags else math.nan
@@ -499,7 +504,7 @@ class Score(NamedTuple):
 
 
 def scores(drawn: list[tuple[Component, Drawing]], results: list[Result]) -> dict[str, Score]:
-    """Of the line as a whole, and of each kind of expert for what came to it."""
+    """Score the line as a whole, and each kind of expert on its images."""
     pairs: dict[str, list[tuple[str, str]]] = {"line": [], "classifiers": [], "detectors": []}
     for (component, drawing), result in zip(drawn, results, strict=True):
         of_classifier, of_detector = "defect" if drawing.fault else "ok", drawing.mark or NOTHING
@@ -510,12 +515,12 @@ def scores(drawn: list[tuple[Component, Drawing]], results: list[Result]) -> dic
                 pairs["detectors"].append((stage.judgement.verdict, of_detector))
         last = of_detector if component.detector and not drawing.fault else of_classifier
         pairs["line"].append((result.verdict, last))
-    return {who: Score.of(some) for who, some in pairs.items()}
+    return {who: Score.from_pairs(some) for who, some in pairs.items()}
 
 
-def accuracy_table(found: dict[str, Score]) -> Table:
+def accuracy_table(scored: dict[str, Score]) -> Table:
     table = Table("verdicts of", "images", "right", "defects caught", "false alarms", title="Verdicts")
-    for who, score in found.items():
+    for who, score in scored.items():
         table.add_row(who, str(score.verdicts), *(f"{share:.1%}" for share in score[1:]))
     return table
 
@@ -543,12 +548,12 @@ def run(folder: Path, sizes: Sizes, console: Console) -> tuple[dict[str, Outcome
         inputs = [(component.name, drawing.image) for component, drawing in drawn]
         outcomes = {mode: inspect(folder, mode, inputs, progress) for mode in MODES}
     best, samba = (outcomes[mode] for mode in MODES)
-    found = scores(drawn, best.results)
-    console.print(accuracy_table(found), speed_table(outcomes))
+    verdicts = scores(drawn, best.results)
+    console.print(accuracy_table(verdicts), speed_table(outcomes))
     same = sum(a.verdict == b.verdict for a, b in zip(best.results, samba.results, strict=True))
     console.print(f"{same} of {len(inputs)} verdicts are the same in both modes.")
     console.print(f"{MODES[0]} is {best.throughput / samba.throughput:.1f} times as fast as {MODES[1]}.")
-    return outcomes, found
+    return outcomes, verdicts
 
 
 def main() -> None:

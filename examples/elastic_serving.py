@@ -1,14 +1,14 @@
-"""Serve queries by deadlines under a bursty load, and see how the level follows it (OTAS).
+"""Serve queries with deadlines under a bursty load, and watch the levels follow it (OTAS).
 
     python examples/elastic_serving.py
     python examples/elastic_serving.py --load 1.3 --seconds 60 --policies elastic pets level-8
 
-Queries of three tasks (digits, MNIST, textures; images that nothing was trained on) come as the functions of a cloud
-are called, some worth more than others, with deadlines. Each policy serves the same ones live: `elastic` chooses how
-many tokens each batch is worth, `pets` always serves the plain model. Then a report with the figures of the paper's
-evaluation is written. Loads are multiples of what the plain model serves on this machine, deadlines as many times
-shorter than the paper's as its batches are faster here. Needs the extras `elastic` and `bench`. On a CPU give clients
-and controller a core of their own: NPROC=1 gives XLA one.
+Queries of three tasks (digits, MNIST, textures; images that nothing was trained on) arrive like calls of cloud
+functions, with deadlines and different utilities. Each policy serves the same queries live: `elastic` chooses a number
+of tokens for each batch, `pets` always serves the plain model. Then a report with the figures of the paper's evaluation
+is written. Loads are multiples of the plain model's capacity on this machine, deadlines as many times shorter than the
+paper's as batches are faster here. Needs the extras `elastic` and `bench`. On a CPU give clients and controller a core
+of their own: NPROC=1 gives XLA one.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def serve(
 
     options = {"merge_levels": args.merge_levels, "max_batch": args.max_batch}
     with Service.from_checkpoint(args.model, policy=make, **options) as service:
-        service.measure_latency()  # nothing, where what was measured before could be kept
+        service.measure_latency()  # nothing to do if earlier measurements could be kept
         dashboard = Dashboard(service, f"{policy}: {args.arrivals} at {args.load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
             answers = send_queries(service, queries, tests, watch=dashboard.watch)
@@ -67,8 +67,8 @@ def main(args: argparse.Namespace) -> None:
     for policy in args.policies:
         runs.append(serve(args, policy, measured, queries, tests))
         write_run(args.out, runs[-1])
-    for cell, own in by_cell(runs).items():
-        Console().print(terminal_table(cell, own))
+    for cell, cell_runs in by_cell(runs).items():
+        Console().print(terminal_table(cell, cell_runs))
     write_report(args.out / "report.html", runs)
     print(f"Wrote {args.out / 'report.html'}")
 

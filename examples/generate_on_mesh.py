@@ -21,7 +21,7 @@ PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n'
 
 
 def run(model: str, mesh_file: str, max_tokens: int) -> tuple[list[int], list[int]]:
-    """Token ids generated on the mesh, and on one device."""
+    """Generate on the mesh and on one device; return the token ids of both."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm = LLM(model, mesh=mesh_file, max_batch=1)
     for path, leaf in jax.tree.leaves_with_path(llm.model.state)[:12]:

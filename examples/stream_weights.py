@@ -1,9 +1,9 @@
-"""Generate with a model whose layers are not in memory: they come from disk in every pass, ahead of their use.
+"""Generate with a model whose layers are not in memory: every pass streams them from disk, ahead of use.
 
     python examples/stream_weights.py examples/demo_model --weights disk
 
-The first use writes the layers beside the model (`layers-*`), as they will be read. For a model that does not fit your
-memory, `--weights auto --device-memory 12GiB` keeps as many layers as it may.
+The first use writes the layers beside the model (`layers-*`), in the format in which they are read. For a model that
+does not fit your memory, `--weights auto --device-memory 12GiB` keeps as many layers as fit.
 """
 
 import argparse
@@ -14,7 +14,7 @@ PROMPTS = ["def main():\n", "import os\n", "class Point:\n"]
 
 
 def run(model: str, weights: str, device_memory: str | None, max_tokens: int) -> list[str]:
-    """The text after each prompt. One fetch of a layer serves all of them."""
+    """Return the text after each prompt. One fetch of a layer serves all of them."""
     llm = LLM(model, weights=weights, device_memory=device_memory, max_batch=len(PROMPTS))
     print(llm.placement or "all layers are on the device")
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=max_tokens))

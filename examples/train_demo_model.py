@@ -94,7 +94,7 @@ class Corpus(NamedTuple):
 
 
 def read_corpus(library: Path) -> Corpus:
-    """The library's Python files without duplicates, split into training and held-out files."""
+    """Read the library's Python files without duplicates, split into training and held-out files."""
     hidden_tests = {f"test/test_{name.removesuffix('.py')}{end}" for name in HELD_OUT for end in (".py", "")}
     seen: set[bytes] = set()
     corpus = Corpus({}, {})
@@ -119,7 +119,9 @@ def _inside(name: str, places: tuple[str, ...] | set[str]) -> bool:
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE over words: letters with the character before them, punctuation with the line ends after it."""
+    """Train a byte-level BPE over words: letters with the preceding character, punctuation with the following line
+    ends.
+    """
     words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -144,7 +146,7 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """All texts as one int32 stream, with an end-of-text token before each and after the last."""
+    """Encode all texts as one int32 stream, with an end-of-text token before each and after the last."""
     end = end_of_text(tokenizer)
     stream = [end]
     for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
@@ -153,7 +155,9 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 def batch_at(stream: np.ndarray, step: int, batch: int, length: int, seed: int = 0) -> np.ndarray:
-    """Batch number `step`, [batch, length + 1]: every epoch cuts the stream at a new offset and shuffles the cuts."""
+    """Return batch number `step`, [batch, length + 1]: every epoch cuts the stream at a new offset and shuffles the
+    cuts.
+    """
     count = (len(stream) - 1) // length - 1  # one less than fit, because of the offset
     if count < batch:
         raise ValueError(f"{len(stream)} tokens make fewer than batch={batch} sequences of length={length}.")
@@ -176,13 +180,13 @@ def _row_major(x: jax.Array) -> jax.Array:
 
 
 def _transposed(x: jax.Array) -> jax.Array:
-    """The last two dimensions swapped, in memory as well."""
+    """Swap the last two dimensions, in memory as well."""
     return _row_major(jnp.swapaxes(_row_major(x), -1, -2))
 
 
 @jax.custom_vjp
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a b^T: [..., M, K], [..., N, K] -> [..., M, N]."""
+    """Compute `a b^T`: [..., M, K], [..., N, K] -> [..., M, N]."""
     leading = tuple(range(a.ndim - 2))
     y = jax.lax.dot_general(a, b, (((a.ndim - 1,), (b.ndim - 1,)), (leading, leading)))
     return jax.lax.optimization_barrier(y)  # otherwise a later cast would make the product float32
@@ -201,13 +205,13 @@ product.defvjp(_product_forward, _product_backward)
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x W^T with W cast to x's dtype: [B, T, K], [N, K] -> [B, T, N]."""
+    """`x W^T`, with W cast to x's dtype: [B, T, K], [N, K] -> [B, T, N]."""
     return product(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype)).reshape(*x.shape[:-1], -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-    """softmax(scale * q k^T) v, causal, with one pass over the scores in each direction.
+    """`softmax(scale * q k^T) v`, causal, with one pass over the scores in each direction.
 
     q [B, H, G, T, K], k and v [B, H, T, K] -> [B, H, G, T, K], with G queries per KV head.
     """
@@ -243,7 +247,7 @@ causal_attention.defvjp(_attention_forward, _attention_backward)
 
 
 def attend(module: Attention, x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The attention block, [B, T, D] -> [B, T, D]."""
+    """Apply the attention block, [B, T, D] -> [B, T, D]."""
     cfg, (batch, tokens) = module.cfg, x.shape[:2]
     heads = linear(x, module.qkv.weight[...]).reshape(batch, tokens, -1, cfg.head_dim)
     rotated, plain = (
@@ -255,14 +259,14 @@ def attend(module: Attention, x: jax.Array, rotary: tuple[jax.Array, jax.Array])
 
 
 def feed_forward(module: Mlp, x: jax.Array) -> jax.Array:
-    """down(silu(gate(x)) * up(x)); gate and up are separate products: splitting weights is cheaper than activations."""
+    """`down(silu(gate(x)) * up(x))`, gate and up as two products: splitting weights is cheaper than activations."""
     weight = module.gate_up.weight[...]
     gate, up = linear(x, weight[0::2]).astype(jnp.float32), linear(x, weight[1::2]).astype(jnp.float32)
     return linear((jax.nn.silu(gate) * up).astype(x.dtype), module.down.weight[...])
 
 
 def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
-    """The same as `model.logits(model(tokens, positions)[0])`: int32 [B, T] -> float32 [B, T, V]."""
+    """Compute `model.logits(model(tokens, positions)[0])`: int32 [B, T] -> float32 [B, T, V]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     rotary = rotary_table(model.cfg.positions, positions)
     x = model.embed(tokens).astype(dtype)
@@ -277,7 +281,7 @@ def logits(model: Decoder, tokens: jax.Array, dtype=jnp.bfloat16) -> jax.Array:
 
 
 class TrainState(NamedTuple):
-    """Everything that is needed to continue a run.
+    """The state from which a run continues.
 
     Attributes:
       step: int32 [], steps done.
@@ -293,18 +297,18 @@ class TrainState(NamedTuple):
 
 
 def cross_entropy(scores: jax.Array, targets: jax.Array) -> jax.Array:
-    """Nats per token; the target's score is selected by comparison, whose gradient needs no scatter."""
+    """Compute nats per token; the target's score is selected by comparison, whose gradient needs no scatter."""
     target = jnp.where(targets[..., None] == jnp.arange(scores.shape[-1]), scores, 0.0).sum(axis=-1)
     return (jax.nn.logsumexp(scores, axis=-1) - target).mean()
 
 
 def learning_rate(step: jax.Array, spent: jax.Array, peak: float, warmup: int = 100) -> jax.Array:
-    """Warm-up, then constant, then linearly to zero over the last 70 percent of the training time."""
+    """Compute the rate: warm-up, then constant, then linearly to zero over the last 70 percent of the training time."""
     return peak * jnp.minimum(1.0, (step + 1) / warmup) * jnp.clip((1.0 - spent) / 0.7, 0.0, 1.0)
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """Muon for the layers' matrices, AdamW for the rest, at rate 1; the training step scales the updates."""
+    """Make the optimiser: Muon for the layers' matrices, AdamW for the rest, at rate 1; the step scales the updates."""
 
     def orthogonalised(params: optax.Params) -> Any:
         dimensions = optax.contrib.MuonDimensionNumbers()
@@ -336,12 +340,12 @@ class Trainer:
         self.step = jax.jit(self._step, donate_argnums=0)
 
     def start(self) -> TrainState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         params = {name: leaf.copy() for name, leaf in zip(self.names, self.leaves, strict=True)}  # steps donate them
         return TrainState(jnp.int32(0), jnp.float32(0), params, self.optimizer.init(params))
 
     def model(self, params: dict[str, jax.Array]) -> Decoder:
-        """The Decoder with these weights."""
+        """Return the Decoder with these weights."""
         return nnx.merge(self.graphdef, nnx.State(jax.tree.unflatten(self.treedef, [params[n] for n in self.names])))
 
     def _step(self, state: TrainState, batch: jax.Array, spent: jax.Array) -> tuple[TrainState, jax.Array]:
@@ -407,12 +411,14 @@ def steps(trainer: Trainer, state: TrainState, stream: np.ndarray, args: argpars
 
 
 def model_bits(model: Decoder, tokenizer: Tokenizer, text: str, *, window: int = 512, stride: int = 256) -> float:
-    """Bits that the model needs for a text; a token's context is at least `window - stride` tokens, if they exist."""
+    """Count the bits that the model needs for a text; tokens have at least `window - stride` of context, if
+    possible.
+    """
     tokens = encode(tokenizer, [text])
     starts = np.arange(0, max(len(tokens) - 1 - (window - stride), 1), stride)
     padded = np.pad(tokens, (0, int(starts[-1]) + window + 1 - len(tokens)))
     windows = np.stack([padded[start : start + window + 1] for start in starts])
-    index = starts[:, None] + np.arange(1, window + 1)  # of each target in the text
+    index = starts[:, None] + np.arange(1, window + 1)  # index of each target in the text
     new = (index < len(tokens)) & ((np.arange(window) >= window - stride) | (starts[:, None] == 0))
     nats = np.concatenate([_nats(model, cut[None]) for cut in windows])
     return float(np.sum(nats * new)) / np.log(2)
@@ -420,14 +426,14 @@ def model_bits(model: Decoder, tokenizer: Tokenizer, text: str, *, window: int =
 
 @nnx.jit
 def _nats(model: Decoder, tokens: jax.Array) -> jax.Array:
-    """[B, T + 1] -> [B, T]."""
+    """Compute nats per token: [B, T + 1] -> [B, T]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1] - 1), tokens[:, 1:].shape)
     hidden, _ = model(tokens[:, :-1], positions)
     return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), tokens[:, 1:])
 
 
 def xz_bits(data: bytes) -> float:
-    """Bits of `xz -9` without the few bytes of its container."""
+    """Count the bits of `xz -9` without the few bytes of its container."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9}]
     return 8.0 * len(lzma.compress(data, format=lzma.FORMAT_RAW, filters=filters))
 
@@ -447,7 +453,7 @@ def evaluate(model: Decoder, tokenizer: Tokenizer, held_out: dict[str, str]) -> 
 
 
 def as_stored(model: Decoder) -> Decoder:
-    """The model with its matrices rounded to the dtype of the exported checkpoint."""
+    """Round the model's matrices to the dtype of the exported checkpoint."""
     graph, state = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda x: x.astype(STORED).astype(x.dtype) if x.ndim == 2 else x, state))
 
@@ -465,7 +471,7 @@ def export(path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
 
 
 def run(args: argparse.Namespace, cfg: DecoderConfig = CONFIG) -> Decoder:
-    """Tokenizer, training, export, evaluation."""
+    """Train the tokenizer and the model, export and evaluate it."""
     corpus = read_corpus(args.library)
     texts = list(corpus.training.values())
     args.work_dir.mkdir(parents=True, exist_ok=True)

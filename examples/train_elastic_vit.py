@@ -3,14 +3,14 @@
     python examples/train_elastic_vit.py --export examples/elastic_vit
     python examples/train_elastic_vit.py --size tiny --export examples/elastic_vit_tiny
 
-The backbone learns how images are turned (by 0, 90, 180 or 270 degrees), and of digits, alone or in squares of four,
-the digit divided by two, which no task asks for. Its images are scikit-learn's digits, of which a quarter is kept for
-tests, and crops of photos: other digits, textures and faces are new to it. What it has seen is the mean of its tokens:
-a class token would have read all of them in the first layer, before any is merged.
+The backbone learns the rotation of images (by 0, 90, 180 or 270 degrees), and for digits, alone or in squares of four,
+the digit divided by two, which no task asks for. Its images are scikit-learn's digits, a quarter of which is kept for
+tests, and crops of photos: other digits, textures and faces are new to it. Its output is the mean of its tokens: a
+class token would have read all of them in the first layer, before any is merged.
 
 Then four tasks are registered with 2, 4 and 8 prompts, and in `seeds` those of digits with 8 prompts from four more
-seeds, which say how much of a difference is chance. The other sizes, which stand in for the levels where models are
-switched instead, get heads alone. What is there already is not trained again. Needs the extra `elastic`.
+seeds, which show how much of a difference is chance. The other sizes, which replace the levels where models are
+switched instead, get heads alone. Existing parts are not trained again. Needs the extra `elastic`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ HEAD_DIM = 16
 
 
 def config_of(layers: int, heads: int) -> ViTConfig:
-    """A small vision transformer of images of 16 x 16 pixels, in 64 patches."""
+    """Make a config of a small vision transformer for images of 16 x 16 pixels, in 64 patches."""
     embed = heads * HEAD_DIM
     return ViTConfig(
         labels=("unused",),
@@ -52,25 +52,25 @@ def config_of(layers: int, heads: int) -> ViTConfig:
 
 
 SIZES = {"tiny": config_of(4, 2), "small": config_of(4, 3), "base": config_of(6, 4)}
-"""A larger one would not keep up with any load at which levels matter."""
+"""Model sizes; a larger one would not keep up with any load at which levels matter."""
 DIVISION = Division(test_share=0.25, test_seed=1)
-"""Of each task's images: nothing is trained on those for tests."""
+"""Division of each task's images: nothing is trained on the images for tests."""
 
 TASKS, PROMPTS = ("digits", "mnist", "textures", "faces"), (2, 4, 8)
 SEEDS, SEEDED_TASKS = range(1, 5), ("digits", "mnist")
 
 TURNS, HALVES, PLACES = 4, 5, 5
-"""Ways to turn an image; halves of digits; places of a digit: all of the image, or one of four."""
+"""Number of rotations; of halves of digits; of places of a digit: all of the image, or one of four."""
 SQUARES = 0.25
-"""The share of images that are four digits."""
+"""Share of images that show four digits."""
 
 
 class Batch(NamedTuple):
-    """What the backbone learns from.
+    """The training data of the backbone.
 
     Attributes:
       pixels: uint8 [B, 16, 16, 3].
-      turns: int [B], by how many times 90 degrees an image is turned; -1: not asked.
+      turns: int [B], the image's rotation in units of 90 degrees; -1: not asked.
       halves: int [B, 5], the digit divided by two at each place; -1: none, or it is turned.
     """
 
@@ -80,12 +80,12 @@ class Batch(NamedTuple):
 
 
 def without_test(name: str, size: int) -> Dataset:
-    """The images of a task that may be trained on."""
+    """Return the images of a task that may be trained on."""
     return load_dataset(name, size).split(DIVISION.test_share, seed=DIVISION.test_seed)[0]
 
 
 def photo_crops(size: int, *, crop: int = 32, stride: int = 16) -> np.ndarray:
-    """Crops of scikit-image's photos, uint8 [N, size, size, 3]."""
+    """Crop scikit-image's photos, uint8 [N, size, size, 3]."""
     from skimage import data
 
     crops = []
@@ -106,13 +106,13 @@ class Images:
         self._small = without_test("digits", size // 2)
 
     def draw(self, batch: int, rng: np.random.Generator) -> Batch:
-        """A batch, with so many images."""
+        """Draw a batch of `batch` images."""
         squares = round(SQUARES * batch)
         single, four = self._draw_single(batch - squares, rng), self._draw_squares(squares, rng)
         return Batch(*(np.concatenate(parts) for parts in zip(single, four, strict=True)))
 
     def _draw_squares(self, count: int, rng: np.random.Generator) -> Batch:
-        """Four digits in each image."""
+        """Draw images of four digits each."""
         chosen = rng.integers(0, len(self._small), (count, 4))
         digits = self._small.images[chosen]
         rows = [np.concatenate((digits[:, left], digits[:, left + 1]), axis=2) for left in (0, 2)]
@@ -120,7 +120,7 @@ class Images:
         return Batch(np.concatenate(rows, axis=1), np.full(count, -1), halves)
 
     def _draw_single(self, batch: int, rng: np.random.Generator) -> Batch:
-        """Images turned, most digits not, and moved by a pixel at most."""
+        """Draw images, rotated (most digits are not) and shifted by a pixel at most."""
         chosen, turns = rng.integers(0, len(self._pixels), batch), rng.integers(0, TURNS, batch)
         turns[(self._halves[chosen] >= 0) & (rng.random(batch) < 0.6)] = 0
         shifts, rows = rng.integers(-1, 2, (batch, 2)), zip(chosen, turns, strict=True)
@@ -140,7 +140,7 @@ class Model(nnx.Module):
         self.halves = nnx.Linear(cfg.embed, PLACES * HALVES, rngs=rngs)
 
     def loss(self, pixels: jax.Array, turns: jax.Array, halves: jax.Array) -> jax.Array:
-        """Of both heads, each over what it is asked."""
+        """Sum the losses of both heads, each over its own images."""
         features = self.backbone.features(pixels)
         places = self.halves(features).reshape(-1, PLACES, HALVES)
         alone = _mean_loss(places[:, 0], halves[:, 0])
@@ -149,13 +149,13 @@ class Model(nnx.Module):
 
 
 def _mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Over labels that are not -1."""
+    """Average the loss over labels that are not -1."""
     losses, asked = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0)), labels >= 0
     return jnp.sum(jnp.where(asked, losses, 0)) / jnp.maximum(jnp.sum(asked), 1)
 
 
 def train(args: argparse.Namespace, cfg: ViTConfig) -> ViT:
-    """Train for a time; the learning rate falls with what is left of it."""
+    """Train for a time; the learning rate falls with the time left."""
     images, rng = Images(cfg.image_size), np.random.default_rng(args.seed)
     model = Model(cfg, nnx.Rngs(args.seed))
     graph, params = nnx.split(model)
@@ -181,7 +181,7 @@ def train(args: argparse.Namespace, cfg: ViTConfig) -> ViT:
 
 
 def register_tasks(folder: Path, steps: int, *, prompts: Sequence[int] = PROMPTS) -> None:
-    """Register the tasks that are not registered yet; seeds, too, where there are prompts."""
+    """Register the tasks that are not registered yet; with prompts, the seeds too."""
     service = Service.from_checkpoint(folder, merge_levels=None if prompts else ())
     for name in TASKS:
         if name not in service.tasks:
@@ -202,7 +202,7 @@ def register_tasks(folder: Path, steps: int, *, prompts: Sequence[int] = PROMPTS
 
 
 def say(what: str, done: int, total: int) -> None:
-    """Print what is done."""
+    """Print a finished step."""
     if done == total:
         print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
 

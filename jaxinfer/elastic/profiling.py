@@ -103,7 +103,7 @@ def profile_accuracy(
 
 
 def what_runs(adaptation: TokenAdaptation, weights: str) -> str:
-    """Return a key for everything beside the task that accuracy depends on."""
+    """Return a key for everything that accuracy depends on, except the task."""
     return f"{adaptation} in {weights}"
 
 

@@ -30,7 +30,7 @@ PROGRAM = "classify"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LevelStatic:
-    """The static part of a level's program, beside the shapes of its arguments."""
+    """Everything that a level's program depends on, except the shapes of its arguments."""
 
     config: ViTConfig
     weights: WeightFormat

@@ -68,5 +68,5 @@ def test_drawings_are_those_of_their_seed():
 
 
 def test_scores():
-    score = circuit_board.Score.of([("ok", "ok"), ("defect", "ok"), ("scratch", "bridge"), ("none", "scratch")])
+    score = circuit_board.Score.from_pairs([("ok", "ok"), ("defect", "ok"), ("scratch", "bridge"), ("none", "scratch")])
     assert score == (4, 0.25, 0.5, 0.5)
