@@ -3,8 +3,8 @@
     python -m benchmarks.coserve [--quick] [--part simulated|real] [--json FILE]
 
 The simulated part runs the paper's tasks through the scheduler that real executors use, on a simulated clock. The real
-part runs systems of 38 models of ResNet-101's size on this machine, each in a process of its own, for about an hour on
-two cores; runs that are done are kept in the folder, so that it can be interrupted.
+part runs systems of 38 models of ResNet-101's size on this machine, each in its own process, for about an hour on two
+cores; finished runs are kept in the folder, so that it can be interrupted.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def real(report: Report, args: argparse.Namespace) -> None:
 
 
 PARTS: dict[str, Callable[[Report, argparse.Namespace], None]] = {"simulated": simulated, "real": real}
-"""What each part adds to the report."""
+"""The functions that add each part to the report."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """The real evaluation's experts on disk, its systems, and its inputs.
 
-36 classifiers of ResNet-101's size, one for each type of component, and 2 detectors (YOLOv5m), which every tenth type
-goes on to. Weights are random, but for the heads, which have every classifier say "ok": what is measured does not
-depend on what experts say, and inputs take the same way in every run.
+36 classifiers of ResNet-101's size, one for each type of component, and 2 detectors (YOLOv5m) for every tenth type.
+Weights are random, except the heads, by which every classifier says "ok": measurements do not depend on verdicts, and
+inputs take the same way in every run.
 """
 
 import itertools
@@ -26,30 +26,30 @@ from jaxinfer.models.vision.yolo import Yolo
 
 TYPES, DETECTORS = 36, 2
 EXPERT_BYTES = 170 << 20
-"""What pools and caches are counted in: a little more than a classifier takes."""
+"""The unit of pools and caches: a little more than a classifier takes."""
 LABELS = ("ok", "defect")
 INTERVAL = 0.004
-"""Seconds between inputs, the paper's: all come before a tenth is judged."""
+"""Seconds between inputs, the paper's: all arrive before a tenth is judged."""
 
 
 def names() -> tuple[list[str], list[str]]:
-    """The classifiers, and the detectors."""
+    """Return the names of the classifiers and of the detectors."""
     return [f"classifier-{i:02}" for i in range(TYPES)], [f"detector-{i}" for i in range(DETECTORS)]
 
 
 def following() -> dict[str, str]:
-    """The detectors of the classifiers that have one."""
+    """Return the detectors of the classifiers that have one."""
     classifiers, detectors = names()
     return {name: detectors[place % DETECTORS] for place, name in enumerate(classifiers[5::10])}
 
 
 def experts_folder(folder: Path, pixels: int) -> Path:
-    """Where the experts for images of a size are: a model resizes images to its own."""
+    """Return the folder of experts for images of a size: a model resizes images to its own."""
     return folder / f"experts-{pixels}"
 
 
 def make_experts(folder: Path, pixels: int) -> None:
-    """Write the experts that are not there yet."""
+    """Write the missing experts."""
     classifiers, detectors = names()
     for seed, name in enumerate([*classifiers, *detectors]):
         path = experts_folder(folder, pixels) / name
@@ -72,7 +72,7 @@ def make_experts(folder: Path, pixels: int) -> None:
 
 
 def config(folder: Path, options: dict[str, Any]) -> SystemConfig:
-    """The system of a run, whose memory is counted in experts; options as of `run_system`."""
+    """Make the config of a run's system, whose memory is counted in experts; for the options see `run_system`."""
     classifiers, detectors = names()
     weights, experts = [1 / (place + 20) for place in range(TYPES)], experts_folder(folder, options["pixels"])
     return SystemConfig(
@@ -94,7 +94,7 @@ def config(folder: Path, options: dict[str, Any]) -> SystemConfig:
 
 
 def inputs_of(requests: int, seed: int, *, rate: float | None = None) -> list[TraceRequest]:
-    """Inputs of types that are drawn as their shares say: `INTERVAL` apart, or a Poisson process of this rate."""
+    """Draw inputs by the shares of types: `INTERVAL` apart, or a Poisson process of this rate."""
     chosen, (classifiers, _), then = random.Random(seed), names(), following()
     weights = [1 / (place + 20) for place in range(TYPES)]
     drawn = chosen.choices(classifiers, weights, k=requests)

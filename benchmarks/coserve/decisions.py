@@ -1,6 +1,6 @@
-"""How long decisions take where many requests wait for many experts.
+"""The time of decisions while many requests wait for many experts.
 
-In time of the thread, so that what other processes take of the cores does not count.
+It is CPU time of the thread, so that other processes do not count.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from jaxinfer.experts.scheduling.scheduler import Scheduler
 
 QUEUED, EXPERTS, FURTHER = 3500, 350, 2000
 INTERVAL = 0.035
-"""Seconds between further images: about as many as are served."""
+"""Seconds between further images: they arrive about as fast as they are served."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """Seconds of calls."""
+    """Times of calls in seconds."""
 
     seconds: Sequence[float]
 
@@ -33,13 +33,13 @@ class Latencies:
         return float(np.percentile(self.seconds, 99))
 
     def ms(self) -> dict[str, float]:
-        """For a row."""
+        """Return the quantiles as fields of a row."""
         quantiles = {f"p{q}_ms": round(1e3 * float(np.percentile(self.seconds, q)), 4) for q in (50, 99, 99.9)}
         return {"calls": len(self.seconds), **quantiles, "max_ms": round(1e3 * max(self.seconds), 4)}
 
 
 class TimedScheduler(Scheduler):
-    """Times its decisions once all requests wait that are to."""
+    """Scheduler that times its decisions once all initial requests wait."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -63,7 +63,7 @@ class TimedScheduler(Scheduler):
 
 
 def decision_latencies(policy: Policy) -> dict[str, Latencies]:
-    """Of `submit` and `poll`: 3,500 images wait at the start, and as many come as are served."""
+    """Time `submit` and `poll`: 3,500 images wait at the start, and as many arrive as are served."""
     task = Task(name="A-queued", images=QUEUED + FURTHER, gpus=3, active=EXPERTS - 8)
     graph, trace = make_task(task, seed=0)
     arrivals = [max(place - QUEUED, 0) * INTERVAL for place in range(len(trace))]

@@ -1,7 +1,6 @@
-"""The paper's two machines (its Table 1), as what executors, batches and loads cost there.
+"""The paper's two machines (its Table 1) as costs of executors, batches and loads.
 
-The paper gives no K, B or seconds of a load. These are calibrated so that its totals come out: see
-docs/experts.md.
+The paper gives no K, B or seconds of a load. These are calibrated to its totals: see docs/experts.md.
 """
 
 import dataclasses
@@ -17,10 +16,10 @@ MB, GB = 10**6, 10**9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What experts of an architecture cost.
+    """The costs of an architecture's experts.
 
     Attributes:
-      bytes: of the weights.
+      bytes: bytes of the weights.
       gpu, cpu: K and B in seconds, and the largest batch.
       activations: bytes of one image in a batch.
     """
@@ -44,14 +43,14 @@ class Machine:
     """A machine with one GPU.
 
     Attributes:
-      gpu_bytes: what executors may take of the GPU, their contexts included.
-      cpu_bytes: what a CPU executor may take of the host's memory, or a cache of experts there.
+      gpu_bytes: bytes of the GPU for executors, including their contexts.
+      cpu_bytes: bytes of the host's memory for a CPU executor, or for a cache of experts.
       unified: whether both are one memory, so that a cache on the host would save nothing.
       disk: bytes per second.
       experts: ResNet101 experts that fit the GPU executors' pools in the best layout, for boards A and B.
-      software: seconds of a load from disk beside reading and copying: making the model, unpickling.
-      cpu_batch: of ResNet101 on the CPU.
-      batches: sizes that there are programs for, so that a batch takes as long as the next of them; none: each size.
+      software: seconds of a load from disk on top of reading and copying: making the model, unpickling.
+      cpu_batch: largest batch of ResNet101 on the CPU.
+      batches: compiled batch sizes: a batch takes as long as the next of them; none: each size.
     """
 
     name: str
@@ -66,36 +65,38 @@ class Machine:
 
     @property
     def image(self) -> int:
-        """Bytes of activations of one image."""
+        """The bytes of one image's activations."""
         return RESNET.activations
 
 
 NUMA = Machine(name="NUMA", gpu_bytes=int(11.2 * GB), cpu_bytes=6 * GB, unified=False, disk=530e6, experts=(35, 34))
-"""RTX 3080Ti with 12 GB; of the host's 16 GB the system and frameworks have the rest."""
+"""RTX 3080Ti with 12 GB; the system and frameworks have the rest of the host's 16 GB."""
 UMA = Machine(name="UMA", gpu_bytes=16 * GB, cpu_bytes=4 * GB, unified=True, disk=3e9, experts=(60, 60), cpu_batch=5)
-"""Apple M2 with 24 GB, of which a GPU may have two thirds; 4 are the system's. Other costs are NUMA's: the paper has no
-figure to calibrate them by."""
+"""Apple M2 with 24 GB, of which a GPU may use two thirds; 4 are the system's. Other costs are NUMA's: the paper has no
+figure to calibrate them by.
+"""
 EFFICIENT = dataclasses.replace(NUMA, name="NUMA, efficient loader", software=0.02)
-"""Files that are mapped and copied, with no model to be made: as our own loader does."""
+"""A machine whose files are mapped and copied, without making a model: as our own loader does."""
 
 CONTEXT = 400 * MB
-"""What an executor takes of the GPU beside experts and activations."""
+"""Bytes of the GPU that an executor takes on top of experts and activations."""
 COPY_SECONDS, COPY_RATE = 0.02, 6e9
-"""Of a load to the GPU from the host's memory: fixed, and bytes per second (pageable memory)."""
+"""Fixed seconds, and bytes per second, of a load to the GPU from the host's pageable memory."""
 EFFICIENCY = (1.0, 1.15, 1.25, 1.22, 1.05, 0.9)
-"""How much faster n executors compute together than one, for n from 1: they share one GPU. From 4 on it is set so that
-throughput is best with 3 or 4 executors, as in the paper's Figure 17."""
+"""Speed of n executors together relative to one, for n from 1: they share one GPU. From 4 on it is set so that
+throughput is best with 3 or 4 executors, as in the paper's Figure 17.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a machine's memory is divided.
+    """The division of a machine's memory.
 
     Attributes:
-      gpus: GPU executors.
-      cpus: CPU executors, 0 or 1.
-      experts: ResNet101 experts for which there is room in all GPU executors' pools together.
-      host_experts: the same of the cache in the host's memory; what a CPU executor has is less by so much.
+      gpus: number of GPU executors.
+      cpus: number of CPU executors, 0 or 1.
+      experts: room in all GPU executors' pools together, in ResNet101 experts.
+      host_experts: room in the cache in the host's memory, taken from the CPU executor's.
     """
 
     gpus: int
@@ -105,23 +106,23 @@ class Layout:
 
 
 def largest_pool(machine: Machine, gpus: int) -> int:
-    """How many ResNet101 experts fit beside one image for each executor."""
+    """Return the number of ResNet101 experts that fit beside one image per executor."""
     return int((machine.gpu_bytes - gpus * (CONTEXT + machine.image)) // RESNET.bytes)
 
 
 def best_layout(machine: Machine, board: str, gpus: int, cpus: int = 1) -> Layout:
-    """The paper's layouts for a board: what its searches found."""
+    """Return the paper's layout for a board, found by its searches."""
     return Layout(gpus=gpus, cpus=cpus, experts=machine.experts["AB".index(board)])
 
 
 def casual(machine: Machine) -> Layout:
-    """The paper's untuned layout: 75% of the GPU's memory for experts."""
+    """Return the paper's untuned layout: 75% of the GPU's memory for experts."""
     experts = 0.75 * machine.gpu_bytes / RESNET.bytes
     return Layout(gpus=2 if machine.unified else 3, cpus=1, experts=experts)
 
 
 def profiles(machine: Machine, gpus: int) -> Profiles:
-    """What an architecture costs if so many GPU executors run."""
+    """Make the profiles of all architectures if `gpus` GPU executors run."""
     slowdown = gpus / EFFICIENCY[gpus - 1]
     made = {}
     for name, costs in ARCHITECTURES.items():
@@ -145,11 +146,11 @@ def profiles(machine: Machine, gpus: int) -> Profiles:
 
 
 class SimulatedHardware:
-    """One file is read at a time; making the model of it and copying it are each executor's own.
+    """Hardware that reads one file at a time; each executor makes and copies models by itself.
 
     Args:
-      machine: with which disk.
-      profiles: of batches.
+      machine: the machine with the disk.
+      profiles: the profiles of batches.
     """
 
     def __init__(self, machine: Machine, profiles: Profiles):
@@ -167,7 +168,7 @@ class SimulatedHardware:
 
 
 def executors(machine: Machine, layout: Layout) -> list[ExecutorConfig]:
-    """GPU executors with equal parts of the memory, then the CPU's."""
+    """Make the configs of GPU executors with equal parts of the memory, then the CPU's."""
     experts = int(layout.experts * RESNET.bytes)
     activations = machine.gpu_bytes - layout.gpus * CONTEXT - experts
     gpus = [
@@ -189,7 +190,7 @@ def executors(machine: Machine, layout: Layout) -> list[ExecutorConfig]:
 
 
 def system(machine: Machine, layout: Layout, policy: Policy, graph: ExpertGraph) -> tuple[Scheduler, SimulatedHardware]:
-    """A scheduler with its experts placed, and the hardware it runs on.
+    """Make a scheduler with its experts placed, and the hardware it runs on.
 
     A policy of one executor (Samba-CoE) has all of the GPU but one image's activations, and the host's memory as cache.
     """

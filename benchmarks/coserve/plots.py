@@ -7,28 +7,30 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.coserve.tables import NAMES, Rows, compared, of
+from benchmarks.coserve.tables import NAMES, Rows, compared, figure_rows
 from jaxinfer.cli.bench.plots import write_plot
 
 PAPERS_CHOICES = ((35, 25.4), (34, 26.7))
-"""Experts that the paper's search chose for boards A and B, and images a second with them (section 5.4)."""
+"""The number of experts that the paper's search chose for boards A and B, and their images a second (section 5.4)."""
 
 
 def draw_all(rows: Rows, folder: Path) -> None:
-    """Write all plots that there are rows for; text stays text, so that files are small."""
+    """Write all plots that have rows; text stays text, so that files are small."""
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "coserve"}):
         if compared(rows):
             write_plot(folder / "throughput.svg", draw_compared(compared(rows)))
-            write_plot(folder / "ablation.svg", draw_ablation(of(rows, "ablation")))
-            sweeps = draw_sweeps(of(rows, "executors"), of(rows, "memory"), of(rows, "search"))
+            write_plot(folder / "ablation.svg", draw_ablation(figure_rows(rows, "ablation")))
+            sweeps = draw_sweeps(
+                figure_rows(rows, "executors"), figure_rows(rows, "memory"), figure_rows(rows, "search")
+            )
             write_plot(folder / "sweeps.svg", sweeps)
-        if of(rows, "rates"):
-            write_plot(folder / "rates.svg", draw_rates(of(rows, "rates"), of(rows, "live rate")))
+        if figure_rows(rows, "rates"):
+            write_plot(folder / "rates.svg", draw_rates(figure_rows(rows, "rates"), figure_rows(rows, "live rate")))
 
 
 def draw_compared(rows: Rows) -> Figure:
-    """Throughput and switches by task: the paper's figures 13 and 14."""
+    """Draw throughput and switches by task: the paper's figures 13 and 14."""
     machines = list(dict.fromkeys(row["machine"] for row in rows))
     figure = Figure(figsize=(10, 3 * len(machines)), layout="constrained")
     for (left, right), machine in zip(figure.subplots(len(machines), 2, squeeze=False), machines, strict=True):
@@ -41,7 +43,7 @@ def draw_compared(rows: Rows) -> Figure:
 
 
 def draw_ablation(rows: Rows) -> Figure:
-    """Throughput and switches by what of CoServe is there: the paper's figures 15 and 16."""
+    """Draw throughput and switches by CoServe's parts: the paper's figures 15 and 16."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_bars(left, rows, "img_per_s", "images a second")
@@ -52,7 +54,7 @@ def draw_ablation(rows: Rows) -> Figure:
 
 
 def draw_bars(axes: Axes, rows: Rows, field: str, title: str) -> None:
-    """A group of bars a task, a bar a system."""
+    """Draw a group of bars per task, a bar per system."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     systems = [name for name in NAMES if any(row["system"] == name for row in rows)]
     width = 0.8 / len(systems)
@@ -66,7 +68,9 @@ def draw_bars(axes: Axes, rows: Rows, field: str, title: str) -> None:
 
 
 def draw_sweeps(executors: Rows, memory: Rows, searches: Rows) -> Figure:
-    """Throughput by executors, and by experts in memory with what the search chose: the paper's figures 17 and 18."""
+    """Draw throughput by executors, and by experts in memory with the search's choice: the paper's figures 17 and
+    18.
+    """
     figure = Figure(figsize=(10, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for place, task in enumerate(dict.fromkeys(row["task"] for row in memory)):
@@ -89,7 +93,7 @@ def draw_sweeps(executors: Rows, memory: Rows, searches: Rows) -> Figure:
 
 
 def draw_rates(rows: Rows, live: Rows) -> Figure:
-    """Seconds within which 99% of the inputs are judged, by the rate at which they come."""
+    """Draw the seconds within which 99% of the inputs are judged, by their rate."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for place, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):

@@ -1,6 +1,6 @@
-"""The real evaluation: systems of ResNet-101s on this machine's disk and CPU, each run in a process of its own.
+"""The real evaluation: systems of ResNet-101s on this machine's disk and CPU, each run in its own process.
 
-A run that is done is kept in FOLDER/runs.jsonl and not done again.
+Finished runs are kept in FOLDER/runs.jsonl and not repeated.
 """
 
 import dataclasses
@@ -21,26 +21,27 @@ from jaxinfer.evaluation.experts.forecast import compulsory_loads
 
 OURS = "best"
 POOL, HOST = 8, 4
-"""Experts in pools and in the host cache: the paper's shape at a third of its size."""
+"""Number of experts in pools and in the host cache: the paper's shape at a third of its size."""
 SLACK_BYTES = 3 * EXPERT_BYTES + (700 << 20)
-"""What a process may have beside its experts: a buffer for the next one; for each executor an expert that is copied to
-the host's memory and so there twice; programs, activations and what XLA has compiled them with."""
+"""Memory of a process on top of its experts: a buffer for the next one; per executor an expert that is copied to the
+host's memory and so there twice; programs, activations and what XLA has compiled them with.
+"""
 LIVE_RATES = (0.5, 0.8, 1.0)
-"""Parts of our highest simulated rate at which systems really run."""
+"""Shares of our highest simulated rate at which systems really run."""
 Rounds = dict[str, list[dict[str, Any]]]
 """Runs by mode."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the runs of a table have in common.
+    """The common settings of a table's runs.
 
     Attributes:
-      name: in tables, and of the runs.
-      pixels: height and width of the images, which decide how long an execution takes.
-      ratio: of the time of a load to that of an execution; None: loads take what the disk takes.
-      requests: how many inputs come, in a burst.
-      modes: the systems.
+      name: name in tables and runs.
+      pixels: height and width of the images, which determine the duration of an execution.
+      ratio: ratio of loading to execution; None: loads are as fast as the disk.
+      requests: number of inputs, in a burst.
+      modes: the modes of the systems.
     """
 
     name: str
@@ -61,17 +62,17 @@ AS_IT_IS = Setting(
 
 
 def other_ratio(ratio: float) -> Setting:
-    """Another ratio of loading to execution, for ours and the baselines that group."""
+    """Return the setting for another ratio of loading to execution, for ours and the baselines that group."""
     name = f"load:execution {ratio:g}"
     return dataclasses.replace(LOAD_BOUND, name=name, ratio=ratio, modes=(*GROUPING, OURS))
 
 
 class Runs:
-    """The runs that are done, and those to do.
+    """Finished runs, and running the others.
 
     Args:
-      folder: where experts are, and what runs have given.
-      quick: far fewer inputs: to see that all works.
+      folder: the folder of experts and results.
+      quick: far fewer inputs: to see that everything works.
     """
 
     def __init__(self, folder: Path, *, quick: bool):
@@ -79,10 +80,10 @@ class Runs:
         self._file = folder / ("runs-quick.jsonl" if quick else "runs.jsonl")
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         self._done = {entry["key"]: entry["result"] for entry in map(json.loads, lines)}
-        self.execution = 0.0  # seconds, of `LOAD_BOUND`'s images; `rounds` measures it
+        self.execution = 0.0  # seconds of `LOAD_BOUND`'s images, measured by `rounds`
 
     def get(self, what: str, setting: Setting, mode: str, round_: int = 0, **options: Any) -> dict[str, Any]:
-        """What a run has given; runs it unless it has been."""
+        """Return the result of a run, running it if needed."""
         key = f"{what} / {setting.name} / {mode} / {round_}"
         if key not in self._done:
             begun = time.perf_counter()
@@ -94,15 +95,15 @@ class Runs:
         return self._done[key]
 
     def rounds(self, setting: Setting, count: int) -> Rounds:
-        """All modes in turn, so often."""
+        """Run all modes in turn, `count` times."""
         if setting.ratio and not self.execution:
             at_once = dataclasses.replace(LOAD_BOUND, name="unhindered", ratio=None)
             self.execution = _execution(self.get("execution", at_once, "samba", requests=60))
-        found: Rounds = {mode: [] for mode in setting.modes}
+        results: Rounds = {mode: [] for mode in setting.modes}
         for round_ in range(count):
             for mode in setting.modes:
-                found[mode].append(self.get("burst", setting, mode, round_))
-        return found
+                results[mode].append(self.get("burst", setting, mode, round_))
+        return results
 
     def _run(self, setting: Setting, options: dict[str, Any]) -> dict[str, Any]:
         sizes = {
@@ -133,10 +134,10 @@ def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: S
     """Add the rows and checks of the real evaluation.
 
     Args:
-      folder: where experts are, and what runs have given.
-      quick: as of `Runs`.
-      rounds: of all modes in turn.
-      ratios: others of loading to execution, of which ours and the baselines that group run once.
+      folder: the folder of experts and results.
+      quick: see `Runs`.
+      rounds: number of rounds of all modes in turn.
+      ratios: other ratios of loading to execution, at which ours and the baselines that group run once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for setting in (LOAD_BOUND, AS_IT_IS):
@@ -144,10 +145,10 @@ def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: S
     runs = Runs(folder, quick=quick)
     slow, fast = runs.rounds(LOAD_BOUND, rounds), runs.rounds(AS_IT_IS, rounds)
     others = {setting: runs.rounds(setting, 1) for setting in map(other_ratio, ratios)}
-    for setting, found in {LOAD_BOUND: slow, AS_IT_IS: fast, **others}.items():
-        _report_rounds(report, setting, found)
+    for setting, results in {LOAD_BOUND: slow, AS_IT_IS: fast, **others}.items():
+        _report_rounds(report, setting, results)
     _check_gains(report, slow, fast)
-    _check_simulator(report, [*_all(slow), *_all(fast), *(run for found in others.values() for run in _all(found))])
+    _check_simulator(report, [*_all(slow), *_all(fast), *(run for results in others.values() for run in _all(results))])
     _check_overhead(report, slow, fast)
     _check_bound(report, slow, quick=quick)
     _check_replay(report, [runs.get("replay", LOAD_BOUND, "paper", round_, way="replay") for round_ in range(rounds)])
@@ -158,7 +159,7 @@ def measure(report: Report, folder: Path, *, quick: bool, rounds: int, ratios: S
 
 
 def measure_modes(report: Report, folder: Path, modes: Sequence[str], *, quick: bool, rounds: int) -> None:
-    """Add the rows of some modes alone, at a ratio of 10; they say nothing of the checks, which compare modes."""
+    """Add the rows of some modes alone, at a ratio of 10, without the checks, which compare modes."""
     setting = dataclasses.replace(LOAD_BOUND, modes=tuple(modes))
     folder.mkdir(parents=True, exist_ok=True)
     make_experts(folder, setting.pixels)
@@ -166,7 +167,7 @@ def measure_modes(report: Report, folder: Path, modes: Sequence[str], *, quick: 
 
 
 def _execution(run: dict[str, Any]) -> float:
-    """Seconds of a classifier's batch of one."""
+    """Return the seconds of a classifier's batch of one."""
     return _classifier(run)["k"] + _classifier(run)["b"]
 
 
@@ -174,8 +175,8 @@ def _classifier(run: dict[str, Any]) -> dict[str, Any]:
     return next(v for name, v in run["predicted"]["profiles"].items() if name.startswith("classifier"))
 
 
-def _all(found: Rounds) -> Iterable[dict[str, Any]]:
-    return (run for runs in found.values() for run in runs)
+def _all(results: Rounds) -> Iterable[dict[str, Any]]:
+    return (run for runs in results.values() for run in runs)
 
 
 def _throughput(runs: list[dict[str, Any]]) -> float:
@@ -186,13 +187,13 @@ def _loads(runs: list[dict[str, Any]], *tiers: str) -> float:
     return statistics.median(sum(run["loads"].get(tier, 0) for tier in tiers) for run in runs)
 
 
-def _best_of(found: Rounds, modes: Iterable[str]) -> float:
-    """The highest throughput of modes."""
-    return max(_throughput(found[mode]) for mode in modes if mode in found)
+def _best_of(results: Rounds, modes: Iterable[str]) -> float:
+    """Return the highest throughput of these modes."""
+    return max(_throughput(results[mode]) for mode in modes if mode in results)
 
 
-def _report_rounds(report: Report, setting: Setting, found: Rounds) -> None:
-    for mode, runs in found.items():
+def _report_rounds(report: Report, setting: Setting, results: Rounds) -> None:
+    for mode, runs in results.items():
         last = runs[-1]
         report.row(
             figure="real",
@@ -217,15 +218,15 @@ def _check_gains(report: Report, slow: Rounds, fast: Rounds) -> None:
         report.check(f"paperlike_vs_{mode}", _throughput(slow[OURS]) / _throughput(slow[mode]), "x", target=4.5)
     at_once = _throughput(fast[OURS]) / _best_of(fast, BASELINES)
     report.check("fastloader_vs_best_baseline", at_once, "x, 224 pixels", target=2.5)
-    for name, found, target in (("", slow, 1.5), ("_224_pixels", fast, 1.0)):
-        gain = _throughput(found[OURS]) / _best_of(found, GROUPING)
+    for name, results, target in (("", slow, 1.5), ("_224_pixels", fast, 1.0)):
+        gain = _throughput(results[OURS]) / _best_of(results, GROUPING)
         report.check(f"grouping_baseline_gain{name}", gain, "x", target=target)
     report.check("switch_cut", 1 - _loads(slow[OURS], "disk") / _loads(slow["samba"], "disk"), "of loads", target=0.78)
     report.check("real_best_vs_paper_mode", _throughput(slow[OURS]) / _throughput(slow["paper"]), "x", target=1.3)
 
 
 def _check_simulator(report: Report, runs: list[dict[str, Any]]) -> None:
-    """The simulator's throughput and loads, with the costs that each run has seen, against the run's."""
+    """Check the simulator's throughput and loads, by each run's costs, against the run."""
     errors = [abs(run["predicted"]["throughput"] / run["throughput"] - 1) for run in runs]
     report.check("simulator_error", statistics.median(errors), "of throughput, median", target=0.1, better="lower")
     report.check("simulator_error_max", max(errors), "of throughput, all runs", target=0.15, better="lower")
@@ -236,7 +237,7 @@ def _check_simulator(report: Report, runs: list[dict[str, Any]]) -> None:
 
 
 def _check_overhead(report: Report, slow: Rounds, fast: Rounds) -> None:
-    ours = [run["management_share"] for found in (fast, slow) for run in found[OURS]]
+    ours = [run["management_share"] for results in (fast, slow) for run in results[OURS]]
     report.check("management_share", max(ours), "of executors' time", target=0.002, better="lower")
     budget = (POOL + HOST) * EXPERT_BYTES + SLACK_BYTES
     most = max(run["resident"] for run in (*_all(slow), *_all(fast)))
@@ -244,7 +245,7 @@ def _check_overhead(report: Report, slow: Rounds, fast: Rounds) -> None:
 
 
 def _check_bound(report: Report, slow: Rounds, *, quick: bool) -> None:
-    """Disk loads of the mode that has the fewest, against every used expert once."""
+    """Check the disk loads of the mode with the fewest against one load per used expert."""
     ratios = []
     for round_, runs in enumerate(zip(slow["paper"], slow[OURS], strict=True)):
         inputs = inputs_of(60 if quick else LOAD_BOUND.requests, 1 + round_)
@@ -254,7 +255,7 @@ def _check_bound(report: Report, slow: Rounds, *, quick: bool) -> None:
 
 
 def _check_replay(report: Report, runs: list[dict[str, Any]]) -> None:
-    """What deciding while it runs costs: against the same decisions replayed, in which the same experts are read."""
+    """Check the cost of deciding: against the same decisions replayed, which read the same experts."""
     ratios = sorted(run["throughput"] / run["replayed"]["throughput"] for run in runs)
     report.row(figure="replay", live_by_replayed=[round(ratio, 4) for ratio in ratios])
     same = statistics.fmean(run["replayed"]["read"] == run["read"] == run["loads"]["disk"] for run in runs)
@@ -263,31 +264,33 @@ def _check_replay(report: Report, runs: list[dict[str, Any]]) -> None:
 
 
 def _check_virtual(report: Report, runs: list[dict[str, Any]]) -> None:
-    """Runs on the simulated clock read the experts that the simulation says, and their verdicts lead where it says."""
+    """Check that runs on the simulated clock read as many experts as simulated, and that verdicts lead where it
+    says.
+    """
     same = all(run["read"] == run["predicted"]["loads"]["disk"] and run["routed"] == run["stages"] for run in runs)
     report.check("virtual_loads_exact", float(same), "of 1", target=1.0)
 
 
 def _rates(report: Report, runs: Runs) -> None:
-    """Latency by the rate at which inputs come: all systems simulated, and ours at three rates for real."""
+    """Report latency by the rate of inputs: all systems simulated, and ours at three rates for real."""
     highest = {}
     for mode in LOAD_BOUND.modes:
-        found = runs.get("rates", LOAD_BOUND, mode, way="rates")
-        highest[mode] = found["highest"]
-        for rate, p50, p99 in found["curve"]:
+        result = runs.get("rates", LOAD_BOUND, mode, way="rates")
+        highest[mode] = result["highest"]
+        for rate, p50, p99 in result["curve"]:
             report.row(figure="rates", mode=mode, rate=rate, p50=round(p50, 3), p99=round(p99, 3))
     for mode, rate in highest.items():
         report.row(figure="highest rate", mode=mode, rate=round(rate, 2))
     for part in LIVE_RATES:
         rate = round(part * highest[OURS], 2)
-        found = runs.get(f"rate {part}", LOAD_BOUND, OURS, rate=rate)
+        result = runs.get(f"rate {part}", LOAD_BOUND, OURS, rate=rate)
         report.row(
             figure="live rate",
             mode=OURS,
             rate=rate,
-            p50=round(found["p50"], 3),
-            p99=round(found["p99"], 3),
-            predicted_p99=round(found["predicted"]["p99"], 3),
+            p50=round(result["p50"], 3),
+            p99=round(result["p99"], 3),
+            predicted_p99=round(result["predicted"]["p99"], 3),
         )
     best = max(highest[mode] for mode in GROUPING)
     report.check("rate_at_p99_vs_grouping", highest[OURS] / best, "x", target=1.0)

@@ -2,7 +2,7 @@
 
 Options: folder, pixels, mode, executors, pool, host (both in experts), requests, seed, bandwidth (bytes/s of the disk;
 null: as fast as it is), rate (of a Poisson process of inputs; null: a burst), way ("live", "replay", "virtual" or
-"rates"). Prints one JSON object: throughput, loads, what the simulator predicts, memory, where time went.
+"rates"). Prints one JSON object: throughput, loads, the simulator's prediction, memory, where time went.
 """
 
 import functools
@@ -30,21 +30,21 @@ from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.experts.system import System
 
 P99 = 3.0
-"""Seconds within which 99% of the inputs are to be judged, for the highest rate."""
+"""Seconds within which 99% of the inputs must be judged, for the highest rate."""
 RATES = (1, 2, 3, 4, 6, 8, 10, 13, 16, 20, 25, 30, 40, 50, 65, 80)
-"""Inputs a second of the curve of latencies."""
+"""Inputs a second at the points of the curve of latencies."""
 CURVE_SEEDS, CURVE_REQUESTS = range(3), 1500
 PRECISION = 0.02
 
 
 class Disk:
-    """`os.preadv`, at a rate if there is one, whichever threads call it; counts the experts that are read.
+    """`os.preadv`, limited to a rate over all threads; counts the experts read.
 
     Args:
-      rate: bytes/s; None: as fast as it is.
+      rate: bytes/s; None: no limit.
 
     Attributes:
-      experts: how many files were read from their beginning.
+      experts: number of files read from their beginning.
     """
 
     def __init__(self, rate: float | None):
@@ -52,7 +52,7 @@ class Disk:
         self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
 
     def __repr__(self) -> str:
-        """What costs are kept by: another rate is another disk."""
+        """Name the disk in the record of costs: another rate is another disk."""
         return f"Disk({self._rate})"
 
     def __call__(self, handle: int, buffers: list[Any], offset: int) -> int:
@@ -68,7 +68,7 @@ class Disk:
 
 
 class ResidentMemory:
-    """The most memory that this process has while the context is open, in bytes, looked at every 20 ms."""
+    """The peak memory of this process in bytes while the context is open, sampled every 20 ms."""
 
     def __init__(self) -> None:
         self.most, self._ended = 0, threading.Event()
@@ -89,7 +89,7 @@ class ResidentMemory:
 
 
 def run(options: dict[str, Any]) -> dict[str, Any]:
-    """What the module's docstring says that it prints."""
+    """Run a system and return the result that the module's docstring describes."""
     before = psutil.Process().memory_info().rss
     made, disk = config(Path(options["folder"]), options), Disk(options["bandwidth"])
     quiet: dict[str, Any] = {"preadv": disk, "progress": lambda what, done, total: None}
@@ -103,18 +103,18 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         return _virtual(build, disk, trace)
     recorder = Recorder if options["way"] == "replay" else Scheduler
     with ResidentMemory() as memory, build(scheduler=recorder) as system:
-        found = _live(system, disk, trace, image)
-        found |= {"resident": memory.most - before, "predicted": _predict(system, trace)}
+        result = _live(system, disk, trace, image)
+        result |= {"resident": memory.most - before, "predicted": _predict(system, trace)}
         first = system.scheduler
     if isinstance(first, Recorder):
         again = functools.partial(Replayer, recording=first.recording)
         with build(scheduler=again, profiles=first.profiles) as system:
-            found["replayed"] = _live(system, disk, trace, image)
-    return found
+            result["replayed"] = _live(system, disk, trace, image)
+    return result
 
 
 def _live(system: System, disk: Disk, trace: list[TraceRequest], image: np.ndarray) -> dict[str, Any]:
-    """Submit a trace as its arrivals say, and wait for all results."""
+    """Submit a trace at its arrivals, and wait for all results."""
     already, begun, futures = disk.experts, time.perf_counter(), []
     cpu = time.process_time()
     for item in trace:
@@ -145,9 +145,9 @@ def _live(system: System, disk: Disk, trace: list[TraceRequest], image: np.ndarr
 
 
 def _virtual(build: Callable[..., System], disk: Disk, trace: list[TraceRequest]) -> dict[str, Any]:
-    """The loads of a simulation, and of a run on the simulated clock with everything really done.
+    """Return the loads of a simulation, and of a run on the simulated clock in which everything is really done.
 
-    Of the latter also how many experts were really read, and how many verdicts lead where the trace says.
+    The latter also has the number of experts really read, and of verdicts that lead where the trace says.
     """
     routed = []
     with build() as system:
@@ -172,7 +172,7 @@ def _virtual(build: Callable[..., System], disk: Disk, trace: list[TraceRequest]
 
 
 def _predict(system: System, trace: list[TraceRequest]) -> dict[str, Any]:
-    """What the simulator says of the same system and the same trace, from what was seen to be taken."""
+    """Simulate the same system and trace with the costs seen in the run."""
     outcome = _simulate(system, system.profiles, trace)
     profiles = {
         " on ".join(key): {"k": p.k, "b": p.b, "max_batch": p.max_batch, "load": dict(p.load), "evict": p.evict}
@@ -195,7 +195,7 @@ def _simulate(opened: OpenedSystem, profiles: Profiles, trace: list[TraceRequest
 
 
 def _rates(opened: OpenedSystem, profiles: Profiles) -> dict[str, Any]:
-    """Simulated: latencies by the rate of a Poisson process, and the highest rate with a p99 of at most `P99`."""
+    """Simulate latencies by the rate of a Poisson process, and find the highest rate with a p99 of at most `P99`."""
 
     @functools.cache
     def latency(rate: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The paper's figures 13 to 19 on a simulated clock, against its numbers and its order of things; and our policy."""
+"""The paper's figures 13 to 19 on a simulated clock, against its numbers and ranking; and our policy."""
 
 import dataclasses
 import functools
@@ -29,10 +29,11 @@ from jaxinfer.experts.scheduling.policy import POLICIES, Policy
 
 ABLATION = ("none", "em", "em_ra", "paper")
 SWEEP = (10, 15, 20, 25, 28, 32, 35, 39, 42, 45, 48)
-"""ResNet101 experts in the GPU executors' pools."""
+"""Number of ResNet101 experts in the GPU executors' pools."""
 SAMPLE = 2500
-"""Images on which the memory search measures: a task's. With fewer, most of the time goes into the first loads, and
-more experts always look better."""
+"""Number of images in the sample of the memory search: a task's. With fewer, most of the time goes into the first
+loads, and more experts always look better.
+"""
 FLAGS = {
     "queue_aware": {"evict": "queue_aware"},
     "host_cache": {"host_cache": True},
@@ -43,20 +44,20 @@ FLAGS = {
     "avoids_padding": {"avoids_padding": True},
     "max_age": {"max_age": 30.0},
 }
-"""What each of our flags changes."""
+"""The changes of each of our flags."""
 BATCHES = (1, 2, 4, 8)
-"""Sizes for which there are programs, where `avoids_padding` is measured: a batch takes as long as the next of them."""
+"""Compiled batch sizes where `avoids_padding` is measured: a batch takes as long as the next of them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What came of a task.
+    """The result of a task.
 
     Attributes:
-      throughput: images with a result for each second.
-      switches: loads after the start. disk: those from files.
-      bound: the least number of loads from files.
-      seconds: of the task. deciding: real seconds of all the scheduler's decisions.
+      throughput: images with a result per second.
+      switches: number of loads after the start. disk: number of loads from files.
+      bound: the minimum number of loads from files.
+      seconds: the task's seconds. deciding: real seconds of all the scheduler's decisions.
     """
 
     throughput: float
@@ -86,10 +87,10 @@ def run(machine: Machine, layout: Layout, policy: Policy, task: Task, seed: int,
 
 
 class Simulation:
-    """What all figures share.
+    """The common part of all figures.
 
     Args:
-      report: collects them.
+      report: collects the results.
       quick: one seed and fewer points.
     """
 
@@ -100,24 +101,24 @@ class Simulation:
         self.sweep = SWEEP[::3] if quick else SWEEP
 
     def mean(self, machine: Machine, layout: Layout, policy: Policy, task: Task, *, repeats: float = 0.0) -> Run:
-        """The mean over the seeds."""
+        """Average the runs of all seeds."""
         runs = [run(machine, layout, policy, task, seed, repeats) for seed in self.seeds]
         means = [statistics.fmean(getattr(each, field.name) for each in runs) for field in dataclasses.fields(Run)]
         return Run(*means)  # pyright: ignore[reportArgumentType]
 
-    def row(self, figure: str, found: Run, **fields: object) -> None:
-        """Note a mean."""
+    def row(self, figure: str, mean: Run, **fields: object) -> None:
+        """Add a row with a mean."""
         self.report.row(
             figure=figure,
             **fields,
-            img_per_s=round(found.throughput, 2),
-            switches=round(found.switches, 1),
-            disk_loads=round(found.disk, 1),
-            bound=round(found.bound, 1),
+            img_per_s=round(mean.throughput, 2),
+            switches=round(mean.switches, 1),
+            disk_loads=round(mean.disk, 1),
+            bound=round(mean.bound, 1),
         )
 
     def run_all(self) -> None:
-        """All figures and checks."""
+        """Make all figures and checks."""
         for figure in (
             self.compare,
             self.ablate,
@@ -131,58 +132,60 @@ class Simulation:
             figure()
 
     def compare(self) -> None:
-        """Figures 13 and 14: throughput and switches of CoServe in both layouts, and of Samba-CoE in three ways."""
+        """Make figures 13 and 14: throughput and switches of CoServe in both layouts, and of Samba-CoE in three
+        ways.
+        """
         self._check_numa(self._compare_on(NUMA))
         self._check_uma(self._compare_on(UMA))
 
     def _compare_on(self, machine: Machine) -> list[dict[str, Run]]:
-        """All systems, of each task."""
+        """Run all systems on each task."""
         tasks = []
         for task in self.tasks:
             layout, modes = best_layout(machine, task.board, task.gpus), (*BASELINES, *GROUPING, "paper")
-            found = {mode: self.mean(machine, layout, POLICIES[mode], task) for mode in modes}
-            found["casual"] = self.mean(machine, casual(machine), POLICIES["paper"], task)
-            for name, each in found.items():
+            results = {mode: self.mean(machine, layout, POLICIES[mode], task) for mode in modes}
+            results["casual"] = self.mean(machine, casual(machine), POLICIES["paper"], task)
+            for name, each in results.items():
                 self.row("compare", each, machine=machine.name, task=task.name, system=name)
-            tasks.append(found)
+            tasks.append(results)
         return tasks
 
     def _check_numa(self, tasks: list[dict[str, Run]]) -> None:
-        check, speedups = self.report.check, [_speedups(found) for found in tasks]
+        check, speedups = self.report.check, [_speedups(results) for results in tasks]
         check("worst_speedup", min(map(min, speedups)), "x a baseline", target=3.5)
         check("best_speedup_least", min(map(max, speedups)), "x a baseline", target=9)
         check("best_speedup_most", max(map(max, speedups)), "x a baseline", target=14, better="lower")
         check("switches_saved_vs_samba", _least_cut(tasks, "samba"), "of its switches", target=0.85)
         check("switches_saved_vs_parallel", _least_cut(tasks, "parallel"), "of its switches", target=0.92)
-        untuned = min(found["casual"].throughput / found["paper"].throughput for found in tasks)
+        untuned = min(results["casual"].throughput / results["paper"].throughput for results in tasks)
         check("casual_vs_best", untuned, "x of the throughput", target=0.75)
         check("switches_saved_vs_casual", _least_cut(tasks, "casual"), "of its switches", target=0.0128)
-        grouping = [max(found[mode].throughput for mode in GROUPING) for found in tasks]
-        gain = min(found["paper"].throughput / best for found, best in zip(tasks, grouping, strict=True))
+        grouping = [max(results[mode].throughput for mode in GROUPING) for results in tasks]
+        gain = min(results["paper"].throughput / best for results, best in zip(tasks, grouping, strict=True))
         check("paper_vs_grouping_baseline", gain, "x the better one", target=1.0)
 
     def _check_uma(self, tasks: list[dict[str, Run]]) -> None:
-        check, speedups = self.report.check, [_speedups(found) for found in tasks]
+        check, speedups = self.report.check, [_speedups(results) for results in tasks]
         check("uma_worst_speedup", min(map(min, speedups)), "x a baseline", target=4.6)
         check("uma_best_speedup_most", max(map(max, speedups)), "x a baseline", target=14, better="lower")
         check("uma_switch_cut", _least_cut(tasks, "samba"), "of Samba-CoE's switches", target=0.78)
         check("uma_switches_saved_vs_casual", _least_cut(tasks, "casual"), "of its switches", target=0.1648)
 
     def ablate(self) -> None:
-        """Figures 15 and 16: expert management, request arranging and request assignment, one after the other."""
+        """Make figures 15 and 16: expert management, request arranging and request assignment, added one by one."""
         steps = []
         for task in self.tasks:
             layout = best_layout(NUMA, task.board, task.gpus)
-            found = [self.mean(NUMA, layout, POLICIES[mode], task) for mode in ABLATION]
-            for mode, each in zip(ABLATION, found, strict=True):
+            results = [self.mean(NUMA, layout, POLICIES[mode], task) for mode in ABLATION]
+            for mode, each in zip(ABLATION, results, strict=True):
                 self.row("ablation", each, task=task.name, system=mode)
-            for before, after in itertools.pairwise(found):
+            for before, after in itertools.pairwise(results):
                 steps += [after.throughput / before.throughput, before.switches / after.switches]
         self.report.check("least_step_of_ablation", min(steps), "x the one before", target=1.001)
 
     def sweep_executors(self) -> None:
-        """Figure 17: throughput by the number of executors."""
-        found = []
+        """Make figure 17: throughput by the number of executors."""
+        best = []
         for task in self.tasks:
             rates = {}
             for cpus in (0, 1):
@@ -191,12 +194,12 @@ class Simulation:
                     each = self.mean(NUMA, layout, POLICIES["paper"], task)
                     self.row("executors", each, task=task.name, gpus=gpus, cpus=cpus)
                     rates[gpus, cpus] = each.throughput
-            found.append(max(range(1, 7), key=lambda gpus: rates[gpus, 1]))
-        self.report.check("best_executors_least", min(found), "on the GPU beside 1", target=3)
-        self.report.check("best_executors_most", max(found), "on the GPU beside 1", target=5, better="lower")
+            best.append(max(range(1, 7), key=lambda gpus: rates[gpus, 1]))
+        self.report.check("best_executors_least", min(best), "on the GPU beside 1", target=3)
+        self.report.check("best_executors_most", max(best), "on the GPU beside 1", target=5, better="lower")
 
     def sweep_memory(self) -> None:
-        """Figures 11 and 18: throughput by how many experts the GPU has room for, and what the search chooses."""
+        """Make figures 11 and 18: throughput by the number of experts that fit the GPU, and the search's choice."""
         above_ends, chosen = [], {"random": [], "argmax": []}
         for task in self.tasks:
 
@@ -212,16 +215,16 @@ class Simulation:
             above_ends.append(best / max(rates[min(rates)], rates[max(rates)]))
             for choose in ("random", "argmax"):
                 searches = [search(task, seed, choose) for seed in self.seeds]
-                for seed, found in zip(self.seeds, searches, strict=True):
+                for seed, choice in zip(self.seeds, searches, strict=True):
                     self.report.row(
                         figure="search",
                         task=task.name,
                         choose=choose,
                         seed=seed,
-                        window=found.windows[-1].experts,
-                        error=round(found.error, 4),
-                        experts=found.experts,
-                        img_per_s=round(rate(found.experts), 2),
+                        window=choice.windows[-1].experts,
+                        error=round(choice.error, 4),
+                        experts=choice.experts,
+                        img_per_s=round(rate(choice.experts), 2),
                     )
                 chosen[choose].append(statistics.fmean(rate(each.experts) for each in searches) / best)
         self.report.check("memory_optimum_above_ends", min(above_ends), "x the better end of the sweep", target=1.001)
@@ -229,11 +232,11 @@ class Simulation:
         self.report.check("search_of_better_end", min(chosen["argmax"]), "x the best of the sweep", target=0.95)
 
     def measure_decisions(self) -> None:
-        """Figure 19: a thread's time for decisions, of 350 experts with 3,500 requests that wait."""
+        """Make figure 19: a thread's time for decisions, with 350 experts and 3,500 waiting requests."""
         worst = 0.0
         for mode in ("paper", "best"):
-            found = decision_latencies(POLICIES[mode])
-            for what, each in found.items():
+            latencies = decision_latencies(POLICIES[mode])
+            for what, each in latencies.items():
                 self.report.row(figure="decisions", system=mode, call=what, **each.ms())
                 worst = max(worst, each.p99) if mode == "best" else worst
         self.report.check("decision_p99_ms", 1e3 * worst, "ms", target=1, better="lower")
@@ -245,7 +248,7 @@ class Simulation:
         self.report.check("scheduling_overhead", max(shares), "of a task's time", target=0.03, better="lower")
 
     def vary(self) -> None:
-        """What the headline depends on: the CPU executor, how costly a load is, and that no type comes in runs."""
+        """Vary the conditions of the headline: no CPU executor, cheaper loads, and types that come in runs."""
         task = self.tasks[0]
         layout = best_layout(NUMA, task.board, task.gpus)
         modes = (*BASELINES, *ABLATION, "best")
@@ -259,7 +262,7 @@ class Simulation:
                 self.row("variant", each, what=what, task=task.name, system=mode)
 
     def ours(self) -> None:
-        """Our policy against the paper's, and against the least number of loads."""
+        """Compare our policy with the paper's, and with the minimum number of loads."""
         gains, loads = [], []
         for machine in (NUMA, UMA):
             for task in self.tasks:
@@ -277,7 +280,7 @@ class Simulation:
         self.report.check("switches_vs_bound", max(loads), "x the least loads", target=1.5, better="lower")
 
     def flags(self) -> None:
-        """Each of our flags alone, added to the paper's policy, and taken from ours."""
+        """Measure each of our flags alone, added to the paper's policy, and removed from ours."""
         for name, changes in FLAGS.items():
             undone = {field: getattr(POLICIES["paper"], field) for field in changes}
             toggled = undone if all(getattr(POLICIES["best"], k) == v for k, v in changes.items()) else changes
@@ -294,18 +297,18 @@ class Simulation:
             self.row("flag", after, flag=name, how=how, task=task.name, gain=gain)
 
 
-def _speedups(found: Mapping[str, Run]) -> list[float]:
-    """The paper's policy against each baseline of the paper."""
-    return [found["paper"].throughput / found[mode].throughput for mode in BASELINES]
+def _speedups(results: Mapping[str, Run]) -> list[float]:
+    """Compare the paper's policy with each baseline of the paper."""
+    return [results["paper"].throughput / results[mode].throughput for mode in BASELINES]
 
 
 def _least_cut(tasks: Iterable[Mapping[str, Run]], other: str) -> float:
-    """Which part of another system's switches the paper's policy saves, in the task where that is least."""
-    return min(1 - found["paper"].switches / found[other].switches for found in tasks)
+    """Return the share of another system's switches that the paper's policy saves, in the task with the least."""
+    return min(1 - results["paper"].switches / results[other].switches for results in tasks)
 
 
 def search(task: Task, seed: int, choose: Literal["random", "argmax"]) -> MemoryChoice:
-    """The paper's search of section 4.4, on a sample of images that are not the task's."""
+    """Run the paper's search of section 4.4, on a sample of images that are not the task's."""
     sample = dataclasses.replace(task, name=f"{task.name}-sample", images=SAMPLE)
     graph, _ = make_task(sample, seed)
 

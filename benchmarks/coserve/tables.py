@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.readme import rows_of, table
 
 BASELINES = ("samba", "fifo", "parallel")
-"""The paper's: none groups requests by expert."""
+"""The paper's baselines: none groups requests by expert."""
 GROUPING = ("samba_grouping", "parallel_grouping")
-"""The same with what servers do that swap models: requests for one expert are collected and run in batches."""
+"""The baselines with a habit of servers that swap models: requests for one expert are collected and run in batches."""
 QUANTILES = ("p50_ms", "p99_ms", "p99.9_ms", "max_ms")
 Rows = Sequence[Mapping[str, Any]]
 NAMES = {
@@ -31,26 +31,26 @@ NAMES = {
 
 
 def print_tables(rows: Rows) -> None:
-    """Print all tables that there are rows for."""
+    """Print all tables that have rows."""
     for title, text in tables(rows).items():
         if text.count("\n") > 1:
             print(f"\n{title}\n\n{text}")
 
 
 def tables(rows: Rows) -> dict[str, str]:
-    """By title, in Markdown."""
+    """Make the tables in Markdown, by title."""
 
     return {
         "Images a second / expert switches": by_task(compared(rows), "machine"),
-        "What of CoServe does what (NUMA)": by_task(of(rows, "ablation")),
+        "What of CoServe does what (NUMA)": by_task(figure_rows(rows, "ablation")),
         "GPU executors (NUMA), images a second": lines(
-            of(rows, "executors"), ("task", "cpus"), "gpus", lambda row: f"{row['img_per_s']:.1f}"
+            figure_rows(rows, "executors"), ("task", "cpus"), "gpus", lambda row: f"{row['img_per_s']:.1f}"
         ),
         "Experts in memory (NUMA), images a second": lines(
-            of(rows, "memory"), ("task",), "experts", lambda row: f"{row['img_per_s']:.1f}"
+            figure_rows(rows, "memory"), ("task",), "experts", lambda row: f"{row['img_per_s']:.1f}"
         ),
         "What the decay window chooses": lines(
-            of(rows, "search"),
+            figure_rows(rows, "search"),
             ("task", "choose"),
             "seed",
             lambda row: f"{row['window'][0]}-{row['window'][1]}: {row['experts']}, {row['img_per_s']:.1f} img/s",
@@ -59,12 +59,15 @@ def tables(rows: Rows) -> dict[str, str]:
             ["policy", "call", "p50 ms", "p99 ms", "p99.9 ms", "max ms"],
             [
                 [row["system"], row["call"], *(f"{row[name]:.3f}" for name in QUANTILES)]
-                for row in of(rows, "decisions")
+                for row in figure_rows(rows, "decisions")
             ],
         ),
-        "Other circumstances": lines(of(rows, "variant"), ("system",), "what", both),
+        "Other circumstances": lines(figure_rows(rows, "variant"), ("system",), "what", both),
         "Each flag": lines(
-            of(rows, "flag"), ("flag",), ("how", "task"), lambda row: f"{row['gain'] - 1:+.1%}, {row['switches']:.0f}"
+            figure_rows(rows, "flag"),
+            ("flag",),
+            ("how", "task"),
+            lambda row: f"{row['gain'] - 1:+.1%}, {row['switches']:.0f}",
         ),
         "Real systems on this machine": table(
             ["loading", "pixels", "inputs", "system", "inputs/s", "simulated", "loads from disk + host", "memory"],
@@ -79,25 +82,28 @@ def tables(rows: Rows) -> dict[str, str]:
                     f"{row['loads_disk']:.0f} + {row['loads_host']:.0f}",
                     f"{row['resident_gb']:.1f} GB",
                 ]
-                for row in of(rows, "real")
+                for row in figure_rows(rows, "real")
             ],
         ),
         "Seconds until 50% / 99% of the inputs are judged, by inputs a second (simulated)": lines(
-            [{**row, "system": row["mode"]} for row in of(rows, "rates")],
+            [{**row, "system": row["mode"]} for row in figure_rows(rows, "rates")],
             ("rate",),
             "system",
             lambda row: f"{row['p50']:.2f} / {row['p99']:.2f}",
         ),
         "Highest rate with 99% within 3 s (simulated), inputs a second": table(
             ["system", "inputs/s"],
-            [[NAMES[row["mode"]], f"{row['rate']:.1f}"] for row in of(rows, "highest rate")],
+            [[NAMES[row["mode"]], f"{row['rate']:.1f}"] for row in figure_rows(rows, "highest rate")],
         ),
         "The same for real, seconds": table(
             ["inputs/s", "50%", "99%", "99%, simulated"],
-            [[f"{row[name]:.3g}" for name in ("rate", "p50", "p99", "predicted_p99")] for row in of(rows, "live rate")],
+            [
+                [f"{row[name]:.3g}" for name in ("rate", "p50", "p99", "predicted_p99")]
+                for row in figure_rows(rows, "live rate")
+            ],
         ),
         "Our policy": lines(
-            of(rows, "ours"),
+            figure_rows(rows, "ours"),
             ("machine", "what"),
             "task",
             lambda row: f"{both(row)}, {row['disk_loads']:.0f} of {row['bound']:.0f}",
@@ -106,7 +112,7 @@ def tables(rows: Rows) -> dict[str, str]:
 
 
 def spread(row: Mapping[str, Any]) -> str:
-    """The median of the rounds, and the least and the greatest."""
+    """Format the median of the rounds, with the minimum and maximum."""
     rates = [f"{row['requests'] / seconds:.3g}" for seconds in sorted(row["seconds"], reverse=True)]
     return f"{row['throughput']:.3g}" + (f" ({rates[0]} to {rates[-1]})" if len(rates) > 1 else "")
 
@@ -116,12 +122,12 @@ def both(row: Mapping[str, Any]) -> str:
 
 
 def by_task(rows: Rows, *groups: str) -> str:
-    """A line a system, a column a task."""
+    """Make a table with a line per system and a column per task."""
     return lines(rows, (*groups, "system"), "task", both)
 
 
 def lines(rows: Rows, keys: Iterable[str], column: str | tuple[str, ...], cell: Any) -> str:
-    """A table: a line for each value of `keys`, a column for each value of `column`."""
+    """Make a table with a line per value of `keys` and a column per value of `column`."""
     keys, names = tuple(keys), (column,) if isinstance(column, str) else column
 
     def at(row: Mapping[str, Any], fields: Iterable[str]) -> tuple[str, ...]:
@@ -135,11 +141,14 @@ def lines(rows: Rows, keys: Iterable[str], column: str | tuple[str, ...], cell: 
 
 
 def compared(rows: Rows) -> Rows:
-    """All systems in the paper's layout."""
-    return [*of(rows, "compare"), *(row for row in of(rows, "ours") if row["what"] == "the paper's layout")]
+    """Select all systems in the paper's layout."""
+    return [
+        *figure_rows(rows, "compare"),
+        *(row for row in figure_rows(rows, "ours") if row["what"] == "the paper's layout"),
+    ]
 
 
-def of(rows: Rows, figure: str) -> Rows:
+def figure_rows(rows: Rows, figure: str) -> Rows:
     return [row for row in rows if row["figure"] == figure]
 
 

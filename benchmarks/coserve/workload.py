@@ -1,4 +1,4 @@
-"""The paper's four tasks: images of circuit boards' components, each to the expert of its type.
+"""The paper's four tasks: images of circuit boards' components, each for the expert of its type.
 
 A board has more types than a task's images show. 65 switches with about 35 experts in memory need a task that touches
 about a hundred of them, so that many are active here, by a law under which the first few are used most.
@@ -13,10 +13,10 @@ from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 
 ACTIVE, OFFSET = 100, 20
-"""How many types come, and the type at place i with a weight of 1 / (i + OFFSET)."""
+"""Number of active types, and the offset in their weights: type i has a weight of 1 / (i + OFFSET)."""
 DETECTORS = ("yolov5m",) * 4 + ("yolov5l",) * 4
 WITH_DETECTOR, WELL = 0.10, 0.97
-"""Part of the types whose images go on to a detector, and how many of these do: those without a defect."""
+"""Share of types whose images go on to a detector, and share of these images that do: those without a defect."""
 RECENT = 20
 INTERVAL = 0.004
 """Seconds between images."""
@@ -27,8 +27,8 @@ class Task:
     """A board's images.
 
     Attributes:
-      gpus: GPU executors with which the paper found it fastest, beside one on the CPU.
-      active: types that come.
+      gpus: number of GPU executors that the paper found fastest, together with one on the CPU.
+      active: number of active types.
     """
 
     name: str
@@ -50,12 +50,12 @@ TASKS = (
 
 
 def make_task(task: Task, seed: int, *, repeats: float = 0.0) -> tuple[ExpertGraph, list[TraceRequest]]:
-    """The experts, and the images.
+    """Make the experts and the images.
 
     Args:
-      task: which one.
-      seed: of which types have detectors, and which images come.
-      repeats: part of the images that are of the type of one of the last `RECENT`: locality in time.
+      task: the task.
+      seed: draws the types with detectors, and the images.
+      repeats: share of images whose type is that of one of the last `RECENT`: locality in time.
     """
     rng = random.Random(f"{task.board}{seed}")
     types = [f"type{place:03}" for place in range(task.active)]

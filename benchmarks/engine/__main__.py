@@ -1,11 +1,11 @@
-"""The engine under many requests: its throughput against peers in the same run, and what its own parts gain.
+"""The engine under many requests: its throughput against peers in the same run, and the gain of its own parts.
 
     python -m benchmarks.engine [--quick] [--only throughput,prefix] [--json benchmarks/results/KIND/engine.json]
 
 `throughput` gives every engine the same requests at once, with prompts and outputs of mixed lengths, on the model of
 `peers/make_model.py`. Each engine schedules them in its two best ways, which are found by a race at an eighth of the
 lengths and remembered for the next run (`ways.py`); ours has only one. The other parts run our engine alone, some of
-them on the demo model, because only a trained model's text is predictable. The JSON is written anew after every part.
+them on the demo model, because only a trained model's text is predictable. The JSON is rewritten after every part.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
 
 
 def read_parts(text: str) -> list[str]:
-    """The parts named in `--only`."""
+    """Parse the parts named in `--only`."""
     names = text.split(",")
     if unknown := set(names) - PARTS.keys():
         raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -46,7 +46,7 @@ def read_parts(text: str) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """A number of at least one."""
+    """Parse a number of at least one."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def run_part(name: str, report: Report, settings: Settings, json_file: Path | None) -> str:
-    """Run one part and save its result. Returns why a peer could not run, in which case the part has no figures."""
+    """Run one part and save its result. Returns why a peer could not run; then the part has no figures."""
     start, absent = time.monotonic(), ""
     try:
         PARTS[name](report, settings)

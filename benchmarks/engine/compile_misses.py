@@ -1,4 +1,4 @@
-"""Programs that were missing after compiling ahead, for requests that arrive while others run, some of them aborted."""
+"""Programs missing after compiling ahead, for requests that arrive while others run, some of them aborted."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ REQUESTS = 200
 
 
 def random_requests(llm: LLM, count: int) -> list[tuple[list[int], SamplingParams]]:
-    """Requests of every length and kind that this engine supports."""
+    """Draw requests of every length and kind that this engine supports."""
     source = random.Random(0)
     requests = []
     for index in range(count):

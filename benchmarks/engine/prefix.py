@@ -9,20 +9,20 @@ from benchmarks.peers.worker import VOCAB
 from benchmarks.report import Report
 from jaxinfer import LLM, SamplingParams
 
-SHARED, OWN = 512, 16  # tokens of a prompt that two requests have in common, and those that differ
+SHARED, OWN = 512, 16  # tokens of a prompt that two requests share, and tokens that differ
 
 
 def prefix(report: Report, settings: Settings) -> None:
     llm = LLM(settings.random_model(), dtype="float32", max_batch=8, context=1024)
     source = random.Random(0)
-    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
     def draw(count: int) -> list[int]:
         return [source.randrange(3, VOCAB) for _ in range(count)]
 
     def first_token(prompt: list[int]) -> float:
         start = time.perf_counter()
-        llm.generate([prompt], one)
+        llm.generate([prompt], one_token)
         return time.perf_counter() - start
 
     pairs = []

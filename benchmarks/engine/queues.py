@@ -1,4 +1,4 @@
-"""What the host does for many requests at once: CPU time of the engine itself, with a device that answers at once."""
+"""The host's work for many requests at once: CPU time of the engine itself, with a device that answers instantly."""
 
 import asyncio
 import functools
@@ -48,16 +48,16 @@ STREAMS, PROMPT, STEPS = 256, 32_000, 64
 FEW, MANY = 2_000, 20_000
 ROUNDS = 5
 VOCAB = 256  # of prompts: every model has as many
-TOKEN = 200  # what the device always answers
+TOKEN = 200  # the device's constant answer
 VECTOR = np.ones(8, np.float32)
 
 
 class InstantExecutor:
-    """The device side of an engine without a device: an answer is there as soon as it is asked for.
+    """The device side of an engine without a device: an answer is ready as soon as it is asked for.
 
     Attributes:
       open: while it is not set, a launch waits.
-      launches: how many sequences each step decodes, and the CPU time that the engine's thread had taken before it.
+      launches: number of sequences that each step decodes, and the CPU time of the engine's thread before it.
     """
 
     depth = 1
@@ -71,11 +71,11 @@ class InstantExecutor:
         self.launches: list[tuple[int, float]] = []
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
-        """There is nothing to compile."""
+        """Compile nothing."""
         return 0
 
     def launch(self, batch: Batch) -> InFlightStep:
-        """Do what the host does to send a batch."""
+        """Do the host's work of sending a batch."""
         self.open.wait()
         self.launches.append((len(batch.rows), time.thread_time()))
         return InFlightStep(batch, cast(Program, None), self._answer(batch), 0.0)
@@ -84,18 +84,18 @@ class InstantExecutor:
         raise NotImplementedError
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """The answer."""
+        """Return the answer."""
         raise NotImplementedError
 
     def restart(self) -> None:
-        """There is nothing on the device."""
+        """Do nothing: the device holds nothing."""
 
     def interrupt(self) -> None:
-        """Nothing waits for a disk."""
+        """Do nothing: no thread waits for a disk."""
 
 
 class InstantDecoder(InstantExecutor):
-    """Packs batches and reads results as the executor of a decoder does."""
+    """Executor that packs batches and reads results as a decoder's executor does."""
 
     def __init__(self, layout: DeviceLayout, buckets: Buckets, costs: Costs):
         super().__init__(costs)
@@ -125,7 +125,7 @@ class InstantDecoder(InstantExecutor):
         return PrefillOutput(tokens, tokens > 0, nothing, nothing, nothing), count
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """The same token for every row."""
+        """Return the same token for every row."""
         if isinstance(step.output, DecodeOutput):
             return StepOutput(outputs=read_decode(step.batch, step.output))
         output, count = step.output
@@ -133,7 +133,7 @@ class InstantDecoder(InstantExecutor):
 
 
 class InstantEncoder(InstantExecutor):
-    """The same vector for every text."""
+    """Executor that returns the same vector for every text."""
 
     def _answer(self, batch: Batch) -> Any:
         return [SequenceOutput(embedding=VECTOR)] * len(batch.chunks)
@@ -143,7 +143,7 @@ class InstantEncoder(InstantExecutor):
 
 
 def decoder_engine(folder: Path, *, num_pages: int, **config: Any) -> Engine:
-    """An engine with the tokenizer of a model directory, and a device of its shapes that answers at once."""
+    """Make an engine with the tokenizer of a model directory, and a device of its shapes that answers instantly."""
     description = Description.read(folder)
     assert isinstance(description.config, DecoderConfig)
     engine = EngineConfig(max_decode_passes=1, **config)
@@ -156,7 +156,7 @@ def decoder_engine(folder: Path, *, num_pages: int, **config: Any) -> Engine:
 
 
 def encoder_engine(folder: Path) -> Engine:
-    """The same of an encoder."""
+    """Make an encoder's engine whose device answers instantly."""
     engine = EncoderEngineConfig(max_batch=32, context=512)
     scheduler = EncoderScheduler(engine, EncoderBuckets.of(engine))
     return make_engine(engine, folder, VOCAB, scheduler, InstantEncoder(Costs.fixed({})), generates=False)
@@ -165,7 +165,7 @@ def encoder_engine(folder: Path) -> Engine:
 def make_engine(
     config: SharedConfig, folder: Path, vocab: int, scheduler: Any, executor: Executor, *, generates: bool
 ) -> Engine:
-    """An engine of these parts."""
+    """Make an engine of these parts."""
     inputs = InputProcessor(
         vocab=vocab, eos_ids=(), context=config.context, tokenizer=Tokenizer.of(folder), generates=generates
     )
@@ -176,7 +176,7 @@ def make_engine(
 
 
 async def read(pending: RequestTicket) -> None:
-    """Make all outputs of a request that its task finds."""
+    """Make all outputs of a request that its task sees."""
     assert pending.reader is not None
     while pending.outcome is None:
         await pending.reader.wait()
@@ -185,7 +185,9 @@ async def read(pending: RequestTicket) -> None:
 
 
 def host_ms(folder: Path, *, streams: int, prompt: int, steps: int) -> list[float]:
-    """Milliseconds of CPU time that the engine's thread takes for each step in which all streams grow by a token."""
+    """Measure the milliseconds of CPU time of the engine's thread for each step in which all streams grow by a
+    token.
+    """
     config = {"max_batch": streams, "context": prompt + steps, "chunk_size": prompt, "token_budget": streams * prompt}
     engine = decoder_engine(folder, num_pages=streams * (-(-(prompt + steps) // 16)), **config)
     random, params = Random(0), SamplingParams(max_tokens=steps)
@@ -225,7 +227,7 @@ def pending_of(engine: Engine, count: int, **options: Any) -> list[RequestTicket
 
 
 def submit_all(loop: Loop[RequestTicket], engine: Engine, pending: list[RequestTicket]) -> None:
-    """Have all requests come during one step."""
+    """Submit all requests during one step."""
     is_open = cast(InstantExecutor, engine.executor).open
     is_open.clear()
     for request in pending:
@@ -234,13 +236,13 @@ def submit_all(loop: Loop[RequestTicket], engine: Engine, pending: list[RequestT
 
 
 def embed_texts(folder: Path, count: int) -> Callable[[], object]:
-    """`Embedder.embed` of many texts."""
+    """Prepare `Embedder.embed` of many texts."""
     engine, texts = encoder_engine(folder), prompts_of(count)
     return lambda: embed(engine, texts, size=len(VECTOR))
 
 
 def embed_in_line(folder: Path, count: int) -> Callable[[], object]:
-    """`AsyncLLM.embed` of many texts, most of which stand in line at first."""
+    """Prepare `AsyncLLM.embed` of many texts, most of which stand in line at first."""
     engine = encoder_engine(folder)
     requests = [engine.prepare(prompt, PoolingParams()) for prompt in prompts_of(count)]
 
@@ -259,7 +261,7 @@ def embed_in_line(folder: Path, count: int) -> Callable[[], object]:
 
 
 def generate_texts(folder: Path, count: int) -> Callable[[], object]:
-    """`LLM.generate` for many prompts."""
+    """Prepare `LLM.generate` for many prompts."""
     engine = small_engine(folder)
     requests = [engine.prepare(prompt, SamplingParams(max_tokens=2)) for prompt in prompts_of(count)]
 
@@ -271,7 +273,7 @@ def generate_texts(folder: Path, count: int) -> Callable[[], object]:
 
 
 def abort_queued(folder: Path, count: int) -> Callable[[], object]:
-    """Many requests are queued, and then given up in another order."""
+    """Prepare many requests that are queued, and then aborted in another order."""
     engine = small_engine(folder)
     requests = [engine.prepare(prompt, SamplingParams(max_tokens=400)) for prompt in prompts_of(count)]
 
@@ -287,7 +289,7 @@ def abort_queued(folder: Path, count: int) -> Callable[[], object]:
 
 
 def cancel_pending(folder: Path, count: int) -> Callable[[], object]:
-    """Many callers give their requests up."""
+    """Prepare many callers that cancel their requests."""
     engine = small_engine(folder)
     pending, loop = pending_of(engine, count), RequestDecider(engine, max_requests=count).loop
 
@@ -302,7 +304,7 @@ def cancel_pending(folder: Path, count: int) -> Callable[[], object]:
 
 
 def close_with_pending(folder: Path, count: int) -> Callable[[], object]:
-    """A model is closed while many requests are queued."""
+    """Prepare closing a model while many requests are queued."""
     engine = small_engine(folder)
     pending, loop = pending_of(engine, count), RequestDecider(engine, max_requests=count).loop
 
@@ -318,10 +320,11 @@ CASES = (embed_texts, embed_in_line, generate_texts, abort_queued, cancel_pendin
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
-    """CPU time of all threads, that of Python's garbage collector included.
+    """Measure the CPU time of all threads, including that of Python's garbage collector.
 
-    What the process holds already is frozen. The collector goes through all there is when a quarter has come to it: it
-    never would for few items beside the 100,000 objects of the modules, and so would cost nothing but for many items.
+    Objects that exist already are frozen. The collector walks all objects once they have grown by a quarter: with few
+    items on top of the 100,000 objects of the modules it would never run, and so would cost nothing except for many
+    items.
     """
     gc.collect()
     gc.freeze()
@@ -334,12 +337,12 @@ def cpu_seconds(run: Callable[[], object]) -> float:
 
 
 def microseconds_an_item(make: Callable[[int], Callable[[], object]], rounds: int) -> dict[int, float]:
-    """CPU time of an item, for each count of them: the median of rounds, in turns, of as many items each."""
+    """Measure an item's CPU time for each number of items: the median of rounds, in turns, of as many items each."""
     times: dict[int, list[float]] = {FEW: [], MANY: []}
     for _ in range(rounds):
-        for count, found in times.items():
-            found.append(1e6 / MANY * sum(cpu_seconds(make(count)) for _ in range(MANY // count)))
-    return {count: statistics.median(found) for count, found in times.items()}
+        for count, samples in times.items():
+            samples.append(1e6 / MANY * sum(cpu_seconds(make(count)) for _ in range(MANY // count)))
+    return {count: statistics.median(samples) for count, samples in times.items()}
 
 
 def queues(report: Report, settings: Settings) -> None:
@@ -356,5 +359,5 @@ def queues(report: Report, settings: Settings) -> None:
 
 
 def quantile(values: list[float]) -> float:
-    """The ninth tenth."""
+    """Return the ninth decile."""
     return statistics.quantiles(values, n=10)[-1]

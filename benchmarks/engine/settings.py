@@ -1,4 +1,4 @@
-"""What every part of the benchmark is given."""
+"""The settings of all parts of the benchmark."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -12,13 +12,13 @@ class Settings(NamedTuple):
 
     Attributes:
       quick: fewer requests, rounds and steps.
-      rounds: of every engine's throughput.
-      folder: of the peers' model, in every engine's format.
+      rounds: number of rounds of every engine's throughput.
+      folder: folder of the peers' model, in every engine's format.
       demo: a trained model directory, whose text is predictable.
       peer_python: interpreter with the peers, or None for the default.
-      threads: of the peers.
-      search: try all ways of the peers anew.
-      memory: how fast the peers' ways were in former runs.
+      threads: number of threads of the peers.
+      search: whether to try all ways of the peers again.
+      memory: the times of the peers' ways in former runs.
     """
 
     quick: bool
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
     memory: Memory
 
     def random_model(self) -> Path:
-        """The peers' model in our format, written if it does not exist."""
+        """Return the peers' model in our format, written if it does not exist."""
         model = self.folder / "jaxinfer"
         if not model.exists():
             make_models(self.folder, find_peers(self.peer_python))

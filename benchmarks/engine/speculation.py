@@ -10,7 +10,7 @@ from benchmarks.report import Report
 from jaxinfer import LLM, SamplingParams
 
 NUM_SPECULATIVE_TOKENS = 7
-ROUNDS = 2  # of every prompt
+ROUNDS = 2  # per prompt
 
 # Prompts whose continuation repeats them.
 REPETITIVE = (
@@ -24,7 +24,7 @@ UNPREDICTABLE = ("import os\n", "def main():\n", "class Reader:\n    ")
 def decode_rates(
     plain: LLM, speculating: LLM, prompt: str | list[int], params: SamplingParams, rounds: int
 ) -> tuple[float, float]:
-    """Tokens per second after the first, without and with speculation.
+    """Measure tokens per second after the first, without and with speculation.
 
     Medians of rounds in which both take turns. Exits if the tokens differ.
     """
@@ -43,7 +43,7 @@ def decode_rates(
 
 
 def speculation(report: Report, settings: Settings) -> None:
-    """A check's value is the lower of two models' geometric means over their prompts."""
+    """Check the lower one of two models' geometric means over their prompts."""
     source, rounds = random.Random(0), 1 if settings.quick else ROUNDS
     noise = [[source.randrange(3, VOCAB) for _ in range(64)] for _ in range(3)]
     # name, model directory, repetitive prompts, unpredictable prompts, output tokens

@@ -1,4 +1,4 @@
-"""How long the device waits for the host between two steps, with and without overlapping them."""
+"""The time that the device waits for the host between two steps, with and without overlapping them."""
 
 import math
 import queue
@@ -17,15 +17,15 @@ from benchmarks.report import Report
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.compiled import Program
 
-PROGRAMS = ("prefill", "decode")  # those that run the model
-SWITCH_SECONDS = 1e-4  # how long the watching thread may wait for the interpreter's lock
+PROGRAMS = ("prefill", "decode")  # the programs that run the model
+SWITCH_SECONDS = 1e-4  # maximum time that the watching thread waits for the interpreter's lock
 
 
 class StepGaps:
     """Records when each step's results were ready, and when the next step had been dispatched.
 
-    A thread waits for the results and records the time within SWITCH_SECONDS. Dispatch is recorded when the call of
-    the program returns, so that a gap includes all that the host did in between.
+    A thread waits for the results and records the time within SWITCH_SECONDS. Dispatch is recorded when the call of the
+    program returns, so that a gap includes all the host's work in between.
     """
 
     def __init__(self) -> None:
@@ -64,12 +64,12 @@ class StepGaps:
             sys.setswitchinterval(interval)
 
     def seconds(self) -> list[float]:
-        """The gap before every step but the first."""
+        """Return the gap before every step but the first."""
         return [max(0.0, then - ready) for ready, then in zip(self.ready, self.dispatched[1:], strict=False)]
 
 
 def measure_gaps(llm: LLM, steps: int) -> list[float]:
-    """Milliseconds between steps of one token for eight requests, in ascending order."""
+    """Measure milliseconds between steps of one token for eight requests, in ascending order."""
     prompts = [f"def part_{index}():\n" for index in range(8)]
     params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
     llm.generate(prompts, params)  # compiles

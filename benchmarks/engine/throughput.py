@@ -20,26 +20,26 @@ from benchmarks.workers import Worker, find_peers, make_models, workers
 from jaxinfer.cli.bench.machine import machine
 
 PROMPT, OUTPUT = 128, 64  # mean tokens of a request, each uniform in 0.5 to 1.5 times the mean
-SHORT = 1 / 8  # of these lengths, where ways race
+SHORT = 1 / 8  # fraction of these lengths at which ways race
 AGREEING_TOKENS = 8  # from the start of an output
 MIN_AGREEMENT = 0.9  # fraction of outputs; rounding decides between equally likely tokens
 
 Workload = tuple[list[list[int]], list[int]]
-"""Prompts as token ids, and how many tokens to generate for each."""
+"""Prompts as token ids, and the number of tokens to generate for each."""
 
 Tokens = list[list[int]]
 """The output of every prompt."""
 
 
 def make_workload(requests: int, scale: float = 1.0) -> Workload:
-    """Random prompts and output lengths, proportional to `scale`."""
+    """Draw random prompts and output lengths, proportional to `scale`."""
     source = random.Random(0)
     lengths = [[round(scale * mean * source.uniform(0.5, 1.5)) for mean in (PROMPT, OUTPUT)] for _ in range(requests)]
     return [[source.randrange(3, VOCAB) for _ in range(prompt)] for prompt, _ in lengths], [n for _, n in lengths]
 
 
 def run_all(worker: Worker, work: Workload, way: Way, limit: float | None) -> tuple[Trial, Tokens | None]:
-    """One engine's run of all requests, and its tokens unless it was stopped because it took `limit` seconds.
+    """Run all requests on an engine; return its tokens too, unless it was stopped after `limit` seconds.
 
     Exits if a request got another number of tokens.
     """
@@ -55,7 +55,7 @@ def run_all(worker: Worker, work: Workload, way: Way, limit: float | None) -> tu
 
 
 def fastest_ways(report: Report, settings: Settings, worker: Worker, requests: int) -> list[Way]:
-    """An engine's two best ways at short lengths. Trying them also allocates and compiles what the rounds need."""
+    """Find an engine's two best ways at short lengths. Trying them also allocates and compiles what the rounds need."""
     work, where = make_workload(requests, SHORT), machine_kind(machine())
     subject = f"{where}; {worker.version}, {worker.dtype}, {settings.threads} threads; {requests} requests"
     remembered = [] if settings.search else settings.memory.recall(subject)
@@ -72,19 +72,19 @@ def fastest_ways(report: Report, settings: Settings, worker: Worker, requests: i
         if all(trial.way != tried.way for tried in trials):
             rich.print(f"  {worker.engine}, {trial} on {trial.date}, not tried again")
     settings.memory.remember(subject, trials)
-    tried, known = (msgspec.to_builtins(found) for found in (trials, remembered))
+    tried, known = (msgspec.to_builtins(some) for some in (trials, remembered))
     report.row(figure="ways", engine=worker.engine, dtype=worker.dtype, tried=tried, remembered=known)
     return [trial.way for trial in trials[:TRIED]]
 
 
 def take_turns(
-    found: list[Worker], work: Workload, ways: Mapping[str, list[Way]], count: int
+    engines: list[Worker], work: Workload, ways: Mapping[str, list[Way]], count: int
 ) -> tuple[dict[str, list[Trial]], dict[str, Tokens]]:
-    """Every engine's `count` rounds, each in the next of its ways, and its tokens."""
-    rounds: dict[str, list[Trial]] = {worker.engine: [] for worker in found}
+    """Run `count` rounds of every engine, each in the next of its ways; return them with its tokens."""
+    rounds: dict[str, list[Trial]] = {worker.engine: [] for worker in engines}
     tokens: dict[str, Tokens] = {}
     for number in range(count):
-        for worker in found:
+        for worker in engines:
             mine, before = ways[worker.engine], rounds[worker.engine]
             trial, produced = run_all(worker, work, mine[number % len(mine)], limit_after(before))
             rich.print(f"  round {number + 1}: {worker.engine}, {trial}")
@@ -94,7 +94,7 @@ def take_turns(
 
 
 def best_way(rounds: Sequence[Trial]) -> Trial:
-    """The way with the smallest median of seconds."""
+    """Return the way with the smallest median of seconds."""
     seconds: dict[str, list[Trial]] = {}
     for trial in rounds:
         if not trial.stopped:
@@ -117,15 +117,15 @@ def check_agreement(answers: dict[str, Tokens]) -> None:
 
 
 def throughput(report: Report, settings: Settings, dtype: str, requests: int) -> dict[str, float]:
-    """Requested output tokens per second of every engine that runs `dtype`."""
+    """Measure the requested output tokens per second of every engine that runs `dtype`."""
     work = make_workload(requests)
     peer_python = find_peers(settings.peer_python)
     make_models(settings.folder, peer_python)
-    with workers(dtype, settings.folder, peer_python, settings.threads) as found:
-        report.versions |= {w.engine: w.version for w in found if w.engine != "jaxinfer"}
+    with workers(dtype, settings.folder, peer_python, settings.threads) as engines:
+        report.versions |= {w.engine: w.version for w in engines if w.engine != "jaxinfer"}
         rich.print(f"throughput, {dtype}, {requests} requests; the ways of every engine, at short lengths:")
-        ways = {worker.engine: fastest_ways(report, settings, worker, requests) for worker in found}
-        rounds, tokens = take_turns(found, work, ways, settings.rounds)
+        ways = {worker.engine: fastest_ways(report, settings, worker, requests) for worker in engines}
+        rounds, tokens = take_turns(engines, work, ways, settings.rounds)
     if dtype == "float32":  # int8 rounds differently in every engine
         check_agreement(tokens)
     rates = {}

@@ -1,7 +1,7 @@
-"""Which ways of an engine are timed: the two that are fastest at short lengths.
+"""The ways of an engine to time: the two that are fastest at short lengths.
 
 All ways are tried the first time. Their seconds are remembered, so that the next run tries those that were fastest, and
-others only if these have become slower than the others were, or so much faster that what is remembered means nothing.
+others only if these have become slower than the others were, or so much faster that the record means nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from benchmarks.report import today
 from jaxinfer.disk_cache import write_atomically
 
 BEHIND = 1.25  # times the fastest way's seconds: when another is stopped
-TRIED = 2  # ways that every run tries again
+TRIED = 2  # number of ways that every run tries again
 OUTDATED = 0.75  # of the remembered seconds of the fastest way: below, the machine was busy then
 
 Way = dict[str, Any]
@@ -23,7 +23,7 @@ Way = dict[str, Any]
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a run took in one way; if `stopped`, it was clearly behind another and would have taken longer."""
+    """The duration of a run in one way; if `stopped`, it was clearly behind another and would have taken longer."""
 
     way: Way
     seconds: float
@@ -36,11 +36,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Measure = Callable[[Way, float | None], Trial]
-"""One run in a way, which is stopped after so many seconds."""
+"""Function that runs a way, and stops it after some seconds."""
 
 
 def limit_after(trials: Sequence[Trial]) -> float | None:
-    """Seconds after which another way is clearly behind the fastest of these; None if none of them has finished."""
+    """Return the seconds after which another way is clearly behind the fastest of these; None if none has finished."""
     finished = [trial.seconds for trial in trials if not trial.stopped]
     return BEHIND * min(finished) if finished else None
 
@@ -48,7 +48,7 @@ def limit_after(trials: Sequence[Trial]) -> float | None:
 def race(ways: Sequence[Way], remembered: Sequence[Trial], measure: Measure) -> list[Trial]:
     """Measure ways until no other can be the fastest, and return these trials, the fastest first.
 
-    The order is that of their remembered seconds; those that are not remembered come first, as they are given. At least
+    The order is that of their remembered seconds; ways without a record come first, in the order given. At least
     `TRIED` are measured, then all that were faster than the fastest is now; all if this is faster than ever.
     """
 
@@ -67,14 +67,14 @@ def race(ways: Sequence[Way], remembered: Sequence[Trial], measure: Measure) -> 
 class Memory:
     """The newest trial of every way, in a JSON file: {subject: trials, the fastest first}.
 
-    A subject is all that decides which way is best: the machine, the engine's version and dtype, the work.
+    A subject is everything that decides which way is best: the machine, the engine's version and dtype, the work.
     """
 
     def __init__(self, file: Path):
         self.file = file
 
     def recall(self, subject: str) -> list[Trial]:
-        """What was remembered."""
+        """Return the remembered trials."""
         return self._read().get(subject, [])
 
     def remember(self, subject: str, trials: Sequence[Trial]) -> None:

@@ -2,16 +2,16 @@
 
     python -m benchmarks.otas [--quick] [--part planning,virtual,live] [--figures FOLDER] [--json FILE]
 
-The tasks of examples/elastic_vit in the paper's mix of queries (Table II), at loads that are multiples of what this
-machine serves at level 0. Deadlines are the paper's, as many times shorter as a batch here is faster than there.
+The tasks of examples/elastic_vit in the paper's mix of queries (Table II), at loads that are multiples of this
+machine's capacity at level 0. Deadlines are the paper's, as many times shorter as a batch is faster here.
 
-- `planning`: the planner against trying everything, and how long it takes.
+- `planning`: the planner against trying everything, and its speed.
 - `virtual`: all policies on a simulated clock, with measured latencies and answers; means of several seeds. Beside the
-  paper's mix: equal worth, some far deadlines, a load that swings, and a fragile task with the paper's accuracies.
+  paper's mix: equal utility, some far deadlines, a load that swings, and a fragile task with the paper's accuracies.
 - `live`: two loads with real images on the wall clock, for 40 minutes, beside the same simulated; and a slow spell.
 
-XLA has one thread (NPROC=1), so that clients and the controller have a core of their own: sharing both, they would be
-what is measured.
+XLA has one thread (NPROC=1), so that clients and the controller have a core of their own: if they shared one, the
+sharing would be measured.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.report import Report
 
 
 def _setting(report: Report) -> Setting:
-    """What is served, as measured now."""
+    """Measure the setting, and report it."""
     setting = measure_setting()
     levels, models = setting.levels, setting.models
     report.row(

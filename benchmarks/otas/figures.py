@@ -1,4 +1,4 @@
-"""The figures of docs/elastic.md, of two cells: what `jaxinfer elastic report` draws, a file each."""
+"""The figures of docs/elastic.md, from two cells: those of `jaxinfer elastic report`, a file each."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,25 +21,25 @@ def draw_all(setting: Setting, runs: Mapping[tuple[Cell, str], Sequence[Served]]
         write_plot(folder / "levels.svg", plots.draw_levels(setting.levels.profile))
         write_plot(folder / "batches.svg", plots.draw_batches(setting.levels.profile))
         for cell in SHOWN:
-            own, trace = _recorded(setting, cell, runs), cell.trace
-            write_plot(folder / f"{trace}-arrivals.svg", plots.draw_arrivals(own[0]))
-            write_plot(folder / f"{trace}-utility.svg", plots.draw_utility(own))
-            write_plot(folder / f"{trace}-outcomes.svg", plots.draw_outcomes(own))
-            write_plot(folder / f"{trace}-chosen.svg", plots.draw_chosen(own))
-            write_plot(folder / f"{trace}-accuracies.svg", plots.draw_accuracies(own))
+            cell_runs, trace = _recorded(setting, cell, runs), cell.trace
+            write_plot(folder / f"{trace}-arrivals.svg", plots.draw_arrivals(cell_runs[0]))
+            write_plot(folder / f"{trace}-utility.svg", plots.draw_utility(cell_runs))
+            write_plot(folder / f"{trace}-outcomes.svg", plots.draw_outcomes(cell_runs))
+            write_plot(folder / f"{trace}-chosen.svg", plots.draw_chosen(cell_runs))
+            write_plot(folder / f"{trace}-accuracies.svg", plots.draw_accuracies(cell_runs))
 
 
 def _recorded(setting: Setting, cell: Cell, runs: Mapping[tuple[Cell, str], Sequence[Served]]) -> list[Run]:
-    """A cell's runs as reports take them."""
-    found = []
-    for (of, policy), served in runs.items():
-        if of != cell:
+    """Convert a cell's runs to those of reports."""
+    recorded = []
+    for (run_cell, policy), served in runs.items():
+        if run_cell != cell:
             continue
         measured = setting.models if policy == INFAAS else setting.levels
-        found += [
+        recorded += [
             Run.from_served(
                 run, measured, policy=policy, arrivals=cell.trace, load=cell.load, seed=seed, clock="simulated"
             )
             for seed, run in enumerate(served)
         ]
-    return found
+    return recorded

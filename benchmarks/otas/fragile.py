@@ -1,6 +1,6 @@
-"""A mix with a task that merging harms and that is worth most, beside two that it does not harm: simulated.
+"""A mix with a fragile task of the highest utility, beside two that merging does not harm: simulated.
 
-No task trained here loses 12 points; these are the accuracies that OTAS shows of CIFAR-100 (Fig. 4a), on its ViT-B.
+No task trained here loses 12 points; these are OTAS's accuracies of CIFAR-100 (Fig. 4a), on its ViT-B.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from jaxinfer.evaluation.elastic.workloads import make_queries, table_ii, wander
 
 FRAGILE = "cifar100"
 LOSSES = {-20: 0.57, -15: 0.12, -10: 0.05, -5: 0.02, 0: 0.0, 2: -0.02, 4: -0.025, 8: -0.03}
-"""Of the fragile task's accuracy: slight until 15 tokens merge in each layer, then down to 28% at 20."""
+"""Loss of the fragile task's accuracy by level: slight until 15 tokens merge in each layer, then down to 28% at 20."""
 ROBUST_LOSSES = {-20: 0.03, -15: 0.015, -10: 0.01, -5: 0.005, 0: 0.0, 2: -0.005, 4: -0.005, 8: -0.005}
 LOADS, CHECKED = (1.05, 1.3, 1.6), 1.3
 ADAPTING = ("elastic", "paper", "paper_profiled", "slack", "slackfit")
 
 
 def fragile_profile() -> ServingProfile:
-    """ViT-B's levels, with what they cost each task; the fragile one is the second, which Table II pays best."""
+    """Make ViT-B's profile with each task's losses; the fragile task is the second, which Table II pays best."""
     usual = paper_profile()
     accuracy = {
         (task, level): usual.right(task, 0) - (LOSSES if task == FRAGILE else ROBUST_LOSSES)[level]
@@ -36,7 +36,7 @@ def fragile_profile() -> ServingProfile:
 
 
 def fragile(report: Report, *, seeds: int, queries: int) -> None:
-    """Policies that adapt, and every fixed level."""
+    """Compare policies that adapt with every fixed level."""
     profile = fragile_profile()
     fixed = ["pets", *(f"level{level:+d}" for level in profile.levels if level)]
     for load in LOADS:
@@ -44,9 +44,9 @@ def fragile(report: Report, *, seeds: int, queries: int) -> None:
             name: [_run(profile, name, load, seed=seed, count=queries) for seed in range(seeds)]
             for name in (*ADAPTING, *fixed)
         }
-        means = {name: statistics.mean(run.normalised for run in found) for name, found in runs.items()}
-        for name, found in runs.items():
-            outcomes = [round(statistics.mean(run.share(outcome) for run in found), 4) for outcome in Outcome]
+        means = {name: statistics.mean(run.normalised for run in results) for name, results in runs.items()}
+        for name, results in runs.items():
+            outcomes = [round(statistics.mean(run.share(outcome) for run in results), 4) for outcome in Outcome]
             row = {"figure": "fragile", "load": load, "policy": name}
             report.row(**row, utility=round(means[name], 4), outcomes=outcomes)
         best = max(fixed, key=means.__getitem__)

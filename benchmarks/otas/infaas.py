@@ -1,4 +1,4 @@
-"""INFaaS: three sizes of a model in place of levels of tokens, trained and measured here, or ViT-S/B/L simulated."""
+"""INFaaS: three sizes of a model in place of token levels, trained and measured here, or ViT-S/B/L simulated."""
 
 import dataclasses
 import statistics
@@ -14,23 +14,23 @@ from jaxinfer.evaluation.elastic.workloads import make_queries, table_ii, wander
 from jaxinfer.models.files.loading import open_model
 
 LOADS = 9
-"""Of each model, timed."""
+"""Number of timed loads per model."""
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 PAPER_RATES = {-20: 1250, -15: 1000, -10: 850, -5: 700, 0: 580, 2: 550, 4: 500, 8: 430}
 """Images a second of ViT-B by level, read off OTAS's Fig. 4b."""
 PAPER_LOSSES = {-20: 0.35, -15: 0.06, -10: 0.03, -5: 0.01, 0: 0.0, 2: -0.01, 4: -0.012, 8: -0.015}
-"""Accuracy below that of level 0, after the shape of Fig. 4a."""
+"""Loss of accuracy relative to level 0, after the shape of Fig. 4a."""
 PAPER_ACCURACY = {"cifar10": 0.97, "cifar100": 0.85, "eurosat": 0.96}
 BATCH_SECONDS = 0.005
-"""Of a batch, beside those that grow with it."""
+"""Constant seconds of a batch, on top of those that grow with it."""
 VITS = {"S": (953, 0.8141, 22_050_664), "B": (309, 0.8457, 86_567_656), "L": (95, 0.8582, 304_326_632)}
 """Images a second (V100) and ImageNet accuracy of ViT-S/B/L at 224 pixels (ToMe's README, AugReg), and parameters."""
 LINKS = {"PCIe 3.0 x16, 12 GB/s": 12e9, "NVMe, 2 GB/s": 2e9, "network, 1 Gbit/s": 0.125e9}
 
 
 def as_levels(models: Sequence[Measurements]) -> Measurements:
-    """Models in place of levels: level n is the n-th model's level 0."""
+    """Use models in place of levels: level n is the n-th model's level 0."""
     first = models[0]
     profile = ServingProfile(
         levels=tuple(range(len(models))),
@@ -55,23 +55,23 @@ def as_levels(models: Sequence[Measurements]) -> Measurements:
 
 
 def seconds_to_load(folder: Path) -> float:
-    """A model's weights from the page cache to the device."""
-    found = []
+    """Time loading a model's weights from the page cache to the device."""
+    times = []
     for _ in range(LOADS):
         opened = open_model(folder)
         begun = time.perf_counter()
         opened.load()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
 
 
 def paper_profile() -> ServingProfile:
-    """ViT-B's levels as OTAS shows them."""
+    """Make the profile of ViT-B's levels after OTAS."""
     return _profile(PAPER_RATES, PAPER_LOSSES)
 
 
 def vits_profile() -> ServingProfile:
-    """ViT-S/B/L as levels 0 to 2, relative to ViT-B at level 0."""
+    """Make the profile of ViT-S/B/L as levels 0 to 2, relative to ViT-B at level 0."""
     base_rate, base_accuracy, _ = VITS["B"]
     rates = [PAPER_RATES[0] * rate / base_rate for rate, _, _ in VITS.values()]
     losses = [base_accuracy - accuracy for _, accuracy, _ in VITS.values()]
@@ -95,7 +95,9 @@ def _profile(rates: Mapping[int, float], losses: Mapping[int, float]) -> Serving
 
 
 def simulated_gain(load: float, link: float, *, seed: int, count: int) -> float:
-    """What elastic tokens earn relative to INFaaS with ViT-S/B/L in float32 over a link of so many bytes a second."""
+    """Simulate the utility of elastic tokens relative to INFaaS with ViT-S/B/L in float32 over a link of `link`
+    bytes/s.
+    """
     levels, models, rate = paper_profile(), vits_profile(), load * PAPER_RATES[0]
     queries = make_queries(wandering_arrivals(rate, count / rate, seed=seed), table_ii(list(PAPER_ACCURACY)), seed=seed)
     loads = {index: 4 * parameters / link for index, (_, _, parameters) in enumerate(VITS.values())}

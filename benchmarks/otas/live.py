@@ -1,7 +1,7 @@
 """Policies served live: real images, real futures, the wall clock. The same cells are simulated, to compare.
 
-Each is simulated twice: with batches that take as long as they were measured to before all runs, which is a prediction,
-and with those of the live run itself, so that a machine that has become slower since does not count.
+Each is simulated twice: with batch times measured before all runs, which is a prediction, and with those of the live
+run itself, so that a machine that has become slower since does not count.
 """
 
 import contextlib
@@ -34,21 +34,21 @@ from jaxinfer.generation.engine.buckets import round_up
 CELLS = (Cell("wandering", 0.8), Cell("wandering", 1.1))
 COMPARED = ("elastic", "paper", "paper_profiled", "pets", "slack", "slackfit")
 TARGETS = {0.8: 0.95, 1.1: 0.95}
-"""The utility that `elastic` is to reach, simulated and live."""
+"""The target utility of `elastic`, simulated and live."""
 SLOWED = Cell("wandering", 0.8)
 CALM_RATE = 300.0
-"""Queries a second at which the controller's share of a core is taken."""
+"""Queries a second at which the controller's share of a core is measured."""
 
 
 def live(report: Report, setting: Setting, *, seeds: int, seconds: float, save: Callable[[], None]) -> None:
-    """All policies that adapt, and PetS, in two cells.
+    """Run all policies that adapt, and PetS, in two cells.
 
     Args:
-      report: where rows and checks go.
-      setting: what is served.
-      seeds: of each cell.
-      seconds: of each run.
-      save: called when a seed is done.
+      report: collects rows and checks.
+      setting: the measured setting.
+      seeds: number of seeds per cell.
+      seconds: duration of each run.
+      save: called after each seed.
     """
     errors: dict[str, list[float]] = {"simulated": [], "predicted": []}
     late, utilities = [], defaultdict[Cell, list[float]](list)
@@ -56,12 +56,12 @@ def live(report: Report, setting: Setting, *, seeds: int, seconds: float, save: 
         count = round(seconds * cell.load * setting.levels.capacity)
         for name in COMPARED:
             served = serve_live(setting, cell, name, seed=seed, count=count)
-            own = setting._replace(levels=with_times_of(setting.levels, served.answers))
-            found = {
-                what: of.simulate(cell, name, seed=seed, count=count).normalised
-                for what, of in (("simulated", own), ("predicted", setting))
+            measured = setting._replace(levels=with_times_of(setting.levels, served.answers))
+            simulated = {
+                what: chosen.simulate(cell, name, seed=seed, count=count).normalised
+                for what, chosen in (("simulated", measured), ("predicted", setting))
             }
-            for what, value in found.items():
+            for what, value in simulated.items():
                 errors[what].append(abs(served.normalised - value))
             if name == "elastic":
                 late.append(served.share(Outcome.LATE))
@@ -72,15 +72,15 @@ def live(report: Report, setting: Setting, *, seeds: int, seconds: float, save: 
                 policy=name,
                 seed=seed,
                 utility=round(served.normalised, 4),
-                **{what: round(value, 4) for what, value in found.items()},
+                **{what: round(value, 4) for what, value in simulated.items()},
                 outcomes=[round(served.share(outcome), 4) for outcome in Outcome],
             )
-            rich.print(f"{cell} {name}, seed {seed}: {served.normalised:.3f}, {found}")
+            rich.print(f"{cell} {name}, seed {seed}: {served.normalised:.3f}, {simulated}")
         save()
     report.check("late_share_real", statistics.mean(late), "of queries", target=0.01, better="lower")
-    for cell, found in utilities.items():
+    for cell, shares in utilities.items():
         name = f"utility_live_{cell.load}x".replace(".", "_")
-        report.check(name, statistics.mean(found), "of all there is", target=TARGETS[cell.load])
+        report.check(name, statistics.mean(shares), "of all there is", target=TARGETS[cell.load])
     for name, what in (("sim_vs_real", "simulated"), ("prediction_vs_real", "predicted")):
         report.check(name, 100 * statistics.median(errors[what]), "points, median", target=2.0, better="lower")
         report.check(f"{name}_max", 100 * max(errors[what]), "points, all runs", target=2.0, better="lower")
@@ -90,7 +90,7 @@ def live(report: Report, setting: Setting, *, seeds: int, seconds: float, save: 
 
 
 def serve_live(setting: Setting, cell: Cell, policy: str, *, seed: int, count: int) -> Served:
-    """One run of the same queries as `Setting.simulate`."""
+    """Serve the queries of `Setting.simulate` live, once."""
     queries = setting.queries(cell, seed=seed, count=count)
     with _service(setting, policy) as service:
         service.measure_latency()
@@ -107,23 +107,25 @@ def _service(setting: Setting, policy: str) -> Service:
 
 
 def after_slowdown(report: Report, setting: Setting, *, seconds: float) -> None:
-    """The same queries before, during and after a spell in which other processes take all cores; one service."""
-    found = {}
+    """Serve the same queries before, during and after a time in which other processes take all cores; by one
+    service.
+    """
+    utilities = {}
     with _service(setting, "elastic") as service:
         service.measure_latency()
         for when in ("before", "during", "after"):
             queries = setting.queries(SLOWED, seed=0, count=round(seconds / 3 * SLOWED.load * setting.levels.capacity))
             with busy_cores() if when == "during" else contextlib.nullcontext():
                 answers = send_queries(service, queries, setting.tests)
-            found[when] = Served(answers=answers, best=setting.levels.best(queries)).normalised
-    report.row(figure="slowdown", **SLOWED._asdict(), **{when: round(value, 4) for when, value in found.items()})
-    rich.print(f"a slow spell: {found}")
-    report.check("utility_after_slowdown", found["after"] / found["before"], "of before", target=0.98)
+            utilities[when] = Served(answers=answers, best=setting.levels.best(queries)).normalised
+    report.row(figure="slowdown", **SLOWED._asdict(), **{when: round(value, 4) for when, value in utilities.items()})
+    rich.print(f"a slow spell: {utilities}")
+    report.check("utility_after_slowdown", utilities["after"] / utilities["before"], "of before", target=0.98)
 
 
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
-    """Processes that compute, two for each core."""
+    """Run processes that compute, two per core."""
     command = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
     try:
@@ -135,18 +137,18 @@ def busy_cores() -> Iterator[None]:
 
 
 def with_times_of(measured: Measurements, answers: Sequence[ServedQuery]) -> Measurements:
-    """The same with batches as long as they were in a run; of levels and sizes that it had none of, as before."""
-    found: dict[LevelAndSize, list[float]] = defaultdict(list)
+    """Replace the measured batch times by those of a run, where the run has batches of that level and size."""
+    times: dict[LevelAndSize, list[float]] = defaultdict(list)
     for batch in batches_of(answers).values():
         level, size = batch[0].level, round_up(len(batch), measured.profile.sizes)
         assert level is not None
-        found[level, size].append(batch[0].ended - batch[0].began)
-    own = {key: np.array(seconds) for key, seconds in found.items()}
-    return dataclasses.replace(measured, samples={**measured.samples, **own})
+        times[level, size].append(batch[0].ended - batch[0].began)
+    samples = {key: np.array(seconds) for key, seconds in times.items()}
+    return dataclasses.replace(measured, samples={**measured.samples, **samples})
 
 
 def controller_share(setting: Setting, *, seconds: float) -> float:
-    """The controller's time, of a core's, at 300 queries a second: putting queries into batches, and planning."""
+    """Measure the controller's share of a core at 300 queries a second: batching queries, and planning."""
     arrivals = np.arange(round(CALM_RATE * seconds)) / CALM_RATE
     queries = setting.levels.queries(arrivals, seed=0, kinds=table_ii(setting.levels.profile.tasks))
     with Service.from_checkpoint(BACKBONE) as service:

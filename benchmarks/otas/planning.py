@@ -1,4 +1,4 @@
-"""The planner by itself: right, and fast enough to run between batches."""
+"""The planner by itself: correct, and fast enough to run between batches."""
 
 import gc
 import itertools
@@ -15,7 +15,7 @@ BATCHES, LEVELS = 10, 8
 
 
 def planning(report: Report) -> None:
-    """Plans against trying everything on small instances, and times of larger ones."""
+    """Compare plans with trying everything on small instances, and time larger ones."""
     rng = np.random.default_rng(0)
     equal, shares = 0, []
     for _ in range(INSTANCES):
@@ -43,7 +43,7 @@ def planning(report: Report) -> None:
 
 
 def draw(rng: np.random.Generator, count: int, levels: int, *, span: float) -> list[Job]:
-    """Batches as a queue has them: more tokens take longer and are mostly more accurate."""
+    """Draw batches as in a queue: more tokens take longer and are mostly more accurate."""
     jobs = []
     for _ in range(count):
         seconds, accuracy = np.sort(rng.uniform(0.01, 0.12, levels)), np.sort(rng.uniform(0.4, 1, levels))
@@ -54,7 +54,7 @@ def draw(rng: np.random.Generator, count: int, levels: int, *, span: float) -> l
 
 
 def brute_force(jobs: Sequence[Job]) -> float:
-    """The most that any choice of levels earns."""
+    """Find the best utility over all choices of levels."""
     ordered = sorted(jobs, key=lambda job: job.deadline)
     best = 0.0
     for chosen in itertools.product(*((None, *job.options) for job in ordered)):
@@ -72,7 +72,7 @@ def brute_force(jobs: Sequence[Job]) -> float:
 
 
 def earned(jobs: Sequence[Job], plan: Plan) -> float:
-    """What a plan earns when it is carried out, batches that are late earning nothing."""
+    """Compute the utility of a plan when it is carried out; late batches earn nothing."""
     clock = utility = 0.0
     for job, level in sorted(zip(jobs, plan.levels, strict=True), key=lambda pair: pair[0].deadline):
         option = next((option for option in job.options if option.level == level), None)

@@ -1,4 +1,4 @@
-"""What is served: the committed tasks, how long their batches take here, and which images each level gets right."""
+"""The setting: the committed tasks, their batch times here, and the images that each level gets right."""
 
 import dataclasses
 import gzip
@@ -19,15 +19,15 @@ from jaxinfer.evaluation.elastic.workloads import ARRIVALS, QueryKind, arrivals_
 
 BACKBONE, DATA = ROOT / "examples" / "elastic_vit", ROOT / "benchmarks" / "data"
 TASKS = ("digits", "mnist", "textures")
-"""In place of CIFAR-10, CIFAR-100 and EuroSAT."""
+"""Tasks in place of CIFAR-10, CIFAR-100 and EuroSAT."""
 INFAAS = "infaas"
 LOW, HIGH, SWING_SECONDS = 0.3, 1.6, 20.0
-"""Of swinging arrivals: loads, and how long each lasts, in the paper's seconds."""
+"""The two loads of swinging arrivals, and the duration of each in the paper's seconds."""
 LONGER = {"swinging": 4}
-"""Of which traces there are so many times as many queries, to see several swings."""
+"""Factors on the number of queries of some traces, to see several swings."""
 
 FAR_SHARE, FAR_SECONDS = 0.003, 60.0
-"""Of the queries with far deadlines, and these, in the paper's seconds."""
+"""Share of the queries with far deadlines, and their deadline in the paper's seconds."""
 TABLE_II, EQUAL_WORTH, FAR_DEADLINES = "table II", "equal worth", "far deadlines"
 MIXES: Mapping[str, list[QueryKind]] = {
     TABLE_II: table_ii(TASKS),
@@ -37,15 +37,15 @@ MIXES: Mapping[str, list[QueryKind]] = {
         *(dataclasses.replace(kind, latency=FAR_SECONDS, share=FAR_SHARE) for kind in table_ii(TASKS)),
     ],
 }
-"""What queries ask for."""
+"""Kinds of queries by mix."""
 
 
 class Cell(NamedTuple):
-    """What policies are compared in.
+    """A condition under which policies are compared.
 
     Attributes:
-      trace: how queries arrive.
-      load: as a multiple of the capacity at level 0.
+      trace: the kind of arrivals.
+      load: arrival rate as a multiple of the capacity at level 0.
       mix: one of `MIXES`.
     """
 
@@ -58,12 +58,12 @@ class Cell(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What policies are compared on.
+    """The measurements that policies are compared on.
 
     Attributes:
-      levels: of the backbone.
+      levels: the backbone's levels.
       models: three sizes in place of levels, the backbone in the middle.
-      load_seconds: of each of them.
+      load_seconds: seconds to load each of them.
       tests: images of each task that nothing was trained on.
     """
 
@@ -74,26 +74,26 @@ class Setting(NamedTuple):
 
     @property
     def policies(self) -> list[str]:
-        """Those that adapt, PetS, INFaaS, and the other fixed levels."""
+        """The policies that adapt, PetS, INFaaS, and the other fixed levels."""
         fixed = (level for level in self.levels.profile.levels if level)
         return [*POLICIES, INFAAS, *(f"level{level:+d}" for level in fixed)]
 
     def make(self, policy: str) -> Policy:
-        """A policy by name, with the paper's batching at this device's pace."""
+        """Make a policy by name, with the paper's batching at this device's pace."""
         if policy == INFAAS:
             usual = make_policy("pets", self.levels.profile, scale=self.levels.scale)
             return ModelSwitching(self.models.profile, self.load_seconds, usual.batching)
         return make_policy(policy, self.levels.profile, scale=self.levels.scale)
 
     def queries(self, cell: Cell, *, seed: int, count: int) -> list[Query]:
-        """About so many queries of a cell, of the paper's mix. The seed draws them, the same for all policies."""
+        """Draw about `count` queries of a cell, in the paper's mix. The seed draws them, the same for all policies."""
         rate, measured = cell.load * self.levels.capacity, self.levels
         count *= LONGER.get(cell.trace, 1)
         arrivals = arrivals_at(TRACES[cell.trace], rate, count / rate, seed=seed, scale=measured.scale)
         return measured.queries(arrivals, seed=seed, kinds=MIXES[cell.mix])
 
     def simulate(self, cell: Cell, policy: str, *, seed: int, count: int) -> Served:
-        """One run on a simulated clock."""
+        """Run once on a simulated clock."""
         measured, queries = self.models if policy == INFAAS else self.levels, self.queries(cell, seed=seed, count=count)
         served = measured.simulate(queries, self.make(policy), seed=seed)
         return Served(answers=served.answers, best=self.levels.best(queries))
@@ -105,17 +105,17 @@ def measure_setting() -> Setting:
     size = service.config.image_size
     tests = {name: service.task(name).divide(load_dataset(name, size)).test for name in TASKS}
     levels = measure(service, tests)
-    found, load_seconds = [], {}
+    models, load_seconds = [], {}
     for index, name in enumerate(SIZES):
         folder = BACKBONE if name == "base" else BACKBONE.with_name(f"{BACKBONE.name}_{name}")
         small = None if folder == BACKBONE else Service.from_checkpoint(folder, merge_levels=())
-        found.append(levels if small is None else measure(small, tests, levels=[0]))
+        models.append(levels if small is None else measure(small, tests, levels=[0]))
         load_seconds[index] = seconds_to_load(folder)
-    return Setting(levels, as_levels(found), load_seconds, tests)
+    return Setting(levels, as_levels(models), load_seconds, tests)
 
 
 def azure_arrivals(name: str, rate: float, seconds: float, *, seed: int) -> np.ndarray:
-    """Arrivals of the Azure LLM inference trace 2023 ("code" or "conv"), from a place that the seed draws, sped up."""
+    """Cut arrivals from the Azure LLM inference trace 2023 ("code" or "conv") at a random place, sped up."""
     with gzip.open(DATA / f"azure_llm_2023_{name}.txt.gz", "rt") as file:
         times = np.cumsum([int(line) for line in file if not line.startswith("#")]) / 1000
     count = round(rate * seconds)
@@ -127,13 +127,13 @@ def azure_arrivals(name: str, rate: float, seconds: float, *, seed: int) -> np.n
 
 
 def swinging_arrivals(rate: float, seconds: float, *, seed: int) -> np.ndarray:
-    """Poisson arrivals at `LOW` and `HIGH` in turn, as multiples of the capacity if `rate` is their mean."""
-    rng, found = np.random.default_rng((seed, 6)), []
+    """Draw Poisson arrivals at `LOW` and `HIGH` in turn, as multiples of the capacity if `rate` is their mean."""
+    rng, arrived = np.random.default_rng((seed, 6)), []
     for place, begin in enumerate(np.arange(0.0, seconds, SWING_SECONDS)):
         length = min(SWING_SECONDS, seconds - begin)
         now = rate * (LOW, HIGH)[place % 2] / ((LOW + HIGH) / 2)
-        found.append(begin + length * np.sort(rng.random(rng.poisson(now * length))))
-    return np.concatenate(found)
+        arrived.append(begin + length * np.sort(rng.random(rng.poisson(now * length))))
+    return np.concatenate(arrived)
 
 
 TRACES: dict[str, Callable[..., np.ndarray]] = {

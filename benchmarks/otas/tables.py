@@ -15,7 +15,7 @@ type Rows = Sequence[Mapping[str, Any]]
 
 
 def tables(rows: Rows) -> dict[str, str]:
-    """By title, in Markdown; those that there are rows for."""
+    """Make the tables that have rows in Markdown, by title."""
     made = {
         "Simulated": simulated([row for row in rows if row["figure"] == "virtual"]),
         "A fragile task, simulated": fragile([row for row in rows if row["figure"] == "fragile"]),
@@ -29,38 +29,38 @@ def _cell(row: Mapping[str, Any]) -> Cell:
 
 
 def simulated(rows: Rows) -> str:
-    """A line a cell: utilities of the policies, and of the best fixed level beside them."""
+    """Make a line per cell: utilities of the policies, and of the best fixed level."""
     cells: dict[Cell, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for row in rows:
         cells[_cell(row)][row["policy"]] = row
     shown, lines = [*POLICIES, INFAAS], []
-    for cell, found in cells.items():
-        fixed = max((name for name in found if name not in shown), key=lambda name: found[name]["utility"])
-        values = {name: found[name]["utility"] for name in (*shown, fixed)}
+    for cell, utilities in cells.items():
+        fixed = max((name for name in utilities if name not in shown), key=lambda name: utilities[name]["utility"])
+        values = {name: utilities[name]["utility"] for name in (*shown, fixed)}
         texts = {name: f"{value:.3f}" for name, value in values.items()}
         winner = max(values, key=values.__getitem__)
         texts[winner] = f"**{texts[winner]}**"
-        texts["elastic"] += f" ± {found['elastic']['interval']:.3f}"
+        texts["elastic"] += f" ± {utilities['elastic']['interval']:.3f}"
         texts[fixed] += f" ({fixed.removeprefix('level')})"
         lines.append([str(cell), *texts.values()])
     return table(["arrivals, load", *shown, "best fixed level"], lines)
 
 
 def fragile(rows: Rows) -> str:
-    """A line a load."""
+    """Make a line per load."""
     loads: dict[float, dict[str, float]] = defaultdict(dict)
     for row in rows:
         loads[row["load"]][row["policy"]] = row["utility"]
     lines = []
-    for load, found in loads.items():
-        fixed = max(found.keys() - set(ADAPTING), key=found.__getitem__)
-        texts = [f"{found[name]:.3f}" for name in ADAPTING]
-        lines.append([f"{load}x", *texts, f"{found[fixed]:.3f} ({fixed.removeprefix('level')})"])
+    for load, utilities in loads.items():
+        fixed = max(utilities.keys() - set(ADAPTING), key=utilities.__getitem__)
+        texts = [f"{utilities[name]:.3f}" for name in ADAPTING]
+        lines.append([f"{load}x", *texts, f"{utilities[fixed]:.3f} ({fixed.removeprefix('level')})"])
     return table(["load", *ADAPTING, "best fixed level"], lines)
 
 
 def live(rows: Rows) -> str:
-    """A line a cell: utility live, and what was simulated with the run's own batch times."""
+    """Make a line per cell: live utility, and that simulated with the run's own batch times."""
     cells: dict[Cell, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         cells[_cell(row)][row["policy"]].append(row)
@@ -70,8 +70,8 @@ def live(rows: Rows) -> str:
 
     names = list(next(iter(cells.values()), {}))
     lines = [
-        [str(cell), *(f"{mean(found[name], 'utility')} ({mean(found[name], 'simulated')})" for name in names)]
-        for cell, found in cells.items()
+        [str(cell), *(f"{mean(policies[name], 'utility')} ({mean(policies[name], 'simulated')})" for name in names)]
+        for cell, policies in cells.items()
     ]
     return table(["live (simulated with its batch times)", *names], lines)
 

@@ -1,4 +1,4 @@
-"""Policies on a simulated clock: the same controller, latencies drawn from those that were measured."""
+"""Policies on a simulated clock: the same controller, with latencies drawn from measured ones."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -34,20 +34,22 @@ CELLS = (
 )
 BUSY = (1.05, 1.3, 1.6)
 STATED_LINK = "NVMe, 2 GB/s"
-"""Over which INFaaS's models come in the simulation whose gain is checked."""
+"""The link over which INFaaS's models are loaded in the simulation whose gain is checked."""
 
 Runs = Mapping[tuple[Cell, str], Sequence[Served]]
 
 
 def virtual(report: Report, setting: Setting, *, seeds: int, queries: int) -> Runs:
-    """All policies and fixed levels in all cells.
+    """Simulate all policies and fixed levels in all cells.
 
     Args:
-      report: where rows and checks go.
-      setting: what is served.
-      seeds: of each cell.
-      queries: of each run, about.
-    Returns the runs by cell and policy.
+      report: collects rows and checks.
+      setting: the measured setting.
+      seeds: number of seeds per cell.
+      queries: approximate number of queries per run.
+
+    Returns:
+      The runs by cell and policy.
     """
     runs: dict[tuple[Cell, str], list[Served]] = {}
     for cell in track(CELLS, "simulated"):
@@ -55,8 +57,8 @@ def virtual(report: Report, setting: Setting, *, seeds: int, queries: int) -> Ru
             runs[cell, name] = [setting.simulate(cell, name, seed=seed, count=queries) for seed in range(seeds)]
             _add_row(report, cell, name, runs[cell, name])
         arrivals = np.array([query.arrival for query in setting.queries(cell, seed=0, count=queries)])
-        found = {name: round(float(value), 3) for name, value in burstiness(arrivals / setting.levels.scale).items()}
-        report.row(figure="trace", **cell._asdict(), **found)
+        traits = {name: round(float(value), 3) for name, value in burstiness(arrivals / setting.levels.scale).items()}
+        report.row(figure="trace", **cell._asdict(), **traits)
     _print(CELLS, setting.policies, runs)
     _check(report, setting.policies, runs)
     fragile(report, seeds=seeds, queries=queries)
@@ -65,7 +67,9 @@ def virtual(report: Report, setting: Setting, *, seeds: int, queries: int) -> Ru
 
 
 def _infaas_simulated(report: Report, *, seeds: int, queries: int) -> None:
-    """ViT-S/B/L against ViT-B's levels, at rates and accuracies from the literature: nothing of it was run."""
+    """Simulate ViT-S/B/L against ViT-B's levels, with rates and accuracies from the literature: nothing of it was
+    run.
+    """
     for link, bandwidth in LINKS.items():
         gains = {
             load: statistics.mean(simulated_gain(load, bandwidth, seed=seed, count=queries) for seed in range(seeds))
@@ -79,7 +83,7 @@ def _infaas_simulated(report: Report, *, seeds: int, queries: int) -> None:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half the width of its 95% interval."""
+    """Return the mean, and half the width of its 95% interval."""
     if len(values) < 2:
         return values[0], float("nan")
     half = students_t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
@@ -101,7 +105,7 @@ def _add_row(report: Report, cell: Cell, name: str, runs: Sequence[Served]) -> N
 
 
 def _print(cells: Sequence[Cell], names: Sequence[str], runs: Runs) -> None:
-    """Two tables: a row for a cell is too wide with all fixed levels."""
+    """Print two tables: a row per cell is too wide with all fixed levels."""
     fixed = [name for name in names if _is_fixed(name)]
     shown = {
         "policies": [*POLICIES, INFAAS],
