@@ -2,9 +2,9 @@
 
     python -m benchmarks.cpu_decode [--quick] [--json benchmarks/results/KIND/cpu_decode.json]
 
-One random Llama-shaped model (`peers/make_model.py`) in every engine's own format. Each engine is a process that
-loads it once; every figure is the median over rounds in which all engines take turns. Nothing is timed unless all
-engines generate the same greedy continuation of a prompt. The JSON is written anew after every figure.
+One random Llama-shaped model (`peers/make_model.py`) in every engine's own format. Each engine is a process that loads
+it once; every figure is the median over rounds in which all engines take turns. Nothing is timed unless all engines
+generate the same greedy continuation of a prompt. The JSON is rewritten after every figure.
 """
 
 import argparse
@@ -24,20 +24,20 @@ from benchmarks.workers import ENGINES, JAXINFER, Worker, add_options, find_peer
 PROMPT = 512  # tokens of the timed prefill
 
 
-def check_agreement(found: list[Worker]) -> None:
+def check_agreement(engines: list[Worker]) -> None:
     """Exit unless all engines continue a prompt with the same tokens: otherwise they run different models."""
     prompt = list(range(100, 132))
-    answers = {worker.engine: worker.ask(do="greedy", prompt=prompt, count=8)["tokens"] for worker in found}
+    answers = {worker.engine: worker.ask(do="greedy", prompt=prompt, count=8)["tokens"] for worker in engines}
     if len({tuple(tokens) for tokens in answers.values()}) != 1:
         raise SystemExit(f"The engines' greedy continuations differ, so no comparison would be meaningful: {answers}")
 
 
-def take_turns(found: list[Worker], rounds: int, figure: str, **request: Any) -> list[dict[str, Any]]:
-    """A row for every engine: its milliseconds in every round, after one unmeasured round."""
-    times: dict[str, list[float]] = {worker.engine: [] for worker in found}
-    rich.print(f"{figure}, {found[0].dtype}: {rounds} rounds of {', '.join(times)}")
+def take_turns(engines: list[Worker], rounds: int, figure: str, **request: Any) -> list[dict[str, Any]]:
+    """Make a row for every engine: its milliseconds in every round, after one unmeasured round."""
+    times: dict[str, list[float]] = {worker.engine: [] for worker in engines}
+    rich.print(f"{figure}, {engines[0].dtype}: {rounds} rounds of {', '.join(times)}")
     for counted in [False] + [True] * rounds:
-        for worker in found:
+        for worker in engines:
             time.sleep(0.2)  # until the previous engine's threads are idle
             seconds = worker.ask(**request)["seconds"]
             if counted:
@@ -50,12 +50,12 @@ def take_turns(found: list[Worker], rounds: int, figure: str, **request: Any) ->
             "ms": round(statistics.median(times[worker.engine]), 2),
             "all_ms": [round(value, 2) for value in times[worker.engine]],
         }
-        for worker in found
+        for worker in engines
     ]
 
 
 def read_bandwidth() -> float:
-    """GB/s at which all cores together read a large array from memory: the fastest of several reductions."""
+    """Measure the GB/s at which all cores together read a large array: the fastest of several reductions."""
     import jax
     import jax.numpy as jnp
 
@@ -73,7 +73,7 @@ def read_bandwidth() -> float:
 
 
 def host_overhead() -> float:
-    """Host seconds of a decode step of 12 layers: until its call returns, before the results are ready.
+    """Measure the host's seconds of a decode step of 12 layers: until its call returns, before the results are ready.
 
     The layers are so small that the device thread that computes them takes little time from the host.
     """
@@ -128,7 +128,7 @@ def host_overhead() -> float:
 
 
 def demo_start(demo: Path) -> float:
-    """Seconds of a whole `jaxinfer generate` of 16 tokens, with a warm compile cache."""
+    """Measure the seconds of a whole `jaxinfer generate` of 16 tokens, with a warm compile cache."""
     command = [JAXINFER, "generate", demo, "--prompt", "import os\n", "--max-new-tokens"]
     subprocess.run([*command, "16"], check=True, stdout=subprocess.DEVNULL)
     start = time.perf_counter()
@@ -137,13 +137,13 @@ def demo_start(demo: Path) -> float:
 
 
 def weight_bytes(itemsize: int) -> int:
-    """Bytes of the matrices that a decode step reads: all but the embedding table."""
+    """Count the bytes of the matrices that a decode step reads: all but the embedding table."""
     layer = 1024 * (16 + 2 * 4) * 64 + 1024 * 1024 + 3 * 1024 * 2816
     return itemsize * (16 * layer + 1024 * 32_000)
 
 
 def add_checks(report: Report, bandwidth: float) -> None:
-    """The peers' times relative to ours, and our float32 decode relative to the memory's read bandwidth."""
+    """Check the peers' times relative to ours, and our float32 decode relative to the memory's read bandwidth."""
     ms = {(row["figure"], row["engine"], row["dtype"]): row["ms"] for row in report.rows if "ms" in row}
 
     def ratio(figure: str, dtype: str, *peers: str) -> float:
@@ -189,10 +189,10 @@ def main() -> None:
     report.print_header()
     report.row(figure="settings", context=args.context, steps=steps, rounds=rounds, peer_threads=args.threads)
     for dtype in ("float32", "int8", "bfloat16")[: 2 if args.quick else 3]:
-        with workers(dtype, args.work_dir, peer_python, args.threads) as found:
-            report.versions |= {w.engine: w.version for w in found if w.engine != "jaxinfer"}
+        with workers(dtype, args.work_dir, peer_python, args.threads) as engines:
+            report.versions |= {w.engine: w.version for w in engines if w.engine != "jaxinfer"}
             if dtype == "float32":
-                check_agreement(found)
+                check_agreement(engines)
             figures: dict[str, dict[str, Any]] = {f"prefill {PROMPT}": {"do": "prefill", "tokens": PROMPT}}
             if dtype != "bfloat16":  # not compared: on a CPU the other engines are not used to decode in it
                 for batch in (1, 8):
@@ -200,7 +200,7 @@ def main() -> None:
                     figures[f"decode batch {batch}"] = request
             for figure, request in figures.items():
                 bandwidth = max(bandwidth, read_bandwidth())
-                for row in take_turns(found, rounds, figure, **request):
+                for row in take_turns(engines, rounds, figure, **request):
                     report.row(**row)
                 report.save(args.json)
     print_rows([row for row in report.rows if "ms" in row])

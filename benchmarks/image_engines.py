@@ -1,4 +1,4 @@
-"""Image models in our engine and in those of peers, timed in turn: what the benchmarks of images share."""
+"""Image models in our engine and in those of peers, timed in turn: the common part of image benchmarks."""
 
 import argparse
 import os
@@ -19,10 +19,12 @@ from benchmarks.workers import JAXINFER, PEERS, REMEDY, EngineError, Worker
 from jaxinfer.compiled import cache_folder
 
 TOLERANCE = 1e-3
-"""Of the largest logit, or of the largest prediction of a column: pixels and probabilities are apart."""
+"""Maximum difference relative to the largest logit, or to a column's largest prediction: pixels differ from
+probabilities.
+"""
 
 MODULES = ("torch", "safetensors", "onnx", "onnxscript", "onnxruntime")
-"""Those of the peers."""
+"""The peers' modules."""
 
 
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:
@@ -38,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, `--quick` as rounds. To be called before JAX looks for devices: XLA then reads its threads."""
+    """Parse the options, `--quick` as rounds. Call it before JAX looks for devices: XLA then reads its threads."""
     args = parser.parse_args()
     os.environ["NPROC"] = str(args.threads)
     args.rounds = 2 if args.quick else args.rounds
@@ -58,7 +60,7 @@ def make_models(names: Iterable[str], folder: Path, peer_python: Path) -> None:
 
 
 class Ours:
-    """A model of ours, with its programs by shape."""
+    """Our engine's model, with its programs by shape."""
 
     def __init__(self, folder: Path, output: str):
         import jax
@@ -77,16 +79,16 @@ class Ours:
 
 @contextmanager
 def workers(name: str, folder: Path, peer_python: Path, threads: int) -> Iterator[list[Worker]]:
-    """The peers' processes, ended on exit."""
-    found = []
+    """Run the peers' processes; they end on exit."""
+    processes = []
     try:
         for engine in ("torch", "onnxruntime"):
             script, state_dict = str(PEERS / "run_vision.py"), str(folder / f"{name}.safetensors")
             command = [str(peer_python), script, engine, name, state_dict, str(threads)]
-            found.append(Worker(engine, "float32", command))
-        yield found
+            processes.append(Worker(engine, "float32", command))
+        yield processes
     finally:
-        for worker in found:
+        for worker in processes:
             worker.close()
 
 
@@ -100,7 +102,7 @@ def compare(
     *,
     after: Callable[[int, np.ndarray], None] = lambda batch, outputs: None,
 ) -> None:
-    """The rows of one model: ours against the peers.
+    """Add the rows of one model: ours against the peers.
 
     Args:
       output: the method of our model that computes what the peers do.
@@ -108,21 +110,21 @@ def compare(
     """
     ours = Ours(args.work_dir / name, output)
     size = ours.model.config.image_size  # type: ignore[union-attr]  # all of these models read images
-    with workers(name, args.work_dir, peer_python, args.threads) as found:
-        report.versions |= {worker.engine: worker.version for worker in found}
+    with workers(name, args.work_dir, peer_python, args.threads) as peers:
+        report.versions |= {worker.engine: worker.version for worker in peers}
         for batch in batches:
             images = np.random.default_rng(batch).integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
             file, to = str(args.work_dir / "images.npy"), str(args.work_dir / "outputs.npy")
             np.save(file, images)
             outputs = {"jaxinfer": ours(images)}
-            for worker in found:
+            for worker in peers:
                 worker.ask(do="outputs", images=file, to=to)
                 outputs[worker.engine] = np.load(to)
             worst = check_agreement(outputs)
             figure = f"{name} batch {batch}"
             rich.print(f"{figure}: outputs agree within {worst:.1g}; {args.rounds} rounds of {', '.join(outputs)}")
             engines: dict[str, Callable[[], float]] = {"jaxinfer": lambda images=images: timed(lambda: ours(images))}
-            for worker in found:
+            for worker in peers:
                 engines[worker.engine] = lambda worker=worker, file=file: worker.ask(do="run", images=file)["seconds"]
             for engine, seconds in take_turns(engines, args.rounds).items():
                 add_row(report, figure, engine, seconds)
@@ -131,7 +133,7 @@ def compare(
 
 
 def check_agreement(outputs: Mapping[str, np.ndarray]) -> float:
-    """The largest difference from ours, relative as above; exits if it is not small."""
+    """Check the largest difference from ours, relative as above; exits if it is not small."""
     ours, worst = outputs["jaxinfer"], 0.0
     columns = (0, 1)  # all of logits [B, classes]; of predictions [B, candidates, columns] each column by itself
     for engine, theirs in outputs.items():
@@ -143,7 +145,7 @@ def check_agreement(outputs: Mapping[str, np.ndarray]) -> float:
 
 
 def take_turns(engines: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every engine in every round, after one unmeasured round."""
+    """Time every engine in every round, in seconds, after one unmeasured round."""
     times: dict[str, list[float]] = {engine: [] for engine in engines}
     for counted in [False] + [True] * rounds:
         for engine, seconds_of in engines.items():
@@ -161,7 +163,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def add_row(report: Report, figure: str, engine: str, seconds: list[float], **fields: Any) -> float:
-    """Add a row with all milliseconds and further fields; returns the median."""
+    """Add a row with all milliseconds and further fields; return the median."""
     all_ms = [round(1e3 * value, 2) for value in seconds]
     ms = round(statistics.median(all_ms), 2)
     report.row(figure=figure, engine=engine, ms=ms, all_ms=all_ms, **fields)
@@ -169,19 +171,19 @@ def add_row(report: Report, figure: str, engine: str, seconds: list[float], **fi
 
 
 def of_peer(report: Report, name: str, batches: Iterable[int], peer: str = "torch") -> float:
-    """A peer's time relative to ours, in the worst of the batches."""
+    """Return a peer's time relative to ours, in the worst of the batches."""
     all_ms = {(row["figure"], row["engine"]): row["all_ms"] for row in report.rows if "ms" in row}
     figures = [f"{name} batch {batch}" for batch in batches]
     return min(ratio(all_ms[figure, peer], all_ms[figure, "jaxinfer"]) for figure in figures)
 
 
 def ratio(times: Iterable[float], others: Iterable[float]) -> float:
-    """The median, over the rounds, of one time relative to the other: what slows whole rounds cancels."""
-    return statistics.median(one / other for one, other in zip(times, others, strict=True))
+    """Return the median over rounds of one time relative to the other: slowdowns of whole rounds cancel."""
+    return statistics.median(time / other for time, other in zip(times, others, strict=True))
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """A row per figure, a column per engine."""
+    """Print a row per figure, a column per engine."""
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     table = Table("", *engines, title="milliseconds, median (minimum)")
     for figure in dict.fromkeys(row["figure"] for row in rows):

@@ -65,7 +65,7 @@ class Case:
 
 
 def every_case() -> Iterator[Case]:
-    """All cases, grouped by operation."""
+    """Yield all cases, grouped by operation."""
     for model, fmt, rows in (
         ("llama3-8b", "bfloat16", 1),
         ("llama3-8b", "bfloat16", 16),
@@ -105,7 +105,7 @@ def every_case() -> Iterator[Case]:
 
 
 def linear_layers(model: str, rows: int, fmt: str) -> Iterator[Case]:
-    """The linear layers of a decoder layer, with what is fused into them, and the head."""
+    """Yield the linear layers of a decoder layer, with the operations fused into them, and the head."""
     config = preset(model)
     embed, hidden, gated = config.embed, config.mlp.hidden, config.mlp.gated
     heads, kv = _heads(config)
@@ -141,7 +141,7 @@ def linear_layers(model: str, rows: int, fmt: str) -> Iterator[Case]:
 
 
 def quantized(model: str, rows: int) -> Iterator[Case]:
-    """The first linear layer of an MLP in int8, with more rows than the small-batch kernel supports."""
+    """Yield the first linear layer of an MLP in int8, with more rows than the small-batch kernel supports."""
     config = preset(model)
     inputs, outputs = config.embed, 2 * config.mlp.hidden
     x, norm = _float((rows, inputs)), _float((inputs,), "float32")
@@ -167,7 +167,7 @@ def quantized(model: str, rows: int) -> Iterator[Case]:
 
 
 def decode(model: str, batch: int, tokens: int, context: int, dtype: str) -> Case:
-    """Decode attention: the newest tokens of some rows over their pages."""
+    """Make a case of decode attention: the newest tokens of some rows over their pages."""
     config = preset(model)
     attention, (heads, kv) = config.attention, _heads(config)
     rotary = config.positions.rotary_dim or 0
@@ -196,7 +196,7 @@ def decode(model: str, batch: int, tokens: int, context: int, dtype: str) -> Cas
 
 
 def prefill(model: str, tokens: int, dtype: str) -> Case:
-    """Prefill attention: a prompt over its pages."""
+    """Make a case of prefill attention: a prompt over its pages."""
     config = preset(model)
     attention, (heads, _) = config.attention, _heads(config)
     args = (
@@ -217,7 +217,7 @@ def prefill(model: str, tokens: int, dtype: str) -> Case:
 
 
 def encode(model: str, batch: int, tokens: int, heads: int, head_dim: int) -> Case:
-    """Encoder attention, where every token sees every other; compiled without cuDNN."""
+    """Make a case of encoder attention, where every token sees every other; compiled without cuDNN."""
     q = _float((batch, tokens, heads, head_dim))
     return Case(
         op="attention",
@@ -232,7 +232,7 @@ def encode(model: str, batch: int, tokens: int, heads: int, head_dim: int) -> Ca
 
 
 def experts(model: str, tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> Iterator[Case]:
-    """The operations of an MoE layer."""
+    """Yield the operations of an MoE layer."""
     rows = tokens * k
     name = f"{model}, {tokens} {'token' if tokens == 1 else 'tokens'}"
     routing = moe.Routing(
@@ -284,7 +284,7 @@ def merge(model: str, batch: int, tokens: int, embed: int, *, r: int) -> Case:
 
 
 def _heads(config: DecoderConfig) -> tuple[int, int]:
-    """Total features of the query heads, and of the KV heads."""
+    """Return the total features of the query heads, and of the KV heads."""
     attention = config.attention
     return attention.q_heads * attention.head_dim, attention.kv_heads * attention.head_dim
 

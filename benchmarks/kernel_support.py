@@ -1,4 +1,4 @@
-"""Which operation runs as a kernel on which GPU, and which as plain XLA, and why.
+"""Table of operations that run as a kernel, or as plain XLA and why, by GPU.
 
     python -m benchmarks.kernel_support [--write]
 
@@ -23,11 +23,11 @@ from jaxinfer.pallas_kernels.dispatch import kernels_available, recorded_refusal
 from jaxinfer.pallas_kernels.target import GPU, targeting
 
 Support = dict[str, dict[str, str | None]]
-"""Of every operation, its cases: why they run as plain XLA, or None if they run as kernels."""
+"""Cases of every operation: the reason that they run as plain XLA, or None if they run as kernels."""
 
 
 def support_of(gpu: GPU) -> Support:
-    """What runs as a kernel on this GPU."""
+    """Ask which cases run as kernels on this GPU."""
     support: Support = {}
     with targeting(gpu):
         available = kernels_available()
@@ -46,7 +46,9 @@ def _launch(*_args: object, **_options: object) -> None:
 
 
 def _refusal(case: Case) -> str | None:
-    """Why the case runs as plain XLA. Stops at the kernel's launch, whose body takes most of the time to trace."""
+    """Return why the case runs as plain XLA. Stops at the kernel's launch, whose body takes most of the time to
+    trace.
+    """
     launches = mock.patch.object(plgpu, "kernel", _launch)
     with recorded_refusals() as refusals, launches, contextlib.suppress(_LaunchedError):
         jax.eval_shape(lambda *args: case.call(*args), *case.args)
@@ -54,7 +56,7 @@ def _refusal(case: Case) -> str | None:
 
 
 def markdown(supports: Mapping[str, Support]) -> str:
-    """The table in the format of docs/kernels.md, with a column for all targets that agree."""
+    """Format the table of docs/kernels.md, with a column for all targets that agree."""
     notes: list[str] = []
     columns: dict[tuple[str, ...], list[str]] = {}
     for target, support in supports.items():

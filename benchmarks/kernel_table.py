@@ -25,8 +25,8 @@ from jaxinfer.compiled.target import Kernel, Target, TargetReport, compile_for
 TARGET = Target.load("h200")
 BYTES_PER_SECOND = 4.8e12  # memory bandwidth, from the data sheet
 FLOPS_PER_SECOND = 989e12  # bfloat16, from the data sheet
-_REGISTERS, _THREADS, _BLOCKS = 65_536, 2048, 32  # of an SM
-_RESERVED_BYTES = 1024  # of shared memory, for each block
+_REGISTERS, _THREADS, _BLOCKS = 65_536, 2048, 32  # limits of an SM
+_RESERVED_BYTES = 1024  # shared memory per block
 
 PAGE = Path(__file__).parents[1] / "docs/kernels.md"
 
@@ -96,7 +96,7 @@ def compile_case(case: Case) -> TargetReport:
 
 
 def rows_of(case: Case) -> list[Row]:
-    """A row for every Mosaic kernel of the case, in execution order."""
+    """Make a row for every Mosaic kernel of the case, in execution order."""
     report = compile_case(case)
     ours = [kernel for kernel in report.kernels if kernel.kind == "mosaic"]
     return [_row(case, kernel, (len(ours), len(report.kernels) - len(ours))) for kernel in ours]
@@ -124,7 +124,7 @@ def _row(case: Case, kernel: Kernel, launches: tuple[int, int]) -> Row:
 
 
 def blocks_per_sm(registers: int, shared_bytes: int, threads: int) -> int:
-    """How many thread blocks of a kernel an SM runs at once.
+    """Count the thread blocks of a kernel that an SM runs at once.
 
     Registers are allocated to warps in units of 256, separately in each quarter of an SM.
     """
@@ -160,7 +160,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table in the format of docs/kernels.md."""
+    """Format the table of docs/kernels.md."""
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
     return "\n".join(lines + ["| " + " | ".join(_cells(row)) + " |" for row in rows]) + "\n"
 

@@ -41,42 +41,44 @@ from jaxinfer.sharding import ShardingRules
 
 SIZES: dict[str, Any] = {"max_batch": 2, "token_budget": 8, "chunk_size": 8, "max_decode_passes": 4}
 GATHER_BYTES = 64 * 8
-"""The most that a row's sampling may exchange with one device of the mesh."""
+"""Maximum bytes that a row's sampling may exchange with one device of the mesh."""
 
 
 def greedy_tokens(llm: LLM) -> list[list[int]]:
-    """Of two prompts together."""
+    """Generate from two prompts together."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     return [o.outputs[0].token_ids for o in llm.generate([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7]], params)]
 
 
 def sums_of_a_pass(config: DecoderConfig) -> int:
-    """The embedding's, and those after attention and MLP, or after both together."""
+    """Count a pass's sums: the embedding's, and those after attention and MLP, or after both together."""
     parallel = config.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
     return (1 if parallel else 2) * config.layers + 1
 
 
-def is_exact(found: list[Collective], config: DecoderConfig) -> bool:
-    """Whether a greedy pass exchanges its sums, the best token of each row, and nothing else."""
-    always = [one for one in found if not one.conditions]
-    sums = [one for one in always if one.kind == "all-reduce"]
-    rest = [one.kind for one in always if one.kind != "all-reduce"]
+def is_exact(collectives: list[Collective], config: DecoderConfig) -> bool:
+    """Check whether a greedy pass exchanges its sums, the best token of each row, and nothing else."""
+    always = [collective for collective in collectives if not collective.conditions]
+    sums = [collective for collective in always if collective.kind == "all-reduce"]
+    rest = [collective.kind for collective in always if collective.kind != "all-reduce"]
     return len(sums) == sums_of_a_pass(config) and rest == ["all-gather"]
 
 
-def sampled_bytes(found: list[Collective], config: DecoderConfig) -> int:
-    """What rows that ask for everything exchange beside the model's sums, cut-offs within the candidates."""
+def sampled_bytes(collectives: list[Collective], config: DecoderConfig) -> int:
+    """Count the bytes that rows with all sampling options exchange beside the model's sums, cut-offs within
+    candidates.
+    """
     fallbacks = ("top_k", "top_p", "logits_processor")
     return sum(
-        one.bytes
-        for one in found
-        if not (one.kind == "all-reduce" and one.shape[-1] in (config.embed, config.output_width))
-        and not any(name in scope for scope in one.conditions for name in fallbacks)
+        collective.bytes
+        for collective in collectives
+        if not (collective.kind == "all-reduce" and collective.shape[-1] in (config.embed, config.output_width))
+        and not any(name in scope for scope in collective.conditions for name in fallbacks)
     )
 
 
 def families(report: Report, *, quick: bool) -> None:
-    """Every decoder of the goldens on one device and on meshes."""
+    """Compare every decoder of the goldens on one device and on meshes."""
     equal, exact, gathered = [], [], []
     folders = sorted(path.parent for path in (ROOT / "tests" / "goldens").glob("*/config.json"))
     with tempfile.TemporaryDirectory() as temporary:
@@ -92,11 +94,11 @@ def families(report: Report, *, quick: bool) -> None:
                 program = llm.engine.executor.programs.get(Decode(batch=2, speculative=0, pages=8))
                 hlo = program.executable.as_text()
                 assert hlo is not None
-                found = read_collectives(hlo, tensor)
+                collectives = read_collectives(hlo, tensor)
                 assert isinstance(llm.model.config, DecoderConfig)
-                sampled = sampled_bytes(found, llm.model.config)
+                sampled = sampled_bytes(collectives, llm.model.config)
                 equal.append(same)
-                exact.append(is_exact(found, llm.model.config))
+                exact.append(is_exact(collectives, llm.model.config))
                 gathered.append(sampled / (GATHER_BYTES * 2 * tensor))
                 report.row(
                     figure="family",
@@ -113,7 +115,7 @@ def families(report: Report, *, quick: bool) -> None:
 
 
 def eight_h200s(report: Report, *, quick: bool) -> None:
-    """A decode step of Llama 3 70B, split eight ways, compiled for H200s."""
+    """Compile a decode step of Llama 3 70B, split eight ways, for H200s."""
     config = dataclasses.replace(preset("llama3-70b"), **({"layers": 4} if quick else {}))
     weights, target = WeightFormat(dtype=np.dtype(jnp.bfloat16)), Target.load("h200")
     try:
@@ -139,7 +141,7 @@ def eight_h200s(report: Report, *, quick: bool) -> None:
     report.check("compile_seconds_tp8", compiled.compile_seconds, "s", target=60, better="lower")
 
 
-# Two devices of one thread each, in processes of their own: how many threads there are is decided when JAX starts.
+# Two devices of one thread each, in their own processes: the number of threads is fixed when JAX starts.
 
 WAYS: dict[str, dict[str, Any]] = {
     "one device, one thread": {"cores": 1, "devices": 1},
@@ -149,7 +151,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def decode_rate(model: str, devices: int) -> float:
-    """Tokens per second of four requests that decode together."""
+    """Measure tokens per second of four requests that decode together."""
     llm = LLM(model, mesh=MeshConfig(tensor=devices) if devices > 1 else None, max_batch=4, context=256)
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     rates = []
@@ -162,7 +164,7 @@ def decode_rate(model: str, devices: int) -> float:
 
 
 def two_devices(report: Report, *, quick: bool) -> None:
-    """Decode throughput of the same random model in every way, in turns."""
+    """Measure decode throughput of the same random model in every way, in turns."""
     config = dataclasses.replace(preset("llama-213m"), layers=4 if quick else 8)
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as temporary:
@@ -171,12 +173,12 @@ def two_devices(report: Report, *, quick: bool) -> None:
         for _ in range(1 if quick else 3):
             for way, sizes in WAYS.items():
                 rates[way].append(_rate_in_process(path, **sizes))
-    medians = {way: round(statistics.median(found), 2) for way, found in rates.items()}
+    medians = {way: round(statistics.median(samples), 2) for way, samples in rates.items()}
     for way, rate in medians.items():
         report.row(figure="two_devices", way=way, tokens_per_s=rate)
-    one, every, two = medians.values()
+    single, every, two = medians.values()
     report.row(figure="two_devices", gain_over_all_threads=round(two / every, 3))
-    report.check("tensor2_gain", two / one, "x", target=1)
+    report.check("tensor2_gain", two / single, "x", target=1)
 
 
 def _rate_in_process(path: Path, cores: int | None, devices: int) -> float:
@@ -202,7 +204,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     for name in ("--decode", "--devices", "--cores"):
-        parser.add_argument(name, help=argparse.SUPPRESS)  # of the processes that two_devices starts
+        parser.add_argument(name, help=argparse.SUPPRESS)  # for the processes that two_devices starts
     args = parser.parse_args()
     if args.decode:
         with contextlib.suppress(AttributeError):  # only Linux has it

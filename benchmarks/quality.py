@@ -27,7 +27,9 @@ OVERLAP = 0.5  # fraction of a window that is only context for the rest
 
 
 def bits(llm: LLM, texts: list[str]) -> float:
-    """Bits that the model needs for the texts; a token has at least OVERLAP of a window as context, if it exists."""
+    """Count the bits that the model needs for the texts; tokens have at least OVERLAP of a window as context, if it
+    exists.
+    """
     assert llm.tokenizer is not None
     window = llm.engine.config.context - 1
     stride = round(window * (1 - OVERLAP))
@@ -60,16 +62,16 @@ def main() -> None:
     report.print_header()
     xz = xz_bits("".join(texts).encode()) / size
     report.row(name="xz -9", bytes=size, bits_per_byte=round(xz, 4))
-    found = {}
+    per_byte = {}
     pages: dict[str, int] = {}
     for name, options in FORMATS.items():
         llm = LLM(args.model, max_batch=4, **options)  # type: ignore[arg-type]
-        found[name], pages[name] = bits(llm, texts) / size, llm.memory.page_bytes
-        report.row(name=name, bytes=size, bits_per_byte=round(found[name], 4), page_bytes=pages[name])
-        print(f"{name:10} {found[name]:.4f} bits/byte, {pages[name]} bytes in a page of the cache")
-    report.check("bits_per_byte_vs_xz", found["float32"] / xz, "of xz -9", target=1.0, better="lower")
+        per_byte[name], pages[name] = bits(llm, texts) / size, llm.memory.page_bytes
+        report.row(name=name, bytes=size, bits_per_byte=round(per_byte[name], 4), page_bytes=pages[name])
+        print(f"{name:10} {per_byte[name]:.4f} bits/byte, {pages[name]} bytes in a page of the cache")
+    report.check("bits_per_byte_vs_xz", per_byte["float32"] / xz, "of xz -9", target=1.0, better="lower")
     for name, target in {"int8": 0.01, "bfloat16": 0.01, "int8 cache": 0.01, "fp8": 0.02, "int4": 0.05}.items():
-        loss = found[name] / found["float32"] - 1
+        loss = per_byte[name] / per_byte["float32"] - 1
         report.check(f"{name.replace(' ', '_')}_bits_per_byte_loss", loss, "of float32", target=target, better="lower")
     memory = pages["int8 cache"] / pages["float32"]
     report.check("int8_cache_memory", memory, "of float32", target=0.5, better="lower")

@@ -3,8 +3,8 @@
     python -m benchmarks.readme            # prints them
     python -m benchmarks.readme --write    # puts them into README.md, between its two markers
 
-A folder there is one kind of machine, with the files that the commands below (`SECTIONS`) wrote there. A result
-that is measured anew replaces one file; the other machines' stay as they are.
+A folder there is one kind of machine, with the files that the commands below (`SECTIONS`) wrote there. A new result
+replaces one file; the other machines' stay as they are.
 """
 
 import argparse
@@ -24,7 +24,7 @@ END = "<!-- End of what benchmarks.readme writes. -->"
 OURS = "jaxinfer"
 
 Result = dict[str, Any]
-"""What `Report.save` wrote."""
+"""The content written by `Report.save`."""
 
 CHECKS = {
     "decode_fp32_b1_vs_best_peer": "float32 decode, batch 1, against the best peer",
@@ -62,24 +62,24 @@ CHECKS = {
     "vs_accelerate_b8": "the same, batch 8",
     "vs_llamacpp": "tokens/s against llama.cpp's mmap, same cap, batch 1",
 }
-"""What a check is called in the table; those that are not here are not in it."""
+"""Names of checks in the table; other checks are left out."""
 SHORT_UNITS = {"": "", "x": "x", "of": ""}
-"""The first word of a unit -> what stands in the table, whose names say of what."""
+"""Replacements of a unit's first word, as the table's names say of what."""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def rows_of(files: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """The rows of results, one file after the other."""
+    """Read the rows of results, one file after the other."""
     return [row for file in files for row in json.loads(Path(file).read_text())["rows"]]
 
 
 def best(cells: Sequence[float | None], choose: Callable[[Iterable[float]], float], places: int) -> list[str]:
-    """Figures as text; the best in bold, a missing one empty."""
+    """Format figures; the best in bold, a missing one empty."""
     winner = choose(cell for cell in cells if cell is not None)
     texts = ["" if cell is None else f"{cell:.{places}f}" for cell in cells]
     return [f"**{text}**" if cell == winner else text for cell, text in zip(cells, texts, strict=True)]
@@ -90,7 +90,7 @@ def engine_name(engine: str) -> str:
 
 
 def decode_section(result: Result) -> list[str]:
-    """Milliseconds of every engine: a column per figure, the best of a dtype in bold."""
+    """Write the milliseconds of every engine: a column per figure, the best of a dtype in bold."""
     rows = [row for row in result["rows"] if "ms" in row]
     figures = list(dict.fromkeys(row["figure"] for row in rows))
     lines = []
@@ -111,7 +111,7 @@ def decode_section(result: Result) -> list[str]:
 
 
 def engine_section(result: Result) -> list[str]:
-    """Output tokens per second of every engine, the best of a dtype in bold, if they were measured; and the checks."""
+    """Write output tokens per second of every engine, the best of a dtype in bold, if measured; and the checks."""
     rows = [row for row in result["rows"] if row["figure"] == "throughput"]
     lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
@@ -129,7 +129,7 @@ def engine_section(result: Result) -> list[str]:
 
 
 def quality_section(result: Result) -> list[str]:
-    """Bits per byte of every format, in one line."""
+    """Write bits per byte of every format, in one line."""
     rows = result["rows"]
     size = rows[0]["bytes"] // 1000
     return [
@@ -139,15 +139,15 @@ def quality_section(result: Result) -> list[str]:
 
 
 def streaming_section(result: Result) -> list[str]:
-    """The checks, and what the rows say."""
+    """Write the checks, and a summary of the rows."""
     return ["Larger than memory: 8 GiB of layers.", checks_table(result), " ".join(summary(result["rows"]))]
 
 
 def checks_table(result: Result) -> str:
-    """Every check that has a name here, its target, and whether it was met."""
-    found = [Check(**check) for check in result["checks"] if check["name"] in CHECKS]
+    """Write every check with a name here, its target, and whether it was met."""
+    checks = [Check(**check) for check in result["checks"] if check["name"] in CHECKS]
     lines = []
-    for check in found:
+    for check in checks:
         unit = SHORT_UNITS.get(check.unit.partition(" ")[0], f" {check.unit}")
         sign = "≥" if check.better == "higher" else "≤"
         lines.append([CHECKS[check.name], f"{check.value:.3g}{unit}", f"{sign} {check.target:g}{unit}", check.verdict])
@@ -160,17 +160,17 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "quality": quality_section,
     "streaming": streaming_section,
 }
-"""The command `benchmarks.NAME`, whose result is NAME.json -> its paragraphs."""
+"""Paragraphs of each command `benchmarks.NAME`, whose result is NAME.json."""
 
 
 def short(commit: str) -> str:
-    """A commit from `report.commit`."""
+    """Shorten a commit from `report.commit`."""
     name, changed, _ = commit.partition("+")
     return name[:10] + (" with changes" if changed else "")
 
 
 def source(command: str, result: Result) -> str:
-    """Where a section's figures come from: command, commit, date and versions."""
+    """Write the source of a section's figures: command, commit, date and versions."""
     text, others = short(result["commit"]), defaultdict(list)
     for row in result["rows"]:
         if row.get("commit", result["commit"]) != result["commit"]:
@@ -182,7 +182,7 @@ def source(command: str, result: Result) -> str:
 
 
 def render(results: Path) -> str:
-    """All that stands between README's markers: a section per folder, its machine as title."""
+    """Write everything between README's markers: a section per folder, its machine as title."""
     parts = []
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
         files = {name: folder / f"{name}.json" for name in SECTIONS}
@@ -199,7 +199,7 @@ def render(results: Path) -> str:
 
 
 def insert(page: str, tables: str) -> str:
-    """The page with new tables between its markers. Exits if it does not have them."""
+    """Put new tables between the page's markers. Exits if it does not have them."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One figure with a target, met by values at least ("higher") or at most ("lower") as large.
+    """A figure with a target, met by values at least ("higher") or at most ("lower") as large.
 
     Attributes:
-      invalid: why the value says nothing about the target, or "".
+      invalid: the reason that the value says nothing about the target, or "".
     """
 
     name: str
@@ -51,7 +51,7 @@ class Report:
     """Collects a benchmark's rows and checks.
 
     Args:
-      versions: of other software than our own packages: {"ctranslate2": "4.8.5"}.
+      versions: versions of other software than our own packages: {"ctranslate2": "4.8.5"}.
     """
 
     def __init__(self, versions: Mapping[str, str] | None = None):
@@ -65,7 +65,7 @@ class Report:
         }
 
     def row(self, **fields: Any) -> None:
-        """Add a measurement: what was measured, and its figures."""
+        """Add a measurement: its subject and its figures."""
         self.rows.append(fields)
 
     def check(
@@ -83,7 +83,7 @@ class Report:
         self.checks.append(Check(name=name, value=value, unit=unit, target=target, better=better, invalid=invalid))
 
     def print_header(self) -> None:
-        """Print what is measured, and on which machine."""
+        """Print the versions, and the machine."""
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         print(f"{machine_text(machine())}\ncommit {self.commit}, {self.date}; {versions}", flush=True)
 
@@ -117,7 +117,7 @@ class Report:
 
 
 def machine_kind(where: Mapping[str, Any]) -> str:
-    """What makes machines alike, from `machine()`: "Intel(R) Xeon(R) Processor with AMX, AVX-512, AVX2, 2 cores"."""
+    """Describe a machine by what makes it comparable: "Intel(R) Xeon(R) Processor with AMX, AVX-512, AVX2, 2 cores"."""
     if where["platform"] != "cpu":
         return where["device"]
     sets = [name for name, flag in INSTRUCTION_SETS.items() if flag in where["features"]]
@@ -125,17 +125,17 @@ def machine_kind(where: Mapping[str, Any]) -> str:
 
 
 def machine_text(where: Mapping[str, Any]) -> str:
-    """A machine's kind and memory."""
+    """Describe a machine's kind and memory."""
     return f"{machine_kind(where)}, {where['memory_gib']} GiB"
 
 
 def today() -> str:
-    """The date in UTC, as in 2026-01-31."""
+    """Return the date in UTC, as in 2026-01-31."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def version(package: str) -> str:
-    """The version of a package, or "not installed"."""
+    """Return the version of a package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -143,7 +143,7 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, with "+changes" if the working tree differs from it in more than results."""
+    """Return the measured commit, with "+changes" if the working tree differs from it in more than results."""
 
     def git(*args: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=True).stdout.strip()

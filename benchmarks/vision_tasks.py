@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.vision` that have real images and texts: accuracy by level, switching, embeddings."""
+"""The parts of `benchmarks.vision` with real images and texts: accuracy by level, switching, embeddings."""
 
 import argparse
 import ast
@@ -23,11 +23,11 @@ BACKBONE = ROOT / "examples" / "elastic_vit"
 SWITCHES = 400
 EMBEDDING_LEVELS = (0, -2, -4, -8, -16, -32)
 TEXTS, TOKENS = 256, 128
-"""Texts that are embedded, and about how many tokens they have."""
+"""Number of texts that are embedded, and their approximate tokens."""
 
 
 def tasks(report: Report, args: argparse.Namespace) -> None:
-    """Accuracy of the committed tasks on images that nothing was trained on, and the throughput of each level."""
+    """Measure the committed tasks' accuracy on images that nothing was trained on, and each level's throughput."""
     service = Service.from_checkpoint(BACKBONE)
     largest, table = service.batch_sizes[-1], Table("level", *service.tasks, "images/s", title="right answers, %")
     tests = {name: _test_images(name, service) for name in service.tasks}
@@ -44,21 +44,21 @@ def tasks(report: Report, args: argparse.Namespace) -> None:
             if (name, level) not in right:
                 cells.append("")
                 continue
-            found = LevelAccuracy.from_correct(right[name, level], right[name, 0], str(service.adaptation(level)))
+            accuracy = LevelAccuracy.from_correct(right[name, level], right[name, 0], str(service.adaptation(level)))
             report.row(
                 figure="accuracy",
                 task=name,
                 level=level,
-                adaptation=found.adaptation,
-                images=found.images,
-                accuracy=round(found.accuracy, 4),
-                standard_error=round(found.standard_error, 4),
-                difference=round(found.difference, 4),
-                difference_error=round(found.difference_error, 4),
-                p_value=round(found.p_value, 5),
+                adaptation=accuracy.adaptation,
+                images=accuracy.images,
+                accuracy=round(accuracy.accuracy, 4),
+                standard_error=round(accuracy.standard_error, 4),
+                difference=round(accuracy.difference, 4),
+                difference_error=round(accuracy.difference_error, 4),
+                p_value=round(accuracy.p_value, 5),
             )
-            mark = "*" if found.p_value < 0.05 else ""
-            cells.append(f"{100 * found.accuracy:.1f} ({100 * found.difference:+.1f}{mark})")
+            mark = "*" if accuracy.p_value < 0.05 else ""
+            cells.append(f"{100 * accuracy.accuracy:.1f} ({100 * accuracy.difference:+.1f}{mark})")
         report.row(figure="level throughput", level=level, batch=largest, images_per_second=round(rate, 1))
         table.add_row(f"{level:+d}" if level else "0", *cells, f"{rate:,.0f}")
     rich.print(table)
@@ -72,14 +72,14 @@ def tasks(report: Report, args: argparse.Namespace) -> None:
 
 
 def _compare_seeds(report: Report, service: Service, name: str, test: Dataset, plain: np.ndarray) -> None:
-    """What prompts change on average over seeds, and how likely that is by chance."""
+    """Test the mean effect of prompts over seeds against chance."""
     seeds = Service.from_checkpoint(
         BACKBONE, repository=BACKBONE / "seeds", merge_levels=(-8,), schedule="constant", max_batch=64
     )
     prompts = max(service.task(name).prompts)
-    found = [which_are_right(service, name, prompts, test)]
-    found += [which_are_right(seeds, f"{name}-{seed}", prompts, test) for seed in SEEDS]
-    differences = [100 * (right.mean() - plain.mean()) for right in found]
+    answers = [which_are_right(service, name, prompts, test)]
+    answers += [which_are_right(seeds, f"{name}-{seed}", prompts, test) for seed in SEEDS]
+    differences = [100 * (right.mean() - plain.mean()) for right in answers]
     _, p = map(float, ttest_1samp(differences, 0.0))  # statistic and p-value
     report.row(
         figure="prompts over seeds",
@@ -92,7 +92,7 @@ def _compare_seeds(report: Report, service: Service, name: str, test: Dataset, p
     )
     verdict = "a difference" if p < 0.05 else "no difference that chance would not make"
     rich.print(
-        f"{name}: {prompts} prompts, {len(found)} seeds: {statistics.mean(differences):+.2f} points "
+        f"{name}: {prompts} prompts, {len(answers)} seeds: {statistics.mean(differences):+.2f} points "
         f"(deviation {statistics.stdev(differences):.2f}, p {p:.3f}): {verdict}"
     )
 
@@ -102,18 +102,18 @@ def _test_images(name: str, service: Service) -> Dataset:
 
 
 def _level_seconds(service: Service, images: np.ndarray, rounds: int) -> dict[int, list[float]]:
-    """Seconds of a batch at every level, of a task that has it, in turn."""
+    """Time a batch at every level, of a task that has it, in turn, in seconds."""
 
     def run(level: int) -> Callable[[], float]:
         name = next(n for n, task in service.tasks.items() if level <= 0 or level in task.prompts)
         return lambda: min(timed(lambda: service.classify(images, name, level)) for _ in range(5))
 
-    found = take_turns({str(level): run(level) for level in service.levels}, rounds)
-    return {int(level): seconds for level, seconds in found.items()}
+    times = take_turns({str(level): run(level) for level in service.levels}, rounds)
+    return {int(level): seconds for level, seconds in times.items()}
 
 
 def switching(report: Report, args: argparse.Namespace) -> None:
-    """What an image costs more where each has another level than the one before."""
+    """Measure the extra cost of an image whose level differs from that of the one before."""
     service = Service.from_checkpoint(BACKBONE)
     name, image = (
         next(iter(service.tasks)),
@@ -130,8 +130,8 @@ def switching(report: Report, args: argparse.Namespace) -> None:
     count = SWITCHES // len(levels) * len(levels)
     one_by_one = [level for level in levels for _ in range(count // len(levels))]
     switched = levels * (count // len(levels))
-    found = take_turns({"same": lambda: seconds_of(one_by_one), "switched": lambda: seconds_of(switched)}, args.rounds)
-    ms = {way: 1e3 * statistics.median(seconds) / count for way, seconds in found.items()}
+    times = take_turns({"same": lambda: seconds_of(one_by_one), "switched": lambda: seconds_of(switched)}, args.rounds)
+    ms = {way: 1e3 * statistics.median(seconds) / count for way, seconds in times.items()}
     report.row(figure="switching", images=count, **{f"{way}_ms": round(value, 4) for way, value in ms.items()})
     report.check("gamma_switch_ms", max(ms["switched"] - ms["same"], 0.0), "ms", target=1.0, better="lower")
     report.check("compiled_while_classifying", service.compiled - compiled, "programs", target=0.0, better="lower")
@@ -139,7 +139,7 @@ def switching(report: Report, args: argparse.Namespace) -> None:
 
 
 def embeddings(report: Report, args: argparse.Namespace) -> None:
-    """Vectors of real BERT weights with tokens merged: how much faster, and how near to those without."""
+    """Embed by real BERT weights with tokens merged: measure the speed-up, and the similarity to vectors without."""
     from jaxinfer import Embedder
     from jaxinfer.models.files.conversion import convert
 
@@ -151,29 +151,32 @@ def embeddings(report: Report, args: argparse.Namespace) -> None:
     assert tokenizer is not None, "the package has one"
     texts = _texts(lambda text: len(tokenizer.encode(text)))
     vectors = {level: embedder.embed(texts) for level, embedder in embedders.items()}
-    found = take_turns(
-        {str(level): lambda one=one: timed(lambda: one.embed(texts)) for level, one in embedders.items()},
+    times = take_turns(
+        {
+            str(level): lambda embedder=embedder: timed(lambda: embedder.embed(texts))
+            for level, embedder in embedders.items()
+        },
         args.rounds,
     )
     table = Table("level", "texts/s", "gain", "cosine, mean", "least of 95%", title="all-MiniLM-L6-v2")
-    base = statistics.median(found["0"])
+    base = statistics.median(times["0"])
     for level in EMBEDDING_LEVELS:
         cosines = np.sum(vectors[level] * vectors[0], axis=1)
-        gain, mean, least = base / statistics.median(found[str(level)]), cosines.mean(), np.percentile(cosines, 5)
-        add_row(report, "embeddings", str(level), found[str(level)], gain=round(gain, 3), cosine=round(float(mean), 4))
-        rate = len(texts) / statistics.median(found[str(level)])
+        gain, mean, least = base / statistics.median(times[str(level)]), cosines.mean(), np.percentile(cosines, 5)
+        add_row(report, "embeddings", str(level), times[str(level)], gain=round(gain, 3), cosine=round(float(mean), 4))
+        rate = len(texts) / statistics.median(times[str(level)])
         table.add_row(str(level), f"{rate:.1f}", f"{gain:.2f}", f"{mean:.4f}", f"{least:.4f}")
     rich.print(table)
 
 
 def _texts(count: Callable[[str], int]) -> list[str]:
-    """Docstrings of the standard library with about as many tokens as `TOKENS`, which `count` counts."""
-    found = []
+    """Collect docstrings of the standard library with about `TOKENS` tokens, by the function `count`."""
+    collected = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         tree = ast.parse(file.read_bytes())
         nodes = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module))
         texts = (" ".join((ast.get_docstring(node) or "").split()[:110]) for node in nodes)
-        found += [text for text in texts if len(text) > 3 * TOKENS and TOKENS // 2 < count(text) <= TOKENS]
-        if len(found) >= TEXTS:
+        collected += [text for text in texts if len(text) > 3 * TOKENS and TOKENS // 2 < count(text) <= TOKENS]
+        if len(collected) >= TEXTS:
             break
-    return found[:TEXTS]
+    return collected[:TEXTS]

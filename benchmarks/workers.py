@@ -43,7 +43,7 @@ class EngineError(SystemExit):
 
 
 def run_module(name: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """The JSON object that a module of this tree prints last when it runs in a process of its own.
+    """Run a module of this tree in its own process; return the JSON object that it prints last.
 
     Raises EngineError if it fails.
     """
@@ -56,7 +56,7 @@ def run_module(name: str, *arguments: str, **environment: str) -> dict[str, Any]
 
 
 class Worker:
-    """One engine's process; see `peers/worker.py` for what it answers.
+    """The process of an engine; see `peers/worker.py` for its answers.
 
     Raises EngineError if the process ends, here and from `ask`.
     """
@@ -85,7 +85,7 @@ class Worker:
         raise EngineError(f"{self.engine} in {self.dtype} {self._end()}")
 
     def _end(self) -> str:
-        """How the process has ended, and what may help."""
+        """Describe how the process has ended, and what may help."""
         status = self.close()
         if status == -signal.SIGKILL:
             return "was killed (SIGKILL), perhaps because memory had run out."
@@ -94,10 +94,10 @@ class Worker:
         return f"{how}; its own message is above.{remedy}"
 
     def close(self) -> int:
-        """End the process; returns its exit status."""
+        """End the process; return its exit status."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        with suppress(BrokenPipeError):  # of a request that an ended process has not read
+        with suppress(BrokenPipeError):  # a request that the ended process has not read
             self.process.stdin.close()
         self.process.stdout.close()
         return self.process.wait()
@@ -113,11 +113,11 @@ LANGUAGE_MODULES = (
     "safetensors",
     "tokenizers",
 )
-"""What the engines above are imported as."""
+"""Modules of the engines above."""
 
 
 def find_peers(given: Path | None, modules: tuple[str, ...] = LANGUAGE_MODULES) -> Path:
-    """The interpreter that has all of these modules. Exits if there is none, or if it lacks some."""
+    """Find the interpreter that has all of these modules. Exits if there is none, or if it lacks some."""
     python = given or Path(os.environ.get("JAXINFER_PEERS") or ROOT / ".venv-peers/bin/python")
     if not python.exists():
         raise EngineError(f"No interpreter at {python}: {REMEDY}")
@@ -148,16 +148,16 @@ def make_models(folder: Path, peer_python: Path) -> None:
 
 @contextmanager
 def workers(dtype: str, folder: Path, peer_python: Path, threads: int) -> Iterator[list[Worker]]:
-    """The processes of all engines that run this dtype, ended on exit."""
+    """Run the processes of all engines that run this dtype; they end on exit."""
     with ExitStack() as stack:
-        found = []
+        processes = []
         for (engine, engine_dtype), (script, part) in ENGINES.items():
             if engine_dtype == dtype:
                 python = sys.executable if engine == "jaxinfer" else str(peer_python)
                 command = [python, str(PEERS / script), str(folder / part), dtype, str(threads)]
-                found.append(Worker(engine, dtype, command))
-                stack.callback(found[-1].close)
-        yield found
+                processes.append(Worker(engine, dtype, command))
+                stack.callback(processes[-1].close)
+        yield processes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

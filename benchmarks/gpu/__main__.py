@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 TIME_WEIGHTS = {"numerics": 1.0, "autotune": 2.0, "kernels": 2.0, "end_to_end": 5.0, "streaming": 1.0}
-"""How --minutes is divided among the parts."""
+"""Weights by which --minutes is divided among the parts."""
 MINUTES = 7.5
 
 

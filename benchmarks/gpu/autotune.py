@@ -51,7 +51,7 @@ def measure(
 
 
 def keys(case: Case) -> list[tuple[str, str]]:
-    """The (operation, key) pairs that this case looks up, for operations that are tuned."""
+    """List the (operation, key) pairs that this case looks up, for operations that are tuned."""
     trial = Trial()
     with trial.active():
         jax.eval_shape(case.call, *case.shapes)
@@ -59,10 +59,10 @@ def keys(case: Case) -> list[tuple[str, str]]:
 
 
 def _search(case: Case, key: tuple[str, str], ceilings: Ceilings, effort: Effort, report: Report) -> Tiles | None:
-    """The best tiles, or None if the heuristic's choice is as good."""
+    """Search for the best tiles; return None if the heuristic's choice is as good."""
     operation, key_name = key
     fields = SEARCHED[operation]
-    plan = Plan.of(case, ceilings.seconds(case.bytes, case.flops, case.operands), effort)
+    plan = Plan.from_case(case, ceilings.seconds(case.bytes, case.flops, case.operands), effort)
     arguments = Arguments.make(case, plan)
     best: Tiles = {field: values[0] for field, values in fields.items()}
     heuristic_time, best_time, tried = float("inf"), float("inf"), 0
@@ -92,7 +92,7 @@ def _search(case: Case, key: tuple[str, str], ceilings: Ceilings, effort: Effort
 
 
 def _programs(case: Case, plan: Plan, operation: str, candidates: list[Tiles]) -> dict[str, Repeated]:
-    """The programs that compile, by candidate index; and "heuristic", with the heuristic's tiles."""
+    """Lower the programs that compile, by candidate index; and "heuristic", with the heuristic's tiles."""
     programs: dict[str, Repeated] = {}
     with Trial().active():
         programs["heuristic"] = Repeated(case, plan, case.call)

@@ -51,7 +51,7 @@ class Case:
       state: the argument that the operation updates in place and returns as its second result.
       others: other libraries' JAX implementations with the same arguments. torch: the request for PyTorch's process.
       reference: the result in float64, from numpy arrays; leaves after those it returns are not compared.
-      tolerance: of each result's error (`numerics.error`), from `tolerances.py`.
+      tolerance: maximum error of each result (`numerics.error`), from `tolerances.py`.
     """
 
     op: str
@@ -87,7 +87,7 @@ class Case:
 
 
 def timed(*, quick: bool) -> Iterator[Case]:
-    """The cases of `kernel_cases`, those of one row first; quick: one row of one model only."""
+    """Yield the cases of `kernel_cases`, those of one row first; quick: one row of one model only."""
     ordered = sorted(kernel_cases.every_case(), key=lambda case: case.rows > 1)
     for case in ordered:
         if not quick or (case.name.startswith("llama3-8b") and case.rows == 1):
@@ -95,7 +95,7 @@ def timed(*, quick: bool) -> Iterator[Case]:
 
 
 def with_data(case: kernel_cases.Case) -> Case:
-    """A case of shapes, with random data."""
+    """Fill a case of shapes with random data."""
     int8_weight = next((x for x in jax.tree.leaves(case.args) if x.dtype == jnp.int8 and len(x.shape) == 2), None)
     return Case(
         op=case.op,
@@ -120,7 +120,7 @@ def _fill(case: kernel_cases.Case, key: jax.Array) -> tuple[Any, ...]:
 
 
 def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal floats, or random bits; meaningful integers (tables, positions) are filled in later."""
+    """Draw normal floats, or random bits; meaningful integers (tables, positions) are filled in later."""
     if jnp.issubdtype(dtype, jnp.floating):
         return _normal(key, shape, dtype)
     size = jnp.dtype(dtype).itemsize
@@ -128,7 +128,7 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _paged(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A page table in order, and the last positions of its pages."""
+    """Fill in a page table in order, and the last positions of its pages."""
     x, pages, table, positions, *rest = args
     last = table.shape[1] * pages.k.shape[1]
     table = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
@@ -142,13 +142,13 @@ def _whole_rows(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _sized(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Sizes of 1 to 3 original tokens."""
+    """Draw sizes of 1 to 3 original tokens."""
     x, size, metric = args
     return x, jax.random.randint(key, size.shape, 1, 4).astype(size.dtype), metric
 
 
 def _routed(key: jax.Array, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The routing of random logits, in place of a Routing or of its last two fields."""
+    """Route by random logits, in place of a Routing or of its last two fields."""
     x, second, *_ = args
     if isinstance(second, moe.Routing):
         (tokens, k), experts = second.experts.shape, len(second.sizes)
@@ -178,7 +178,7 @@ _OTHERS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 
 
 def _torch(case: kernel_cases.Case) -> dict[str, Any] | None:
-    """The nearest that PyTorch has: linear layers without fusion, attention over contiguous keys."""
+    """Make the request for PyTorch's nearest: linear layers without fusion, attention over contiguous keys."""
     weights = next((x for x in case.args if isinstance(x, Weights)), None)
     if weights is not None:
         outputs, inputs = weights.shape
@@ -207,11 +207,11 @@ def _torch(case: kernel_cases.Case) -> dict[str, Any] | None:
 
 
 _VARIANTS: tuple[dict[str, Any], ...] = ({"int8": True}, {"alibi": True})
-"""Attention besides the plain one: over int8 pages, and with ALiBi."""
+"""Options of attention besides the plain one: over int8 pages, and with ALiBi."""
 
 
 def checked() -> Iterator[Case]:
-    """Shapes for numerics: common ones, and ones that tiles do not divide."""
+    """Yield shapes for numerics: common ones, and ones that tiles do not divide."""
     for fmt in ("bfloat16", "float16", "float32", "int8", "int4", "fp8"):
         for rows, outputs, inputs in ((1, 4096, 4096), (3, 1600, 1600), (8, 1024, 6400), (16, 6144, 4096)):
             if fmt != "int4" or inputs % formats.GROUP == 0:
@@ -239,7 +239,7 @@ def checked() -> Iterator[Case]:
 
 
 def tiny() -> Iterator[Case]:
-    """One small case of each kind, for a dry run."""
+    """Yield one small case of each kind, for a dry run."""
     for fmt in ("bfloat16", "int8", "int4"):
         first, *others = linear_layers(2, 64, 128, fmt)
         yield from (first, *others) if fmt == "bfloat16" else (first,)
@@ -258,7 +258,7 @@ def tiny() -> Iterator[Case]:
 
 
 def tiny_timed() -> Iterator[Case]:
-    """A linear layer and an attention with their peers, for a dry run."""
+    """Yield a linear layer and an attention with their peers, for a dry run."""
     request = {"what": "linear", "weights": "bfloat16", "rows": 2, "outputs": 64, "inputs": 128}
     yield dataclasses.replace(next(linear_layers(2, 64, 128, "bfloat16")), torch=request)
     yield dataclasses.replace(
@@ -273,13 +273,15 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, s
 
 
 def _weights(key: jax.Array, outputs: int, inputs: int, fmt: str) -> Weights:
-    """Random weights, scaled such that outputs for normal inputs are about normal."""
+    """Make random weights, scaled such that outputs for normal inputs are about normal."""
     matrix = _normal(key, (outputs, inputs), jnp.float32, inputs**-0.5)
     return formats.quantize(matrix, fmt) if fmt in ("int8", "int4", "fp8") else Weights(matrix.astype(fmt))
 
 
 def linear_layers(rows: int, outputs: int, inputs: int, fmt: str) -> Iterator[Case]:
-    """A linear layer with different fusions: none; LayerNorm and GELU; RMSNorm and a gate; a bias and a residual."""
+    """Yield a linear layer with different fusions: none; LayerNorm and GELU; RMSNorm and a gate; a bias and a
+    residual.
+    """
     dtype = jnp.dtype(fmt if fmt in ("float32", "float16") else "bfloat16")
     name = f"{rows} x {inputs} by {outputs}, {fmt}"
 
@@ -331,7 +333,7 @@ PAGE_SIZE = 16
 def _cache(
     key: jax.Array, batch: int, context: int, kv_heads: int, head_dim: int, *, int8: bool
 ) -> tuple[KVPages, jax.Array]:
-    """Random pages and a shuffled page table."""
+    """Make random pages and a shuffled page table."""
     k, v, order = jax.random.split(key, 3)
     count = -(-context // PAGE_SIZE)
     pages = [_normal(x, (batch * count, PAGE_SIZE, kv_heads, head_dim)) for x in (k, v)]
@@ -344,12 +346,15 @@ def _cache(
 
 
 def _attention_tolerance(context: int, head_dim: int, *, roundings: int = 4) -> float:
-    """Queries, keys, softmax weights and the result are rounded; scores are sums over a head, results over all keys."""
+    """Compute the tolerance of attention.
+
+    Queries, keys, softmax weights and the result are rounded; scores are sums over a head, results over all keys.
+    """
     return tolerance("bfloat16", roundings=roundings, products=head_dim + context)
 
 
 def _positions(batch: int, tokens: int, context: int) -> jax.Array:
-    """The last tokens of rows of different lengths."""
+    """Return the last positions of rows of different lengths."""
     lengths = jnp.linspace(context, max(context // 2, tokens), batch).astype(jnp.int32)
     return lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)
 
@@ -367,7 +372,9 @@ def decoding(
     alibi: bool = False,
     **options: Any,
 ) -> Case:
-    """Decode attention: the newest tokens of some rows, with rotary embedding and the write to the cache."""
+    """Make a case of decode attention: the newest tokens of some rows, with rotary embedding and the write to the
+    cache.
+    """
     options |= {"alibi": _slopes(q_heads)} if alibi else {}
 
     def make(key: jax.Array) -> tuple[Any, ...]:
@@ -405,7 +412,7 @@ def prefill(
     alibi: bool = False,
     **options: Any,
 ) -> Case:
-    """Prefill attention: the last chunk of some prompts over their pages."""
+    """Make a case of prefill attention: the last chunk of some prompts over their pages."""
     options |= {"alibi": _slopes(q_heads)} if alibi else {}
 
     def make(key: jax.Array) -> tuple[Any, ...]:
@@ -425,7 +432,7 @@ def prefill(
 
 
 def _slopes(heads: int) -> np.ndarray:
-    """ALiBi's, for a power of two of heads."""
+    """Return ALiBi's slopes, for a power of two of heads."""
     return np.float32(2.0) ** (-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
 
 
@@ -445,10 +452,10 @@ def _attention_name(
 
 
 def encoding(batch: int, tokens: int, *, heads: int, head_dim: int, merged: bool = False) -> Case:
-    """Encoder attention, where every token sees every other, in rows of different lengths; merged: with sizes."""
+    """Make a case of encoder attention: full attention in rows of different lengths; merged: with sizes."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
-        q, k, v = (_normal(one, (batch, tokens, heads, head_dim)) for one in jax.random.split(key, 3))
+        q, k, v = (_normal(subkey, (batch, tokens, heads, head_dim)) for subkey in jax.random.split(key, 3))
         lengths = jnp.linspace(tokens, 1, batch).astype(jnp.int32)
         index = jnp.arange(tokens, dtype=jnp.int32)
         real = index < lengths[:, None]
@@ -473,7 +480,7 @@ def encoding(batch: int, tokens: int, *, heads: int, head_dim: int, merged: bool
 
 
 def quantizing(rows: int, inputs: int) -> Iterator[Case]:
-    """Quantisation of rows to int8, without and with a norm."""
+    """Yield the quantisation of rows to int8, without and with a norm."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, scale = jax.random.split(key)
@@ -500,7 +507,7 @@ def quantizing(rows: int, inputs: int) -> Iterator[Case]:
 
 
 def quantized(rows: int, outputs: int, inputs: int) -> Case:
-    """The W8A8 matmul."""
+    """Make a case of the W8A8 matmul."""
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, w = jax.random.split(key)
@@ -522,7 +529,7 @@ def quantized(rows: int, outputs: int, inputs: int) -> Case:
 
 
 def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> Iterator[Case]:
-    """The operations of an MoE layer."""
+    """Yield the operations of an MoE layer."""
     name = f"{tokens} tokens, {k} of {experts} experts"
     case = functools.partial(Case, name=name, rows=tokens)
     for capacity in (None, -(-tokens * k // (2 * experts))):  # the second drops some choices
@@ -572,8 +579,14 @@ def experts(tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> It
 
 
 def merging(batch: int, tokens: int, embed: int, *, r: int, padding: bool = False) -> Case:
-    """Token merging. The metric's elements are 1 and -1, so that similarities are exact in every dtype: which pairs are
-    merged depends on no rounding, and ties are frequent. padding: rows end in 0, 1, 2, ... tokens of size 0."""
+    """Make a case of token merging.
+
+    The metric's elements are 1 and -1, so that similarities are exact in every dtype: the choice of pairs depends on no
+    rounding, and ties are frequent.
+
+    Args:
+      padding: whether rows end in 0, 1, 2, ... tokens of size 0.
+    """
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         x, metric = jax.random.split(key)

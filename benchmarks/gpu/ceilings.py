@@ -19,12 +19,12 @@ class Ceilings:
     flops: dict[str, float]
 
     def seconds(self, read_bytes: int, flops: int, dtype: str) -> float:
-        """The roofline: the minimum time for reading the bytes or doing the FLOPs, whichever is longer."""
+        """Compute the roofline: the time for reading the bytes or doing the FLOPs, whichever is longer."""
         return max(read_bytes / self.read, flops / self.flops[dtype])
 
 
 def measure(report: Report, effort: Effort) -> Ceilings:
-    """Measure all ceilings: of several programs each, the best median."""
+    """Measure all ceilings: the best median of several programs each."""
     read_bytes, copy_bytes, side = (1 << 20, 1 << 20, 256) if effort.dry else (8 << 30, 4 << 30, 8192)
     read = read_bytes / _best(report, "read", _reads(read_bytes), effort)
     copy = 2 * copy_bytes / _best(report, "copy", _copies(copy_bytes), effort)
@@ -32,12 +32,12 @@ def measure(report: Report, effort: Effort) -> Ceilings:
         name: 2 * side**3 / _best(report, f"{name} matmul", _matmul(side, name), effort)
         for name in ("bfloat16", "int8")
     }
-    found = Ceilings(read, copy, flops)
+    limits = Ceilings(read, copy, flops)
     report.row(part="rates", what="read", rate=round(read / 1e12, 3), unit="TB/s")
     report.row(part="rates", what="copy", rate=round(copy / 1e12, 3), unit="TB/s, read and written")
     for name, rate in flops.items():
         report.row(part="rates", what=f"{name} matmul", rate=round(rate / 1e12, 1), unit="TFLOP/s")
-    return found
+    return limits
 
 
 def _best(report: Report, what: str, ways: dict[str, Callable[[], jax.Array]], effort: Effort) -> float:
@@ -50,7 +50,7 @@ def _best(report: Report, what: str, ways: dict[str, Callable[[], jax.Array]], e
 
 
 def _reads(size: int) -> dict[str, Callable[[], jax.Array]]:
-    """Reductions of a large array: of the whole array, and of rows as long as a matrix's."""
+    """Make reductions of a large array: of the whole array, and of rows as long as a matrix's."""
     words = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     reductions = {
         "max of all": lambda x: jnp.max(x),
@@ -67,7 +67,7 @@ def _copies(size: int) -> dict[str, Callable[[], jax.Array]]:
 
 
 def _matmul(side: int, dtype: str) -> dict[str, Callable[[], jax.Array]]:
-    """A matmul of random numbers; a GPU multiplies zeros faster."""
+    """Make a matmul of random numbers; a GPU multiplies zeros faster."""
     keys = jax.random.split(jax.random.key(0))
     bits = [jax.random.bits(key, (side, side), jnp.uint8).astype(jnp.int8) for key in keys]
     if dtype == "int8":

@@ -11,7 +11,7 @@ class Clock:
         self._end = time.monotonic() + seconds
 
     def affordable[T](self, items: Iterable[T]) -> Iterator[T]:
-        """The first item, and more while there is time for another one that takes as long as the last."""
+        """Yield the first item, and more while there is time for another one that takes as long as the last."""
         took = None
         for item in items:
             start = time.monotonic()
@@ -22,7 +22,7 @@ class Clock:
 
 
 def clocks(weights: Mapping[str, float], seconds: float) -> Iterator[tuple[str, Clock]]:
-    """Each part with its clock, in turn, dividing the time by weight; unused time goes to the later parts."""
+    """Yield each part with its clock, dividing the time by weight; unused time goes to the later parts."""
     end, left = time.monotonic() + seconds, dict(weights)
     for name in weights:
         remaining, total = max(end - time.monotonic(), 0.0), sum(left.values())

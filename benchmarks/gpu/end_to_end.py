@@ -71,7 +71,7 @@ class Item:
 
 
 def items(*, quick: bool, dry: bool) -> list[Item]:
-    """All items, the most informative first; dry: one of each kind, in fewer ways."""
+    """List all items, the most informative first; dry: one of each kind, in fewer ways."""
     models = MODELS[:1] if quick else MODELS
     first = [Item(model=model, fmt=fmt, batch=1) for fmt in FORMATS for model in models]
     breakdown = [Item(model=MODELS[-1], fmt="bfloat16", batch=1, ways=BREAKDOWN)]
@@ -84,14 +84,14 @@ def items(*, quick: bool, dry: bool) -> list[Item]:
 
 
 def measure(report: Report, ceilings: Ceilings, clock: Clock, peer: Peer, effort: Effort, *, quick: bool) -> None:
-    """Measure as many items as there is time for; the others are reported as absent."""
+    """Measure as many items as there is time for; report the others as absent."""
     bench = Bench(report, ceilings, peer, effort)
-    wanted = items(quick=quick, dry=effort.dry)
+    planned = items(quick=quick, dry=effort.dry)
     done = 0
-    for item in clock.affordable(wanted):
+    for item in clock.affordable(planned):
         bench.measure(item)
         done += 1
-    for item in wanted[done:]:
+    for item in planned[done:]:
         report.row(part="end to end", what=item.title, absent="no time left; see --minutes")
 
 
@@ -124,13 +124,13 @@ class Bench:
             theirs = {PEER: other.round(generate=self.lengths.output)} if other else {}
             self._report_whole(item, self._interleave(whole | theirs))
         tokens = [generation.tokens() for generation in made.values()]
-        same = float(np.mean([np.mean(tokens[0] == one) for one in tokens[1:]]))
+        same = float(np.mean([np.mean(tokens[0] == other_tokens) for other_tokens in tokens[1:]]))
         self.report.row(part="end to end", what=item.title, same_first_token=round(same, 3))
 
     def _interleave(self, rounds: dict[str, Any]) -> dict[str, Timing]:
-        for one in rounds.values():  # warms up
+        for run_round in rounds.values():  # warms up
             for _ in range(self.effort.warm_up):
-                one()
+                run_round()
         return interleave(rounds, self.effort.rounds)
 
     def _model(self, item: Item) -> Model:
@@ -203,7 +203,7 @@ class Bench:
 
 
 def transformers_config(config: DecoderConfig) -> tuple[str, dict[str, int]]:
-    """The transformers architecture for this config, and its sizes."""
+    """Return the transformers architecture for this config, and its sizes."""
     attention, positions = config.attention, config.positions
     if config.mlp.gated:
         return "Llama", {

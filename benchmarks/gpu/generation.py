@@ -37,14 +37,14 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a program is compiled. off: operations whose kernels are disabled. graph: whether it is one CUDA graph."""
+    """A way of compiling a program. off: operations whose kernels are disabled. graph: whether it is one CUDA graph."""
 
     off: tuple[str, ...] | None = None
     """None: all kernels are enabled; (): all are disabled."""
     graph: bool = True
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
-        """Applies to what is traced inside."""
+        """Apply it to everything traced inside the context."""
         return contextlib.nullcontext() if self.off is None else without_kernels(*self.off)
 
 
@@ -69,7 +69,7 @@ class Model:
         self.leaves = jax.tree.leaves(nnx.from_flat_state(random_leaves))
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of this many tokens, in all layers."""
+        """Count the bytes of the keys and values of this many tokens, in all layers."""
         attention = self.config.attention
         return 2 * self.config.layers * tokens * attention.kv_heads * attention.head_dim * self.weights.dtype.itemsize
 
@@ -80,7 +80,7 @@ _SCALES = {"int8": 3e-4, "uint16": 5e-3}
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _random(seed: int, shape: tuple[int, ...], dtype: Any, scale: float | None) -> jax.Array:
-    """A leaf: random bits, the scale, or normal numbers with a standard deviation of 0.02."""
+    """Make a leaf: random bits, the scale, or normal numbers with a standard deviation of 0.02."""
     key = jax.random.key(seed)
     if jnp.issubdtype(dtype, jnp.integer):
         bits = jax.random.bits(key, shape, f"uint{8 * jnp.dtype(dtype).itemsize}")
@@ -107,7 +107,7 @@ class Generation:
             chunk_size=lengths.prompt,
             token_budget=lengths.prompt * batch,
         )
-        self._pages = -(-context // engine.page_size)  # of a row
+        self._pages = -(-context // engine.page_size)  # per row
         self._layout = DeviceLayout(
             model.config, model.weights, engine, num_pages=batch * self._pages, platform=jax.default_backend()
         )
@@ -137,7 +137,7 @@ class Generation:
         count = np.full(batch, self._lengths.prompt, np.int32)
         table = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
         shape = self._layout.bitmask(batch)
-        bitmask = np.zeros(shape.shape, shape.dtype)  # which no row reads: none is constrained
+        bitmask = np.zeros(shape.shape, shape.dtype)  # no row reads it: none is constrained
         rows, none = Rows(slot, table), Rows(slot[:0], table[:0])  # type: ignore[arg-type]
         chunks = Chunks(slot, zeros, count, count > 0, count < 0, table)  # type: ignore[arg-type]
         self._inputs = jax.device_put({"decode": (rows, bitmask), "prefill": (chunks, none, bitmask)})
@@ -145,7 +145,7 @@ class Generation:
         self._caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._layout.state.caches)
 
     def _start(self) -> DeviceState:
-        """The state in which every row has its prompt, and nothing more."""
+        """Make the state in which every row has its prompt, and nothing more."""
         slots, context = self._batch + 1, self._layout.engine.context
         history = np.random.default_rng(0).integers(0, self._model.config.vocab, (slots, context), np.int32)
         length, none = np.full(slots, self._lengths.prompt, np.int32), np.zeros(slots, np.int32)
@@ -162,7 +162,7 @@ class Generation:
         return out
 
     def step_round(self) -> float:
-        """Seconds per decode step of all rows."""
+        """Time a decode step of all rows, in seconds."""
         state, steps = self._start(), self._lengths.steps
         start = time.perf_counter()
         produced = np.asarray(self._decode(state, steps).produced)
@@ -171,7 +171,7 @@ class Generation:
         return seconds / steps
 
     def whole_round(self) -> float:
-        """Seconds of a prompt and its output."""
+        """Time a prompt and its output, in seconds."""
         state = self._start()
         start = time.perf_counter()
         state, _ = self._run("prefill", state)
@@ -179,12 +179,12 @@ class Generation:
         return time.perf_counter() - start
 
     def tokens(self) -> np.ndarray:
-        """The first token of each row after the prompt, with the current contents of the cache."""
+        """Return the first token of each row after the prompt, with the current contents of the cache."""
         return np.asarray(self._decode(self._start(), 1).tokens[:, 0])
 
 
 def tiny(config: DecoderConfig) -> DecoderConfig:
-    """The same architecture with tiny dimensions."""
+    """Shrink the architecture to tiny dimensions."""
     size, heads = 64, 2
     attention = dataclasses.replace(
         config.attention,

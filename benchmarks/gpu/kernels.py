@@ -18,13 +18,13 @@ from benchmarks.report import Report
 from jaxinfer.pallas_kernels.dispatch import without_kernels
 
 OURS, XLA, TORCH = "jaxinfer", "XLA", "torch"
-COMPILE_BATCH = 8  # cases that are compiled together
+COMPILE_BATCH = 8  # number of cases compiled together
 
 
 def measure(
     report: Report, ceilings: Ceilings, clock: Clock, peer: Peer, cases: Iterable[Case], effort: Effort
 ) -> None:
-    """A row for every case and implementation; per operation, the worst and mean speedup over XLA's code."""
+    """Report every case and implementation; per operation, the worst and mean speedup over XLA's code."""
     cases, done = list(cases), 0
     ratios: dict[str, list[float]] = collections.defaultdict(list)
     for group in clock.affordable([cases[i : i + COMPILE_BATCH] for i in range(0, len(cases), COMPILE_BATCH)]):
@@ -50,18 +50,20 @@ def measure(
         done += len(group)
     for case in cases[done:]:
         report.row(part="kernels", op=case.op, case=case.name, absent="no time left; see --minutes")
-    for op, found in ratios.items():
-        report.row(part="kernels", op=op, cases=len(found), mean_vs_xla=round(statistics.geometric_mean(found), 3))
-        report.check(f"{op}_worst_vs_xla", min(found), "x", target=1.0)
+    for op, speedups in ratios.items():
+        report.row(
+            part="kernels", op=op, cases=len(speedups), mean_vs_xla=round(statistics.geometric_mean(speedups), 3)
+        )
+        report.check(f"{op}_worst_vs_xla", min(speedups), "x", target=1.0)
 
 
 def compiled(
     cases: list[Case], ceilings: Ceilings, report: Report, effort: Effort
 ) -> Iterator[tuple[Case, dict[str, Repeated]]]:
-    """The programs of each case by implementation, all compiled at once; failures are reported as absent."""
+    """Compile the programs of each case by implementation, all at once; report failures as absent."""
     programs: dict[Case, dict[str, Repeated]] = {}
     for case in cases:
-        plan = Plan.of(case, ceilings.seconds(case.bytes, case.flops, case.operands), effort)
+        plan = Plan.from_case(case, ceilings.seconds(case.bytes, case.flops, case.operands), effort)
         programs[case] = _lowered(case, plan, report)
     failed = compile_all([program for ways in programs.values() for program in ways.values()])
     for case, ways in programs.items():

@@ -13,7 +13,7 @@ from jaxinfer.pallas_kernels.dispatch import without_kernels
 
 
 def measure(report: Report, clock: Clock, cases: Iterable[Case]) -> None:
-    """A row for every case, and a check that all errors are within their tolerances."""
+    """Report every case, and check that all errors are within their tolerances."""
     cases = list(cases)
     worst, done = 0.0, 0
     for seed, case in enumerate(clock.affordable(cases)):
@@ -29,7 +29,7 @@ def measure(report: Report, clock: Clock, cases: Iterable[Case]) -> None:
 
 
 def errors(case: Case, seed: int = 0) -> tuple[float, float]:
-    """The largest relative errors of the kernel and of the fallback, against float64."""
+    """Compute the largest relative errors of the kernel and of the fallback, against float64."""
     args = case.make(jax.random.key(seed))
     expected = expected_of(case, args)
     kernel = error_of(case, args, expected)
@@ -38,32 +38,33 @@ def errors(case: Case, seed: int = 0) -> tuple[float, float]:
 
 
 def runs_kernel(case: Case) -> bool:
-    """Whether the operation runs its kernel here, not its fallback. Always True in a dry run."""
+    """Check whether the operation runs its kernel here, not its fallback. Always True in a dry run."""
     lowered = jax.jit(lambda *args: case.call(*args)).lower(*case.shapes)
     return jax.default_backend() != "gpu" or "mosaic_gpu" in lowered.as_text()
 
 
 def expected_of(case: Case, args: tuple[Any, ...]) -> list[np.ndarray]:
-    """The results in float64."""
+    """Compute the results in float64."""
     assert case.reference is not None
     return _leaves(case.reference(*jax.device_get(args)))
 
 
 def error_of(case: Case, args: tuple[Any, ...], expected: list[np.ndarray]) -> float:
-    """The largest relative error of a case's results."""
+    """Compute the largest relative error of a case's results."""
     actual = jax.device_get(jax.jit(lambda *args: case.call(*args))(*args))
     return max(map(error, _leaves(actual), expected))
 
 
 _OUTLIER = 8
-"""How much larger than the norm's relative error that of a single element may be: errors of correct sums are about
-normal, and of 10^9 none is expected to exceed 6 standard deviations."""
+"""Factor by which a single element's relative error may exceed the norm's: errors of correct sums are about normal, and
+of 10^9 none is expected to exceed 6 standard deviations.
+"""
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The relative error of a result; infinite if any element is not finite.
+    """Compute the relative error of a result; infinite if any element is not finite.
 
-    Of integers the fraction that differs. Of floats the larger of two: |actual - expected| / |expected| in the
+    For integers it is the fraction that differs. For floats the larger of two: |actual - expected| / |expected| in the
     Frobenius norm; and, since a single wrong element changes that little, an element's largest error relative to itself
     plus the root mean square of all, divided by _OUTLIER.
     """

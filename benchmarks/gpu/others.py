@@ -12,13 +12,13 @@ from jaxinfer.pallas_kernels import KVPages
 
 
 def cudnn_prefill(q: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array) -> jax.Array:
-    """cuDNN's attention over whole prompts, whose pages are contiguous, so that it needs no page table."""
+    """Run cuDNN's attention over whole prompts, whose pages are contiguous, so that it needs no page table."""
     k, v = _contiguous(q, pages)
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
 def tokamax_prefill(q: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array) -> jax.Array:
-    """tokamax's default implementation of the same."""
+    """Run tokamax's default attention over whole prompts."""
     import tokamax  # pyright: ignore[reportMissingImports]
 
     k, v = _contiguous(q, pages)
@@ -33,12 +33,12 @@ def _contiguous(q: jax.Array, pages: KVPages) -> tuple[jax.Array, jax.Array]:
 
 
 def jax_ragged_dot(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`jax.lax.ragged_dot`."""
+    """Run `jax.lax.ragged_dot`."""
     return jax.lax.ragged_dot(x, jnp.swapaxes(weights, 1, 2), sizes)
 
 
 def tokamax_ragged_dot(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: jax.Array) -> Any:
-    """tokamax's default implementation of the same."""
+    """Run tokamax's default ragged dot."""
     import tokamax  # pyright: ignore[reportMissingImports]
 
     return tokamax.ragged_dot(x, jnp.swapaxes(weights, 1, 2), sizes)

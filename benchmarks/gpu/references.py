@@ -10,7 +10,7 @@ from jaxinfer.pallas_kernels.weights import GROUP, Weights
 
 
 def matrix(weights: Weights) -> np.ndarray:
-    """The dequantised weights, [N, K]."""
+    """Dequantise weights, [N, K]."""
     weight = np.asarray(weights.weight)
     if weights.scale is None:
         return weight.astype(np.float64)
@@ -24,13 +24,13 @@ def matrix(weights: Weights) -> np.ndarray:
 
 
 def rounded_rows(x: np.ndarray) -> np.ndarray:
-    """x rounded to int8 with a scale per row, dequantised."""
+    """Round x to int8 with a scale per row, dequantised."""
     scale = np.maximum(np.abs(x.astype(np.float32)).max(-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
     return np.rint(x.astype(np.float32) / scale).astype(np.float64) * scale
 
 
 def matmul(x: np.ndarray, weights: Weights) -> np.ndarray:
-    """x W^T; with int8 weights, x is rounded too."""
+    """Compute `x W^T`; with int8 weights, x is rounded too."""
     x = rounded_rows(x) if np.asarray(weights.weight).dtype == np.int8 else x.astype(np.float64)
     return x @ matrix(weights).T
 
@@ -45,7 +45,7 @@ def linear_residual(x: np.ndarray, weights: Weights, residual: np.ndarray, bias:
 
 
 def normalized(x: np.ndarray, scale: np.ndarray, shift: np.ndarray | None, *, eps: float) -> np.ndarray:
-    """LayerNorm, or RMSNorm if `shift` is None."""
+    """Compute LayerNorm, or RMSNorm if `shift` is None."""
     y = x.astype(np.float64)
     if shift is not None:
         y = y - y.mean(-1, keepdims=True)
@@ -69,7 +69,13 @@ def norm_linear(
     activation: str,
     gated: bool = False,
 ) -> np.ndarray:
-    """rest: shift and bias, for LayerNorm. Normalised rows are rounded once: to int8, or else to x's dtype."""
+    """Compute a norm, a linear layer and an activation.
+
+    Normalised rows are rounded once: to int8, or else to x's dtype.
+
+    Args:
+      rest: shift and bias, for LayerNorm.
+    """
     shift, bias = rest or (None, None)
     y = normalized(x, scale, shift, eps=eps)
     y = linear(y if np.asarray(weights.weight).dtype == np.int8 else y.astype(x.dtype), weights, bias)
@@ -86,7 +92,7 @@ def _attention(
     softcap: float | None = None,
     bias: np.ndarray | float = 0.0,
 ) -> np.ndarray:
-    """One row: q [T, Hq, K]; k, v [S, Hkv, K]; visible [T, S]; bias [Hq, T, S]."""
+    """Compute one row: q [T, Hq, K]; k, v [S, Hkv, K]; visible [T, S]; bias [Hq, T, S]."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
     scores = scale * np.einsum("thk,shk->hts", q.astype(np.float64), k)
@@ -109,17 +115,17 @@ def paged_attention(
     alibi: np.ndarray | None = None,
 ) -> np.ndarray:
     rows, caches = [], dequantized(pages)
-    for one, taken, at in zip(q, table, positions, strict=True):
+    for row, taken, at in zip(q, table, positions, strict=True):
         k, v = (x[taken].reshape(-1, *x.shape[2:]) for x in caches)
         distance = at[:, None] - np.arange(len(k))
         visible = (distance >= 0) & (distance < (window or len(k)))
         bias = 0.0 if alibi is None else -alibi[:, None, None] * distance
-        rows.append(_attention(one, k, v, visible, scale=scale, softcap=softcap, bias=bias))
+        rows.append(_attention(row, k, v, visible, scale=scale, softcap=softcap, bias=bias))
     return np.stack(rows)
 
 
 def dequantized(pages: KVPages) -> list[np.ndarray]:
-    """The keys and values of all pages."""
+    """Dequantise the keys and values of all pages."""
     caches = [np.asarray(x).astype(np.float64) for x in pages[:2]]
     if pages.k_scale is None:
         return caches
@@ -129,12 +135,12 @@ def dequantized(pages: KVPages) -> list[np.ndarray]:
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, seen: np.ndarray, *, scale: float
 ) -> np.ndarray:
-    """Attention to all keys but padding; padding queries give zeros. seen: lengths [B], or sizes of the keys [B, S]."""
+    """Attend to all keys but padding; padding queries give zeros. seen: lengths [B], or sizes of the keys [B, S]."""
     sizes = seen if seen.ndim == 2 else np.arange(k.shape[1]) < seen[:, None]
     biases = np.log(np.maximum(sizes.astype(np.float64), 1e-300))
     rows = zip(q, k, v, sizes, biases, strict=True)
-    found = [_attention(one, k, v, size > 0, scale=scale, bias=bias) for one, k, v, size, bias in rows]
-    return np.where((positions >= 0)[..., None, None], np.stack(found), 0.0)
+    heads = [_attention(row, k, v, size > 0, scale=scale, bias=bias) for row, k, v, size, bias in rows]
+    return np.where((positions >= 0)[..., None, None], np.stack(heads), 0.0)
 
 
 def decode_attention(
@@ -145,8 +151,10 @@ def decode_attention(
     rotary: tuple[np.ndarray, ...],
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    """The heads' outputs, and of a float cache the updated pages. New tokens of an int8 cache stay as they are, since
-    rounding a few of many keys changes little."""
+    """Compute the heads' outputs, and for a float cache the updated pages.
+
+    New tokens of an int8 cache stay as they are, since rounding a few of many keys changes little.
+    """
     kv_heads, size = pages.k.shape[2:]
     grouped = qkv.astype(np.float64).reshape(*qkv.shape[:2], kv_heads, -1, size)
     q = grouped[..., :-2, :].reshape(*qkv.shape[:2], -1, size)
@@ -166,7 +174,7 @@ def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 
 def top_k_gating(logits: np.ndarray, *, k: int, capacity: int | None = None) -> tuple[np.ndarray, ...]:
-    """The fields of a `Routing`."""
+    """Compute the fields of a `Routing`."""
     experts = np.argsort(-logits, axis=1, kind="stable")[:, :k]
     chosen = np.exp(np.take_along_axis(logits.astype(np.float64), experts, axis=1))
     weights = chosen / chosen.sum(1, keepdims=True)
@@ -202,13 +210,16 @@ def grouped_matmul(x: np.ndarray, weights: np.ndarray, offsets: np.ndarray, size
 def merge_tokens(
     x: np.ndarray, size: np.ndarray, metric: np.ndarray, *, r: int, protected: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Row by row and token by token, as the paper describes it. Padding is only at the ends of rows, and less than
-    half of them: tokens of A are removed before others, those of B are no destination."""
+    """Merge tokens row by row and one by one, as the paper describes it.
+
+    Padding is only at the ends of rows, and less than half of them: padding tokens of A are removed before others,
+    those of B are no destination.
+    """
     unit = metric / np.linalg.norm(metric.astype(np.float64), axis=-1, keepdims=True)
     merged, sizes = [], []
-    for tokens, counts, one in zip(x.astype(np.float64), size.astype(np.float64), unit, strict=True):
+    for tokens, counts, unit_row in zip(x.astype(np.float64), size.astype(np.float64), unit, strict=True):
         even, odd = np.arange(0, len(tokens), 2), np.arange(1, len(tokens), 2)
-        scores = one[even] @ one[odd].T
+        scores = unit_row[even] @ unit_row[odd].T
         scores[even < protected] = -np.inf
         scores[:, (odd < protected) | (counts[odd] == 0)] = -np.inf
         scores[counts[even] == 0] = np.inf

@@ -92,15 +92,15 @@ def _plots(rows: Sequence[Row], folder: Path) -> list[str]:
         ]
 
     def bars(part: str, value: str, label: Any, title: str, file: str) -> list[str]:
-        found = [row for row in rows if row["part"] == part and value in row]
-        if not found:
+        drawn = [row for row in rows if row["part"] == part and value in row]
+        if not drawn:
             return []
-        ways = list(dict.fromkeys(row["way"] for row in found))
-        labels = list(dict.fromkeys(label(row) for row in found))
+        ways = list(dict.fromkeys(row["way"] for row in drawn))
+        labels = list(dict.fromkeys(label(row) for row in drawn))
         figure = Figure(figsize=(9, 1.2 + 0.22 * len(labels) * len(ways)), layout="constrained")
         axes, height = figure.subplots(), 0.8 / len(ways)
         for index, way in enumerate(ways):
-            chosen = [row for row in found if row["way"] == way]
+            chosen = [row for row in drawn if row["way"] == way]
             places = [labels.index(label(row)) + (index - (len(ways) - 1) / 2) * height for row in chosen]
             axes.barh(places, [row[value] for row in chosen], height, label=way)
         axes.set_yticks(range(len(labels)), labels, fontsize=7)

@@ -25,7 +25,7 @@ from jaxinfer.pallas_kernels.target import target_gpu
 
 
 class _SavedReport(Report):
-    """Also appends every row to a file at once, so that a run that is cut off leaves what it has measured.
+    """Report that also appends every row to a file at once, so that a run that is cut off keeps its measurements.
 
     Args:
       path: JSON lines; replaced.

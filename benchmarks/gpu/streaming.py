@@ -1,4 +1,4 @@
-"""Layers streamed from pinned host memory: how close to the link, and to the rate of products, a pass comes.
+"""Layers streamed from pinned host memory: how close a pass comes to the link, and to the rate of products.
 
 Not yet run on a GPU. The device may have half of the model's bytes. A pass over one token takes as long as copying the
 layers; one over many tokens as long as multiplying (DeepSpeed Inference, figures 9b and 10c).
@@ -26,7 +26,7 @@ PROMPT, ROWS, TINY_ROWS = 256, 64, 2
 
 
 def measure(report: Report, ceilings: Ceilings, *, dry: bool) -> None:
-    """Copy bandwidth, then passes of one token and of many, with layers brought ahead and without."""
+    """Measure copy bandwidth, then passes of one token and of many, with prefetched layers and without."""
     size = 1 << 20 if dry else COPIED_BYTES
     bandwidth = measure_host_copy(jax.local_devices()[:1], size)
     report.row(part="streaming", what="pinned host to device", rate=round(bandwidth / 1e9, 2), unit="GB/s")
@@ -39,28 +39,28 @@ def measure(report: Report, ceilings: Ceilings, *, dry: bool) -> None:
         )
         settings: dict[str, Any] = {**memory, "dtype": "bfloat16", "context": 512, "kernels": not dry}
         for prefetch in (1, 0):
-            found = run(str(model), {**settings, "prefetch": prefetch, "batch": 1, "prompt": 64, "passes": 8})
-            _row(report, "one token", prefetch, found)
+            result = run(str(model), {**settings, "prefetch": prefetch, "batch": 1, "prompt": 64, "passes": 8})
+            _row(report, "one token", prefetch, result)
             if prefetch:
-                moved = sum(found["bytes"].values()) / sum(found["seconds"][1:])
+                moved = sum(result["bytes"].values()) / sum(result["seconds"][1:])
                 report.check("streaming_of_link", moved / bandwidth, "of the copies' bandwidth", target=0.85)
         rows = TINY_ROWS if dry else ROWS
         for prefetch in (1, 0):
             many = {"batch": rows, "prompt": PROMPT, "passes": 1, "chunk_size": 64, "token_budget": rows * PROMPT // 2}
-            found = run(str(model), {**settings, "prefetch": prefetch, **many})
-            _row(report, f"{many['token_budget']} tokens", prefetch, found)
+            result = run(str(model), {**settings, "prefetch": prefetch, **many})
+            _row(report, f"{many['token_budget']} tokens", prefetch, result)
             if prefetch:
-                rate = 2 * opened.parameters_per_device * many["token_budget"] * (len(found["seconds"]) - 1)
-                rate /= sum(found["seconds"][1:])
+                rate = 2 * opened.parameters_per_device * many["token_budget"] * (len(result["seconds"]) - 1)
+                rate /= sum(result["seconds"][1:])
                 peak = ceilings.flops["bfloat16"]
                 report.check("streaming_of_products", rate / peak, "of the rate of products", target=0.5)
 
 
-def _row(report: Report, what: str, prefetch: int, found: dict[str, Any]) -> None:
+def _row(report: Report, what: str, prefetch: int, result: dict[str, Any]) -> None:
     report.row(
         part="streaming",
         what=what,
         prefetch=prefetch,
-        ms=round(1e3 * sum(found["seconds"][1:]) / max(len(found["seconds"]) - 1, 1), 3),
-        overlap=round(found["overlap"], 3),
+        ms=round(1e3 * sum(result["seconds"][1:]) / max(len(result["seconds"]) - 1, 1), 3),
+        overlap=round(result["overlap"], 3),
     )

@@ -1,4 +1,4 @@
-"""How long an operation takes on a GPU with a cold L2 cache, so that weights come from memory.
+"""Times of operations on a GPU with a cold L2 cache, so that weights come from memory.
 
 One program calls the operation many times with different arguments. Large arguments (weights, caches) rotate through
 sets that together exceed the L2 cache; small ones (activations) differ in every call, so that XLA cannot merge two
@@ -19,18 +19,18 @@ from benchmarks.gpu.cases import Case
 from jaxinfer.compiled import compiler_options
 
 LARGE = 1 << 20
-"""Arrays of at least this many bytes rotate."""
+"""Bytes from which arrays rotate."""
 SETS_BYTES = 512 << 20
 """Total bytes of the sets of rotating arrays: ten times the L2 cache of an H200."""
 PROGRAM_SECONDS = 1e-3
-"""The minimum duration of a launch, so that the host stays ahead of the GPU."""
+"""Minimum seconds of a launch, so that the host stays ahead of the GPU."""
 ROUND_SECONDS = 15e-3
-"""The target duration of a round."""
+"""Target seconds of a round."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much work goes into a measurement.
+    """The amount of work of a measurement.
 
     Attributes:
       rounds: interleaved rounds. calls: the maximum number of calls in a program. warm_up: executions before the first
@@ -47,7 +47,7 @@ class Effort:
 FULL, QUICK, DRY = Effort(rounds=5), Effort(rounds=3), Effort(rounds=1, calls=1, warm_up=0, dry=True)
 
 Round = Callable[[], float]
-"""Runs something repeatedly and returns the seconds per call."""
+"""Function that runs something repeatedly and returns the seconds per call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def interleave(ways: Mapping[str, Round], rounds: int) -> dict[str, Timing]:
 
 
 def steady_state(launch: Callable[[], Any], calls: int, effort: Effort) -> Round:
-    """Rounds of ROUND_SECONDS of a program that makes `calls` calls, after warming it up.
+    """Prepare rounds of ROUND_SECONDS of a program that makes `calls` calls, after warming it up.
 
     Args:
       launch: dispatches the program and returns an array to wait for.
@@ -97,31 +97,33 @@ def steady_state(launch: Callable[[], Any], calls: int, effort: Effort) -> Round
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a case is repeated: `calls` per program, rotating through `sets` of the argument leaves that are `large`."""
+    """The repetition of a case: `calls` per program, rotating through `sets` of the argument leaves that are
+    `large`.
+    """
 
     calls: int
     sets: int
     large: tuple[bool, ...]
 
     @classmethod
-    def of(cls, case: Case, call_seconds: float, effort: Effort) -> "Plan":
-        """For a case whose call is expected to take `call_seconds`."""
+    def from_case(cls, case: Case, call_seconds: float, effort: Effort) -> "Plan":
+        """Plan a case whose call is expected to take `call_seconds`."""
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.shapes)]
         large = tuple(size >= LARGE for size in sizes)
-        total = sum(size for size, one in zip(sizes, large, strict=True) if one)
+        total = sum(size for size, rotates in zip(sizes, large, strict=True) if rotates)
         sets = min(-(-SETS_BYTES // total), effort.calls) if total else 1
         calls = min(max(sets, round(PROGRAM_SECONDS / call_seconds)), effort.calls)
         return cls(sets if all(large) else calls, sets, large)  # calls with only large arguments must differ in these
 
     def split(self, args: Any) -> tuple[list[Any], list[Any]]:
-        """The small and the large leaves of the arguments."""
+        """Split the arguments into small and large leaves."""
         pairs = list(zip(jax.tree.leaves(args), self.large, strict=True))
         return [x for x, large in pairs if not large], [x for x, large in pairs if large]
 
     def join(self, small: Sequence[Any], large: Sequence[Any], like: Any) -> Any:
-        """The inverse of `split`; `like`: arguments of the same structure."""
+        """Invert `split`; `like`: arguments of the same structure."""
         sources = iter(small), iter(large)
-        return jax.tree.unflatten(jax.tree.structure(like), [next(sources[one]) for one in self.large])
+        return jax.tree.unflatten(jax.tree.structure(like), [next(sources[is_large]) for is_large in self.large])
 
 
 @dataclasses.dataclass
@@ -133,12 +135,12 @@ class Arguments:
 
     @classmethod
     def make(cls, case: Case, plan: Plan) -> "Arguments":
-        """Random arguments, made on the device."""
+        """Make random arguments on the device."""
         both = jax.jit(lambda key: plan.split(case.make(key)))
         small = jax.jit(lambda key: plan.split(case.make(key))[0])
         keys = jax.random.split(jax.random.key(0), plan.calls)
         made = [both(key) for key in keys[: plan.sets]]
-        return cls([one for one, _ in made] + [small(key) for key in keys[plan.sets :]], [one for _, one in made])
+        return cls([some for some, _ in made] + [small(key) for key in keys[plan.sets :]], [some for _, some in made])
 
 
 class Repeated:
@@ -161,7 +163,7 @@ class Repeated:
         return jax.default_backend() != "gpu" or "mosaic_gpu" in self._lowered.as_text()
 
     def round(self, arguments: Arguments, effort: Effort) -> Round:
-        """Rounds of this program. Several programs of one plan can use the same arguments."""
+        """Prepare rounds of this program. Several programs of one plan can use the same arguments."""
         executable = self._executable
         assert executable is not None
 
@@ -173,11 +175,13 @@ class Repeated:
 
 
 def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """A plan's calls as a function of small and large (donated) arguments; and the arguments' shapes.
+    """Combine a plan's calls into a function of small and large (donated) arguments.
 
     Args:
       call: the function to call. If the case has a state, it returns a result and the new state.
-    Returns: a function that returns all results and the large arguments, with the state updated; and its arguments.
+
+    Returns:
+      A function that returns all results and the large arguments, with the state updated; and its arguments' shapes.
     """
 
     def program(small: list[list[Any]], large: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
@@ -196,7 +200,7 @@ def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable
 
 
 def serial_options(platform: str, *, rows: int, dtype: np.dtype) -> dict[str, Any]:
-    """The compiler options of the engine's programs, with serial execution of a CUDA graph's kernels."""
+    """Return the compiler options of the engine's programs, with serial execution of a CUDA graph's kernels."""
     options: dict[str, Any] = dict(compiler_options(platform, rows=rows, dtype=dtype))
     if platform == "gpu":
         options["xla_gpu_command_buffer_scheduling_mode"] = "SERIALIZE"
@@ -206,7 +210,7 @@ def serial_options(platform: str, *, rows: int, dtype: np.dtype) -> dict[str, An
 def compile_all(programs: Sequence[Repeated]) -> dict[Repeated, str]:
     """Compile several programs in parallel. Returns the errors of those that failed."""
 
-    def one(program: Repeated) -> str:
+    def compile_one(program: Repeated) -> str:
         try:
             program.compile()
         except jax.errors.JaxRuntimeError as error:  # the GPU lacks some resource
@@ -214,5 +218,5 @@ def compile_all(programs: Sequence[Repeated]) -> dict[Repeated, str]:
         return ""
 
     with ThreadPoolExecutor() as pool:
-        reasons = pool.map(one, programs)
+        reasons = pool.map(compile_one, programs)
         return {program: reason for program, reason in zip(programs, reasons, strict=True) if reason}

@@ -1,4 +1,4 @@
-"""How far from the exact result a correct kernel may be."""
+"""The largest errors of correct kernels relative to the exact result."""
 
 import math
 
@@ -11,7 +11,7 @@ _ULP = 2.0**-23
 
 
 def tolerance(dtype: str, *, roundings: int = 1, products: int = 0, passes: int = 1) -> float:
-    """The largest relative error, in the Frobenius norm, of a correct result of sums of random products.
+    """Bound the relative error, in the Frobenius norm, of a correct result of sums of random products.
 
     Rounding. To round values to `dtype` changes each by at most half a unit in its last place, `eps` / 2, and so their
     norm. Errors of independent roundings add in squares.
@@ -25,10 +25,10 @@ def tolerance(dtype: str, *, roundings: int = 1, products: int = 0, passes: int 
     Sums in float32 arithmetic, which rounds to nearest, err by less: sqrt(sum_j j / n) half units in `products` steps.
 
     Args:
-      dtype: what results and the values on the way are rounded to.
-      roundings: how many roundings to it there are from the operands to the result. A function that magnifies relative
-        errors m times counts m^2.
-      products: how many are added up for one element, at most; 0 if sums are exact, as in int32.
+      dtype: the dtype that results and intermediate values are rounded to.
+      roundings: number of roundings to it from the operands to the result. A function that magnifies relative errors m
+        times counts m^2.
+      products: maximum number of products added up for one element; 0 if sums are exact, as in int32.
       passes: products of tensor core operands for each product: 6 in float32, split into three bfloat16.
     """
     rounding = float(jnp.finfo(dtype).eps) / 2 * math.sqrt(roundings)

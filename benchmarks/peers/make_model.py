@@ -40,7 +40,10 @@ def write_hf(folder):
 
 
 def interleaved(weight, heads):
-    """Rows of a query or key matrix in llama.cpp's rotary order: a pair is two adjacent rows, not one of each half."""
+    """Reorder rows of a query or key matrix for llama.cpp's rotary embedding: a pair is two adjacent rows.
+
+    In Hugging Face's order it is one row of each half.
+    """
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

@@ -69,7 +69,7 @@ class CTranslate2:
         return self._generate([prompt], count)[0]
 
     def throughput(self, prompts, outputs, watch, *, batch, workers):
-        """Batches of prompts of similar length, all queued at once, the longest first.
+        """Generate in batches of prompts of similar length, all queued at once, the longest first.
 
         A batch runs its prompts together up to the length of the shortest, and the rest of them token by token.
         """
@@ -93,7 +93,7 @@ class CTranslate2:
 
     @staticmethod
     def _queue(generator, prompts, outputs, watch):
-        """Asynchronous results of one batch; each row leaves it after its own number of tokens, or over the limit."""
+        """Queue one batch asynchronously; each row leaves it after its own number of tokens, or over the limit."""
         left = list(outputs)
 
         def complete(step):

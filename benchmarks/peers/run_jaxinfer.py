@@ -27,7 +27,7 @@ class Jaxinfer:
 
     @functools.cached_property
     def llm(self):
-        """For all figures but throughput."""
+        """The model for all figures but throughput."""
         return self.load(8, 1024)
 
     @property
@@ -72,7 +72,7 @@ class Jaxinfer:
         return self.llm.generate([prompt], params)[0].outputs[0].token_ids
 
     def throughput(self, prompts, outputs, watch, *, batch):
-        """All prompts at once. Its only way is never stopped."""
+        """Generate for all prompts at once. The only way is never stopped."""
         if batch not in self.wide:
             self.wide[batch] = self.load(batch, 512)
             self.wide[batch].engine.compile_ahead()

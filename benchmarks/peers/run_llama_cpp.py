@@ -11,7 +11,7 @@ import numpy as np
 from worker import VOCAB, serve
 
 MAX_SEQUENCES, CONTEXT = 8, 1024
-BATCH_TOKENS = 512  # of one llama_decode
+BATCH_TOKENS = 512  # per llama_decode
 ERROR = 4  # one of llama.cpp's log levels
 
 
@@ -25,7 +25,7 @@ def log_errors(level, text, _):
 class Context:
     """A llama_context and its batch.
 
-    `unified`: the sequences share one cache of `tokens`; otherwise each has an equal part of it.
+    `unified`: whether the sequences share one cache of `tokens`; otherwise each has an equal part of it.
     """
 
     def __init__(self, model, threads, *, sequences, tokens, unified):
@@ -42,7 +42,9 @@ class Context:
         self.memory = llama_cpp.llama_get_memory(self.context)
 
     def run(self, entries):
-        """Decode (token, position, sequence, wants logits) entries; the greedy tokens of those that want logits."""
+        """Decode (token, position, sequence, wants logits) entries; return the greedy tokens of those that want
+        logits.
+        """
         batch = self.batch
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, logits) in enumerate(entries):
@@ -73,13 +75,13 @@ class Context:
 
 
 class Request:
-    """A prompt in a sequence of the context, how many of its tokens are computed, and its output."""
+    """A prompt in a sequence of the context, its number of computed tokens, and its output."""
 
     def __init__(self, prompt, count, produced):
         self.prompt, self.count, self.produced, self.computed = prompt, count, produced, 0
 
     def entries(self, sequence, room):
-        """The tokens to run next, at most `room`: the rest of the prompt, or the newest token."""
+        """Return the tokens to run next, at most `room`: the rest of the prompt, or the newest token."""
         ids = self.prompt[self.computed :][:room] or self.produced[-1:]
         first, self.computed = self.computed, self.computed + len(ids)
         last = len(self.prompt) - 1
@@ -136,7 +138,7 @@ class LlamaCpp:
         return tokens
 
     def throughput(self, prompts, outputs, watch, *, batch):
-        """Continuous batching as llama-server does it: newest tokens first, then prompts while the batch has room.
+        """Batch continuously as llama-server does: newest tokens first, then prompts while the batch has room.
 
         The sequences share one cache: with separate caches, llama.cpp runs sequences with different numbers of new
         tokens in separate passes, each of which reads all weights.
@@ -169,7 +171,7 @@ class LlamaCpp:
                 del running[sequence]
 
     def _pool(self, batch, longest):
-        """An empty context for `batch` sequences, kept from call to call."""
+        """Return an empty context for `batch` sequences, kept from call to call."""
         if (batch, longest) not in self.pools:
             for pool in self.pools.values():
                 pool.free()

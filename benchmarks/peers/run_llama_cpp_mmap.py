@@ -1,6 +1,6 @@
-"""llama.cpp on a model that memory does not hold: `run_llama_cpp_mmap.py MODEL.gguf THREADS BATCH PROMPT PASSES`.
+"""llama.cpp on a model larger than memory: `run_llama_cpp_mmap.py MODEL.gguf THREADS BATCH PROMPT PASSES`.
 
-Prints what `run_accelerate.py` prints.
+Prints the same fields as `run_accelerate.py`.
 """
 # Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false

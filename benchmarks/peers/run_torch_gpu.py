@@ -77,7 +77,7 @@ def random(*shape, dtype=torch.bfloat16):
 
 
 def linear(weights, rows, outputs, inputs):
-    """x W^T by PyTorch's implementation for the format: cuBLAS, or its own kernels for int8 and int4 weights."""
+    """Time `x W^T` by PyTorch's implementation for the format: cuBLAS, or its own kernels for int8 and int4 weights."""
 
     def make():
         x = random(rows, inputs)
@@ -108,7 +108,7 @@ def linear(weights, rows, outputs, inputs):
 
 
 def attention(batch, tokens, keys, q_heads, kv_heads, head_dim):
-    """`scaled_dot_product_attention` over contiguous keys and values, by the backend that PyTorch chooses."""
+    """Time `scaled_dot_product_attention` over contiguous keys and values, by the backend that PyTorch chooses."""
 
     def make():
         q = random(batch, q_heads, tokens, head_dim)
@@ -183,7 +183,7 @@ class Decoding:
 
 def main():
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not end up in the protocol
+    os.dup2(2, 1)  # libraries' prints must not end up in the protocol
     torch.set_grad_enabled(False)
     torch._dynamo.config.cache_size_limit = 64
 

@@ -51,7 +51,9 @@ class Transformers:
         return tokens
 
     def throughput(self, prompts, outputs, watch, *, batch, order):
-        """`generate` in fixed batches of similar prompt or output lengths; each runs until its longest output ends."""
+        """Call `generate` in fixed batches of similar prompt or output lengths; each runs until its longest output
+        ends.
+        """
         lengths = outputs if order == "output" else [len(prompt) for prompt in prompts]
         rows = sorted(range(len(prompts)), key=lengths.__getitem__)
         tokens = [[] for _ in prompts]
@@ -62,8 +64,8 @@ class Transformers:
 
         watch.start()
         for group in (rows[at : at + batch] for at in range(0, len(rows), batch)):
-            found = self._generate([prompts[row] for row in group], max(outputs[row] for row in group), check)
-            for row, produced in zip(group, found, strict=True):
+            generated = self._generate([prompts[row] for row in group], max(outputs[row] for row in group), check)
+            for row, produced in zip(group, generated, strict=True):
                 tokens[row] = produced[: outputs[row]]
         return tokens
 

@@ -117,10 +117,10 @@ class PyramidPooling(nn.Module):
         self.cv1, self.cv2 = Conv(width, width // 2), Conv(2 * width, width)
 
     def forward(self, x):
-        found = [self.cv1(x)]
+        pooled = [self.cv1(x)]
         for _ in range(3):
-            found.append(nn.functional.max_pool2d(found[-1], 5, 1, 2))
-        return self.cv2(torch.cat(found, 1))
+            pooled.append(nn.functional.max_pool2d(pooled[-1], 5, 1, 2))
+        return self.cv2(torch.cat(pooled, 1))
 
 
 class Detect(nn.Module):
@@ -138,15 +138,15 @@ class Detect(nn.Module):
         self.m = nn.ModuleList(nn.Conv2d(width, 3 * (5 + CLASSES["yolov5m"]), 1) for width in widths)
 
     def forward(self, levels):
-        found = []
+        candidates = []
         for conv, x, stride, anchors in zip(self.m, levels, self.STRIDES, self.ANCHORS, strict=True):
             batch, _, height, width = x.shape
             s = conv(x).permute(0, 2, 3, 1).reshape(batch, height, width, 3, -1).sigmoid()
             y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
             cells = torch.stack((x, y), -1)[:, :, None].float()
             centres, sizes = (2 * s[..., :2] - 0.5 + cells) * stride, (2 * s[..., 2:4]) ** 2 * torch.tensor(anchors)
-            found.append(torch.cat((centres, sizes, s[..., 4:]), -1).reshape(batch, -1, s.shape[-1]))
-        return torch.cat(found, 1)
+            candidates.append(torch.cat((centres, sizes, s[..., 4:]), -1).reshape(batch, -1, s.shape[-1]))
+        return torch.cat(candidates, 1)
 
 
 class YoloV5m(nn.Module):
@@ -225,7 +225,7 @@ class ViTB(nn.Module):
         self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, CLASSES["vit_b"])
 
     def forward(self, images):
-        pixels = images.float().permute(0, 3, 1, 2) / 127.5 - 1  # less a mean of 0.5, divided by a deviation of 0.5
+        pixels = images.float().permute(0, 3, 1, 2) / 127.5 - 1  # minus a mean of 0.5, divided by a deviation of 0.5
         patches = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2)
         x = torch.cat((self.cls_token.expand(len(images), -1, -1), patches), 1) + self.pos_embed
         return self.head(self.norm(self.blocks(x))[:, 0])
@@ -245,7 +245,7 @@ def make(name: str, file: str) -> None:
 
 
 def fold(module: nn.Module) -> None:
-    """Batch normalisation into the convolution before it, everywhere."""
+    """Fold batch normalisation into the convolution before it, everywhere."""
     children = dict(module.named_children())
     pairs = {"conv": "bn", "0": "1"} | {f"conv{i}": f"bn{i}" for i in range(1, 4)}
     for conv, norm in pairs.items():
@@ -298,7 +298,7 @@ def main() -> None:
         return make(*sys.argv[2:])
     engine, name, file, threads = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not end up in the protocol
+    os.dup2(2, 1)  # libraries' prints must not end up in the protocol
 
     def answer(**fields) -> None:
         answers.write(json.dumps(fields) + "\n")

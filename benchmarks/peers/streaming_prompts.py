@@ -6,6 +6,6 @@ VOCAB = 8192
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
-    """Random tokens."""
+    """Draw random tokens."""
     source = random.Random(0)
     return [[source.randrange(3, VOCAB) for _ in range(length)] for _ in range(batch)]

@@ -36,15 +36,15 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def seconds(self) -> float:
-        """Since `start`."""
+        """Return the seconds since `start`."""
         return time.perf_counter() - self._start
 
     def is_over(self) -> bool:
-        """Whether the limit has passed."""
+        """Check whether the limit has passed."""
         return self.limit is not None and self.seconds() > self.limit
 
     def check(self) -> None:
-        """Raise TimeoutError if the limit has passed."""
+        """Check the limit. Raises TimeoutError if it has passed."""
         if self.is_over():
             raise TimeoutError
 
@@ -57,7 +57,7 @@ class Engine(Protocol):
     raises TimeoutError soon after the watch's limit.
 
     Attributes:
-      version: of the engine's packages.
+      version: version of the engine's packages.
       ways: keyword arguments of `throughput` worth trying, the most promising first; each has "batch", the maximum of
         sequences running at once.
     """
@@ -77,13 +77,13 @@ class Engine(Protocol):
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
-    """Random prompts, the same for every engine."""
+    """Draw random prompts, the same for every engine."""
     source = random.Random(0)
     return [[source.randrange(3, VOCAB) for _ in range(length)] for _ in range(batch)]
 
 
 def timed_throughput(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a throughput request."""
+    """Answer a throughput request."""
     watch = Stopwatch(request["limit"])
     try:
         tokens = engine.throughput(request["prompts"], request["outputs"], watch, **request["way"])
@@ -93,9 +93,9 @@ def timed_throughput(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(load) -> None:
-    """Answer requests until standard input closes. `load()` creates the Engine; what it prints goes to stderr."""
+    """Answer requests until standard input closes. `load()` creates the Engine; its prints go to stderr."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not end up in the protocol
+    os.dup2(2, 1)  # libraries' prints must not end up in the protocol
 
     def answer(**fields) -> None:
         answers.write(json.dumps(fields) + "\n")

@@ -1,12 +1,12 @@
-"""A model eight times larger than the memory that it may take: layers streamed from disk and from the host's memory.
+"""A model eight times larger than the memory it may take: layers streamed from disk and from the host's memory.
 
     python -m benchmarks.streaming [--quick] [--only disk,peers] [--json benchmarks/results/KIND/streaming.json]
 
 The large model is a random Llama of 64 layers of 128 MiB in float32 (8 GiB) and an embedding of 8,192 rows (64 MiB); it
 takes 25 GiB of disk, and is written once a part needs it. Memory caps are the kernel's (cgroups, version 1 or 2): they
-count the interpreter and pages of files, and need root. Every process begins with none of its files in memory.
-`disk` needs `fio` for the disk's own speed, `peers` needs `make peers`. The JSON is written anew after every part, and
-holds no part of an earlier run: parts that are to be compared are measured by one command, at one commit.
+count the interpreter and pages of files, and need root. Every process begins with none of its files in memory. `disk`
+needs `fio` for the disk's own speed, `peers` needs `make peers`. The JSON is rewritten after every part, and holds no
+part of an earlier run: parts to be compared are measured by one command, at one commit.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PARTS: dict[str, Callable[[Report, Settings], None]] = {
 
 
 def read_parts(text: str) -> list[str]:
-    """The parts named in `--only`."""
+    """Parse the parts named in `--only`."""
     names = text.split(",")
     if unknown := set(names) - PARTS.keys():
         raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def run_part(name: str, report: Report, settings: Settings, json_file: Path | None) -> str:
-    """Run one part and save its result. Returns why it could not run, in which case it has no figures."""
+    """Run one part and save its result. Returns why it could not run; then it has no figures."""
     start, absent = time.monotonic(), ""
     try:
         PARTS[name](report, settings)

@@ -1,4 +1,4 @@
-"""Processes under an enforced memory limit, which counts all they use: the interpreter, and pages of files."""
+"""Processes under an enforced memory limit, which includes the interpreter and pages of files."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ class NoCgroupError(SystemExit):
 
 
 class Finished(NamedTuple):
-    """A process that has ended: its exit status, what it wrote, and the most memory that it had, in bytes."""
+    """A process that has ended: its exit status, its output, and its peak memory in bytes."""
 
     status: int
     stdout: str
@@ -39,15 +39,15 @@ def run_capped(command: Sequence[str | Path], limit: int, *, env: dict[str, str]
 
 
 def _group() -> tuple[Path, dict[str, str]]:
-    """A new cgroup inside this process's own, and what its files are called."""
+    """Make a cgroup inside this process's own; return it with the names of its files."""
     version_1 = (ROOT / "memory").is_dir()
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    own = next((path for _, controllers, path in lines if version_1 == ("memory" in controllers.split(","))), "/")
+    own_path = next((path for _, controllers, path in lines if version_1 == ("memory" in controllers.split(","))), "/")
     top = ROOT / "memory" if version_1 else ROOT
     names = {"limit": "memory.max", "peak": "memory.peak"}
     if version_1:
         names = {"limit": "memory.limit_in_bytes", "peak": "memory.max_usage_in_bytes"}
-    for parent in (top / own.lstrip("/"), top):
+    for parent in (top / own_path.lstrip("/"), top):
         group = parent / f"jaxinfer-benchmark-{os.getpid()}"
         try:
             group.mkdir()
@@ -60,5 +60,5 @@ def _group() -> tuple[Path, dict[str, str]]:
 
 
 def was_killed(status: int) -> bool:
-    """Whether the limit was too low."""
+    """Check whether the limit was too low."""
     return status in (-signal.SIGKILL, -signal.SIGBUS, -signal.SIGSEGV, 137)

@@ -13,29 +13,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BATCHES, QUICK_BATCHES = (1, 4, 16, 64, 128, 256, 512), (1, 64, 512)
-"""Up to what the cap holds with its cache."""
+"""Batch sizes up to the largest that fits the cap with its cache."""
 SIZES = {"prompt": 2, "passes": 4, "context": 16, "page_size": 8, "prefix_caching": False}
-"""The cache is small, and all sequences are admitted at once: there is a page to spare for each beside the one that it
-needs, and none waits for another's prompt that begins alike."""
+"""Sizes by which the cache is small, and all sequences are admitted at once: there is a spare page for each beside the
+one it needs, and none waits for another's prompt that begins alike.
+"""
 PAST = 2.0
-"""How many times as long as fetching computing takes where the curve ends."""
+"""Ratio of computing to fetching where the curve ends."""
 
 
 def curve(report: Report, settings: Settings) -> None:
-    """Tokens a second by batch, from disk (the paper's figure 9a), past the knee."""
+    """Measure tokens a second by batch, from disk (the paper's figure 9a), past the knee."""
     model = settings.large_model()
     ratios: dict[int, float] = {}
     for batch in QUICK_BATCHES if settings.quick else BATCHES:
-        found = run_ours(model, 4 * CAP, batch=batch, **SIZES)
-        passes = len(found["seconds"]) - 1
-        fetch, compute = found["fetch_seconds"] / passes, found["compute_seconds"] / passes
+        result = run_ours(model, 4 * CAP, batch=batch, **SIZES)
+        passes = len(result["seconds"]) - 1
+        fetch, compute = result["fetch_seconds"] / passes, result["compute_seconds"] / passes
         report.row(
             figure="curve",
             batch=batch,
-            tokens_per_s=round(batch / decode_seconds(found), 3),
+            tokens_per_s=round(batch / decode_seconds(result), 3),
             fetch=round(fetch, 3),
             compute=round(compute, 3),
-            peak=found["peak"],
+            peak=result["peak"],
         )
         ratios[batch] = compute / fetch
         if compute >= PAST * fetch:
@@ -45,7 +46,8 @@ def curve(report: Report, settings: Settings) -> None:
 
 
 def knee(ratios: Mapping[int, float]) -> float | None:
-    """The batch at which computing takes as long as fetching, from that ratio by batch; None if it never does.
+    """Interpolate the batch at which computing takes as long as fetching, from their ratio by batch; None if it never
+    does.
 
     Between two batches the ratio is taken to be a power of the batch.
     """
@@ -56,8 +58,8 @@ def knee(ratios: Mapping[int, float]) -> float | None:
 
 
 def draw_curve(rows: Iterable[Mapping[str, Any]]) -> "Figure":
-    """Draw what `curve` has put into a report."""
-    from matplotlib.figure import Figure  # of the extra `bench`
+    """Draw the curve from a report's rows."""
+    from matplotlib.figure import Figure  # in the extra `bench`
 
     rows = list(rows)
     points = [(row["batch"], row["tokens_per_s"]) for row in rows if row["figure"] == "curve"]

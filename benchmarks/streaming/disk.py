@@ -1,4 +1,4 @@
-"""Streamed from disk under a memory limit, against what the disk itself gives."""
+"""Layers streamed from disk under a memory limit, against the disk's own speed."""
 
 import itertools
 import json
@@ -18,13 +18,13 @@ from jaxinfer.streaming.layer_folders import layer_folder
 
 
 class Way(NamedTuple):
-    """How fio reads.
+    """A way in which fio reads.
 
     Attributes:
-      block: of a read, as fio writes sizes.
-      jobs: at once, each of other files.
-      huge_pages: whether buffers are of huge pages and begin at one, as ours do. A disk takes a request of a limited
-        number of pieces of memory, so that it reads more slowly into others.
+      block: size of a read, as fio writes sizes.
+      jobs: number of concurrent jobs, each of other files.
+      huge_pages: whether buffers are aligned huge pages, as ours are. A disk takes requests of a limited
+        number of pieces of memory, so it reads more slowly into others.
     """
 
     block: str
@@ -37,10 +37,10 @@ QUICK_WAYS = (Way("8m", 4, huge_pages=False), Way("8m", 4, huge_pages=True))  # 
 
 
 def disk(report: Report, settings: Settings) -> None:
-    """Streamed from disk under 1 GiB, in turn with fio in the best of its ways.
+    """Measure streaming from disk under 1 GiB, in turn with fio in the best of its ways.
 
     The ceiling is the better of two medians, of that way's samples in a sweep through all ways and of those that take
-    turns with our runs. All are as long as what is measured of a run of ours, and as many.
+    turns with our runs. All are as long, and as many, as the measured parts of our runs.
     """
     if shutil.which("fio") is None:
         raise EngineError("fio is missing: `apt-get install fio`.")
@@ -55,7 +55,7 @@ def disk(report: Report, settings: Settings) -> None:
         runs.append(run_ours(model, batch=1))
         report.row(figure="disk", fio_gb_per_s=round(paired[-1] / 1e9, 3), **rounded(runs[-1]))
     medians = {"sweep": statistics.median(swept), "paired": statistics.median(paired)}
-    ceiling, ours = max(medians.values()), [found["bandwidth"]["disk"] for found in runs]
+    ceiling, ours = max(medians.values()), [ours_run["bandwidth"]["disk"] for ours_run in runs]
     streamed = sum(file.stat().st_size for file in folder.glob("*.bin"))
     report.row(
         figure="ceiling",
@@ -68,32 +68,32 @@ def disk(report: Report, settings: Settings) -> None:
         seconds_a_pass=round(streamed / ceiling, 3),
     )
     invalid = "the ceiling was not reached by fio" if min(ours) > max(*swept, *paired) else ""
-    cores = statistics.median(found["reader_cpu_seconds"] / found["fetch_seconds"] for found in runs)
-    cap_ratio = opened.bytes_per_device() / max(found["peak"] for found in runs)
+    cores = statistics.median(each["reader_cpu_seconds"] / each["fetch_seconds"] for each in runs)
+    cap_ratio = opened.bytes_per_device() / max(each["peak"] for each in runs)
     report.check("cap_ratio", cap_ratio, "x of the peak of memory", target=7)
     report.check("disk_of_fio", statistics.median(ours) / ceiling, "of fio", target=0.9, invalid=invalid)
     report.check("disk_cores", cores, "cores", target=0.3, better="lower")
 
 
 def sweep(report: Report, settings: Settings, folder: Path, seconds: int) -> tuple[Way, list[float]]:
-    """The way of fio whose median is the best, and its samples, of rounds in which all ways take turns."""
+    """Find the way of fio with the best median, and its samples, in rounds in which all ways take turns."""
     samples: dict[Way, list[float]] = {way: [] for way in (QUICK_WAYS if settings.quick else WAYS)}
     for _ in range(settings.rounds):
-        for way, found in samples.items():
-            found.append(fio(folder, way, seconds))
-    for way, found in samples.items():
-        gb_per_s = [round(value / 1e9, 3) for value in found]
+        for way, speeds in samples.items():
+            speeds.append(fio(folder, way, seconds))
+    for way, speeds in samples.items():
+        gb_per_s = [round(value / 1e9, 3) for value in speeds]
         report.row(figure="fio", **way._asdict(), seconds=seconds, gb_per_s=gb_per_s)
     return max(samples.items(), key=lambda item: statistics.median(item[1]))
 
 
 def fio(folder: Path, way: Way, seconds: int) -> float:
-    """Bytes a second that fio reads from the layer files, past the page cache."""
+    """Measure the bytes a second that fio reads from the layer files, past the page cache."""
     files = sorted(file.name for file in folder.glob("*.bin"))
     command = ["fio", "--readonly", "--rw=read", "--direct=1", f"--bs={way.block}", "--ioengine=psync", "--time_based"]
     command += [f"--runtime={seconds}", "--group_reporting", "--output-format=json"]
     env = dict(os.environ)
-    if way.huge_pages:  # fio's own option for them needs some that are reserved; glibc's does not
+    if way.huge_pages:  # fio's own option for them needs reserved ones; glibc's does not
         command.append("--iomem_align=2m")
         env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     for job in range(way.jobs):

@@ -1,4 +1,4 @@
-"""A random Llama larger than the memory that it may take, written file by file, in every engine's format."""
+"""A random Llama larger than the memory it may take, written file by file, in every engine's format."""
 
 import json
 import subprocess
@@ -19,12 +19,12 @@ SIZES = {
     "vocab_size": 8192,
     "max_position_embeddings": 512,
 }
-"""Layers of 128 MiB in float32, 64 of them, and an embedding of 64 MiB, which is the head too."""
+"""Sizes of 64 layers of 128 MiB in float32, and an embedding of 64 MiB, which is the head too."""
 QUICK = {"num_hidden_layers": 8}
 
 
 def write_hf(folder: Path, others: Mapping[str, int] | None = None) -> None:
-    """A Hugging Face directory, a file a layer. others: sizes in place of those of `SIZES`."""
+    """Write a Hugging Face directory, a file a layer. others: sizes in place of those of `SIZES`."""
     sizes = SIZES | dict(others or {})
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -66,5 +66,5 @@ def _tensors(sizes: dict[str, int]) -> Iterator[tuple[str, dict[str, np.ndarray]
 
 
 def write_gguf(hf: Path, file: Path, peer_python: Path) -> None:
-    """The same for llama.cpp."""
+    """Convert the model for llama.cpp."""
     subprocess.run([peer_python, ROOT / "benchmarks/peers/make_gguf.py", hf, file], check=True)

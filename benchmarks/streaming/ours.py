@@ -16,7 +16,7 @@ PROMPT, PASSES, CONTEXT = 16, 4, 64
 
 
 def run_ours(model: Path, cap: int = CAP, **options: Any) -> dict[str, Any]:
-    """What `run_jaxinfer.py` prints under options in place of the usual ones, and the peak of memory."""
+    """Run `run_jaxinfer.py` with changed options; return its output and the peak of memory."""
     settings = {"weights": "disk", "prompt": PROMPT, "passes": PASSES, "context": CONTEXT, **options}
     command = [sys.executable, "-m", "benchmarks.streaming.run_jaxinfer", model, json.dumps(settings)]
     drop_pages(model)
@@ -27,7 +27,7 @@ def run_ours(model: Path, cap: int = CAP, **options: Any) -> dict[str, Any]:
 
 
 def drop_pages(path: Path) -> None:
-    """Have the kernel forget what it holds of some files: what another cgroup has read would cost a process nothing."""
+    """Drop a path's pages from the kernel's cache: pages that another cgroup has read would cost a process nothing."""
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             handle = os.open(file, os.O_RDONLY)
@@ -37,15 +37,15 @@ def drop_pages(path: Path) -> None:
 
 
 def decode_seconds(result: dict[str, Any]) -> float:
-    """Of a pass over one token of each sequence."""
+    """Return the seconds of a pass over one token of each sequence."""
     return statistics.median(result["seconds"][1:])
 
 
-def rounded(found: dict[str, Any]) -> dict[str, Any]:
-    """What a row says of one of our runs."""
+def rounded(result: dict[str, Any]) -> dict[str, Any]:
+    """Round the fields of a run for a row."""
     return {
-        "seconds_a_pass": round(decode_seconds(found), 3),
-        "gb_per_s": {tier: round(value / 1e9, 3) for tier, value in found["bandwidth"].items()},
-        "overlap": round(found["overlap"], 3),
-        "peak": found["peak"],
+        "seconds_a_pass": round(decode_seconds(result), 3),
+        "gb_per_s": {tier: round(value / 1e9, 3) for tier, value in result["bandwidth"].items()},
+        "overlap": round(result["overlap"], 3),
+        "peak": result["peak"],
     }

@@ -1,4 +1,4 @@
-"""How much of fetching computing hides, and the other way round."""
+"""Overlap of fetching and computing: how much of each hides the other."""
 
 import statistics
 from pathlib import Path
@@ -8,16 +8,17 @@ from benchmarks.streaming.ours import CAP, run_ours
 from benchmarks.streaming.settings import Settings
 
 POINTS = {"half": 0.5, "balance": 1.0}
-"""Where overlap is measured -> how long computing a layer takes, of what fetching it takes."""
+"""Points at which overlap is measured: computing a layer, as a share of fetching it."""
 CHUNK, CHUNKS = 16, 3
 FIRST_TOKENS = 96
 
 
 def overlap(report: Report, settings: Settings) -> None:
-    """A layer ahead against none, with as many tokens a pass as make computing half as long as fetching, and as long.
+    """Compare one prefetched layer with none, at tokens a pass for which computing takes half as long as fetching, and
+    as long.
 
-    Fetching and computing are measured one after the other, without a layer ahead. What is hidden is what a layer then
-    takes less with one ahead, of the shorter of the two.
+    Fetching and computing are measured one after the other, without prefetching. The hidden share is the time that
+    prefetching saves per layer, relative to the shorter of the two.
     """
     model = settings.large_model()
     for point, share in POINTS.items():
@@ -39,22 +40,22 @@ def overlap(report: Report, settings: Settings) -> None:
 
 
 def tokens_for(model: Path, share: float) -> int:
-    """How many tokens a pass make computing a layer take this share of fetching it, in whole chunks."""
+    """Find the tokens a pass, in whole chunks, for which computing a layer takes this share of fetching it."""
     tokens = FIRST_TOKENS
-    for _ in range(2):  # computing is not quite proportional to tokens, so the first measurement says only about where
-        found = of_tokens(model, tokens, prefetch=0)
-        tokens = CHUNK * max(1, round(share * found["fetch"] / found["compute"] * tokens / CHUNK))
+    for _ in range(2):  # computing is not quite proportional to tokens, so the first measurement is only approximate
+        result = of_tokens(model, tokens, prefetch=0)
+        tokens = CHUNK * max(1, round(share * result["fetch"] / result["compute"] * tokens / CHUNK))
     return tokens
 
 
 def of_tokens(model: Path, tokens: int, *, prefetch: int) -> dict[str, float]:
-    """Seconds a layer, over the second and third pass of so many prompt tokens each."""
+    """Measure the seconds a layer, over the second and third pass of `tokens` prompt tokens each."""
     sizes = {"batch": tokens // CHUNK, "prompt": CHUNK * CHUNKS, "passes": 1, "chunk_size": CHUNK}
-    found = run_ours(model, 4 * CAP, prefetch=prefetch, token_budget=tokens, **sizes)
-    layers, fetches = found["layers"], round(found["bytes"]["disk"] / found["layer_bytes"])
+    result = run_ours(model, 4 * CAP, prefetch=prefetch, token_budget=tokens, **sizes)
+    layers, fetches = result["layers"], round(result["bytes"]["disk"] / result["layer_bytes"])
     return {
-        "fetch": round(found["fetch_seconds"] / fetches, 5),
-        "compute": round(found["compute_seconds"] / layers, 5),
-        "layer": round(sum(found["seconds"][1:]) / layers, 5),
-        "overlap": round(found["overlap"], 4),
+        "fetch": round(result["fetch_seconds"] / fetches, 5),
+        "compute": round(result["compute_seconds"] / layers, 5),
+        "layer": round(sum(result["seconds"][1:]) / layers, 5),
+        "overlap": round(result["overlap"], 4),
     }

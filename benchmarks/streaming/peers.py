@@ -1,4 +1,4 @@
-"""Against other engines that run models larger than memory, under the same limit."""
+"""Comparison with other engines that run models larger than memory, under the same limit."""
 
 import json
 import os
@@ -24,7 +24,7 @@ class Peers:
     """The other engines' runs.
 
     Attributes:
-      cap: the lowest of `CAPS` under which accelerate was seen to run.
+      cap: the lowest of `CAPS` under which accelerate has run.
     """
 
     def __init__(self, settings: Settings):
@@ -32,7 +32,7 @@ class Peers:
         self.cap = CAP
 
     def accelerate(self, batch: int) -> dict[str, Any]:
-        """Its run, under the lowest cap that it survives."""
+        """Run accelerate, under the lowest cap that it survives."""
         with tempfile.TemporaryDirectory(dir=self._folder) as offload:
             while True:
                 arguments = [offload, THREADS, batch, PROMPT, PASSES]
@@ -42,7 +42,7 @@ class Peers:
                 self.cap = CAPS[CAPS.index(self.cap) + 1]
 
     def llama_cpp(self, rounds: int) -> list[dict[str, Any]]:
-        """Its runs on a file that is mapped into memory, and removed afterwards."""
+        """Run llama.cpp on a file that is mapped into memory, and removed afterwards."""
         file = self._folder / "f32.gguf"
         write_gguf(self._hf, file, self._python)
         runs = [self._run("run_llama_cpp_mmap.py", file, THREADS, 1, PROMPT, PASSES) for _ in range(rounds)]
@@ -50,13 +50,15 @@ class Peers:
         return [read_peer(done) for done in runs]
 
     def _run(self, script: str, model: Path, *arguments: Any) -> Finished:
-        """A peer's process, after its files have left memory."""
+        """Run a peer's process, after its files have left memory."""
         drop_pages(model)
         return run_capped([self._python, SCRIPTS / script, model, *map(str, arguments)], self.cap)
 
 
 def peers(report: Report, settings: Settings) -> None:
-    """Against accelerate in turn, and llama.cpp, whose file has no room on the disk beside the others' formats."""
+    """Compare with accelerate in turn, and with llama.cpp, whose file does not fit the disk beside the others'
+    formats.
+    """
     others, model = Peers(settings), settings.large_model()
     ours: dict[int, list[float]] = {1: [], 8: []}
     theirs: dict[int, list[float]] = {1: [], 8: []}
@@ -84,11 +86,11 @@ def peers(report: Report, settings: Settings) -> None:
         gain = statistics.median(theirs[batch]) / statistics.median(ours[batch])
         report.check(f"vs_accelerate_b{batch}", gain, "x its tokens/s", target=2)
     shutil.rmtree(model)
-    found = others.llama_cpp(settings.rounds)
+    runs = others.llama_cpp(settings.rounds)
     settings.large_model()
-    for peer in found:
+    for peer in runs:
         compare("llama.cpp", 1, peer)
-    gain = statistics.median(map(decode_seconds, found)) / statistics.median(ours[1])
+    gain = statistics.median(map(decode_seconds, runs)) / statistics.median(ours[1])
     report.check("vs_llamacpp", gain, "x its tokens/s", target=1)
 
 

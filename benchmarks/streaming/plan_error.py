@@ -1,8 +1,7 @@
-"""What `jaxinfer plan` says of a pass, against how long passes then take, on one device and on two.
+"""The prediction of `jaxinfer plan` for a pass, against measured passes, on one device and on two.
 
-It is also what runs in a process of its own, since the number of CPU devices is fixed when JAX starts:
-`plan_error.py MODEL TENSOR` prints one JSON object: seconds of a pass over one token as predicted and as measured, and
-what they come from.
+It also runs in a process of its own, since the number of CPU devices is fixed when JAX starts: `plan_error.py MODEL
+TENSOR` prints one JSON object: seconds of a pass over one token as predicted and as measured, and their parts.
 """
 
 import json
@@ -25,13 +24,13 @@ from jaxinfer.streaming.layer_folders import write_layer_files
 from jaxinfer.streaming.prediction import plan_pass
 
 LAYERS, QUICK_LAYERS = 6, 2
-"""Of 128 MiB, so that fetching them takes longest, and a pass long enough to see how fast a disk is."""
+"""Number of layers of 128 MiB, so that fetching takes longest, and a pass is long enough to see the disk's speed."""
 TENSOR = (1, 2)
 PASSES = 8
 
 
 def plan_error(report: Report, settings: Settings) -> None:
-    """The larger of the median errors on one device and on a mesh; each prediction is made before the passes."""
+    """Compare the median errors on one device and on a mesh; each prediction is made before the passes."""
     write_hf(hf := settings.folder / "plan_hf", {"num_hidden_layers": QUICK_LAYERS if settings.quick else LAYERS})
     convert(hf, model := settings.folder / "plan")
     errors: dict[int, list[float]] = {tensor: [] for tensor in TENSOR}
@@ -39,15 +38,15 @@ def plan_error(report: Report, settings: Settings) -> None:
         for tensor in TENSOR:
             drop_pages(model)
             devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(tensor)}
-            found = run_module("benchmarks.streaming.plan_error", str(model), str(tensor), **devices)
-            errors[tensor].append(abs(found["predicted"] / found["measured"] - 1))
-            report.row(figure="plan", tensor=tensor, error=round(errors[tensor][-1], 4), **found)
-    worst = max(statistics.median(found) for found in errors.values())
+            result = run_module("benchmarks.streaming.plan_error", str(model), str(tensor), **devices)
+            errors[tensor].append(abs(result["predicted"] / result["measured"] - 1))
+            report.row(figure="plan", tensor=tensor, error=round(errors[tensor][-1], 4), **result)
+    worst = max(statistics.median(values) for values in errors.values())
     report.check("plan_error", worst, "of a measured pass", target=0.25, better="lower")
 
 
 def predict_and_measure(model: str, tensor: int) -> dict[str, float]:
-    """Seconds of a pass over one token, predicted before the model is loaded, and then measured."""
+    """Predict the seconds of a pass over one token before the model is loaded, and measure them."""
     mesh = None if tensor == 1 else MeshConfig(tensor=tensor)
     opened = open_model(model, mesh=mesh)
     write_layer_files(opened)
@@ -56,15 +55,15 @@ def predict_and_measure(model: str, tensor: int) -> dict[str, float]:
     planned = plan_pass(opened, placement)
     predicted = planned.predict(1)
     sizes = {"batch": 1, "prompt": PROMPT, "passes": PASSES, "context": CONTEXT}
-    found = run(model, {"weights": "disk", "mesh": mesh, **sizes})
+    result = run(model, {"weights": "disk", "mesh": mesh, **sizes})
     return {
         "predicted": round(predicted.seconds, 4),
-        "measured": round(decode_seconds(found), 4),
+        "measured": round(decode_seconds(result), 4),
         "predicted_fetch": round(predicted.fetch_seconds, 4),
         "predicted_compute": round(predicted.compute_seconds, 4),
-        "compute": round(found["compute_seconds"] / (len(found["seconds"]) - 1), 4),
+        "compute": round(result["compute_seconds"] / (len(result["seconds"]) - 1), 4),
         "predicted_gb_per_s": round(planned.bandwidths["disk"] / 1e9, 3),
-        "gb_per_s": round(found["bandwidth"]["disk"] / 1e9, 3),
+        "gb_per_s": round(result["bandwidth"]["disk"] / 1e9, 3),
     }
 
 

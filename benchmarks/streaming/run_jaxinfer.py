@@ -1,8 +1,8 @@
-"""jaxinfer on a model that memory does not hold: `run_jaxinfer.py MODEL OPTIONS`, OPTIONS a JSON object.
+"""jaxinfer on a model larger than memory: `run_jaxinfer.py MODEL OPTIONS`, OPTIONS a JSON object.
 
 Options: batch, prompt, passes, count_layers; others go to `LLM`. Prints one JSON object: the greedy tokens of each, the
-seconds of each pass, the first over the prompts, what streaming was seen to take after that first pass, and the most
-bytes of layers on the devices.
+seconds of each pass, the first over the prompts, streaming's statistics after that first pass, and the peak bytes of
+layers on the devices.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from jaxinfer.streaming.prefetch import Prefetcher
 
 
 def run(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What the module's docstring says that it prints."""
+    """Run the model and return the object that the module's docstring describes."""
     given = dict(given)
     counts = given.pop("count_layers", False)
     batch, length, passes = given.pop("batch"), given.pop("prompt"), given.pop("passes")
@@ -62,7 +62,7 @@ def run(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _most_layers(llm: LLM) -> Iterator[list[int]]:
-    """The bytes of matrices of layers that JAX says are on the devices, while each layer is computed."""
+    """Record the bytes of layers' matrices that JAX says are on the devices, while each layer is computed."""
     shapes = {leaf.shape for name, leaf in llm.model.shapes.items() if layer_of(name) == 0 and len(leaf.shape) > 1}
     counted, computing = [0], Prefetcher.computing
 

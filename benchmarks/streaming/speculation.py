@@ -1,4 +1,4 @@
-"""What speculation gains where layers come from disk: one fetch of a layer serves all tokens of a pass."""
+"""The gain of speculation where layers come from disk: one fetch of a layer serves all tokens of a pass."""
 
 import shutil
 import statistics
@@ -13,7 +13,7 @@ ROUNDS = 5
 
 
 def speculation(report: Report, settings: Settings) -> None:
-    """Tokens a second of the demo model from disk, one request at a time on text that repeats, with and without.
+    """Compare tokens a second of the demo model from disk, one request at a time on repetitive text, with and without.
 
     The check's value is the geometric mean over the prompts, each of medians of rounds in which both take turns. Exits
     if the tokens differ.

@@ -1,4 +1,4 @@
-"""What rows of the streaming benchmark say, in sentences: printed after it, and in README."""
+"""Sentences on rows of the streaming benchmark: printed after it, and in README."""
 
 import statistics
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ Row = Mapping[str, Any]
 
 
 def summary(rows: Iterable[Row]) -> list[str]:
-    """A sentence or two for each part that was measured."""
+    """Write a sentence or two for each measured part."""
     figures: dict[str, list[Row]] = {}
     for row in rows:
         figures.setdefault(row["figure"], []).append(row)
@@ -29,7 +29,7 @@ def host(rows: list[Row]) -> str:
 
 
 def ceiling(rows: list[Row]) -> str:
-    """Ours and fio's bandwidth, and how that was measured."""
+    """Describe our and fio's bandwidth, and how fio's was measured."""
     (row,) = rows
     huge = "huge pages" if row["huge_pages"] else "no huge pages"
     return (
@@ -41,7 +41,7 @@ def ceiling(rows: list[Row]) -> str:
 
 
 def overlapped(rows: list[Row]) -> str:
-    """Each point, in milliseconds a layer."""
+    """Describe each point, in milliseconds a layer."""
     texts = []
     for row in rows:
         fetch, compute, serial, ahead = (f"{1e3 * row[n]:.0f}" for n in ("fetch", "compute", "serial", "ahead"))
@@ -54,7 +54,7 @@ def overlapped(rows: list[Row]) -> str:
 
 
 def curve(rows: list[Row], knees: list[Row]) -> str:
-    """Both ends, and the knee if it was reached."""
+    """Describe both ends, and the knee if it was reached."""
     first, last = (f"{row['tokens_per_s']:.3g} at {row['batch']}" for row in (rows[0], rows[-1]))
     knee = f"computing takes as long as fetching at {knees[0]['batch']}" if knees else "fetching takes longest in all"
     return f"Tokens a second by sequences go from {first} to {last}; {knee}."

@@ -72,10 +72,12 @@ def _case(**changes):
 
 
 def test_large_arguments_rotate_and_small_ones_do_not():
-    plan = Plan.of(_case(), 1e-6, Effort(rounds=1, calls=8))
+    plan = Plan.from_case(_case(), 1e-6, Effort(rounds=1, calls=8))
     assert plan == Plan(calls=8, sets=8, large=(False, True))
-    assert Plan.of(_case(make=lambda key: _case().make(key)[1:]), 1e-6, Effort(rounds=1, calls=600)).calls == 512
-    assert Plan.of(_case(make=lambda key: _case().make(key)[:1]), 1e-4, Effort(rounds=1)) == Plan(10, 1, (False,))
+    assert Plan.from_case(_case(make=lambda key: _case().make(key)[1:]), 1e-6, Effort(rounds=1, calls=600)).calls == 512
+    assert Plan.from_case(_case(make=lambda key: _case().make(key)[:1]), 1e-4, Effort(rounds=1)) == Plan(
+        10, 1, (False,)
+    )
     args = _case().shapes
     assert plan.join(*plan.split(args), args) == args
 
@@ -97,7 +99,7 @@ def test_the_state_of_each_set_goes_from_call_to_call():
 def test_on_a_gpu_a_program_is_the_calls_and_nothing_else(op):
     """One CUDA graph, one kernel per call, and no copies of the rotating arguments."""
     case = next(case for case in cases.timed(quick=False) if case.op == op and "gpt-j-6b" in case.name)
-    plan = Plan(calls=3, sets=2, large=Plan.of(case, 1e-5, DRY).large)
+    plan = Plan(calls=3, sets=2, large=Plan.from_case(case, 1e-5, DRY).large)
     program, args = timing.repeated(case, plan, case.call)
     options = timing.serial_options("gpu", rows=case.rows, dtype=case.weight_dtype)
     report = compile_for(Target.load("h200"), program, args, donate=(1,), options=options)
