@@ -48,7 +48,7 @@ class Check:
 
 
 class Report:
-    """Collects a benchmark's rows and checks.
+    """The rows and checks of a benchmark.
 
     Args:
       versions: versions of other software than our own packages: {"ctranslate2": "4.8.5"}.

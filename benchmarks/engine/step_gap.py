@@ -22,7 +22,7 @@ SWITCH_SECONDS = 1e-4  # maximum time that the watching thread waits for the int
 
 
 class StepGaps:
-    """Records when each step's results were ready, and when the next step had been dispatched.
+    """Recorder of the times when each step's results were ready, and the next step dispatched.
 
     A thread waits for the results and records the time within SWITCH_SECONDS. Dispatch is recorded when the call of the
     program returns, so that a gap includes all the host's work in between.

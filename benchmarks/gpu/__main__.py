@@ -1,4 +1,4 @@
-"""How close our kernels and our generation come to the limits of a GPU.
+"""Our kernels and our generation against the limits of a GPU.
 
     python -m benchmarks.gpu [--quick] [--only kernels,end_to_end] [--json FILE] [--dry-run]
 

@@ -96,7 +96,7 @@ def measure(report: Report, ceilings: Ceilings, clock: Clock, peer: Peer, effort
 
 
 class Bench:
-    """Measures items one after another, and keeps the weights of the last one."""
+    """Measurement of items one after another, keeping the last one's weights."""
 
     def __init__(self, report: Report, ceilings: Ceilings, peer: Peer, effort: Effort):
         self.report, self.ceilings, self.peer, self.effort = report, ceilings, peer, effort

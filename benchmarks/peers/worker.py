@@ -23,7 +23,7 @@ VOCAB = 32_000
 
 
 class Stopwatch:
-    """Measures a run, and stops one that has taken too long.
+    """Timer of a run, which stops one that takes too long.
 
     Args:
       limit: seconds, or None.

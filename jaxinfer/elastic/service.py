@@ -60,7 +60,7 @@ def plan_in_time(profile: ServingProfile) -> Policy:
 
 
 class Service(Closeable):
-    """Classifies images for any of its tasks, at any level.
+    """One vision transformer that classifies images for any of its tasks, at any level.
 
     A level > 0 adds as many prompts in each layer, 0 is the plain model, a level < 0 merges as many tokens in each
     layer. All programs are compiled when tasks are registered or the service starts, none while it classifies. Several

@@ -61,7 +61,7 @@ class Holding(NamedTuple):
 
 
 class BudgetError(MemoryError):
-    """Too little of a memory is free; the text says who has how much."""
+    """Too little of a memory is free; the text lists its owners and their bytes."""
 
 
 class Budget:

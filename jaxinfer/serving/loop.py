@@ -63,7 +63,7 @@ class Done:
 
 
 class Decider[AnyTicket: Ticket[Any]](abc.ABC):
-    """Decides what is done next: a paper's policy, or an engine, without threads.
+    """The choice of the next work: a paper's policy, or an engine, without threads.
 
     All but `interrupt` is called under the loop's lock, so never twice at once. It ends tickets by `Loop.end`.
     """
@@ -110,7 +110,7 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
 
 
 class Loop[AnyTicket: Ticket[Any]]:
-    """Serves tickets from any thread and event loop.
+    """Server of tickets from any thread and event loop.
 
     One thread polls the decider after every event; each lane has one that does work, one piece after the other; one
     ends the futures, so that their callbacks delay nothing else.
@@ -118,7 +118,7 @@ class Loop[AnyTicket: Ticket[Any]]:
     At most `max_tickets` are accepted at a time. A caller that may wait stands in line, first come, first served.
 
     Args:
-      decider: decides what is done.
+      decider: chooses the work.
       what: the served thing as the subject of errors: "This system".
       name: the threads' name: "jaxinfer-NAME".
       lanes: names of the threads that do work.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Simulation[Event]:
-    """Advances from event to event until none is left.
+    """A clock that advances from event to event until none is left.
 
     Attributes:
       now: the simulated clock, in seconds.

@@ -39,7 +39,7 @@ class _Computation(NamedTuple):
 
 
 class Prefetcher:
-    """Gives a pass its streamed layers one after the other, and fetches the next ones, including the next pass's.
+    """Queue of streamed layers: gives a pass one after the other, and fetches the next, including the next pass's.
 
     A pass asks with `get` for each of them in turn, sends its computation to the devices, and names the result with
     `computing`, as it does for layers that are there all the time. Memory is freed once the computation that used it is

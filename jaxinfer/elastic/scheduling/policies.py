@@ -34,7 +34,7 @@ class Decision(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses a batch whenever the device becomes free.
+    """The choice of a batch whenever the device becomes free.
 
     Attributes:
       batching: the rules by which queries share batches.

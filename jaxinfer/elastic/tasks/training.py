@@ -52,7 +52,7 @@ _PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 
 
 class Trainer:
-    """Trains tasks on one backbone.
+    """Trainer of tasks on one backbone.
 
     Args:
       config: the model's config.

@@ -81,7 +81,7 @@ class SimulatedRun:
 
 
 class Simulator:
-    """Runs a trace through a scheduler.
+    """Simulator of a scheduler on a trace.
 
     Args:
       scheduler: a scheduler without requests.

@@ -69,7 +69,7 @@ class EmbeddingVector(Judgement):
 
 
 class ExpertKind(Protocol):
-    """How experts of a kind work."""
+    """The interface of a kind of experts."""
 
     @property
     def config(self) -> ModelConfig:

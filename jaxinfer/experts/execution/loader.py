@@ -77,7 +77,7 @@ type OnCopied = Callable[[str, float], None]
 
 
 class ExpertLoader:
-    """Carries out the scheduler's decisions about weights. Any thread may call; each call blocks until it is done.
+    """Loader that carries out decisions about weights. Any thread may call; each call blocks until it is done.
 
     Args:
       find: returns the expert of a name; raises LoadError if it cannot be opened.

@@ -89,7 +89,7 @@ class LoadTimes:
 
 
 class Observer:
-    """Reports the real times of a scheduler's actions to profiles. One thread at a time."""
+    """Reporter of the real times of a scheduler's actions to profiles. One thread at a time."""
 
     def __init__(self, scheduler: Scheduler, profiles: ObservedProfiles):
         self._scheduler, self._profiles, self._loads = scheduler, profiles, LoadTimes()

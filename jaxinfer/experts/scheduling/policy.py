@@ -26,8 +26,8 @@ class Policy:
       counts_batches: whether the prediction counts B for each batch of a group, not once per group.
       avoids_padding: whether a batch shrinks to the next smaller compiled size, rather than compute more than
         25% padding.
-      max_age: seconds after which a waiting request can be overtaken by later ones no more, so that none starves;
-        None: never (the paper's "window" has no end).
+      max_age: a request does not overtake one that arrived more than this many seconds earlier, so that none starves;
+        None: no limit (the paper's "window" has no end).
       by_deadline: whether a group whose deadline can be met, but not in its turn, runs first, earliest deadline first.
     """
 

@@ -34,7 +34,7 @@ class ExecutorQueue:
 
     Args:
       arranged: whether a request queues behind the last one for its expert, rather than behind all.
-      max_age: seconds after which a waiting request can be overtaken no more; None: always.
+      max_age: a request does not overtake one that arrived more than this many seconds earlier; None: no limit.
 
     Attributes:
       latency: the sum of the requests' additional inference latencies.
