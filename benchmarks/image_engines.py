@@ -19,8 +19,9 @@ from benchmarks.workers import JAXINFER, PEERS, REMEDY, EngineError, Worker
 from jaxinfer.compiled import cache_folder
 
 TOLERANCE = 1e-3
-"""Maximum difference relative to the largest logit, or to a column's largest prediction: pixels differ from
-probabilities.
+"""Maximum difference relative to the largest logit, or to a column's largest prediction.
+
+Pixels and probabilities differ in size.
 """
 
 MODULES = ("torch", "safetensors", "onnx", "onnxscript", "onnxruntime")

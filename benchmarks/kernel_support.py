@@ -46,8 +46,9 @@ def _launch(*_args: object, **_options: object) -> None:
 
 
 def _refusal(case: Case) -> str | None:
-    """Return why the case runs as plain XLA. Stops at the kernel's launch, whose body takes most of the time to
-    trace.
+    """Return why the case runs as plain XLA.
+
+    Stops at the kernel's launch, whose body takes most of the time to trace.
     """
     launches = mock.patch.object(plgpu, "kernel", _launch)
     with recorded_refusals() as refusals, launches, contextlib.suppress(_LaunchedError):

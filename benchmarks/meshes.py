@@ -65,8 +65,9 @@ def is_exact(collectives: list[Collective], config: DecoderConfig) -> bool:
 
 
 def sampled_bytes(collectives: list[Collective], config: DecoderConfig) -> int:
-    """Count the bytes that rows with all sampling options exchange beside the model's sums, cut-offs within
-    candidates.
+    """Count the bytes that rows with all sampling options exchange beside the model's sums.
+
+    Cut-offs are within the candidates.
     """
     fallbacks = ("top_k", "top_p", "logits_processor")
     return sum(

@@ -27,8 +27,9 @@ OVERLAP = 0.5  # fraction of a window that is only context for the rest
 
 
 def bits(llm: LLM, texts: list[str]) -> float:
-    """Count the bits that the model needs for the texts; tokens have at least OVERLAP of a window as context, if it
-    exists.
+    """Count the bits that the model needs for the texts.
+
+    Tokens have at least OVERLAP of a window as context, if it exists.
     """
     assert llm.tokenizer is not None
     window = llm.engine.config.context - 1

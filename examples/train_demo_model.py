@@ -119,8 +119,9 @@ def _inside(name: str, places: tuple[str, ...] | set[str]) -> bool:
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
-    """Train a byte-level BPE over words: letters with the preceding character, punctuation with the following line
-    ends.
+    """Train a byte-level BPE over words.
+
+    Words are letters with the preceding character, and punctuation with the following line ends.
     """
     words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer = Tokenizer(models.BPE())
@@ -155,8 +156,9 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 def batch_at(stream: np.ndarray, step: int, batch: int, length: int, seed: int = 0) -> np.ndarray:
-    """Return batch number `step`, [batch, length + 1]: every epoch cuts the stream at a new offset and shuffles the
-    cuts.
+    """Return batch number `step`, [batch, length + 1].
+
+    Every epoch cuts the stream at a new offset and shuffles the cuts.
     """
     count = (len(stream) - 1) // length - 1  # one less than fit, because of the offset
     if count < batch:
@@ -411,8 +413,9 @@ def steps(trainer: Trainer, state: TrainState, stream: np.ndarray, args: argpars
 
 
 def model_bits(model: Decoder, tokenizer: Tokenizer, text: str, *, window: int = 512, stride: int = 256) -> float:
-    """Count the bits that the model needs for a text; tokens have at least `window - stride` of context, if
-    possible.
+    """Count the bits that the model needs for a text.
+
+    Tokens have at least `window - stride` tokens of context, if they exist.
     """
     tokens = encode(tokenizer, [text])
     starts = np.arange(0, max(len(tokens) - 1 - (window - stride), 1), stride)

@@ -72,8 +72,9 @@ class Machine:
 NUMA = Machine(name="NUMA", gpu_bytes=int(11.2 * GB), cpu_bytes=6 * GB, unified=False, disk=530e6, experts=(35, 34))
 """RTX 3080Ti with 12 GB; the system and frameworks have the rest of the host's 16 GB."""
 UMA = Machine(name="UMA", gpu_bytes=16 * GB, cpu_bytes=4 * GB, unified=True, disk=3e9, experts=(60, 60), cpu_batch=5)
-"""Apple M2 with 24 GB, of which a GPU may use two thirds; 4 are the system's. Other costs are NUMA's: the paper has no
-figure to calibrate them by.
+"""Apple M2 with 24 GB, of which a GPU may use two thirds; 4 are the system's.
+
+Other costs are NUMA's: the paper has no figure to calibrate them by.
 """
 EFFICIENT = dataclasses.replace(NUMA, name="NUMA, efficient loader", software=0.02)
 """A machine whose files are mapped and copied, without making a model: as our own loader does."""
@@ -83,8 +84,9 @@ CONTEXT = 400 * MB
 COPY_SECONDS, COPY_RATE = 0.02, 6e9
 """Fixed seconds, and bytes per second, of a load to the GPU from the host's pageable memory."""
 EFFICIENCY = (1.0, 1.15, 1.25, 1.22, 1.05, 0.9)
-"""Speed of n executors together relative to one, for n from 1: they share one GPU. From 4 on it is set so that
-throughput is best with 3 or 4 executors, as in the paper's Figure 17.
+"""Speed of n executors together relative to one, for n from 1: they share one GPU.
+
+From 4 on it is set so that throughput is best with 3 or 4 executors, as in the paper's Figure 17.
 """
 
 

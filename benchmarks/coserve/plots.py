@@ -68,9 +68,7 @@ def draw_bars(axes: Axes, rows: Rows, field: str, title: str) -> None:
 
 
 def draw_sweeps(executors: Rows, memory: Rows, searches: Rows) -> Figure:
-    """Draw throughput by executors, and by experts in memory with the search's choice: the paper's figures 17 and
-    18.
-    """
+    """Draw throughput by executors, and by experts in memory with the search's choice: figures 17 and 18."""
     figure = Figure(figsize=(10, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for place, task in enumerate(dict.fromkeys(row["task"] for row in memory)):

@@ -23,8 +23,10 @@ OURS = "best"
 POOL, HOST = 8, 4
 """Number of experts in pools and in the host cache: the paper's shape at a third of its size."""
 SLACK_BYTES = 3 * EXPERT_BYTES + (700 << 20)
-"""Memory of a process on top of its experts: a buffer for the next one; per executor an expert that is copied to the
-host's memory and so there twice; programs, activations and what XLA has compiled them with.
+"""Memory of a process on top of its experts.
+
+A buffer for the next one; per executor an expert that is copied to the host's memory and so there twice; programs,
+activations and what XLA has compiled them with.
 """
 LIVE_RATES = (0.5, 0.8, 1.0)
 """Shares of our highest simulated rate at which systems really run."""
@@ -264,9 +266,7 @@ def _check_replay(report: Report, runs: list[dict[str, Any]]) -> None:
 
 
 def _check_virtual(report: Report, runs: list[dict[str, Any]]) -> None:
-    """Check that runs on the simulated clock read as many experts as simulated, and that verdicts lead where it
-    says.
-    """
+    """Check that runs on the simulated clock read and route experts as simulated."""
     same = all(run["read"] == run["predicted"]["loads"]["disk"] and run["routed"] == run["stages"] for run in runs)
     report.check("virtual_loads_exact", float(same), "of 1", target=1.0)
 

@@ -31,8 +31,9 @@ ABLATION = ("none", "em", "em_ra", "paper")
 SWEEP = (10, 15, 20, 25, 28, 32, 35, 39, 42, 45, 48)
 """Number of ResNet101 experts in the GPU executors' pools."""
 SAMPLE = 2500
-"""Number of images in the sample of the memory search: a task's. With fewer, most of the time goes into the first
-loads, and more experts always look better.
+"""Number of images in the sample of the memory search: a task's.
+
+With fewer, most of the time goes into the first loads, and more experts always look better.
 """
 FLAGS = {
     "queue_aware": {"evict": "queue_aware"},
@@ -132,9 +133,7 @@ class Simulation:
             figure()
 
     def compare(self) -> None:
-        """Make figures 13 and 14: throughput and switches of CoServe in both layouts, and of Samba-CoE in three
-        ways.
-        """
+        """Make figures 13 and 14: throughput and switches of CoServe in both layouts, and of Samba-CoE's."""
         self._check_numa(self._compare_on(NUMA))
         self._check_uma(self._compare_on(UMA))
 

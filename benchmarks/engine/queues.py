@@ -185,9 +185,7 @@ async def read(pending: RequestTicket) -> None:
 
 
 def host_ms(folder: Path, *, streams: int, prompt: int, steps: int) -> list[float]:
-    """Measure the milliseconds of CPU time of the engine's thread for each step in which all streams grow by a
-    token.
-    """
+    """Measure the engine thread's CPU milliseconds for each step in which all streams grow by a token."""
     config = {"max_batch": streams, "context": prompt + steps, "chunk_size": prompt, "token_budget": streams * prompt}
     engine = decoder_engine(folder, num_pages=streams * (-(-(prompt + steps) // 16)), **config)
     random, params = Random(0), SamplingParams(max_tokens=steps)

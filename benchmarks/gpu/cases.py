@@ -279,8 +279,9 @@ def _weights(key: jax.Array, outputs: int, inputs: int, fmt: str) -> Weights:
 
 
 def linear_layers(rows: int, outputs: int, inputs: int, fmt: str) -> Iterator[Case]:
-    """Yield a linear layer with different fusions: none; LayerNorm and GELU; RMSNorm and a gate; a bias and a
-    residual.
+    """Yield a linear layer with different fusions.
+
+    None; LayerNorm and GELU; RMSNorm and a gate; a bias and a residual.
     """
     dtype = jnp.dtype(fmt if fmt in ("float32", "float16") else "bfloat16")
     name = f"{rows} x {inputs} by {outputs}, {fmt}"
@@ -372,9 +373,7 @@ def decoding(
     alibi: bool = False,
     **options: Any,
 ) -> Case:
-    """Make a case of decode attention: the newest tokens of some rows, with rotary embedding and the write to the
-    cache.
-    """
+    """Make a case of decode attention, with rotary embedding and the write to the cache."""
     options |= {"alibi": _slopes(q_heads)} if alibi else {}
 
     def make(key: jax.Array) -> tuple[Any, ...]:

@@ -56,8 +56,9 @@ def error_of(case: Case, args: tuple[Any, ...], expected: list[np.ndarray]) -> f
 
 
 _OUTLIER = 8
-"""Factor by which a single element's relative error may exceed the norm's: errors of correct sums are about normal, and
-of 10^9 none is expected to exceed 6 standard deviations.
+"""Factor by which a single element's relative error may exceed the norm's.
+
+Errors of correct sums are about normal, and of 10^9 none is expected to exceed 6 standard deviations.
 """
 
 

@@ -97,9 +97,7 @@ def steady_state(launch: Callable[[], Any], calls: int, effort: Effort) -> Round
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The repetition of a case: `calls` per program, rotating through `sets` of the argument leaves that are
-    `large`.
-    """
+    """The repetition of a case: `calls` per program, rotating through `sets` of the `large` argument leaves."""
 
     calls: int
     sets: int

@@ -95,8 +95,9 @@ def _profile(rates: Mapping[int, float], losses: Mapping[int, float]) -> Serving
 
 
 def simulated_gain(load: float, link: float, *, seed: int, count: int) -> float:
-    """Simulate the utility of elastic tokens relative to INFaaS with ViT-S/B/L in float32 over a link of `link`
-    bytes/s.
+    """Simulate the utility of elastic tokens relative to INFaaS with ViT-S/B/L, in float32 over a link.
+
+    The link has `link` bytes/s.
     """
     levels, models, rate = paper_profile(), vits_profile(), load * PAPER_RATES[0]
     queries = make_queries(wandering_arrivals(rate, count / rate, seed=seed), table_ii(list(PAPER_ACCURACY)), seed=seed)

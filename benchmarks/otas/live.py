@@ -107,9 +107,7 @@ def _service(setting: Setting, policy: str) -> Service:
 
 
 def after_slowdown(report: Report, setting: Setting, *, seconds: float) -> None:
-    """Serve the same queries before, during and after a time in which other processes take all cores; by one
-    service.
-    """
+    """Serve the same queries before, during and after other processes take all cores; by one service."""
     utilities = {}
     with _service(setting, "elastic") as service:
         service.measure_latency()

@@ -67,8 +67,9 @@ def virtual(report: Report, setting: Setting, *, seeds: int, queries: int) -> Ru
 
 
 def _infaas_simulated(report: Report, *, seeds: int, queries: int) -> None:
-    """Simulate ViT-S/B/L against ViT-B's levels, with rates and accuracies from the literature: nothing of it was
-    run.
+    """Simulate ViT-S/B/L against ViT-B's levels.
+
+    Rates and accuracies are from the literature: nothing of it was run.
     """
     for link, bandwidth in LINKS.items():
         gains = {

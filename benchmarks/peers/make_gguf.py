@@ -1,6 +1,4 @@
-"""Conversion of a float32 Llama from Hugging Face's files to GGUF, a tensor at a time: `make_gguf.py HF_DIR
-FILE.gguf`.
-"""
+"""Conversion of Hugging Face's float32 Llama to GGUF, a tensor at a time: `make_gguf.py HF_DIR FILE.gguf`."""
 # Runs in the peers' environment, whose packages ours lacks.
 # pyright: reportMissingImports=false
 

@@ -42,9 +42,7 @@ class Context:
         self.memory = llama_cpp.llama_get_memory(self.context)
 
     def run(self, entries):
-        """Decode (token, position, sequence, wants logits) entries; return the greedy tokens of those that want
-        logits.
-        """
+        """Decode entries of (token, position, sequence, wants logits); return the greedy tokens of the last kind."""
         batch = self.batch
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, logits) in enumerate(entries):

@@ -51,9 +51,7 @@ class Transformers:
         return tokens
 
     def throughput(self, prompts, outputs, watch, *, batch, order):
-        """Call `generate` in fixed batches of similar prompt or output lengths; each runs until its longest output
-        ends.
-        """
+        """Call `generate` in fixed batches of similar lengths; each runs until its longest output ends."""
         lengths = outputs if order == "output" else [len(prompt) for prompt in prompts]
         rows = sorted(range(len(prompts)), key=lengths.__getitem__)
         tokens = [[] for _ in prompts]

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 BATCHES, QUICK_BATCHES = (1, 4, 16, 64, 128, 256, 512), (1, 64, 512)
 """Batch sizes up to the largest that fits the cap with its cache."""
 SIZES = {"prompt": 2, "passes": 4, "context": 16, "page_size": 8, "prefix_caching": False}
-"""Sizes by which the cache is small, and all sequences are admitted at once: there is a spare page for each beside the
-one it needs, and none waits for another's prompt that begins alike.
+"""Sizes by which the cache is small, and all sequences are admitted at once.
+
+There is a spare page for each beside the one it needs, and none waits for another's prompt that begins alike.
 """
 PAST = 2.0
 """Ratio of computing to fetching where the curve ends."""
@@ -46,10 +47,9 @@ def curve(report: Report, settings: Settings) -> None:
 
 
 def knee(ratios: Mapping[int, float]) -> float | None:
-    """Interpolate the batch at which computing takes as long as fetching, from their ratio by batch; None if it never
-    does.
+    """Interpolate the batch at which computing takes as long as fetching; None if it never does.
 
-    Between two batches the ratio is taken to be a power of the batch.
+    Between two batches their ratio, given by batch, is taken to be a power of the batch.
     """
     for (batch, below), (more, above) in itertools.pairwise(ratios.items()):
         if below < 1 <= above:

@@ -14,8 +14,7 @@ FIRST_TOKENS = 96
 
 
 def overlap(report: Report, settings: Settings) -> None:
-    """Compare one prefetched layer with none, at tokens a pass for which computing takes half as long as fetching, and
-    as long.
+    """Compare one prefetched layer with none, where computing takes half as long as fetching, and as long.
 
     Fetching and computing are measured one after the other, without prefetching. The hidden share is the time that
     prefetching saves per layer, relative to the shorter of the two.

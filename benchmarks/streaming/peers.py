@@ -56,8 +56,9 @@ class Peers:
 
 
 def peers(report: Report, settings: Settings) -> None:
-    """Compare with accelerate in turn, and with llama.cpp, whose file does not fit the disk beside the others'
-    formats.
+    """Compare with accelerate in turn, and then with llama.cpp.
+
+    llama.cpp's file does not fit the disk beside the others' formats.
     """
     others, model = Peers(settings), settings.large_model()
     ours: dict[int, list[float]] = {1: [], 8: []}

@@ -12,8 +12,9 @@ _SHARES = (1.25, 1.0, 0.75, 0.5, 0.25)
 
 
 def default_merge_levels(config: ViTConfig) -> tuple[int, ...]:
-    """Return levels that merge a quarter of the patches to nearly all: -20, -16, -12, -8, -4 for ViT-B at 224
-    pixels.
+    """Return levels that merge a quarter of the patches to nearly all.
+
+    For ViT-B at 224 pixels they are -20, -16, -12, -8, -4.
     """
     per_layer, most = config.patches / config.layers, config.patches // 2
     return tuple(sorted({-min(max(1, round(share * per_layer)), most) for share in _SHARES}))

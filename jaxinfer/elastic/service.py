@@ -415,8 +415,9 @@ class Service(Closeable):
                 self._decider.use(self.serving_profile())
 
     def accuracy(self, task: str, level: int) -> LevelAccuracy:
-        """Return the accuracy measured by profiling. Raises ProfileError if there is none, or the level has changed
-        since.
+        """Return the accuracy measured by profiling.
+
+        Raises ProfileError if there is none, or the level has changed since.
         """
         return self._accuracy(self.task(task), level)
 

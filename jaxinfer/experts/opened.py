@@ -32,8 +32,9 @@ from jaxinfer.serving.progress import Progress, log_progress
 log = logging.getLogger(__name__)
 
 SMALLEST_MAPPED = 128 << 10
-"""Array size in bytes from which memory goes back to the system when an expert leaves: a convolutional model's are
-small.
+"""Array size in bytes from which memory goes back to the system when an expert leaves.
+
+Most arrays of a convolutional model are small.
 """
 
 
@@ -308,9 +309,7 @@ def _reserve(
 
 
 def _check_verdicts(name: str, kind: ExpertKind, rules: Iterable[Rule]) -> None:
-    """Check that experts can give the verdicts of their rules: otherwise the next one never runs. Raises
-    ConfigError.
-    """
+    """Check that experts can give the verdicts of their rules, or the next one never runs. Raises ConfigError."""
     for rule in rules:
         if rule.expert == name and rule.verdict not in kind.verdicts:
             known = ", ".join(map(repr, kind.verdicts[:8])) + (", ..." if len(kind.verdicts) > 8 else "")

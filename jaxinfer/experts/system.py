@@ -137,8 +137,9 @@ class System(OpenedSystem, Closeable):
                 future.cancel()
 
     def _try_submit(self, kind: str, value: Any, *, alone: bool) -> Future[Result] | None:
-        """Submit an input, with errors in the future; return None if too many wait, unless the caller has none
-        (`alone`).
+        """Submit an input, with errors in the future.
+
+        Returns None if too many wait, unless the caller has none under way (`alone`).
         """
         try:
             return self.submit(kind, value)

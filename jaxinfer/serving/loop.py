@@ -70,8 +70,9 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
 
     @abc.abstractmethod
     def submit(self, ticket: AnyTicket, now: float) -> None:
-        """Take a request, in its caller's thread. An error raised here goes to the caller, and the request never
-        was.
+        """Take a request, in its caller's thread.
+
+        An error raised here goes to the caller, and the request never was.
         """
 
     @abc.abstractmethod
@@ -85,8 +86,9 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
 
     @abc.abstractmethod
     def done(self, done: Done) -> None:
-        """Note that work has ended, in the thread that did it. An error of the loop's own work ends the loop
-        instead.
+        """Note that work has ended, in the thread that did it.
+
+        An error of the loop's own work ends the loop instead.
         """
 
     @abc.abstractmethod
@@ -104,8 +106,9 @@ class Decider[AnyTicket: Ticket[Any]](abc.ABC):
         """Cut short the present work, if possible. From any thread, without the lock."""
 
     def release(self) -> None:  # noqa: B027 (most have nothing)
-        """Let devices come to rest: the last call, before remaining requests end; in the loop's thread, without the
-        lock.
+        """Let devices come to rest.
+
+        The last call, before remaining requests end; in the loop's thread, without the lock.
         """
 
 
@@ -194,8 +197,9 @@ class Loop[AnyTicket: Ticket[Any]]:
         return caused(DiedError(f"{self._what} has died of {why}. Make another one."), self._cause)
 
     def stop_when_dropped(self, owner: object) -> None:
-        """Stop when the owner is collected; at the end of the process the loop is closed, which waits for its
-        threads.
+        """Stop when the owner is collected.
+
+        At the end of the process the loop is closed, which waits for its threads.
         """
         weakref.finalize(owner, self.stop).atexit = False
 
@@ -515,8 +519,9 @@ _NOTHING = _Nothing()
 
 
 def _cancel_if_cancelled(loop: "weakref.ref[Loop[Any]]", key: Hashable, future: Future[Any]) -> None:
-    """Cancel a ticket whose future was cancelled; as its callback it holds neither the loop (and the model) nor the
-    input.
+    """Cancel a ticket whose future was cancelled.
+
+    As the future's callback it holds neither the loop, and so the model, nor the ticket's input.
     """
     if future.cancelled() and (running := loop()) is not None:
         ticket = running.find(key)

@@ -82,8 +82,9 @@ class Prefetcher:
         return sum(computation.streamed for computation in self._computations)
 
     def get(self, layer: int) -> list[jax.Array]:
-        """Return a streamed layer's leaves on the devices. Raises CheckpointError, naming it, if they cannot be
-        read.
+        """Return a streamed layer's leaves on the devices.
+
+        Raises CheckpointError, naming the layer, if they cannot be read.
         """
         while self._used > max(0, self._depth.device - 1):
             self._wait()
@@ -110,8 +111,9 @@ class Prefetcher:
         return self._queue[self._used][0] if len(self._queue) > self._used else None
 
     def computing(self, result: Any, layers: int = 1) -> None:
-        """Note that the devices compute `result` (a pytree of arrays) from the layer of the last `get`, or resident
-        ones.
+        """Note that the devices compute `result`, a pytree of arrays.
+
+        It uses the layer of the last `get`, or resident ones.
         """
         sent, streamed = self._sent if self._given else time.perf_counter(), self._given
         if not streamed and self._computations and not self._computations[-1].streamed:

@@ -49,9 +49,7 @@ class BatchingConfig:
         return dataclasses.replace(self, max_utility_gap=0.2, fill=True)
 
     def scaled(self, factor: float) -> Self:
-        """Scale the times for a device whose batches take `factor` times as long as the paper's, and deadlines in
-        proportion.
-        """
+        """Scale the times for a device whose batches and deadlines take `factor` times as long as the paper's."""
         names = ("max_wait", "max_deadline_gap", "rate_window")
         return dataclasses.replace(self, **{name: factor * getattr(self, name) for name in names})
 

@@ -70,9 +70,7 @@ class Controller:
             self._queue.fill(decision.batch, room, ends)
 
     def _shed_most_urgent(self, start: float) -> list[Query]:
-        """Shed from the batch with the earliest deadline the queries that it cannot answer together with all the
-        others.
-        """
+        """Shed queries of the most urgent batch that it cannot answer together with all its others."""
         batch = min(self._queue, key=lambda batch: batch.deadline)
         ends = max(start + self.policy.least_seconds(len(batch)), batch.deadline)
         return self._queue.shed_of(batch, ends)

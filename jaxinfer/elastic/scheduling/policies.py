@@ -10,9 +10,7 @@ from jaxinfer.elastic.scheduling.planner import POINTS, Job, Option, PlanTimeout
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 
 NEARLY_ALL = 0.9
-"""Share of the capacity at the best level beyond which the rate counts as overload, and plans leave time for queries to
-come.
-"""
+"""Share of the capacity at the best level beyond which plans leave time for queries to come."""
 LEAST_UTILITY = 1e-9
 """Utility of a batch whose time is worth more to others: it runs where they leave time."""
 

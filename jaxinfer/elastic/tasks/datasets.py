@@ -67,8 +67,9 @@ class Dataset:
         return dataclasses.replace(self, labels=places[self.labels], names=tuple(names))
 
     def split(self, share: float, *, seed: int = 0) -> tuple[Self, Self]:
-        """Split into two sets, the second with this share of each class, at least one image of classes that have
-        two.
+        """Split into two sets, the second with this share of each class.
+
+        That is at least one image of each class that has two.
         """
         rng, chosen = np.random.default_rng(seed), np.zeros(len(self), bool)
         for label in np.unique(self.labels):

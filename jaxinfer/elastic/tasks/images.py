@@ -8,8 +8,9 @@ import numpy as np
 from jaxinfer.elastic.errors import InvalidImageError
 
 MAX_PIXELS = 50_000_000
-"""Maximum pixels of an image file; larger ones are not decoded, since a small file can hold an image that fills the
-memory.
+"""Maximum pixels of an image file.
+
+Larger ones are not decoded, since a small file can hold an image that fills the memory.
 """
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")

@@ -53,8 +53,9 @@ def send_queries(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: walking the answers kept here, as no client does, stops everything for 50 ms or
-    more.
+    """Disable garbage collection.
+
+    Answers are kept here, as clients would not: walking them all stops everything for 50 ms or more.
     """
     was_enabled = gc.isenabled()
     gc.disable()

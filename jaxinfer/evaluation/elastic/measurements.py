@@ -1,6 +1,4 @@
-"""Measurements for simulations: the seconds of a service's batches, and the images that each level classifies
-rightly.
-"""
+"""Measurements for simulations: the seconds of a service's batches, and each level's right answers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

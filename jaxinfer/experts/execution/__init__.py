@@ -1,4 +1,6 @@
-"""The device side: how experts take inputs and judge them (`kinds.py`), programs shared by all experts of an
-architecture (`architectures.py`), moving weights between disk, host and devices (`loader.py`), and running batches
-(`runner.py`). `decider.py` connects the scheduler to a loop's threads; `profiler.py` measures costs.
+"""The device side.
+
+`kinds.py` has how experts take inputs and judge them, `architectures.py` the programs that all experts of an
+architecture share, `loader.py` weights on their way between disk, host and devices, `runner.py` running batches.
+`decider.py` connects the scheduler to a loop's threads; `profiler.py` measures costs.
 """

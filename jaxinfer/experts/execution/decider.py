@@ -41,8 +41,9 @@ class InputTicket(Ticket[Result]):
 
 
 class InputDecider(Decider[InputTicket]):
-    """Decider that carries out a scheduler's decisions: each executor has a lane for batches and one for loading
-    experts.
+    """Decider that carries out a scheduler's decisions.
+
+    Each executor has a lane for batches and one for loading experts.
 
     Args:
       scheduler: the scheduler, with its experts placed.

@@ -37,8 +37,9 @@ class ExpertRunner:
         self._executors, self._devices, self._experts, self._programs = executors, devices, experts, programs
 
     def judge(self, batch: Batch, values: Sequence[np.ndarray | None]) -> list[Judgement]:
-        """Return the answers of a batch, run in halves if the device has too little memory; a value of None is judged
-        as zeros.
+        """Return the answers of a batch; a value of None is judged as zeros.
+
+        If the device has too little memory, the batch runs in halves.
         """
         kind = self._experts[batch.expert].kind
         inputs = [np.zeros(kind.shape, kind.dtype) if value is None else value for value in values]

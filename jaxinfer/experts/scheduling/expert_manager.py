@@ -289,9 +289,7 @@ class ExpertManager:
     # -- memory of batches --
 
     def lend(self, executor: ExecutorState, size: int, expert: str) -> Evict | None:
-        """Reserve memory for a batch and its expert until `take_back`, evicting experts; return None if that is
-        impossible.
-        """
+        """Reserve memory for a batch and its expert until `take_back`, evicting experts; return None if impossible."""
         pool = executor.pool
         beside = 0 if pool.has(expert) else self.graph.experts[expert].bytes
         keep = [expert, *self._about_to_run(pool)]

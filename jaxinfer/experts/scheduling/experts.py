@@ -130,8 +130,9 @@ class ExpertGraph:
         return self.experts[name]
 
     def with_usage(self, usage: Mapping[str, float]) -> "ExpertGraph":
-        """Return the graph with known usage, counted or given by the user; the usage of following experts changes with
-        it.
+        """Return the graph with known usage, counted or given by the user.
+
+        The usage of following experts changes with it.
         """
         for name, value in usage.items():
             self.require(name)

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Set
 from jaxinfer.streaming.residents import Residents
 
 EvictionOrder = Callable[[list[str], "ModelPool"], list[str]]
-"""Function of the experts that may leave, least recently used first, and their pool: sorts them in the order of
-eviction.
+"""Function that sorts experts that may leave in the order of eviction.
+
+Its arguments are these experts, least recently used first, and their pool.
 """
 
 
@@ -71,9 +72,7 @@ class ModelPool:
         return self._loads[name]
 
     def victims(self, size: int) -> list[str] | None:
-        """Return the experts to evict for this many bytes, without evicting them; None if even that leaves too little
-        room.
-        """
+        """Return the experts to evict for this many bytes, without evicting them; None if that is not enough."""
         return self._residents.victims(size)
 
     def begin_load(self, name: str, size: int, *, keep: Iterable[str] = ()) -> list[str] | None:

@@ -138,8 +138,9 @@ class Scheduler:
         self._quarantined = {key: entry for key, entry in self._quarantined.items() if key[0] != expert}
 
     def executed(self, batch: Batch, now: float, error: Exception | None = None) -> list[Failure]:
-        """Note that a batch has ended; return the requests that its error ends. Following stages are new
-        submissions.
+        """Note that a batch has ended; return the requests that its error ends.
+
+        Following stages are new submissions.
         """
         executor = self.executors[batch.executor]
         self._end_batch(executor)
