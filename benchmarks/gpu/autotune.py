@@ -92,7 +92,7 @@ def _search(case: Case, key: tuple[str, str], ceilings: Ceilings, effort: Effort
 
 
 def _programs(case: Case, plan: Plan, operation: str, candidates: list[Tiles]) -> dict[str, Repeated]:
-    """Lower the programs that compile, by candidate index; and "heuristic", with the heuristic's tiles."""
+    """Prepare the programs that compile, by candidate index; and "heuristic", with the heuristic's tiles."""
     programs: dict[str, Repeated] = {}
     with Trial().active():
         programs["heuristic"] = Repeated(case, plan, case.call)

@@ -11,7 +11,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class NoCgroupError(SystemExit):
-    """This process may not make cgroups. Ends the command unless it is caught."""
+    """Cgroups that this process may not make. Ends the command unless it is caught."""
 
 
 class Finished(NamedTuple):
