@@ -1,4 +1,4 @@
-"""`Linear` computes its formula with and without adapters, and refuses what it has no operation for."""
+"""`Linear` computes its formulas with and without adapters, on one device and where its inputs are split."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.sharding import MeshConfig
 
+SILU = Activation.SILU
 NORM = Norm(8, NormConfig(kind=NormKind.RMS))
 
 
@@ -33,32 +34,27 @@ def test_formulas(linear, x, delta):
 
     residual = jax.random.normal(jax.random.key(1), (3, 6))
     gate, up = product(NORM(x))[:, 0::2], product(NORM(x))[:, 1::2]
-    for found, expected in (
+    for actual, expected in (
         (linear(x, adapter_delta=delta), product(x)),
-        (linear(x, norm=NORM, activation=Activation.SILU, adapter_delta=delta), jax.nn.silu(product(NORM(x)))),
-        (linear(x, norm=NORM, activation=Activation.SILU, gated=True, adapter_delta=delta), jax.nn.silu(gate) * up),
-        (linear(x, residual=residual, adapter_delta=delta), product(x) + residual),
+        (linear.norm_linear(x, NORM, adapter_delta=delta), product(NORM(x))),
+        (linear.norm_linear(x, NORM, activation=SILU, adapter_delta=delta), jax.nn.silu(product(NORM(x)))),
+        (linear.norm_linear(x, NORM, activation=SILU, gated=True, adapter_delta=delta), jax.nn.silu(gate) * up),
+        (linear.norm_linear(x, None, activation=SILU, adapter_delta=delta), jax.nn.silu(product(x))),
+        (linear.linear_residual(x, residual, adapter_delta=delta), product(x) + residual),
     ):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("beside", [{"norm": NORM}, {"activation": Activation.RELU}, {"gated": True}], ids=list)
-def test_a_residual_is_refused_beside_a_norm_an_activation_or_a_gate(linear, x, beside):
-    for delta in (None, lambda x: x[..., :6]):
-        with pytest.raises(ValueError, match="adds a residual without a norm, an activation or a gate"):
-            linear(x, residual=x[..., :6], adapter_delta=delta, **beside)
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 # On a mesh
 
 
 def split_inputs(linear, x, residual, *, ways, delta=None):
-    """What a linear with split inputs gives on so many devices, after one bfloat16 sum of theirs."""
+    """Run a linear whose inputs are split over so many devices, which add up their products once, in bfloat16."""
     graph, state = nnx.split(linear)
     specs = jax.tree.map(lambda leaf: P(None, "tensor") if leaf.ndim == 2 else P(), state)
 
     def run(state, x, residual):
-        return nnx.merge(graph, state)(x, residual=residual, adapter_delta=delta)
+        return nnx.merge(graph, state).linear_residual(x, residual, adapter_delta=delta)
 
     mesh = MeshConfig(tensor=ways).build()
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs, P(None, "tensor"), P()), out_specs=P(), check_vma=False)
@@ -75,8 +71,8 @@ def test_devices_that_add_up_their_products_leave_residual_and_bias_as_they_are(
     unchanged = split_inputs(linear, 0 * x, residual, ways=ways, delta=delta)
     once = (residual.astype(jnp.float32) + linear.bias[...]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(unchanged.astype(jnp.float32), once.astype(jnp.float32))
-    found = split_inputs(linear, x, residual, ways=ways, delta=delta).astype(jnp.float32)
+    actual = split_inputs(linear, x, residual, ways=ways, delta=delta).astype(jnp.float32)
     product = x.astype(jnp.float32) @ linear.weight[...].astype(jnp.float32).T
     exact = product + residual.astype(jnp.float32) + linear.bias[...]
     rounded = 2.0**-8 * (np.abs(exact) + 2 * np.abs(product).max())  # of the result, and of the devices' parts
-    assert (np.abs(found - exact) <= rounded).all()
+    assert (np.abs(actual - exact) <= rounded).all()

@@ -8,9 +8,9 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig
-from jaxinfer.models.layers.forward_context import ForwardContext, TokenRows, pack, unpack
-from jaxinfer.models.layers.linear import Linear, PartialSum
-from jaxinfer.models.layers.low_rank import LayerAdapters
+from jaxinfer.models.layers.forward_context import ForwardContext, pack, unpack
+from jaxinfer.models.layers.linear import Linear
+from jaxinfer.models.layers.low_rank import AdapterDelta
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, split_heads
@@ -21,18 +21,20 @@ class Attended(NamedTuple):
     """What attention gives.
 
     Attributes:
-      x: [N, D]; heads that are not projected back yet, [..., Hq * K].
+      heads: of this device, [N, Hq * K], not projected back yet.
       cache: with the tokens' keys and values written; None if there is none.
       keys: of a single group without a cache, those of this device's heads, [B, T, Hkv, K].
     """
 
-    x: jax.Array
+    heads: jax.Array
     cache: KVPages | None
     keys: jax.Array | None
 
 
 class Attention(nnx.Module):
     """Attention of each group over its own tokens, or over a paged cache; [N, D] -> [N, D].
+
+    A layer calls `heads`, and `out` in the form that its residual needs.
 
     Attributes:
       qkv: the fused projection. Its outputs are ordered by KV head: the queries of its group, its key, its value.
@@ -62,92 +64,72 @@ class Attention(nnx.Module):
         self.k_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
 
     @jax.named_scope("attention")
-    def __call__(
+    def heads(
         self,
         x: jax.Array,
-        forward_context: ForwardContext,
-        cache: KVPages | None = None,
-        adapters: LayerAdapters | None = None,
-        *,
-        norm: Norm | None = None,
-        residual: jax.Array | None = None,
-    ) -> Attended:
-        """residual + attention(norm(x))."""
-        heads, cache, keys = self._heads(x, forward_context, cache, adapters, norm)
-        out_delta = None if adapters is None else forward_context.adapter_delta(adapters.out)
-        return Attended(self.out(heads, residual=residual, adapter_delta=out_delta), cache, keys)
-
-    @jax.named_scope("attention")
-    def partial_sum(
-        self,
-        x: jax.Array,
-        forward_context: ForwardContext,
-        cache: KVPages | None = None,
-        adapters: LayerAdapters | None = None,
-        *,
-        norm: Norm | None = None,
-        residual: jax.Array | None = None,
-    ) -> tuple[PartialSum, KVPages | None]:
-        """The same, as `Linear.partial_sum`, where the heads are split."""
-        heads, cache, _ = self._heads(x, forward_context, cache, adapters, norm)
-        out_delta = None if adapters is None else forward_context.adapter_delta(adapters.out)
-        return self.out.partial_sum(heads, residual=residual, adapter_delta=out_delta), cache
-
-    def _heads(
-        self,
-        x: jax.Array,
-        forward_context: ForwardContext,
-        cache: KVPages | None,
-        adapters: LayerAdapters | None,
         norm: Norm | None,
+        forward_context: ForwardContext,
+        cache: KVPages | None = None,
+        *,
+        adapter_delta: AdapterDelta | None = None,
     ) -> Attended:
-        """This device's heads of all groups, [N, Hq * K], before they are projected back."""
-        qkv_delta = None if adapters is None else forward_context.adapter_delta(adapters.qkv)
-        qkv = self.qkv(x, norm=norm, adapter_delta=qkv_delta)
-        groups, heads, keys = forward_context.groups, [], None
+        """Attend from norm(x), all groups one after the other.
+
+        Args:
+          x: [N, D].
+          norm: normalises x; None: x is normalised already.
+          forward_context: of this pass.
+          cache: of this layer; None: each row attends to itself alone.
+          adapter_delta: what adapters add to `qkv`.
+        """
+        qkv, groups = self.qkv.norm_linear(x, norm, adapter_delta=adapter_delta), forward_context.groups
+        heads, keys = [], None
         for group, rotary, part in zip(groups, forward_context.rotary, unpack(qkv, groups), strict=True):
-            mixed, cache, keys = self._attend(group, rotary, part, cache, forward_context)
-            if cache is not None and len(groups) > 1:
-                # Without it the next group's write is not known to come after this one's reads: XLA copies the cache.
-                mixed, cache = lax.optimization_barrier((mixed, cache))
+            if cache is None:
+                mixed, keys = self._attend_within_rows(part, group.positions, rotary, forward_context)
+            else:
+                assert group.page_table is not None, "a cache is read by a page table"
+                options = {"rotary": rotary, **self._head_options, **self._score_options}
+                mixed, cache = cached_attention(part, cache, group.page_table, group.positions, **options)
+                if len(groups) > 1:
+                    # Else the next group's write is not known to come after this one's reads: XLA copies the cache.
+                    mixed, cache = lax.optimization_barrier((mixed, cache))
             heads.append(mixed)
         return Attended(pack(heads), cache, keys)
 
-    def _attend(
+    def _attend_within_rows(
         self,
-        group: TokenRows,
-        rotary: tuple[jax.Array, jax.Array] | None,
         qkv: jax.Array,
-        cache: KVPages | None,
+        positions: jax.Array,
+        rotary: tuple[jax.Array, jax.Array] | None,
         forward_context: ForwardContext,
-    ) -> Attended:
-        """This device's heads of one group, [B, T, Hq * K], over its pages or, without a cache, over its own tokens."""
-        cfg, positions = self.cfg, group.positions
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale[...], self.k_norm.scale[...])
-        preparation: dict[str, Any] = {"rotary": rotary, "norms": norms, "norm_eps": self.norm_eps}
-        slopes = None if self.slopes is None else local_part(jnp.asarray(self.slopes, jnp.float32), "heads")
-        options: dict[str, Any] = {
-            "alibi": slopes,
-            "scale": self.scale,
-            "window": self.window,
-            "softcap": cfg.softcap,
-        }
-        if cache is not None:
-            assert group.page_table is not None
-            return Attended(
-                *cached_attention(qkv, cache, group.page_table, positions, **preparation, **options), keys=None
-            )
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend from each row of a group to itself: heads [B, T, Hq * K] and keys [B, T, Hkv, K]."""
+        cfg, key_sizes, options = self.cfg, forward_context.key_sizes, self._score_options
         kv_heads = qkv.shape[-1] // ((cfg.group + 2) * cfg.head_dim)
-        q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=cfg.head_dim, **preparation)
-        key_sizes = forward_context.key_sizes
+        q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=cfg.head_dim, rotary=rotary, **self._head_options)
         lengths = jnp.sum(positions >= 0, axis=1) if key_sizes is None and forward_context.padded else None
         heads = attention(q, k, v, positions, lengths, key_sizes=key_sizes, causal=self.causal, **options)
-        return Attended(heads.reshape(*positions.shape, -1), None, k)
+        return heads.reshape(*positions.shape, -1), k
+
+    @property
+    def _head_options(self) -> dict[str, Any]:
+        """What query and key heads go through before the rotation, as `pallas_kernels` takes it."""
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale[...], self.k_norm.scale[...])
+        return {"norms": norms, "norm_eps": self.norm_eps}
+
+    @property
+    def _score_options(self) -> dict[str, Any]:
+        """What becomes of the scores, as `pallas_kernels` takes it; ALiBi's slopes are those of this device's heads."""
+        slopes = None if self.slopes is None else local_part(jnp.asarray(self.slopes, jnp.float32), "heads")
+        return {"alibi": slopes, "scale": self.scale, "window": self.window, "softcap": self.cfg.softcap}
 
     def mean_key(self, keys: jax.Array) -> jax.Array:
-        """The mean of all heads' keys, alike where tokens are (ToMe, arXiv:2210.09461, section 3).
+        """Average the keys of all heads, which are alike where tokens are (ToMe, arXiv:2210.09461, section 3).
 
-        keys: of this device's heads, [B, T, Hkv, K]. Returns [B, T, K] in their dtype, the same on every device.
+        Args:
+          keys: of this device's heads, [B, T, Hkv, K].
+        Returns: [B, T, K] in their dtype, equal on every device.
         """
         heads = local_start("heads", keys.shape[2]) + jnp.arange(keys.shape[2])
         real = self.cfg.kv_heads if self.cfg.real_kv_heads is None else self.cfg.real_kv_heads

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import PositionKind, PositionsConfig
-from jaxinfer.models.layers.low_rank import AdapterDelta, LayerAdapters, LowRankStack
+from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.rotary import rotary_table
 
 
@@ -64,11 +64,11 @@ class ForwardContext(NamedTuple):
         slots = len(adapters.qkv.a)
         return cls(groups, rotary, pack(_adapter_one_hot(group, slots) for group in groups))
 
-    def adapter_delta(self, stack: LowRankStack) -> AdapterDelta | None:
-        """What the tokens' adapters add to one linear."""
-        if self.adapter_one_hot is None:
-            return None
-        return functools.partial(stack, adapter_one_hot=self.adapter_one_hot)
+    def adapter_deltas(self, adapters: LayerAdapters | None) -> AdapterDeltas:
+        """Bind a layer's adapters to the tokens of this pass."""
+        if adapters is None or self.adapter_one_hot is None:
+            return NO_DELTAS
+        return AdapterDeltas(*(functools.partial(x, adapter_one_hot=self.adapter_one_hot) for x in adapters))
 
 
 def pack(parts: Iterable[jax.Array]) -> jax.Array:

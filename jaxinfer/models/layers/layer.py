@@ -6,9 +6,10 @@ import jax
 from flax import nnx
 
 from jaxinfer.models.config import BlockKind, TransformerConfig, ViTConfig
-from jaxinfer.models.layers.attention import Attended, Attention
+from jaxinfer.models.layers.attention import Attention
 from jaxinfer.models.layers.forward_context import ForwardContext
-from jaxinfer.models.layers.low_rank import LayerAdapters
+from jaxinfer.models.layers.linear import PartialSum
+from jaxinfer.models.layers.low_rank import NO_DELTAS, AdapterDeltas, LayerAdapters
 from jaxinfer.models.layers.mlp import Mlp
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
@@ -54,44 +55,64 @@ class TransformerLayer(nnx.Module):
         adapters: LayerAdapters | None = None,
     ) -> tuple[jax.Array, KVPages | None]:
         """[N, D] -> [N, D], and the cache with the tokens' keys and values written."""
-        if self.block not in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
-            x, cache, _ = self.attend(x, forward_context, cache, adapters)
-            return self.feed_forward(x, forward_context, adapters), cache
-        # x += attention(norm1(x)) + mlp(norm2(x))
-        mlp_norm = self.attention_norm if self.block is BlockKind.PARALLEL else self.mlp_norm
-        one_sum = mesh_axes("heads") and mesh_axes("heads") == mesh_axes("mlp")  # over the devices serves both
-        attend = self.attention.partial_sum if one_sum else self.attention
-        y, cache, *_ = attend(x, forward_context, cache, adapters, norm=self.attention_norm, residual=x)
-        return self.mlp(x, forward_context, adapters, norm=mlp_norm, residual=y), cache
+        deltas = forward_context.adapter_deltas(adapters)
+        heads, cache, _ = self.attention.heads(
+            x, self.norm_before_attention, forward_context, cache, adapter_delta=deltas.qkv
+        )
+        if self.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS):
+            return self._add_both(x, heads, deltas), cache
+        x = self.add_attention(x, heads, deltas)
+        return self.add_mlp(x, deltas), cache
 
-    def attend(
-        self,
-        x: jax.Array,
-        forward_context: ForwardContext,
-        cache: KVPages | None = None,
-        adapters: LayerAdapters | None = None,
-    ) -> Attended:
-        """The first half of a layer that is not parallel: [N, D] -> [N, D]."""
-        attend = functools.partial(self.attention, forward_context=forward_context, cache=cache, adapters=adapters)
-        match self.block:
-            case BlockKind.SANDWICH:  # x += norm(attention(norm(x)))
-                attended = attend(x, norm=self.attention_norm)
-                return attended._replace(x=x + self.attention_post_norm(attended.x))
-            case BlockKind.POST_NORM:  # x = norm(x + attention(x))
-                attended = attend(x, residual=x)
-                return attended._replace(x=self.attention_norm(attended.x))
-            case _:  # x += attention(norm(x))
-                return attend(x, norm=self.attention_norm, residual=x)
+    @property
+    def norm_before_attention(self) -> Norm | None:
+        """The norm of what attention takes; a post-norm block has none there."""
+        return None if self.block is BlockKind.POST_NORM else self.attention_norm
 
-    def feed_forward(
-        self, x: jax.Array, forward_context: ForwardContext, adapters: LayerAdapters | None = None
-    ) -> jax.Array:
-        """The second half: [N, D] -> [N, D]."""
-        mlp = functools.partial(self.mlp, forward_context=forward_context, adapters=adapters)
+    @jax.named_scope("attention")
+    def add_attention(self, x: jax.Array, heads: jax.Array, deltas: AdapterDeltas = NO_DELTAS) -> jax.Array:
+        """Add attention to the residual stream in a block that is not parallel.
+
+        Args:
+          x: the stream, [N, D].
+          heads: of attention from x, or from its norm: what `Attention.heads` gives.
+          deltas: of this layer's adapters.
+        Returns: [N, D].
+        """
+        out, delta = self.attention.out, deltas.out
         match self.block:
-            case BlockKind.SANDWICH:  # x += norm(mlp(norm(x)))
-                return x + self.mlp_post_norm(mlp(x, norm=self.mlp_norm))
-            case BlockKind.POST_NORM:  # x = norm(x + mlp(x))
-                return self.mlp_norm(mlp(x, residual=x))
-            case _:  # x += mlp(norm(x))
-                return mlp(x, norm=self.mlp_norm, residual=x)
+            case BlockKind.SANDWICH:
+                return x + self.attention_post_norm(out(heads, adapter_delta=delta))
+            case BlockKind.POST_NORM:
+                return self.attention_norm(out.linear_residual(heads, x, adapter_delta=delta))
+            case _:
+                return out.linear_residual(heads, x, adapter_delta=delta)
+
+    @jax.named_scope("mlp")
+    def add_mlp(self, x: jax.Array, deltas: AdapterDeltas = NO_DELTAS) -> jax.Array:
+        """Add the MLP to the residual stream in a block that is not parallel: [N, D] -> [N, D]."""
+        hidden = functools.partial(self.mlp.hidden, x, adapter_delta=deltas.gate_up)
+        down, delta = self.mlp.down, deltas.down
+        match self.block:
+            case BlockKind.SANDWICH:
+                return x + self.mlp_post_norm(down(hidden(self.mlp_norm), adapter_delta=delta))
+            case BlockKind.POST_NORM:
+                return self.mlp_norm(down.linear_residual(hidden(None), x, adapter_delta=delta))
+            case _:
+                return down.linear_residual(hidden(self.mlp_norm), x, adapter_delta=delta)
+
+    def _add_both(self, x: jax.Array, heads: jax.Array, deltas: AdapterDeltas) -> jax.Array:
+        """Add attention and the MLP of a parallel block, which both begin at x; arguments as for `add_attention`.
+
+        Where devices have parts of both, one sum over the devices adds them up.
+        """
+        one_sum = mesh_axes("heads") and mesh_axes("heads") == mesh_axes("mlp")
+        with jax.named_scope("attention"):
+            add = self.attention.out.partial_sum if one_sum else self.attention.out.linear_residual
+            y = add(heads, x, adapter_delta=deltas.out)
+        with jax.named_scope("mlp"):
+            norm = self.attention_norm if self.block is BlockKind.PARALLEL else self.mlp_norm
+            hidden = self.mlp.hidden(x, norm, adapter_delta=deltas.gate_up)
+            if isinstance(y, PartialSum):
+                return self.mlp.down.partial_sum(hidden, y, adapter_delta=deltas.down).finish("mlp")
+            return self.mlp.down.linear_residual(hidden, y, adapter_delta=deltas.down)

@@ -82,60 +82,79 @@ class Linear(nnx.Module):
         self.weight, self.scale = _matrix((outputs, inputs), axes, weights.dtype, weights.of_matrix(inputs), rngs)
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=axes[:1]) if bias else None
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        norm: Norm | None = None,
-        activation: Activation | None = None,
-        gated: bool = False,
-        residual: jax.Array | PartialSum | None = None,
-        adapter_delta: AdapterDelta | None = None,
-    ) -> jax.Array:
-        """act(norm(x) W^T + b), or x W^T + b + residual: no operation has a residual beside a norm or an activation.
+    def __call__(self, x: jax.Array, *, adapter_delta: AdapterDelta | None = None) -> jax.Array:
+        """x W^T + b.
 
         Args:
           x: [..., K].
-          norm: normalises x.
+          adapter_delta: what adapters add to the product, which then runs unfused; the same in all methods.
+        """
+        if axis_size(self.inputs_axis) > 1:
+            return self.partial_sum(x, adapter_delta=adapter_delta).finish(self.inputs_axis)
+        return self._product(x, self._bias, None, adapter_delta)
+
+    def norm_linear(
+        self,
+        x: jax.Array,
+        norm: Norm | None,
+        *,
+        activation: Activation | None = None,
+        gated: bool = False,
+        adapter_delta: AdapterDelta | None = None,
+    ) -> jax.Array:
+        """act(norm(x) W^T + b), where the inputs are not split.
+
+        Args:
+          x: [..., K].
+          norm: normalises x; None: x is multiplied as it is.
           activation: applied to the outputs.
           gated: outputs alternate between gate and up; the result is act(gate) * up, [..., N / 2].
-          residual: [..., N], added at the end; or a sum that the product's is a part of, where the inputs are split.
-          adapter_delta: what adapters add to the product, before the activation. The product then runs unfused.
-        Raises ValueError for a residual given with a norm, an activation or `gated`.
+          adapter_delta: as above; comes before the activation.
         """
-        fused_before_or_after = norm is not None or activation is not None or gated
-        if residual is not None and fused_before_or_after:
-            raise ValueError(
-                "Linear adds a residual without a norm, an activation or a gate: apply those by themselves."
-            )
+        assert axis_size(self.inputs_axis) == 1, "norms and activations take whole rows"
+        if norm is None or adapter_delta is not None:
+            y = self(x if norm is None else norm(x), adapter_delta=adapter_delta)
+            return activate_outputs(y, activation, gated=gated)
+        weights, (scale, shift) = _weights(self.weight, self.scale), norm.parameters
+        return norm_linear(x, scale, shift, weights, self._bias, eps=norm.eps, activation=activation, gated=gated)
+
+    def linear_residual(
+        self, x: jax.Array, residual: jax.Array, *, adapter_delta: AdapterDelta | None = None
+    ) -> jax.Array:
+        """residual + x W^T + b.
+
+        Args:
+          x: [..., K].
+          residual: [..., N].
+          adapter_delta: as above.
+        """
         if axis_size(self.inputs_axis) > 1:
-            if fused_before_or_after:
-                raise ValueError(f"Linear adds up {self.inputs_axis} last: no norm, activation or gate fits beside it.")
-            return self.partial_sum(x, residual=residual, adapter_delta=adapter_delta).finish(self.inputs_axis)
-        assert not isinstance(residual, PartialSum), "there is one where the inputs are split"
-        bias = None if self.bias is None else self.bias[...]
-        if adapter_delta is None and norm is not None:
-            weights, (norm_scale, shift) = _weights(self.weight, self.scale), norm.parameters
-            return norm_linear(x, norm_scale, shift, weights, bias, eps=norm.eps, activation=activation, gated=gated)
-        y = self._product(x if norm is None else norm(x), bias, residual, adapter_delta)
-        return activate_outputs(y, activation, gated=gated)
+            return self.partial_sum(x, residual, adapter_delta=adapter_delta).finish(self.inputs_axis)
+        return self._product(x, self._bias, residual, adapter_delta)
 
     def partial_sum(
         self,
         x: jax.Array,
-        *,
         residual: jax.Array | PartialSum | None = None,
+        *,
         adapter_delta: AdapterDelta | None = None,
     ) -> PartialSum:
-        """x W^T + b + residual where the inputs are split, for a caller that has more to add before `finish`.
+        """residual + x W^T + b where the inputs are split, for a caller that has more to add before `finish`.
 
-        Arguments as above.
+        Args:
+          x: [..., K].
+          residual: [..., N], or a sum over the same devices that this one continues.
+          adapter_delta: as above.
         """
         part, once = residual if isinstance(residual, PartialSum) else (None, residual)
         if self.bias is not None:
             bias = self.bias[...]
             once = bias if once is None else once.astype(jnp.float32) + bias
         return PartialSum(self._product(x, None, part, adapter_delta), once)
+
+    @property
+    def _bias(self) -> jax.Array | None:
+        return None if self.bias is None else self.bias[...]
 
     def _product(
         self,
@@ -144,7 +163,7 @@ class Linear(nnx.Module):
         residual: jax.Array | None,
         adapter_delta: AdapterDelta | None,
     ) -> jax.Array:
-        """x W^T of this device's inputs, and what is added to it."""
+        """Multiply this device's inputs, and add to the product what is given."""
         weights = _weights(self.weight, self.scale)
         if adapter_delta is None and residual is not None:
             return linear_residual(x, weights, residual, bias)

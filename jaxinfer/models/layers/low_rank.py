@@ -23,7 +23,7 @@ class LowRankStack(NamedTuple):
     b: jax.Array
 
     def __call__(self, x: jax.Array, adapter_one_hot: jax.Array) -> jax.Array:
-        """The update of each token, by the adapter in its slot.
+        """(x a^T) b^T, with the a and b in the slot of each token's adapter.
 
         All slots are multiplied, and the products of the other slots are set to zero. The whole batch takes two
         plain products, no matter which adapters its rows use.
@@ -54,3 +54,16 @@ class LayerAdapters(NamedTuple):
     out: LowRankStack
     gate_up: LowRankStack
     down: LowRankStack
+
+
+class AdapterDeltas(NamedTuple):
+    """What the tokens' adapters add to the linears of one layer; None: nothing. Attributes as of `LayerAdapters`."""
+
+    qkv: AdapterDelta | None = None
+    out: AdapterDelta | None = None
+    gate_up: AdapterDelta | None = None
+    down: AdapterDelta | None = None
+
+
+NO_DELTAS = AdapterDeltas()
+"""A layer without adapters."""

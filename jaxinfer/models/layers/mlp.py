@@ -4,15 +4,16 @@ import jax
 from flax import nnx
 
 from jaxinfer.models.config import MlpConfig
-from jaxinfer.models.layers.forward_context import ForwardContext
-from jaxinfer.models.layers.linear import Linear, PartialSum
-from jaxinfer.models.layers.low_rank import LayerAdapters
+from jaxinfer.models.layers.linear import Linear
+from jaxinfer.models.layers.low_rank import AdapterDelta
 from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.weight_format import WeightFormat
 
 
 class Mlp(nnx.Module):
     """down(act(up(x))), or down(act(gate(x)) * up(x)) when gated; [N, D] -> [N, D].
+
+    A layer calls `hidden`, and `down` in the form that its residual needs.
 
     Attributes:
       gate_up: gate and up in one matrix, their outputs alternating, so that a tile of a fused kernel and a shard of a
@@ -26,20 +27,15 @@ class Mlp(nnx.Module):
         self.gate_up = Linear(embed, outputs, weights, axes=("mlp", "embed"), bias=cfg.bias, rngs=rngs)
         self.down = Linear(cfg.hidden, embed, weights, axes=("embed", "mlp"), bias=cfg.bias, rngs=rngs)
 
-    @jax.named_scope("mlp")
-    def __call__(
-        self,
-        x: jax.Array,
-        forward_context: ForwardContext,
-        adapters: LayerAdapters | None = None,
-        *,
-        norm: Norm | None = None,
-        residual: jax.Array | PartialSum | None = None,
-    ) -> jax.Array:
-        """residual + mlp(norm(x)). residual: as in `Linear`."""
-        gate_up = down = None
-        if adapters is not None:
-            gate_up = forward_context.adapter_delta(adapters.gate_up)
-            down = forward_context.adapter_delta(adapters.down)
-        hidden = self.gate_up(x, norm=norm, activation=self.cfg.activation, gated=self.cfg.gated, adapter_delta=gate_up)
-        return self.down(hidden, residual=residual, adapter_delta=down)
+    def hidden(self, x: jax.Array, norm: Norm | None, *, adapter_delta: AdapterDelta | None = None) -> jax.Array:
+        """act(up(norm(x))), or act(gate(norm(x))) * up(norm(x)): [N, D] -> [N, F].
+
+        Args:
+          x: [N, D].
+          norm: normalises x; None: x is normalised already.
+          adapter_delta: what adapters add to `gate_up`.
+        """
+        cfg = self.cfg
+        return self.gate_up.norm_linear(
+            x, norm, activation=cfg.activation, gated=cfg.gated, adapter_delta=adapter_delta
+        )

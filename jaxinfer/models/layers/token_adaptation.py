@@ -130,10 +130,11 @@ class TokenAdaptation:
             if r == 0:
                 x, _ = layer(x, context)
                 continue
-            x, _, keys = layer.attend(x, context)
+            heads, _, keys = layer.attention.heads(x, layer.norm_before_attention, context)
             assert keys is not None, "without a cache attention gives its keys"
+            x = layer.add_attention(x, heads)
             x, sizes = self._merge(x, sizes, layer.attention.mean_key(keys), r, protected)
-            x = layer.feed_forward(x, context)
+            x = layer.add_mlp(x)
         return x, sizes, protected
 
     def _merge(
