@@ -1,7 +1,7 @@
 """The models: configs, layers, one decoder, one encoder, models of images, and the families mapped onto them.
 
-No scheduling. Start at `config.py` (what a model is), `decoder.py` and `layer.py` (what it computes), then `loading.py`
-(how it gets onto its devices). Only loading, conversion, verification and adapters open files.
+No scheduling. Start at `config.py` (what a model is), `text/decoder.py` and `layers/layer.py` (what it computes), then
+`files/loading.py` (how it gets onto its devices). Only `files/` opens model directories.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What a model is, in numbers: frozen configs that check themselves when they are made.
+"""The numbers that a model is made of: frozen configs that check themselves when they are made.
 
 A family (`families/`) maps a Hugging Face `config.json` onto these; a model directory stores them as JSON.
 Dimensions everywhere: batch (B), tokens (T), keys (S), embed (D), vocab (V), mlp hidden (F), heads (H), head_dim (K);
@@ -165,12 +165,12 @@ class AttentionConfig:
         return alibi_slopes(self.q_heads) if self.alibi is None else self.alibi
 
     def score_scale(self, layer: int) -> float:
-        """What multiplies the scores in one layer."""
+        """Return the factor of the scores in one layer."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return scale / (layer + 1) if self.scale_by_inverse_layer else scale
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a query of one layer sees, itself the last; None: all."""
+        """Return how many tokens a query of one layer sees, itself the last; None: all."""
         return self.windows[layer % len(self.windows)]
 
 
@@ -380,12 +380,12 @@ class ViTConfig(_LayersConfig):
 
     @property
     def patches(self) -> int:
-        """Of an image."""
+        """The number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def tokens(self) -> int:
-        """Of an image: its patches and the class token."""
+        """The number of tokens of an image: its patches and the class token."""
         return 1 + self.patches
 
 
@@ -396,7 +396,7 @@ ModelConfig = TransformerConfig | VisionConfig
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """ALiBi's slope of each head (arXiv:2108.12409, section 3): a geometric sequence from 2^(-8/n).
+    """Return ALiBi's slope of each head (arXiv:2108.12409, section 3): a geometric sequence from 2^(-8/n).
 
     If `heads` is not a power of two, the slopes of the next lower power come first, then every second slope of the
     next higher power.

@@ -22,15 +22,16 @@ AnyMesh = Mesh | MeshConfig | MeshFile | str | os.PathLike[str] | None
 
 
 def open_mesh(mesh: AnyMesh) -> Mesh | MeshConfig | MeshFile | None:
-    """The same, with a file that is named by its path read."""
+    """Read the file of a mesh that is named by its path; return any other mesh as it is."""
     return read_mesh(mesh) if isinstance(mesh, (str, os.PathLike)) else mesh
 
 
 def build_mesh(mesh: AnyMesh, rules: ShardingRules | None) -> tuple[Mesh | None, ShardingRules]:
-    """A mesh (None: the first device, without one), and the rules for it.
+    """Build a mesh (None: the first device, without one) and the rules for it.
 
-    Raises ValueError for rules beside a file that has some, or without a mesh, and for what is not implemented: nothing
-    that a user asks for does nothing.
+    Raises:
+      ValueError: rules beside a file that has some, or without a mesh, or what is not implemented: nothing that a user
+        asks for does nothing.
     """
     mesh = open_mesh(mesh)
     if isinstance(mesh, MeshFile):
@@ -49,17 +50,17 @@ def build_mesh(mesh: AnyMesh, rules: ShardingRules | None) -> tuple[Mesh | None,
 
 
 def devices_of(mesh: Mesh | None) -> list[Any]:  # jax.Device has no static type
-    """The devices of a mesh; without one, this process's first device."""
+    """Return the devices of a mesh; without one, this process's first device."""
     return jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
 
 
 def host_device() -> Any:
-    """The CPU of this machine, whatever the other devices are."""
+    """Return the CPU of this machine, whatever the other devices are."""
     return jax.local_devices(backend="cpu")[0]
 
 
 def device_name(device: Any) -> str:
-    """A device's kind; of a CPU, which JAX calls just "cpu", its model and the cores that XLA uses."""
+    """Return a device's kind; of a CPU, which JAX calls just "cpu", its model and the cores that XLA uses."""
     if device.platform != "cpu":
         return device.device_kind
     cores = min(usable_cores(), int(os.environ.get("NPROC") or usable_cores()))  # XLA has at most NPROC threads
@@ -67,7 +68,7 @@ def device_name(device: Any) -> str:
 
 
 def sharding_on(mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | None], shape: Sequence[int]) -> Sharding:
-    """Where an array with these logical axes lives."""
+    """Return where an array with these logical axes lives."""
     if mesh is None:
         return SingleDeviceSharding(devices_of(mesh)[0])
     return rules.sharding(mesh, axes, shape)
@@ -76,21 +77,21 @@ def sharding_on(mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | No
 def fetch_sharding_on(
     mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | None], shape: Sequence[int]
 ) -> Sharding:
-    """Where a weight with these logical axes comes to the devices, layer by layer."""
+    """Return where a weight with these logical axes comes to the devices, layer by layer."""
     if mesh is None:
         return sharding_on(mesh, rules, axes, shape)
     return rules.fetch_sharding(mesh, axes, shape)
 
 
 def default_dtype(mesh: Mesh | None) -> str | None:
-    """The dtype to compute in if none is asked for; None: as stored."""
+    """Return the dtype to compute in if none is asked for; None: as stored."""
     if devices_of(mesh)[0].platform == "cpu":
         return "float32"  # a CPU would convert halves back and forth
     return None
 
 
 def bytes_per_device(leaves: Mapping[str, Leaf], mesh: Mesh | AbstractMesh | None, rules: ShardingRules) -> int:
-    """Bytes that each device stores of these leaves."""
+    """Return the bytes that each device stores of these leaves."""
     total = 0
     for leaf in leaves.values():
         shape = leaf.shape if mesh is None else rules.sharding(mesh, leaf.axes, leaf.shape).shard_shape(leaf.shape)
@@ -108,14 +109,14 @@ def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
 
 
 def available_bytes(mesh: Mesh | None = None) -> int:
-    """Bytes that are free for arrays on each device; CPU devices share the host's."""
+    """Return the bytes that are free for arrays on each device; CPU devices share the host's."""
     devices = devices_of(mesh)
     free = device_available_bytes(devices[0])
     return free // len(devices) if devices[0].platform == "cpu" else free
 
 
 def device_available_bytes(device: Any) -> int:
-    """Bytes that are free on a device; a CPU has the host's."""
+    """Return the bytes that are free on a device; a CPU has the host's."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -123,26 +124,26 @@ def device_available_bytes(device: Any) -> int:
 
 
 def device_total_bytes(device: Any) -> int | None:
-    """Bytes that a device has for arrays, free or not; a CPU has the host's. None: not known."""
+    """Return the bytes that a device has for arrays, free or not; a CPU has the host's. None: not known."""
     if device.platform == "cpu":
         return host_total_bytes()
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def host_available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Bytes that the machine has free, or that this process's container may still take if that is less."""
+    """Return the bytes that the machine has free, or that this process's container may still take if that is less."""
     available = _meminfo(root, "MemAvailable")
     return min([available, *(free for group in _containers(root) if (free := group.free) is not None)])
 
 
 def host_total_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Bytes that the machine has, or that this process's container may take in all if that is less."""
+    """Return the bytes that the machine has, or that this process's container may take in all if that is less."""
     total = _meminfo(root, "MemTotal")
     return min([total, *(limit for group in _containers(root) if (limit := group.limit) is not None)])
 
 
 def _meminfo(root: pathlib.Path, field: str) -> int:
-    """Bytes that Linux says of all memory; macOS says only the total."""
+    """Read a number of bytes that Linux says of all memory; macOS says only the total."""
     if not (meminfo := root / "proc/meminfo").exists():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -159,7 +160,7 @@ class _Container(NamedTuple):
 
     @property
     def limit(self) -> int | None:
-        """What it may take in all; None: it has no limit, or is not mounted here, or without this controller."""
+        """Bytes that it may take in all; None: it has no limit, or is not mounted here, or without this controller."""
         try:
             return int((self.folder / self.limit_file).read_text())
         except (OSError, ValueError):  # "max"
@@ -167,7 +168,7 @@ class _Container(NamedTuple):
 
     @property
     def free(self) -> int | None:
-        """What it may still take, if it has a limit; pages of files do not count, as the kernel can drop them."""
+        """Bytes that it may still take, if it has a limit; pages of files do not count, as the kernel can drop them."""
         if (limit := self.limit) is None:
             return None
         try:
@@ -178,7 +179,7 @@ class _Container(NamedTuple):
 
 
 def _containers(root: pathlib.Path) -> Iterator[_Container]:
-    """The containers around this process: cgroups of version 2 or 1, up to the outermost."""
+    """Yield the containers around this process: cgroups of version 2 or 1, up to the outermost."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:

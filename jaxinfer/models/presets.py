@@ -33,7 +33,7 @@ _LAYER_NORM = NormConfig(kind=NormKind.LAYER, eps=1e-5)
 
 
 def _gpt(*, embed: int, layers: int, heads: int, context: int = 2048) -> DecoderConfig:
-    """GPT-2's arrangement in another size (GPT-3 differs only in its sparse layers)."""
+    """Arrange layers as GPT-2 does, in another size (GPT-3 differs only in its sparse layers)."""
     return DecoderConfig(
         vocab=50_257,
         embed=embed,
@@ -149,7 +149,7 @@ _BOTTLENECKS = functools.partial(ResNetConfig, widths=(256, 512, 1024, 2048), bo
 def _vit(
     *, labels: tuple[str, ...], embed: int, layers: int, heads: int, patch_size: int = 16, **fields: Any
 ) -> ViTConfig:
-    """A ViT (arXiv:2010.11929, table 1; arXiv:2012.12877, table 1), whose MLP is four times as wide as its tokens."""
+    """Describe a ViT (arXiv:2010.11929 and arXiv:2012.12877, table 1), its MLP four times as wide as its tokens."""
     return ViTConfig(
         labels=labels,
         embed=embed,
@@ -180,12 +180,12 @@ VISION_PRESETS: dict[str, Callable[..., VisionConfig]] = {
 
 
 def preset(name: str) -> DecoderConfig:
-    """A language model by name."""
+    """Look up a language model by name."""
     return _known(name, PRESETS)
 
 
 def vision_preset(name: str, *, labels: tuple[str, ...], **fields: Any) -> VisionConfig:
-    """A model of images by name.
+    """Look up a model of images by name.
 
     Args:
       labels: of its classes.
@@ -204,5 +204,5 @@ def _known[T](name: str, presets: dict[str, T]) -> T:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """The number of parameters of a model, counted without allocating it."""
+    """Count the parameters of a model without allocating it."""
     return sum(math.prod(leaf.shape) for leaf in canonical_leaves(config, WeightFormat()).values())

@@ -83,16 +83,16 @@ def build(golden: Golden, *, int8: bool = False) -> tuple[nnx.GraphDef, nnx.Stat
     return graph, nnx.from_flat_state(flat)
 
 
-def quantized(leaves: dict[str, np.ndarray], wanted: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def quantized(leaves: dict[str, np.ndarray], shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """The leaves with int8 rows and a scale beside every matrix that the int8 model scales."""
-    found = dict(leaves)
+    stored = dict(leaves)
     for leaf in leaves:
         scale = f"{leaf.rpartition('.')[0]}.scale"
-        if leaves[leaf].ndim == 2 and scale in wanted:
+        if leaves[leaf].ndim == 2 and scale in shapes:
             matrix = leaves[leaf].astype(np.float32)
             scales = np.abs(matrix).max(axis=1) / 127
-            found |= {leaf: np.round(matrix / scales[:, None]).astype(np.int8), scale: scales}
-    return found
+            stored |= {leaf: np.round(matrix / scales[:, None]).astype(np.int8), scale: scales}
+    return stored
 
 
 # A hundred programs that run once each: compile quickly rather than well.

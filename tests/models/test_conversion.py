@@ -105,12 +105,12 @@ def test_int4_holds_whole_groups_of_inputs(tmp_path):
     """Embeddings, and matrices of other widths, are int8."""
     _llama(tmp_path / "hf", layers=1, embed=128, hidden=320)
     convert(tmp_path / "hf", tmp_path / "model", quantize="int4")
-    found = {name: str(leaf) for name, leaf in checkpoints.read_manifest(tmp_path / "model").leaves.items()}
-    assert found["embed.table"] == "int8[256, 128]"
-    assert found["layers.0.mlp.down.kernel"] == "int8[128, 320]"
-    assert found["layers.0.mlp.down.scale"] == "float32[128]"
-    assert found["layers.0.mlp.up.kernel"] == "uint16[640, 32]"
-    assert found["layers.0.mlp.up.scale"] == "bfloat16[1, 640]"
+    leaves = {name: str(leaf) for name, leaf in checkpoints.read_manifest(tmp_path / "model").leaves.items()}
+    assert leaves["embed.table"] == "int8[256, 128]"
+    assert leaves["layers.0.mlp.down.kernel"] == "int8[128, 320]"
+    assert leaves["layers.0.mlp.down.scale"] == "float32[128]"
+    assert leaves["layers.0.mlp.up.kernel"] == "uint16[640, 32]"
+    assert leaves["layers.0.mlp.up.scale"] == "bfloat16[1, 640]"
 
 
 def test_sharded_index(hf, out, tmp_path):
@@ -124,9 +124,9 @@ def test_sharded_index(hf, out, tmp_path):
         weight_map |= dict.fromkeys(part, f"part{shard}.safetensors")
     _edit(hf / "model.safetensors.index.json", weight_map=weight_map)
     convert(hf, tmp_path / "sharded")
-    one, other = checkpoints.load(out), checkpoints.load(tmp_path / "sharded")
-    assert one.keys() == other.keys()
-    assert all((one[name] == other[name]).all() for name in one)
+    single, other = checkpoints.load(out), checkpoints.load(tmp_path / "sharded")
+    assert single.keys() == other.keys()
+    assert all((single[name] == other[name]).all() for name in single)
 
 
 def test_tokenizer_and_special_tokens_come_along(hf, out):

@@ -27,7 +27,7 @@ def with_heads(q_heads, kv_heads, **changes):
 
 
 @pytest.mark.parametrize(
-    ("heads", "tensor", "wanted"),
+    ("heads", "tensor", "expected"),
     [
         ((8, 8), 4, (8, 8)),
         ((25, 25), 2, (26, 26)),  # GPT-2 XL
@@ -38,9 +38,9 @@ def with_heads(q_heads, kv_heads, **changes):
         ((14, 2), 4, (16, 4)),
     ],
 )
-def test_heads(heads, tensor, wanted):
+def test_heads(heads, tensor, expected):
     attention = fitted(with_heads(*heads), tensor).config.attention
-    assert (attention.q_heads, attention.kv_heads) == wanted
+    assert (attention.q_heads, attention.kv_heads) == expected
 
 
 @given(kv_heads=st.integers(1, 9), group=st.integers(1, 9), tensor=st.sampled_from([1, 2, 3, 4, 8]))
@@ -61,9 +61,9 @@ def test_any_heads_divide_and_keep_their_keys_and_slopes(kv_heads, group, tensor
                 assert rows[head, index] == 0
                 continue
             seen.append(query)
-            own, place = divmod(query - 1, old.group)
-            assert rows[head, index] == own * width + place + 1
-            assert list(rows[head, -2:]) == [own * width + old.group + 1, own * width + old.group + 2]
+            kv_head, place = divmod(query - 1, old.group)
+            assert rows[head, index] == kv_head * width + place + 1
+            assert list(rows[head, -2:]) == [kv_head * width + old.group + 1, kv_head * width + old.group + 2]
             assert slope == old.slopes[query - 1]
     assert sorted(seen) == list(range(1, old.q_heads + 1))  # each once: what leaves is a sum over heads
     keys, real = rows[:, -2], new.kv_heads if new.real_kv_heads is None else new.real_kv_heads

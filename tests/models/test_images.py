@@ -27,7 +27,7 @@ def test_resize_is_jax_s_bilinear(height, width):
     ],
 )
 def test_letterbox_keeps_the_ratio_and_centres(height, width, box):
-    assert Letterbox.of(height, width, 640) == box
+    assert Letterbox.fit(height, width, 640) == box
 
 
 def test_letterbox_is_grey_around_the_image():

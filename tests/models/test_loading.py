@@ -81,9 +81,9 @@ def test_round_trip(original, saved):
     model = load_model(saved)
     assert (model.config, model.bos_id, model.eos_ids, model.folder) == (CONFIG, 1, (2, 3), saved)
     assert model.description.family == "test"
-    expected, found = _leaves(nnx.state(original)), _leaves(model.state)
-    assert expected.keys() == found.keys()
-    jax.tree.map(np.testing.assert_array_equal, expected, found)
+    expected, loaded = _leaves(nnx.state(original)), _leaves(model.state)
+    assert expected.keys() == loaded.keys()
+    jax.tree.map(np.testing.assert_array_equal, expected, loaded)
 
 
 def test_a_loaded_model_is_saved_the_same(saved, tmp_path):
@@ -116,12 +116,15 @@ def test_on_a_device_of_its_own(saved):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_on_a_mesh_the_same_numbers(saved, tmp_path, quantize):
     (tmp_path / "mesh.toml").write_text("[mesh]\ntensor = 2\n")
-    one, split = load_model(saved, quantize=quantize), load_model(saved, mesh=tmp_path / "mesh.toml", quantize=quantize)
+    whole, split = (
+        load_model(saved, quantize=quantize),
+        load_model(saved, mesh=tmp_path / "mesh.toml", quantize=quantize),
+    )
     assert split.mesh is not None
     up = _leaves(split.state)["layers.0.mlp.up.kernel"]
     assert {shard.data.shape for shard in up.addressable_shards} == {(48, 32)}
     # A split sum rounds differently, and int8 activations may then fall on the other side of a step.
-    np.testing.assert_allclose(_hidden(one), _hidden(split), atol=1e-5 if quantize is None else 2e-2)
+    np.testing.assert_allclose(_hidden(whole), _hidden(split), atol=1e-5 if quantize is None else 2e-2)
 
 
 def test_int8_at_load(saved):
@@ -337,10 +340,10 @@ def test_each_device_asks_for_its_own_part_alone(model_dir, monkeypatch, tensor)
     copies = attention.kv_heads // model.description.config.attention.kv_heads
     assert copies == tensor // 2
     stored = checkpoints.read_manifest(model_dir).leaves
-    wanted = 0
+    read_bytes = 0
     for name, leaf in stored.items():
         size = math.prod(leaf.shape)
         if name.endswith("qkv.kernel"):  # each copy of a KV head has its key and value
             size += (copies - 1) * 2 * 2 * attention.head_dim * leaf.shape[1]
-        wanted += size
-    assert sum(asked) == wanted
+        read_bytes += size
+    assert sum(asked) == read_bytes

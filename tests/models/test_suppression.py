@@ -24,14 +24,14 @@ def overlap(a, b) -> float:
 
 def brute_force(predictions: np.ndarray) -> list[tuple[np.ndarray, float, int]]:
     """(box, score, class) of what is left of one image's candidates [N, 5 + classes]."""
-    found = []
+    detections = []
     for x, y, w, h, is_object, *of_class in predictions:
         score = is_object * max(of_class)
         if is_object > CONFIDENCE and score > CONFIDENCE:
-            found.append((np.array([x - w / 2, y - h / 2, x + w / 2, y + h / 2]), score, int(np.argmax(of_class))))
-    found.sort(key=lambda one: -one[1])
+            detections.append((np.array([x - w / 2, y - h / 2, x + w / 2, y + h / 2]), score, int(np.argmax(of_class))))
+    detections.sort(key=lambda detection: -detection[1])
     left = []
-    for box, score, kind in found[:CANDIDATES]:
+    for box, score, kind in detections[:CANDIDATES]:
         if not any(kind == k and overlap(box, b) > IOU for b, _, k in left):
             left.append((box, score, kind))
     return left[:DETECTIONS]
@@ -43,23 +43,23 @@ def random_predictions(candidates: int, classes: int, seed: int, side: float = 1
     return np.concatenate((boxes, rng.uniform(0, 1, (candidates, 1 + classes))), axis=-1).astype(np.float32)
 
 
-def check(found, row: int, expected) -> None:
+def check(detections, row: int, expected) -> None:
     count = len(expected)
-    assert found.count[row] == count
+    assert detections.count[row] == count
     for i, (box, score, kind) in enumerate(expected):
-        np.testing.assert_allclose(found.boxes[row, i], box, atol=1e-4)
-        np.testing.assert_allclose(found.scores[row, i], score, rtol=1e-6)
-        assert found.classes[row, i] == kind
-    for rows in (found.boxes, found.scores, found.classes):
+        np.testing.assert_allclose(detections.boxes[row, i], box, atol=1e-4)
+        np.testing.assert_allclose(detections.scores[row, i], score, rtol=1e-6)
+        assert detections.classes[row, i] == kind
+    for rows in (detections.boxes, detections.scores, detections.classes):
         assert not rows[row, count:].any()
 
 
 @pytest.mark.parametrize(("candidates", "classes"), [(60, 3), (250, 1), (7, 2)])
 def test_as_brute_force(candidates, classes):
     batch = np.stack([random_predictions(candidates, classes, seed) for seed in range(3)])
-    found = suppress(batch)
+    detections = suppress(batch)
     for row, predictions in enumerate(batch):
-        check(found, row, brute_force(predictions))
+        check(detections, row, brute_force(predictions))
 
 
 def test_chains_are_resolved_in_order():

@@ -41,9 +41,9 @@ def test_round_trip(kind, saved):
     assert loaded.description.kind == kind
     layers = {layer_of(name) for name in loaded.leaves}
     assert layers == ({None, 0, 1} if kind == "vision_transformer" else {None})
-    found, expected = nnx.merge(loaded.graphdef, loaded.state), vision.build(CONFIGS[kind])
-    assert type(found) is type(expected)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+    actual, expected = nnx.merge(loaded.graphdef, loaded.state), vision.build(CONFIGS[kind])
+    assert type(actual) is type(expected)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(actual), nnx.state(expected))
 
 
 def test_halves_are_widened_on_a_cpu(tmp_path):

@@ -50,13 +50,13 @@ def test_classifiers(name):
 def test_detectors(name):
     model, expected = read(name)
     assert isinstance(model, Yolo)
-    found = vision.run(model.predictions, expected["images"])
+    actual = vision.run(model.predictions, expected["images"])
     start, theirs = 0, []
     for stride in STRIDES:  # theirs have all cells of one anchor together
         side = SIZE // stride
         grid = expected["predictions"][:, start : (start := start + 3 * side**2)]
         theirs.append(grid.reshape(2, 3, side**2, -1).swapaxes(1, 2).reshape(2, 3 * side**2, -1))
-    np.testing.assert_allclose(found, np.concatenate(theirs, axis=1), atol=1e-4, rtol=1e-6)
+    np.testing.assert_allclose(actual, np.concatenate(theirs, axis=1), atol=1e-4, rtol=1e-6)
 
 
 def test_anchors_are_the_checkpoint_s():
@@ -103,9 +103,9 @@ def test_checkpoints_have_the_published_sizes(name, classes, parameters, statist
     running = {tensor for tensor in tensors if "running_" in tensor}
     assert sum(math.prod(tensors[tensor]) for tensor in running) == statistics
     assert sum(math.prod(shape) for tensor, shape in tensors.items() if tensor not in running) == parameters
-    found = family.config(tensors)
-    assert dataclasses.replace(found, labels=config.labels) == config
-    assert len(found.labels) == classes
+    actual = family.config(tensors)
+    assert dataclasses.replace(actual, labels=config.labels) == config
+    assert len(actual.labels) == classes
 
 
 # Conversion.

@@ -107,25 +107,25 @@ class Reference:
     def logits(self, image, merges=(), prompts=None, mode=PromptMode.REPLACE):
         """merges: of each layer. prompts: [layers, PROMPTS, D]."""
         x = self.tokens(image)
-        sizes, own = np.ones(len(x)), 0  # own: prompts among the tokens
+        sizes, kept_prompts = np.ones(len(x)), 0  # kept_prompts: those among the tokens
         for layer in range(self.config.layers):
             if prompts is not None:
-                dropped = own if mode is PromptMode.REPLACE else 0
+                dropped = kept_prompts if mode is PromptMode.REPLACE else 0
                 x = np.concatenate((x[:1], prompts[layer], x[1 + dropped :]))
                 sizes = np.concatenate((sizes[:1], np.ones(PROMPTS), sizes[1 + dropped :]))
-                own += PROMPTS - dropped
+                kept_prompts += PROMPTS - dropped
             added, keys = self.attend(layer, x, sizes)
             x = x + added
-            others = np.r_[0, 1 + own : len(x)]  # the class token, and what may be merged
+            others = np.r_[0, 1 + kept_prompts : len(x)]  # the class token, and what may be merged
             if merges:
                 merged, merged_sizes = merge(x[others], sizes[others], keys[others], merges[layer])
-                x = np.concatenate((merged[:1], x[1 : 1 + own], merged[1:]))
-                sizes = np.concatenate((merged_sizes[:1], sizes[1 : 1 + own], merged_sizes[1:]))
+                x = np.concatenate((merged[:1], x[1 : 1 + kept_prompts], merged[1:]))
+                sizes = np.concatenate((merged_sizes[:1], sizes[1 : 1 + kept_prompts], merged_sizes[1:]))
             x = x + self.feed_forward(layer, x)
-        assert sizes.sum() == self.config.tokens + own
+        assert sizes.sum() == self.config.tokens + kept_prompts
         pooled = x[0]
         if self.config.pooling is Pooling.MEAN:
-            pooled = (x[1 + own :] * sizes[1 + own :, None]).sum(0) / self.config.patches
+            pooled = (x[1 + kept_prompts :] * sizes[1 + kept_prompts :, None]).sum(0) / self.config.patches
         return self.linear("head", self.norm("norm", pooled))
 
 
@@ -211,9 +211,9 @@ def test_large_batches(batch, monkeypatch):
         return merge_model(SHALLOW, WeightFormat(), leaves).features(images, adaptation, prompts)
 
     repeated = [np.concatenate([array] * (batch // 2)) for array in (images_of(SHALLOW), prompts_of(SHALLOW))]
-    found = vision.run(features, list(leaves_of(SHALLOW).values()), *repeated)
+    actual = vision.run(features, list(leaves_of(SHALLOW).values()), *repeated)
     two = vision.run(features, list(leaves_of(SHALLOW).values()), images_of(SHALLOW), prompts_of(SHALLOW))
-    np.testing.assert_allclose(found, np.concatenate([two] * (batch // 2)), atol=1e-5)
+    np.testing.assert_allclose(actual, np.concatenate([two] * (batch // 2)), atol=1e-5)
 
 
 def test_isolated_tokens_can_be_protected():
@@ -254,8 +254,8 @@ def test_counts_with_prompts(mode, expected):
         model = merge_model(SHALLOW, WeightFormat(), leaves)
         return adaptation.run_layers(model.layers, model.enter(images), SHALLOW.positions, prompts=prompts)[0]
 
-    found = jax.eval_shape(tokens, list(leaves_of(SHALLOW).values()), images_of(SHALLOW), prompts_of(SHALLOW))
-    assert found.shape == (2, expected[-1][1], SHALLOW.embed)
+    actual = jax.eval_shape(tokens, list(leaves_of(SHALLOW).values()), images_of(SHALLOW), prompts_of(SHALLOW))
+    assert actual.shape == (2, expected[-1][1], SHALLOW.embed)
 
 
 def test_schedules():
@@ -267,9 +267,9 @@ def test_schedules():
 def test_probabilities():
     model = vision.build(SHALLOW)
     assert isinstance(model, ViT)
-    found = vision.run(model, images_of(SHALLOW))
-    assert (found.shape, found.dtype) == ((2, len(LABELS)), np.float32)
-    np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-6)
+    actual = vision.run(model, images_of(SHALLOW))
+    assert (actual.shape, actual.dtype) == ((2, len(LABELS)), np.float32)
+    np.testing.assert_allclose(actual.sum(-1), 1, rtol=1e-6)
 
 
 def test_prompts_that_do_not_fit():

@@ -12,15 +12,15 @@ from tests.models import vision
 
 
 @pytest.fixture(scope="module")
-def found():
+def predicted():
     """Candidates and detections of two images, in one program."""
     model = vision.build(vision.DETECTOR)
     assert isinstance(model, Yolo)
     return vision.run(lambda images: (model.predictions(images), model(images)), vision.images(2, 24, 48, 3))
 
 
-def test_candidates_of_all_grids(found):
-    candidates, _ = found
+def test_candidates_of_all_grids(predicted):
+    candidates, _ = predicted
     assert candidates.shape == (2, 3 * (8 * 8 + 4 * 4 + 2 * 2), 5 + 2)
     assert ((candidates[..., 4:] > 0) & (candidates[..., 4:] < 1)).all()
     cells = candidates[:, : 3 * 8 * 8].reshape(2, 8, 8, 3, 7)
@@ -32,16 +32,16 @@ def test_candidates_of_all_grids(found):
     assert ((cells[..., 2:4] > 0) & (cells[..., 2:4] < largest)).all()
 
 
-def test_boxes_are_in_the_image_s_pixels(found):
+def test_boxes_are_in_the_image_s_pixels(predicted):
     """Those of a letterboxed image, moved and scaled back, and cut at the image's border."""
-    candidates, detections = found
-    box = Letterbox.of(24, 48, 64)
+    candidates, detections = predicted
+    box = Letterbox.fit(24, 48, 64)
     for row, count in enumerate(detections.count):
         assert 0 < count < 300
         scores = candidates[row, :, 4] * candidates[row, :, 5:].max(-1)
         best = np.asarray(corners(candidates[row, scores.argmax(), :4]))
-        wanted = (best - [box.left, box.top, box.left, box.top]) / box.scale
-        np.testing.assert_allclose(detections.boxes[row, 0], np.clip(wanted, 0, [48, 24, 48, 24]), atol=1e-3)
+        expected = (best - [box.left, box.top, box.left, box.top]) / box.scale
+        np.testing.assert_allclose(detections.boxes[row, 0], np.clip(expected, 0, [48, 24, 48, 24]), atol=1e-3)
         assert (detections.scores[row, :count] > vision.DETECTOR.confidence).all()
         assert (np.diff(detections.scores[row, :count]) <= 0).all()
         for values in (detections.boxes, detections.scores, detections.classes):

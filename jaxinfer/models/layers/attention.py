@@ -18,7 +18,7 @@ from jaxinfer.sharding.collectives import local_part, local_start, psum
 
 
 class Attended(NamedTuple):
-    """What attention gives.
+    """The result of attention.
 
     Attributes:
       heads: of this device, [N, Hq * K], not projected back yet.
@@ -114,13 +114,13 @@ class Attention(nnx.Module):
 
     @property
     def _head_options(self) -> dict[str, Any]:
-        """What query and key heads go through before the rotation, as `pallas_kernels` takes it."""
+        """Options of `pallas_kernels` for query and key heads before the rotation."""
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale[...], self.k_norm.scale[...])
         return {"norms": norms, "norm_eps": self.norm_eps}
 
     @property
     def _score_options(self) -> dict[str, Any]:
-        """What becomes of the scores, as `pallas_kernels` takes it; ALiBi's slopes are those of this device's heads."""
+        """Options of `pallas_kernels` for the scores, with the ALiBi slopes of this device's heads."""
         slopes = None if self.slopes is None else local_part(jnp.asarray(self.slopes, jnp.float32), "heads")
         return {"alibi": slopes, "scale": self.scale, "window": self.window, "softcap": self.cfg.softcap}
 

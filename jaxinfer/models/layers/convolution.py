@@ -39,12 +39,13 @@ class Conv(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(None,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """convolution(x) + bias."""
         y = convolution(x, self.weight[...], stride=self.stride, padding=self.padding)
         return (y + self.bias[...]).astype(x.dtype)
 
 
 def max_pool(x: jax.Array, *, size: int, stride: int = 1) -> jax.Array:
-    """The largest value of each window of size x size; windows reach size // 2 places beyond every side."""
+    """Take the largest value of each window of size x size; windows reach size // 2 places beyond every side."""
     window, strides, reach = (1, size, size, 1), (1, stride, stride, 1), (size // 2, size // 2)
     lowest = np.array(-np.inf, x.dtype)  # concrete: otherwise JAX does not know it as a maximum, and has no gradient
     return lax.reduce_window(x, lowest, lax.max, window, strides, ((0, 0), reach, reach, (0, 0)))

@@ -1,4 +1,4 @@
-"""What a forward pass takes, and what all of its layers share.
+"""The inputs of a forward pass, and all that its layers share.
 
 Linears work on the N tokens of all groups together (`pack`), attention on each group by itself (`unpack`).
 """
@@ -35,7 +35,7 @@ class TokenRows(NamedTuple):
 
 
 class ForwardContext(NamedTuple):
-    """What all layers of one forward pass share.
+    """All that the layers of one forward pass share.
 
     Attributes:
       groups: the rows of tokens; their shapes say how `unpack` divides the N packed tokens.
@@ -53,10 +53,16 @@ class ForwardContext(NamedTuple):
     padded: bool = True
 
     @classmethod
-    def of(
+    def from_groups(
         cls, groups: tuple[TokenRows, ...], positions: PositionsConfig, adapters: LayerAdapters | None = None
     ) -> Self:
-        """Of a pass over these groups; `adapters`, of any layer, give the number of adapter slots."""
+        """Make the context of a pass over these groups.
+
+        Args:
+          groups: rows of tokens.
+          positions: the model's.
+          adapters: of any layer, which give the number of adapter slots; None: there are none.
+        """
         is_rotary = positions.kind is PositionKind.ROTARY
         rotary = tuple(rotary_table(positions, group.positions) if is_rotary else None for group in groups)
         if adapters is None:
@@ -80,7 +86,7 @@ def pack(parts: Iterable[jax.Array]) -> jax.Array:
 
 
 def unpack(x: jax.Array, groups: tuple[TokenRows, ...]) -> list[jax.Array]:
-    """The inverse of `pack`: [N, ...] -> [B, T, ...] of each group."""
+    """Undo `pack`: [N, ...] -> [B, T, ...] of each group."""
     if len(groups) == 1:
         return [x]
     ends = np.cumsum([group.ids.size for group in groups])
@@ -89,6 +95,6 @@ def unpack(x: jax.Array, groups: tuple[TokenRows, ...]) -> list[jax.Array]:
 
 
 def _adapter_one_hot(group: TokenRows, slots: int) -> jax.Array:
-    """The adapter of each token: [B, T, S]."""
+    """Encode the adapter of each token: [B, T, S]."""
     assert group.adapter is not None, "a pass with adapters needs the adapter of each row"
     return jnp.broadcast_to(jax.nn.one_hot(group.adapter - 1, slots)[:, None], (*group.ids.shape, slots))

@@ -26,7 +26,7 @@ from jaxinfer.sharding.collectives import axis_size, local_index, psum
 def _matrix(
     shape: tuple[int, int], axes: tuple[str, str], dtype: np.dtype, quantized: QuantizedFormat | None, rngs: nnx.Rngs
 ) -> tuple[nnx.Param, nnx.Param | None]:
-    """A matrix and its scales: random in float, zero if quantised. axes: names of (outputs, inputs)."""
+    """Make a matrix and its scales: random in float, zero if quantised. axes: names of (outputs, inputs)."""
     if quantized is None:
         return nnx.Param((0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype), axes=axes), None
     weight, scale = quantize(jnp.zeros(shape, jnp.float32), quantized)
@@ -35,7 +35,7 @@ def _matrix(
 
 
 def _weights(weight: nnx.Param, scale: nnx.Param | None) -> Weights:
-    """A matrix and its scales as an operand of `pallas_kernels`."""
+    """Join a matrix and its scales into an operand of `pallas_kernels`."""
     return Weights(weight[...], None if scale is None else scale[...])
 
 
@@ -52,7 +52,7 @@ class PartialSum(NamedTuple):
     once: jax.Array | None
 
     def finish(self, axis: str) -> jax.Array:
-        """The sum over the devices that have the other parts of an axis; `once` is added in float32, rounded once."""
+        """Add up the parts of all devices along an axis; then add `once` in float32, rounded once."""
         total = psum(self.part, axis)
         if self.once is None:
             return total
@@ -195,7 +195,7 @@ class Embedding(nnx.Module):
         return psum(jnp.where(local[..., None] < size, rows, 0), self.rows_axis)
 
     def _rows(self, ids: jax.Array) -> jax.Array:
-        """Rows of those on this device."""
+        """Look up ids of rows on this device: [...] -> [..., D]."""
         rows = self.table[...][ids]
         if self.scale is None:
             return rows

@@ -8,7 +8,7 @@ import jax
 from jaxinfer.pallas_kernels import Weights, small_batch_linear
 
 AdapterDelta = Callable[[jax.Array], jax.Array]
-"""What adapters add to the product of one linear, from its input: [..., K] -> [..., N]."""
+"""The addition of adapters to the product of one linear, computed from its input: [..., K] -> [..., N]."""
 
 
 class LowRankStack(NamedTuple):
@@ -57,7 +57,7 @@ class LayerAdapters(NamedTuple):
 
 
 class AdapterDeltas(NamedTuple):
-    """What the tokens' adapters add to the linears of one layer; None: nothing. Attributes as of `LayerAdapters`."""
+    """The additions of the tokens' adapters to the linears of one layer, named as in `LayerAdapters`; None: nothing."""
 
     qkv: AdapterDelta | None = None
     out: AdapterDelta | None = None

@@ -23,4 +23,5 @@ class Norm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., K] -> [..., K]."""
         return normalize(x, *self.parameters, eps=self.eps)

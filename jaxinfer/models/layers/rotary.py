@@ -10,7 +10,7 @@ from jaxinfer.models.config import PositionsConfig, RopeScaling
 
 
 def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
-    """Radians per position of each feature pair, float32 [rotary_dim / 2], with the config's scaling applied."""
+    """Return the radians per position of each feature pair, scaled as configured: float32 [rotary_dim / 2]."""
     pairs = np.arange(0, cfg.rotary_dim, 2, dtype=np.float64)
     inverse = cfg.theta ** (-pairs / cfg.rotary_dim)
     match cfg.scaling:
@@ -26,7 +26,7 @@ def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
         case RopeScaling(kind="yarn") as scaling:
 
             def pair_at(rotations: float) -> float:
-                """The index of the feature pair that rotates this many times within the original context."""
+                """Return the index of the feature pair that rotates this many times within the original context."""
                 period = scaling.original_context / (rotations * 2 * math.pi)
                 return cfg.rotary_dim * math.log(period) / (2 * math.log(cfg.theta))
 
@@ -38,7 +38,7 @@ def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
 
 
 def rotary_table(cfg: PositionsConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of every rotation, float32 [..., 1, rotary_dim / 2] (in bfloat16, 257 would be 256)."""
+    """Return cos and sin of every rotation, float32 [..., 1, rotary_dim / 2] (in bfloat16, 257 would be 256)."""
     angles = positions[..., None, None].astype(jnp.float32) * rotary_frequencies(cfg)
     factor = cfg.scaling.attention_factor if cfg.scaling else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

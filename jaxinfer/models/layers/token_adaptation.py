@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PromptMode(enum.StrEnum):
-    """What becomes of a layer's prompts in the next layer."""
+    """The fate of a layer's prompts in the next layer."""
 
     REPLACE = "replace"  # the next layer's take their places (VPT-deep, arXiv:2203.12119)
     ACCUMULATE = "accumulate"  # they stay, and the next layer's are added (OTAS)
@@ -35,7 +35,7 @@ class MergeSchedule(enum.StrEnum):
     DECREASING = "decreasing"  # from 2r in the first layer to 0 in the last
 
     def merges(self, r: int, layers: int) -> tuple[int, ...]:
-        """Of each layer.
+        """Return how many tokens each layer merges.
 
         >>> MergeSchedule.DECREASING.merges(4, 5)
         (8, 6, 4, 2, 0)
@@ -47,7 +47,7 @@ class MergeSchedule(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenAdaptation:
-    """What happens to the tokens in each layer. Without arguments: nothing.
+    """Changes to the tokens in each layer. Without arguments: none.
 
     Attributes:
       prompts: tokens that are added in each layer.
@@ -66,7 +66,7 @@ class TokenAdaptation:
             raise ValueError(f"TokenAdaptation: prompts={self.prompts} and merges={self.merges} must be >= 0.")
 
     def counts(self, tokens: int, layers: int, *, protected: int = 1) -> list[tuple[int, int]]:
-        """The tokens that attention and the MLP of each layer work on.
+        """Count the tokens that attention and the MLP of each layer work on.
 
         Args:
           tokens: before the first layer.
@@ -76,20 +76,20 @@ class TokenAdaptation:
         >>> TokenAdaptation(merges=(16,) * 12).counts(197, 12)[-2:]
         [(37, 21), (21, 11)]
         """
-        found = []
+        counts = []
         for layer in range(layers):
             if self._adds_prompts(layer):
                 tokens, protected = tokens + self.prompts, protected + self.prompts
             r = min(self._merged(layer), max(0, tokens - protected) // 2)
-            found.append((tokens, tokens - r))
+            counts.append((tokens, tokens - r))
             tokens -= r
-        return found
+        return counts
 
     def _merged(self, layer: int) -> int:
         return self.merges[layer] if self.merges else 0
 
     def _adds_prompts(self, layer: int) -> bool:
-        """Whether a layer has more prompts than the one before."""
+        """Tell whether a layer has more prompts than the one before."""
         return self.prompts > 0 and (layer == 0 or self.prompt_mode is PromptMode.ACCUMULATE)
 
     def run_layers(
@@ -102,7 +102,7 @@ class TokenAdaptation:
         sizes: jax.Array | None = None,
         protected: int = 1,
     ) -> tuple[jax.Array, jax.Array | None, int]:
-        """All layers of an encoder.
+        """Run all layers of an encoder.
 
         Args:
           layers: of the model, whose tokens all see one another.
@@ -111,8 +111,8 @@ class TokenAdaptation:
           prompts: those of each layer for each row, [B, layers, self.prompts, D]; None if there are none.
           sizes: float32 [B, T], 0 for padding, else 1; None: no padding.
           protected: the first tokens, which are not merged (1: the class token); prompts come after the first one.
-        Returns tokens [B, N, D]; their sizes, float32 [B, N], or None where all are 1; and how many come first that are
-        protected.
+        Returns: tokens [B, N, D]; their sizes, float32 [B, N], or None where all are 1; and how many come first that
+          are protected.
         """
         if (prompts is None) != (self.prompts == 0):
             raise ValueError(
@@ -140,7 +140,7 @@ class TokenAdaptation:
     def _merge(
         self, x: jax.Array, sizes: jax.Array | None, keys: jax.Array, r: int, protected: int
     ) -> tuple[jax.Array, jax.Array]:
-        """`merge_tokens` past the protected tokens after the first one, which it would move."""
+        """Run `merge_tokens` past the protected tokens after the first one, which it would move."""
         merge = functools.partial(merge_tokens, protect_isolated=self.protect_isolated)
         if protected <= 1:
             return merge(x, sizes, keys, r, protected=protected)
@@ -162,12 +162,12 @@ NO_ADAPTATION = TokenAdaptation()
 
 def _context(x: jax.Array, sizes: jax.Array | None, positions: PositionsConfig) -> ForwardContext:
     places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    context = ForwardContext.of((TokenRows(places, places),), positions)
+    context = ForwardContext.from_groups((TokenRows(places, places),), positions)
     return context._replace(key_sizes=sizes, padded=False)
 
 
 def _with_prompts(sizes: jax.Array | None, prompts: int) -> jax.Array | None:
-    """Sizes with ones after the first."""
+    """Insert ones after the first size of each row."""
     if sizes is None:
         return None
     ones = jnp.ones((sizes.shape[0], prompts), sizes.dtype)

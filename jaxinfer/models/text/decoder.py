@@ -56,7 +56,7 @@ class Decoder(nnx.Module):
         caches: list[KVPages] | None = None,
         page_table: jax.Array | None = None,
     ) -> tuple[jax.Array, list[KVPages] | None]:
-        """`forward` for a single group of rows: hidden vectors [B, T, W], and the new caches."""
+        """Run `forward` for a single group of rows: hidden vectors [B, T, W], and the new caches."""
         (hidden,), caches = self.forward((TokenRows(tokens, positions, page_table),), caches)
         return hidden, caches
 
@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
         caches: list[KVPages] | None = None,
         adapters: list[LayerAdapters] | None = None,
     ) -> tuple[list[jax.Array], list[KVPages] | None]:
-        """One pass through the whole model: `enter`, `run_layers`, `leave`.
+        """Pass through the whole model: `enter`, `run_layers`, `leave`.
 
         All groups go through the matrices together; attention runs group by group.
 
@@ -84,9 +84,9 @@ class Decoder(nnx.Module):
     def enter(
         self, groups: tuple[TokenRows, ...], adapters: list[LayerAdapters] | None = None
     ) -> tuple[jax.Array, ForwardContext]:
-        """The embeddings of the packed tokens, [N, D], and what all layers share; arguments as for `forward`."""
+        """Return the embeddings of the packed tokens, [N, D], and what all layers share; arguments as for `forward`."""
         cfg = self.cfg
-        forward_context = ForwardContext.of(groups, cfg.positions, None if adapters is None else adapters[0])
+        forward_context = ForwardContext.from_groups(groups, cfg.positions, None if adapters is None else adapters[0])
         x = self.embed(pack(group.ids for group in groups))
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
@@ -109,11 +109,11 @@ class Decoder(nnx.Module):
         first: int = 0,
         last: int | None = None,
     ) -> tuple[jax.Array, list[KVPages] | None]:
-        """Layers `first` to `last`, both included (None: the last of the model).
+        """Run layers `first` to `last`, both included (None: the last of the model).
 
         Args:
           x: [N, D].
-          forward_context: of this pass, from `enter` or `ForwardContext.of`.
+          forward_context: of this pass, from `enter` or `ForwardContext.from_groups`.
           caches: one KVPages for each of these layers, or None.
           adapters: one LayerAdapters for each of these layers, or None.
         Returns: [N, D], and the new caches of these layers (None without caches).
@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
         return x, None if caches is None else new_caches
 
     def leave(self, x: jax.Array, forward_context: ForwardContext) -> list[jax.Array]:
-        """The last norm and projection: [N, D] -> hidden vectors, [B, T, W] of each group."""
+        """Run the last norm and projection: [N, D] -> hidden vectors, [B, T, W] of each group."""
         if self.final_norm is not None:
             x = self.final_norm(x)
         if self.project_out is not None:
@@ -138,7 +138,7 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Scores of every next token on this device, float32: [..., W] -> [..., V]; -inf in rows that are no tokens."""
+        """Score every next token on this device, float32: [..., W] -> [..., V]; -inf in rows that are no tokens."""
         scores = self.embed.project(hidden) if self.head is None else self.head(hidden)
         scores = scores.astype(jnp.float32)
         if (cap := self.cfg.logit_softcap) is not None:

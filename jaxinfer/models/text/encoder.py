@@ -33,7 +33,7 @@ class Encoder(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """Hidden vectors [B, T, D]: `enter`, and all layers.
+        """Run `enter` and all layers: hidden vectors [B, T, D].
 
         Args:
           tokens: int32 [B, T].
@@ -45,16 +45,16 @@ class Encoder(nnx.Module):
     def enter(
         self, tokens: jax.Array, positions: jax.Array, token_types: jax.Array | None = None
     ) -> tuple[jax.Array, ForwardContext]:
-        """The embeddings, [B, T, D], and what all layers share; arguments as above."""
+        """Return the embeddings, [B, T, D], and what all layers share; arguments as above."""
         x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
-        return self.embed_norm(x), ForwardContext.of((TokenRows(tokens, positions),), self.cfg.positions)
+        return self.embed_norm(x), ForwardContext.from_groups((TokenRows(tokens, positions),), self.cfg.positions)
 
     def run_layers(
         self, x: jax.Array, forward_context: ForwardContext, *, first: int = 0, last: int | None = None
     ) -> jax.Array:
-        """Layers `first` to `last`, both included (None: the last of the model): [B, T, D] -> [B, T, D]."""
+        """Run layers `first` to `last`, both included (None: the last of the model): [B, T, D] -> [B, T, D]."""
         for layer in self.layers[first : len(self.layers) if last is None else last + 1]:
             x, _ = layer(x, forward_context)
         return x
@@ -62,7 +62,7 @@ class Encoder(nnx.Module):
     def vectors(
         self, tokens: jax.Array, positions: jax.Array, adaptation: TokenAdaptation = NO_ADAPTATION
     ) -> jax.Array:
-        """One float32 vector per row, of length 1: [B, D].
+        """Encode each row as one float32 vector of length 1: [B, D].
 
         Args:
           tokens: int32 [B, T].
@@ -78,9 +78,11 @@ class Encoder(nnx.Module):
         return self.pool(x, sizes)
 
     def pool(self, hidden: jax.Array, sizes: jax.Array) -> jax.Array:
-        """One float32 vector per row, of length 1: [B, T, D] -> [B, D].
+        """Pool each row's vectors into one of length 1: [B, T, D] -> float32 [B, D].
 
-        sizes: [B, T], how many tokens of the text each vector stands for; 0 for padding.
+        Args:
+          hidden: [B, T, D].
+          sizes: [B, T], how many tokens of the text each vector stands for; 0 for padding.
         """
         hidden = hidden.astype(jnp.float32)
         match self.cfg.pooling:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 CANDIDATES = 1000
-"""Of each image, those with the highest scores; the others are never detections."""
+"""The most candidates of an image, by their scores; the others are never detections."""
 
 DETECTIONS = 300
 """Rows of the result."""
@@ -16,7 +16,7 @@ DETECTIONS = 300
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Detections:
-    """What was found on images, best first; rows from `count` on are zero.
+    """Objects detected on images, best first; rows from `count` on are zero.
 
     Attributes:
       boxes: float32 [B, 300, 4]: left, top, right and bottom in pixels.
@@ -32,7 +32,7 @@ class Detections:
 
 
 def suppress(predictions: jax.Array, *, confidence: float, iou: float) -> Detections:
-    """The detections among candidates, with boxes in the candidates' pixels.
+    """Choose the detections among candidates, with boxes in the candidates' pixels.
 
     A candidate's score is the product of its object and best class columns; a candidate whose object column or score
     is at most `confidence` is none. From the best on, each one that is left drops those after it of the same class
@@ -41,7 +41,7 @@ def suppress(predictions: jax.Array, *, confidence: float, iou: float) -> Detect
     Args:
       predictions: float32 [B, candidates, 5 + classes], as `Yolo.predictions` has them.
     """
-    return jax.vmap(lambda one: _suppress(one, confidence, iou))(predictions)
+    return jax.vmap(lambda image: _suppress(image, confidence, iou))(predictions)
 
 
 def _suppress(predictions: jax.Array, confidence: float, iou: float) -> Detections:
@@ -64,7 +64,7 @@ def _suppress(predictions: jax.Array, confidence: float, iou: float) -> Detectio
 
 
 def _left(drops: jax.Array, valid: jax.Array) -> jax.Array:
-    """Which candidates no candidate that is left drops.
+    """Find the candidates that no candidate that is left drops.
 
     Args:
       drops: bool [N, N]: whether i drops j, if i is left; only for i < j.
@@ -83,13 +83,13 @@ def _left(drops: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def corners(boxes: jax.Array) -> jax.Array:
-    """Boxes given by centre and size as left, top, right, bottom: [..., 4] -> [..., 4]."""
+    """Turn centre and size of boxes into left, top, right, bottom: [..., 4] -> [..., 4]."""
     centre, half = boxes[..., :2], boxes[..., 2:] / 2
     return jnp.concatenate((centre - half, centre + half), axis=-1)
 
 
 def overlaps(boxes: jax.Array) -> jax.Array:
-    """Intersection over union of all pairs of boxes, [N, 4] -> [N, N]; 0 for boxes without area."""
+    """Divide intersection by union for all pairs of boxes, [N, 4] -> [N, N]; 0 for boxes without area."""
     low = jnp.maximum(boxes[:, None, :2], boxes[None, :, :2])
     high = jnp.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
     shared = jnp.prod(jnp.maximum(high - low, 0), axis=-1)

@@ -19,7 +19,7 @@ from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.dispatch import for_gpu
 
 BYTES_AT_ONCE = 3 << 20
-"""Of the tokens that a CPU takes together: the activations of more do not fit its caches (docs/cpu-speed.md)."""
+"""Bytes of the tokens that a CPU takes together: the activations of more do not fit its caches (docs/cpu-speed.md)."""
 
 
 class ViT(nnx.Module):
@@ -45,7 +45,7 @@ class ViT(nnx.Module):
         self.head = Linear(cfg.embed, len(cfg.labels), weights, axes=whole, bias=True, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Probabilities, float32 [B, classes].
+        """Return the probabilities of the classes, float32 [B, classes].
 
         Args:
           images: uint8 [B, H, W, 3], RGB; resized to `cfg.image_size` if they have another size.
@@ -53,13 +53,13 @@ class ViT(nnx.Module):
         return jax.nn.softmax(self.logits(images), axis=-1)
 
     def logits(self, images: jax.Array, adaptation: TokenAdaptation = NO_ADAPTATION) -> jax.Array:
-        """What the probabilities are the softmax of, float32 [B, classes]; arguments as of `features`."""
+        """Return the scores whose softmax is the probabilities, float32 [B, classes]; arguments as of `features`."""
         return self.head(self.features(images, adaptation)).astype(jnp.float32)
 
     def features(
         self, images: jax.Array, adaptation: TokenAdaptation = NO_ADAPTATION, prompts: jax.Array | None = None
     ) -> jax.Array:
-        """What the head sees, [B, D].
+        """Return the head's input, [B, D].
 
         Args:
           images: as above.
@@ -74,14 +74,14 @@ class ViT(nnx.Module):
         return lax.map(lambda part: self._features(part[0], adaptation, part[1]), parts).reshape(batch, -1)
 
     def _features(self, images: jax.Array, adaptation: TokenAdaptation, prompts: jax.Array | None) -> jax.Array:
-        """Of all images at once."""
+        """Compute the features of all images at once."""
         x, sizes, protected = adaptation.run_layers(
             self.layers, self.enter(images), self.cfg.positions, prompts=prompts
         )
         return self.norm(self._pool(x, sizes, protected))
 
     def enter(self, images: jax.Array) -> jax.Array:
-        """The tokens of images, [B, 1 + patches, D]."""
+        """Cut images into patches and embed them: tokens, [B, 1 + patches, D]."""
         check_images(images)
         cfg = self.cfg
         pixels = normalised_pixels(images, cfg.image_size, cfg.pixel_mean, cfg.pixel_deviation).astype(self.dtype)

@@ -43,21 +43,21 @@ class Yolo(nnx.Module):
         self.heads = nnx.List([Conv(width, outputs, weights, rngs=rngs) for width in w[2:]])  # 24
 
     def __call__(self, images: jax.Array) -> Detections:
-        """The detections of each image, best first; boxes in the pixels of the images.
+        """Return the detections of each image, best first; boxes in the pixels of the images.
 
         Args:
           images: uint8 [B, H, W, 3], RGB; letterboxed to `cfg.image_size`.
         """
         _, height, width, _ = images.shape
-        box = Letterbox.of(height, width, self.cfg.image_size)
-        found = suppress(self.predictions(images), confidence=self.cfg.confidence, iou=self.cfg.iou)
-        corners = (found.boxes - np.array([box.left, box.top] * 2, np.float32)) / box.scale
+        box = Letterbox.fit(height, width, self.cfg.image_size)
+        detections = suppress(self.predictions(images), confidence=self.cfg.confidence, iou=self.cfg.iou)
+        corners = (detections.boxes - np.array([box.left, box.top] * 2, np.float32)) / box.scale
         corners = jnp.clip(corners, 0, np.array([width, height] * 2, np.float32))
-        valid = jnp.arange(corners.shape[1]) < found.count[:, None]
-        return dataclasses.replace(found, boxes=jnp.where(valid[..., None], corners, 0))
+        valid = jnp.arange(corners.shape[1]) < detections.count[:, None]
+        return dataclasses.replace(detections, boxes=jnp.where(valid[..., None], corners, 0))
 
     def predictions(self, images: jax.Array) -> jax.Array:
-        """A candidate for each anchor of each cell, float32 [B, candidates, 5 + classes]; images as above.
+        """Return a candidate for each anchor of each cell, float32 [B, candidates, 5 + classes]; images as above.
 
         Columns: the box's centre (x, y) and size (w, h) in pixels of the letterboxed image, whether there is an object,
         and whether it is of each class, both in (0, 1).
@@ -134,12 +134,12 @@ def _joined(*parts: jax.Array) -> jax.Array:
 
 
 def _doubled(x: jax.Array) -> jax.Array:
-    """Each place twice in both directions."""
+    """Repeat each place in both directions."""
     return x.repeat(2, axis=1).repeat(2, axis=2)
 
 
 def _decode(outputs: jax.Array, stride: int, anchors: tuple[tuple[float, float], ...]) -> jax.Array:
-    """A grid's outputs as candidates: [B, h, w, anchors * (5 + classes)] -> [B, h * w * anchors, 5 + classes].
+    """Decode a grid into candidates: [B, h, w, anchors * (5 + classes)] -> [B, h * w * anchors, 5 + classes].
 
     With s the sigmoid of an output: centre = (2 s - 0.5 + cell) stride, size = (2 s)^2 anchor.
     """

@@ -143,7 +143,7 @@ def run_layers(
     layers: range,
 ) -> tuple[jax.Array, list[KVPages] | None]:
     """Layers over a pass's activations, [N, D] -> [N, D], and their caches with its keys and values."""
-    forward_context = ForwardContext.of(groups, model.cfg.positions, None if adapters is None else adapters[0])
+    forward_context = ForwardContext.from_groups(groups, model.cfg.positions, None if adapters is None else adapters[0])
     return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1])
 
 
@@ -346,7 +346,7 @@ def enter_encoder(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> 
 
 def run_encoder_layers(model: "Encoder", x: jax.Array, groups: tuple[TokenRows, ...], *, layers: range) -> jax.Array:
     """Layers over a batch's activations, [B, T, D] -> [B, T, D]."""
-    forward_context = ForwardContext.of(groups, model.cfg.positions)
+    forward_context = ForwardContext.from_groups(groups, model.cfg.positions)
     return model.run_layers(x, forward_context, first=layers[0], last=layers[-1])
 
 
