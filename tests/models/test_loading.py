@@ -116,10 +116,8 @@ def test_on_a_device_of_its_own(saved):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_on_a_mesh_the_same_numbers(saved, tmp_path, quantize):
     (tmp_path / "mesh.toml").write_text("[mesh]\ntensor = 2\n")
-    whole, split = (
-        load_model(saved, quantize=quantize),
-        load_model(saved, mesh=tmp_path / "mesh.toml", quantize=quantize),
-    )
+    whole = load_model(saved, quantize=quantize)
+    split = load_model(saved, mesh=tmp_path / "mesh.toml", quantize=quantize)
     assert split.mesh is not None
     up = _leaves(split.state)["layers.0.mlp.up.kernel"]
     assert {shard.data.shape for shard in up.addressable_shards} == {(48, 32)}
