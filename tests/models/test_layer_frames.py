@@ -15,7 +15,7 @@ from tests import tiny
 from tests.models import goldens
 
 ROOT = Path(__file__).parents[2]
-MOST = 11
+MOST = 6
 """Frames of ours below the layer's call."""
 
 
