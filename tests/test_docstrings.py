@@ -10,10 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = sorted(path.name for path in (ROOT / "jaxinfer").iterdir() if path.is_dir() and path.name != "__pycache__")
 PENDING = {
-    "generation",
-    "cli",
-    "compiled",
-    "disk_cache",
     "models",
     "experts",
     "elastic",

@@ -147,7 +147,7 @@ def decoder_engine(folder: Path, *, num_pages: int, **config: Any) -> Engine:
     description = Description.read(folder)
     assert isinstance(description.config, DecoderConfig)
     engine = EngineConfig(max_decode_passes=1, **config)
-    buckets, costs = Buckets.of(engine), Costs.fixed({})
+    buckets, costs = Buckets.from_config(engine), Costs.fixed({})
     layout = DeviceLayout(description.config, WeightFormat(), engine, num_pages=num_pages, platform="cpu")
     passes = PassCosts(costs, engine.num_speculative_tokens)
     scheduler = DecoderScheduler(engine, buckets, PagePool(num_pages, engine.page_size), costs=passes)
@@ -158,7 +158,7 @@ def decoder_engine(folder: Path, *, num_pages: int, **config: Any) -> Engine:
 def encoder_engine(folder: Path) -> Engine:
     """Make an encoder's engine whose device answers instantly."""
     engine = EncoderEngineConfig(max_batch=32, context=512)
-    scheduler = EncoderScheduler(engine, EncoderBuckets.of(engine))
+    scheduler = EncoderScheduler(engine, EncoderBuckets.from_config(engine))
     return make_engine(engine, folder, VOCAB, scheduler, InstantEncoder(Costs.fixed({})), generates=False)
 
 
@@ -167,7 +167,7 @@ def make_engine(
 ) -> Engine:
     """Make an engine of these parts."""
     inputs = InputProcessor(
-        vocab=vocab, eos_ids=(), context=config.context, tokenizer=Tokenizer.of(folder), generates=generates
+        vocab=vocab, eos_ids=(), context=config.context, tokenizer=Tokenizer.from_folder(folder), generates=generates
     )
     return Engine(config, inputs, scheduler, executor)
 

@@ -1,4 +1,4 @@
-"""`jaxinfer cache`: what is kept on disk between starts."""
+"""`jaxinfer cache`: files that are kept on disk between starts."""
 
 import shutil
 from pathlib import Path
@@ -66,12 +66,12 @@ def _layer_files(directory: Path, clear: bool) -> None:
 
 
 def _sizes(folder: Path) -> list[int]:
-    """Bytes of every file below a folder; those that are deleted meanwhile are left out."""
-    found = []
+    """Return the size in bytes of every file below a folder, without files that are deleted meanwhile."""
+    sizes = []
     for path in folder.rglob("*"):
         try:
             if path.is_file():
-                found.append(path.stat().st_size)
+                sizes.append(path.stat().st_size)
         except FileNotFoundError:
             pass
-    return found
+    return sizes

@@ -46,7 +46,7 @@ KVDtypeOption = Annotated[str | None, typer.Option(help="int8: keys and values a
 
 
 def parse_mesh(text: str | None) -> "MeshFile":
-    """What `--mesh` says: the axes themselves, or a file."""
+    """Read `--mesh`: axes such as tensor=2, or the name of a file."""
     from jaxinfer.sharding import MeshConfig, MeshFile, read_mesh
 
     if text is None:
@@ -59,7 +59,7 @@ def parse_mesh(text: str | None) -> "MeshFile":
 
 
 def read_text(option: str, file: Path) -> str:
-    """The text of the file that an option names. Raises ValueError naming both."""
+    """Read the file that an option names. Raises ValueError naming both."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
@@ -69,7 +69,7 @@ def read_text(option: str, file: Path) -> str:
 
 
 def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
-    """The model of a command, loaded with the options above and the others given."""
+    """Load a command's model, with the options above and the others given."""
     from jaxinfer.generation import LLM
     from jaxinfer.generation.engine.config import EngineOptions
     from jaxinfer.streaming.config import MemoryOptions
@@ -88,7 +88,7 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
 
 
 def show_progress() -> None:
-    """Say what takes a while, one thing a line, if somebody watches: programs compiled, layers written and brought."""
+    """Log slow work to stderr if it is a terminal, a line each: programs compiled, layers written and brought."""
     for name in ("jaxinfer.compiled", "jaxinfer.streaming"):
         log = logging.getLogger(name)
         if sys.stderr.isatty() and not log.handlers:
@@ -98,7 +98,7 @@ def show_progress() -> None:
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":
-    """The prompts of all three options. Raises ValueError naming the invalid option or line."""
+    """Collect the prompts of all three options. Raises ValueError naming the invalid option or line."""
     prompts: list[Prompt] = list(texts)
     if file is not None:
         lines = read_text("--prompts-file", file).splitlines()

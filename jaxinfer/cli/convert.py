@@ -52,7 +52,7 @@ def convert(
 
     from jaxinfer.models.files.conversion import convert as convert_model
 
-    run = _Run.of(hf_dir, mesh, layer_files, quantize) if layout == "streaming" else None
+    run = _Run.from_options(hf_dir, mesh, layer_files, quantize) if layout == "streaming" else None
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
 
@@ -70,11 +70,12 @@ def convert(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """How the model will run whose layers are written.
+    """The run that layers are written for.
 
     Attributes:
-      mesh: None: one device. rules: what is split over which axis of it.
-      layer_files: the folder that layers are in; None: the model directory.
+      mesh: the devices; None: one.
+      rules: which dimension is split over which axis of the mesh.
+      layer_files: the folder of the layers; None: the model directory.
     """
 
     mesh: "Mesh | None"
@@ -82,8 +83,8 @@ class _Run:
     layer_files: Path | None
 
     @classmethod
-    def of(cls, hf_dir: Path, mesh: str | None, layer_files: str | None, quantize: str | None) -> Self:
-        """From the options of the command. Raises ValueError for a model that cannot run so, before it is converted."""
+    def from_options(cls, hf_dir: Path, mesh: str | None, layer_files: str | None, quantize: str | None) -> Self:
+        """Read the command's options. Raises ValueError, before converting, for a model that cannot run this way."""
         from jaxinfer.generation.api.build import split_options
         from jaxinfer.models import WeightFormat
         from jaxinfer.models.files.conversion import HuggingFaceModel
@@ -112,12 +113,12 @@ class _Run:
 
 
 def _mesh(config: "MeshConfig | None") -> "Mesh | None":
-    """The mesh that layers are divided over: of the CPU's devices where the machine has too few of those of the run."""
+    """Return the mesh to divide layers over: CPU devices if the machine has too few others."""
     import jax
 
     if config is None:
         return None
-    with contextlib.suppress(RuntimeError):  # JAX has started, with as many as it has
+    with contextlib.suppress(RuntimeError):  # JAX has started, and keeps the number of devices that it has
         jax.config.update("jax_num_cpu_devices", max(config.size, jax.config.jax_num_cpu_devices))
     devices = jax.devices() if jax.device_count() >= config.size else jax.devices("cpu")
     return config.build(devices[: config.size])

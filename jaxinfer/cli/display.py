@@ -1,4 +1,4 @@
-"""What several subcommands print with: tables, and a bar while something takes a while."""
+"""Output that several subcommands share: tables, and a progress bar."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-PIPED_WIDTH = 120  # of output that does not go to a terminal, which rich would squeeze into 80
+PIPED_WIDTH = 120  # columns of output off a terminal, which rich would squeeze into 80
 
 
 def show(*tables: Table) -> None:
@@ -22,7 +22,7 @@ def show(*tables: Table) -> None:
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows on stderr, where that is a terminal, what is being done, how much of it is, and the total."""
+    """Yield a function that shows a task, how much of it is done, and the total on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -119,7 +119,7 @@ def _structured_outputs(
     choice: list[str] | None,
     whitespace_pattern: str | None,
 ) -> "StructuredOutputsParams | None":
-    """What the options ask for; more than one of the first four is a ValueError."""
+    """Build the parameters from the options; more than one of the first four is a ValueError."""
     from jaxinfer import StructuredOutputsParams
 
     given = {
@@ -146,12 +146,12 @@ def _memory(llm: "LLM") -> str:
 
 
 def _note(text: str) -> None:
-    """Beside the generated text, which alone goes to stdout."""
+    """Print a note to stderr: stdout has the generated text alone."""
     typer.secho(text, err=True, dim=True)
 
 
 def _print_text(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:
-    """A single completion is streamed; several are printed one after the other. No prompt runs if one is invalid."""
+    """Stream a single completion; print several one after the other. No prompt runs if one is invalid."""
     for request in [llm.prepare(prompt, params) for prompt in prompts]:
         shown = ",".join(map(str, request.prompt_token_ids)) if request.prompt is None else request.prompt
         if params.n > 1:
@@ -200,7 +200,7 @@ def _print_json(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -
 
 
 def _as_json(output: "RequestOutput") -> dict[str, Any]:
-    """The first completion's fields at the top level; all of them under `outputs` when there are several."""
+    """Put the first completion's fields at the top level, and all under `outputs` when there are several."""
     fields = msgspec.to_builtins(output, str_keys=True)
     outputs = fields.pop("outputs")
     first = {k: v for k, v in outputs[0].items() if k != "index"}

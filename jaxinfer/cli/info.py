@@ -1,4 +1,4 @@
-"""`jaxinfer info`: the contents of a model directory, the memory it needs, and what its programs were seen to cost."""
+"""`jaxinfer info`: the contents of a model directory, the memory it needs, and the measured costs of its programs."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxinfer.models.config import ModelConfig, TransformerConfig, VisionConfig, ViTConfig
 
 FEWEST_POINTS = 3
-"""Of a line that is worth showing: it goes through any two."""
+"""Fewest points of a line that is worth showing: it goes through any two."""
 
 
 def info(
@@ -126,14 +126,14 @@ def _layer_files(directory: Path) -> str:
 
     from jaxinfer.streaming.layer_folders import find_layer_folders
 
-    found = find_layer_folders(directory)
-    size = decimal(sum(folder.bytes for folder in found))
-    plural = "s" if len(found) > 1 else ""
-    return f"{len(found)} folder{plural} of {size}; see jaxinfer cache {directory}" if found else ""
+    folders = find_layer_folders(directory)
+    size = decimal(sum(folder.bytes for folder in folders))
+    plural = "s" if len(folders) > 1 else ""
+    return f"{len(folders)} folder{plural} of {size}; see jaxinfer cache {directory}" if folders else ""
 
 
 def _print_costs(config: "ModelConfig") -> None:
-    """What the programs of a model took on this machine, a table for each format and choice of options."""
+    """Print what a model's programs took on this machine, a table for each format and choice of options."""
     import jax
     from rich.console import Console
 
@@ -141,10 +141,10 @@ def _print_costs(config: "ModelConfig") -> None:
     from jaxinfer.models.devices import device_name
 
     device, console = device_name(jax.local_devices()[0]), Console()
-    found = [kept for kept in kept_costs(device) if kept.model.get("config") == str(config)]
-    if not found:
+    records = [kept for kept in kept_costs(device) if kept.model.get("config") == str(config)]
+    if not records:
         console.print(f"No programs of this model were measured on {device} yet.")
-    for kept in found:
+    for kept in records:
         what = "\n".join(text for name, text in kept.model.items() if text and name != "config")
         for table in (_cost_table(kept, f"{device}, JAX {kept.jax}\n{what}"), _fit_table(kept)):
             if table.row_count:
@@ -166,7 +166,7 @@ def _cost_table(kept: "KeptCosts", title: str) -> "Table":
 
 
 def _fit_table(kept: "KeptCosts") -> "Table":
-    """Lines through costs that differ in one size alone."""
+    """Return a table of lines through costs that differ in one size alone."""
     from rich.table import Table
 
     from jaxinfer.compiled import CostTable

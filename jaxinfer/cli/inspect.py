@@ -1,4 +1,4 @@
-"""`jaxinfer inspect`: what a model's decode program would run on a GPU that is not here."""
+"""`jaxinfer inspect`: the kernels of a model's decode program on a GPU that is not here."""
 
 import collections
 import os
@@ -86,7 +86,7 @@ def decode_program(
     rules: "ShardingRules | None" = None,
     stored: "QuantizedFormat | None" = None,
 ) -> "tuple[ProgramSpec[Decode, Buckets], Decode]":
-    """The engine's decode loop for a model on a GPU, without speculation, and the sizes to compile it for.
+    """Return the engine's decode loop for a model on a GPU, without speculation, and the sizes to compile it for.
 
     mesh, rules: as in `DeviceLayout`. stored: as in `fit`.
     """
@@ -124,7 +124,7 @@ def _print(report: "TargetReport", title: str, registers: bool) -> None:
 
 
 def _table(*columns: str, numbers: int = 0) -> "Table":
-    """A table; the last columns are `numbers`."""
+    """Return an empty table whose last `numbers` columns are right-aligned."""
     from rich.table import Table
 
     table = Table(*columns)
@@ -160,7 +160,7 @@ def _kernels(title: str, kernels: "Iterable[Kernel]", registers: bool) -> "Table
     table = _table(title, "from", "blocks", "threads", "shared bytes", *resources, numbers=3 + len(resources))
     for kernel in kernels:
         sizes = (kernel.grid, kernel.threads, kernel.shared_bytes)
-        cells = [f"{size:,}" for size in sizes] if kernel.grid else [""] * 3  # of a copy they are not known
+        cells = [f"{size:,}" for size in sizes] if kernel.grid else [""] * 3  # they are not known for copies
         used = kernel.resources
         if used:
             cells += [str(used.registers), str(used.spill_bytes), " ".join(used.features)]
@@ -177,16 +177,17 @@ def _branches(report: "TargetReport") -> "Table":
 
 
 def _collectives(report: "TargetReport") -> "Table":
-    """What a pass exchanges; arrays of one kind, shape and place in one line, those of all layers together."""
+    """Return a table of what a pass exchanges; a line sums up arrays of one kind, shape and place in all layers."""
     table = _table("exchanged in a pass", "from", "devices", "array", "how many", "bytes sent", numbers=4)
-    found: collections.Counter[tuple[str, ...]] = collections.Counter()
+    counts: collections.Counter[tuple[str, ...]] = collections.Counter()
     sent: collections.Counter[tuple[str, ...]] = collections.Counter()
-    for one in report.collectives:
-        place = _place(one.op_name.split("/", 1)[-1]) + (", if asked" if one.conditions else "")
-        key = one.kind, place, str(one.participants), f"{one.dtype}[{','.join(map(str, one.shape))}]"
-        found[key] += one.trips
-        sent[key] += round(one.trips * one.wire_bytes)
-    for key, count in found.items():
+    for collective in report.collectives:
+        place = _place(collective.op_name.split("/", 1)[-1]) + (", if asked" if collective.conditions else "")
+        array = f"{collective.dtype}[{','.join(map(str, collective.shape))}]"
+        key = collective.kind, place, str(collective.participants), array
+        counts[key] += collective.trips
+        sent[key] += round(collective.trips * collective.wire_bytes)
+    for key, count in counts.items():
         table.add_row(*key, str(count), f"{sent[key]:,}")
     return table
 
@@ -205,5 +206,5 @@ _CONTROL = re.compile(r"while|shard_map|body|cond|branch_\d+_fun|jit\(.*\)|layer
 
 
 def _place(scope: str) -> str:
-    """A place in the model without loops, branches and the number of the layer."""
+    """Return a place in the model without loops, branches and the layer's number."""
     return "/".join(part for part in scope.split("/") if not _CONTROL.fullmatch(part))

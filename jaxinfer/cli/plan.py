@@ -76,9 +76,9 @@ def plan(
         "sequences", "s a pass", "tokens/s", "TFLOP/s", "limited by", title=str(placement), title_justify="left"
     )
     for tokens in sorted({1, 8, 64, best, most} - {size for size in (8, 64) if size > most}):
-        found = planned.predict(tokens)
-        limit = "computing" if found.compute_seconds > found.fetch_seconds else "fetching"
-        figures = f"{found.seconds:.3g}", f"{found.tokens_per_s:.3g}", f"{found.flops / 1e12:.3g}", limit
+        prediction = planned.predict(tokens)
+        limit = "computing" if prediction.compute_seconds > prediction.fetch_seconds else "fetching"
+        figures = f"{prediction.seconds:.3g}", f"{prediction.tokens_per_s:.3g}", f"{prediction.flops / 1e12:.3g}", limit
         table.add_row(f"{tokens}{' (recommended)' if tokens == best else ''}", *figures)
     Console().print(table)
     rates = ", ".join(f"{decimal(int(rate))}/s from {tier}" for tier, rate in planned.bandwidths.items())
@@ -87,18 +87,18 @@ def plan(
 
 
 def parse_bandwidths(text: str | None) -> dict[str, float]:
-    """Bytes a second of each tier.
+    """Return the bytes a second of each tier.
 
     >>> parse_bandwidths("disk=3GB, host=25GB")
     {'disk': 3000000000.0, 'host': 25000000000.0}
     """
     from jaxinfer.streaming.config import parse_bytes
 
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for part in [] if text is None else text.split(","):
         tier, equals, size = part.rpartition("=")
         if (tier := tier.strip()) not in ("disk", "host") and equals:
             raise ValueError(f"--bandwidth: {tier!r} is no tier that layers come from; there are disk, host.")
         rate = float(parse_bytes("--bandwidth", size))
-        found |= {tier: rate} if tier else {"disk": rate, "host": rate}
-    return found
+        rates |= {tier: rate} if tier else {"disk": rate, "host": rate}
+    return rates

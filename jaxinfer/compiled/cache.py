@@ -27,16 +27,16 @@ class CompileMissError(RuntimeError):
 
 
 class ProgramCache[Buckets]:
-    """Finds the executable of some sizes, reading it from disk or compiling it if it must.
+    """Finds the executable for some sizes, reading it from disk or compiling it if needed.
 
     Args:
-      specs: the programs there are, each with a class of sizes of its own.
+      specs: the programs, each with its own class of sizes.
       mesh: the devices they are divided over, or None for one device.
       kernels: whether operations may run as kernels.
       store: where executables are kept between processes; None: nowhere.
 
     Attributes:
-      misses: programs that were made because a call needed them, rather than ahead of time.
+      misses: the number of programs that were made when a call needed them, rather than ahead of time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProgramCache[Buckets]:
         self.misses = 0
 
     def get(self, sizes: Sizes) -> Program:
-        """The program for these sizes. Raises CompileMissError under `forbid_compile` if it was not compiled."""
+        """Return the program for these sizes. Raises CompileMissError under `forbid_compile` if it is not compiled."""
         if sizes not in self._programs:
             if self in _forbidding.get():
                 known = sorted(str(other) for other in self._programs if type(other) is type(sizes))
@@ -69,11 +69,11 @@ class ProgramCache[Buckets]:
     def compile_ahead(self, buckets: Buckets, *, workers: int | None = None) -> int:
         """Compile all that calls can ask for within these buckets, several at a time; returns how many were missing.
 
-        XLA compiles without the GIL; tracing holds it. Ctrl-C ends the call at once: what is being compiled then is
-        there when a later call asks for it.
+        XLA compiles without the GIL; tracing holds it. Ctrl-C ends the call at once; what XLA was compiling is finished
+        in the background, and a later call finds it.
         """
-        wanted = (sizes for spec in self._specs.values() for sizes in spec.reachable(buckets))
-        missing = [sizes for sizes in dict.fromkeys(wanted) if sizes not in self._programs]
+        reachable = (sizes for spec in self._specs.values() for sizes in spec.reachable(buckets))
+        missing = [sizes for sizes in dict.fromkeys(reachable) if sizes not in self._programs]
         if len(missing) == 1:
             self._compile(missing[0])
         elif missing:
@@ -96,14 +96,14 @@ class ProgramCache[Buckets]:
         return [call for call in calls.values() if len(supported(call)) > 1]
 
     def _compile_all(self, missing: list[Sizes], workers: int) -> None:
-        remaining = iter(missing)  # the next one is whichever worker's asks first
+        remaining = iter(missing)  # shared: each worker takes the next
 
         def work() -> None:
             try:
                 for sizes in remaining:
                     self._compile(sizes)
             finally:
-                missing.clear()  # after an error: there is none left else
+                missing.clear()  # ends the iteration of the other workers after an error
 
         try:
             results([start(work) for _ in range(workers)])
@@ -119,7 +119,7 @@ class ProgramCache[Buckets]:
 
     @contextlib.contextmanager
     def forbid_compile(self) -> Iterator[None]:
-        """Within this context a missing program is an error instead of a pause, for this thread or task alone."""
+        """Make a missing program an error instead of a pause, for this thread or task alone."""
         before = _forbidding.set(_forbidding.get() | {self})
         try:
             yield

@@ -1,4 +1,4 @@
-"""What programs cost: their times, in one record that every controller reads and that outlives the process."""
+"""Costs of programs: their times, in one record that every controller reads and that outlives the process."""
 
 import atexit
 import dataclasses
@@ -23,40 +23,40 @@ from jaxinfer.disk_cache import KeptFiles, cache_folder
 log = logging.getLogger(__name__)
 
 RESOLUTION = 1.05
-"""The ratio of neighbouring times in a histogram: a percentile is off by at most half a step, 2.5%."""
+"""The ratio of neighbouring bins in a histogram: a percentile is off by at most half a step, 2.5%."""
 _LOG_RESOLUTION = math.log(RESOLUTION)
 SHORTEST = 1e-9
-"""Seconds that a call counts as at least, since a simulated clock can stand still."""
+"""Fewest seconds that a call counts as, since a simulated clock can stand still."""
 STALL = 8.0
 """A call that took more than this many times the mean met a stall of the machine: the mean counts it as this many."""
 MAX_CALLS = 256
-"""How many calls a record keeps. When it has them, all weigh half from then on, so that new ones tell."""
+"""How many calls a record keeps. A full record is first scaled down to half, so that new calls have an effect."""
 PRIOR_CALLS = 16
-"""How many calls all earlier processes count as, so that a machine that has become slower is soon learnt anew."""
+"""How many calls all earlier processes count as, so that a machine that became slower is soon measured as such."""
 SAVE_SECONDS = 60.0
-"""How often a process that goes on writes down what it has learnt; one that ends always does."""
+"""Seconds between two saves of a process that goes on; one that ends always saves."""
 LOCK_SECONDS = 5.0
 MAX_BYTES = 64 << 20
-"""Of all records on disk together; what was used longest ago is deleted first."""
+"""Limit for all records on disk together; the least recently used are deleted first."""
 FORMAT = 2
 LONGEST = 1e9
-"""Seconds of a call that a record on disk can have; more is damage."""
+"""Most seconds that a call in a record on disk can have; more is damage."""
 
 
 Key = tuple[str, Bucket]
-"""A program's name, or that of anything else that takes time by its sizes, and the sizes."""
+"""The name of a program, or of anything else that takes time by its sizes, and the sizes."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Cost:
-    """What calls at some sizes were seen to take: seconds of a pass through the model, each call counting once.
+    """Measured times of calls at some sizes: seconds of a pass through the model, each call counting once.
 
-    Of the calls there ever were, the newest count (`MAX_CALLS`). Percentiles are those of `numpy.percentile` with
-    method "inverted_cdf" within 2.5%: calls are counted in a histogram whose steps are 5% apart.
+    Only the newest `MAX_CALLS` calls count. Percentiles are those of `numpy.percentile` with method "inverted_cdf"
+    within 2.5%: calls are counted in a histogram whose steps are 5% apart.
 
     Attributes:
-      calls: how many there ever were.
-      passes: through the model, in all of them.
+      calls: the number of calls ever made.
+      passes: passes through the model in all of them.
       seconds: the sum over calls that still count; a stall counts as `STALL` times the mean before it.
       counts: how many of these took RESOLUTION ** key seconds.
     """
@@ -71,7 +71,7 @@ class Cost:
 
     @property
     def weight(self) -> float:
-        """How many calls still count; what was forgotten in part is a fraction."""
+        """The number of calls that still count; calls that were scaled down count as fractions."""
         return self._weight
 
     @property
@@ -90,7 +90,7 @@ class Cost:
         return self.percentile(95)
 
     def percentile(self, percent: float) -> float:
-        """Seconds that `percent` of the calls did not exceed."""
+        """Return the seconds that `percent` of the calls did not exceed."""
         rank, bins = percent / 100 * self._weight, sorted(self.counts)
         below = itertools.accumulate(self.counts[at] for at in bins)
         # Sums of fractions may end just below the rank that they should reach.
@@ -100,9 +100,9 @@ class Cost:
         """Count a call.
 
         Args:
-          seconds: of one of its passes, on average; > 0.
-          passes: how many it had.
-          counted: what the mean takes instead.
+          seconds: the average of its passes; > 0.
+          passes: the number of its passes.
+          counted: the seconds that the mean takes instead.
         """
         if self._weight >= MAX_CALLS:
             self.forget(MAX_CALLS / 2)
@@ -114,7 +114,7 @@ class Cost:
         self.passes += passes
 
     def forget(self, limit: float) -> None:
-        """Let all calls weigh less, as many as `limit` together, if they weigh more."""
+        """Scale the histogram down to a total weight of at most `limit`."""
         if self._weight > limit:
             share = max(limit, 0.0) / self._weight
             self.counts = {at: n * share for at, n in self.counts.items() if n * share > 1e-3}
@@ -122,7 +122,7 @@ class Cost:
             self._weight = sum(self.counts.values())
 
     def copy(self) -> "Cost":
-        """The same, which later calls do not change."""
+        """Return a copy, which later calls do not change."""
         return dataclasses.replace(self, counts=dict(self.counts))
 
     def merge(self, other: "Cost") -> None:
@@ -136,7 +136,7 @@ class Cost:
 
 
 def _bin(seconds: float) -> int:
-    """The step of a histogram that counts calls of so many seconds."""
+    """Return the histogram bin of a call that takes this long."""
     return round(math.log(seconds) / _LOG_RESOLUTION)
 
 
@@ -146,8 +146,8 @@ class LinearFit(NamedTuple):
     Attributes:
       slope: seconds for one more.
       intercept: seconds for none.
-      r2: the part of the variance that the line explains; 1 where there is none.
-      points: sizes that it goes through, at least 2.
+      r2: the share of the variance that the line explains; 1 without variance.
+      points: the number of sizes it goes through, at least 2.
     """
 
     slope: float
@@ -157,7 +157,7 @@ class LinearFit(NamedTuple):
 
     @classmethod
     def through(cls, sizes: Sequence[int], seconds: Sequence[float], weights: Sequence[float] | None = None) -> Self:
-        """The line through at least two different sizes; weights: how much each point counts, None: all as much."""
+        """Fit a line to at least two different sizes; weights: how much each point counts, None: all the same."""
         x, y = np.array(sizes, float), np.array(seconds)
         mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
         dx, dy = x - mean_x, y - mean_y
@@ -168,7 +168,7 @@ class LinearFit(NamedTuple):
 
 
 class CostTable:
-    """What programs cost, to plan by.
+    """Costs of programs, for planning.
 
     Args:
       costs: by program and sizes.
@@ -178,15 +178,15 @@ class CostTable:
         self._costs = dict(costs)
         self._matching: dict[tuple[str, frozenset[tuple[str, int]]], list[Cost]] = {}
 
-    def of(self, name: str, /, **sizes: int) -> Cost | None:
-        """What calls of these sizes took, all other sizes together; None if there were none."""
+    def for_sizes(self, name: str, /, **sizes: int) -> Cost | None:
+        """Return the cost of calls at these sizes, pooled over all other sizes; None if there were none."""
         total = Cost()
         for cost in self._match(name, sizes):
             total.merge(cost)
         return total if total.calls else None
 
     def mean(self, name: str, /, **sizes: int) -> float | None:
-        """The mean of `of`, for callers in a hurry."""
+        """Return the mean of `for_sizes`, without the cost of merging histograms."""
         matching = self._match(name, sizes)
         weight = sum(cost.weight for cost in matching)
         return sum(cost.seconds for cost in matching) / weight if weight else None
@@ -194,17 +194,19 @@ class CostTable:
     def fit(
         self, name: str, over: str, by: Literal["mean", "p50", "p95"] = "mean", /, **sizes: int
     ) -> LinearFit | None:
-        """A line through a program's costs over one of its sizes; each cost weighs as many calls as it has.
+        """Fit a line to a program's costs over one of its sizes; each cost is weighted by its number of calls.
 
         Args:
-          name: of the program.
-          over: the size.
+          name: the program.
+          over: the size that varies.
           by: which of a cost's times.
-          sizes: those that are held; others are taken together.
-        Returns None unless the costs of two different sizes are known.
+          sizes: sizes that are fixed; costs are pooled over the others.
+
+        Returns:
+          The line, or None unless the costs of two different sizes are known.
         """
         known = sorted({dict(bucket)[over] for n, bucket in self._costs if n == name and over in dict(bucket)})
-        costs = {size: cost for size in known if (cost := self.of(name, **sizes, **{over: size}))}
+        costs = {size: cost for size in known if (cost := self.for_sizes(name, **sizes, **{over: size}))}
         if len(costs) < 2:
             return None
         return LinearFit.through(
@@ -234,12 +236,12 @@ class _Entry(msgspec.Struct):
 
 
 class KeptCosts(msgspec.Struct, kw_only=True):
-    """The costs of one model on one kind of device under one version of JAX, as they are kept in a file.
+    """The costs of one model on one kind of device under one version of JAX, as a file holds them.
 
     Attributes:
       device: the kind of device.
-      jax: its version, and XLA's flags where the environment has some.
-      model: all else that decides how long programs take, by name.
+      jax: its version, and XLA's flags if the environment has some.
+      model: everything else that decides how long programs take, by name.
       programs: the costs at all sizes.
     """
 
@@ -255,7 +257,7 @@ class KeptCosts(msgspec.Struct, kw_only=True):
 
 
 class CostFile:
-    """Where the costs of one model on one kind of device are kept; several processes may add to it at a time."""
+    """The file with the costs of one model on one kind of device; several processes may add to it at a time."""
 
     def __init__(self, device: str, model: Mapping[str, str]):
         self._key = KeptCosts(device=device, jax=_jax_version(), model=dict(model))
@@ -263,12 +265,12 @@ class CostFile:
         self._files = _files()
 
     def read(self) -> dict[Key, Cost]:
-        """The costs that the file has; none if there is no file, or a damaged one."""
+        """Return the costs in the file; none if the file is missing or damaged."""
         kept = _read(self._files, self._name)
         return kept.costs if kept else {}
 
     def add(self, new: Mapping[Key, Cost], replaced: Collection[Key] = ()) -> None:
-        """Add calls to what the file has, or put them in its place. Raises OSError if that fails."""
+        """Add calls to those in the file, or replace those. Raises OSError if that fails."""
         with self._files.locked(seconds=LOCK_SECONDS):
             costs = self.read()
             for key in replaced:
@@ -280,7 +282,7 @@ class CostFile:
 
 
 def kept_costs(device: str) -> Iterator[KeptCosts]:
-    """What is kept for a kind of device, under this version of JAX."""
+    """Yield the records of a kind of device, under this version of JAX."""
     files = _files()
     for name in sorted(files.sizes()):
         kept = _read(files, name)
@@ -293,7 +295,7 @@ def _files() -> KeptFiles:
 
 
 def _read(files: KeptFiles, name: str) -> KeptCosts | None:
-    """A record, or None; what is damaged is deleted."""
+    """Read a record; None without one. A damaged record is deleted."""
     if (content := files.get(name)) is None:
         return None
     try:
@@ -309,15 +311,15 @@ def _jax_version() -> str:
 
 
 def _displace(old: Cost, new: Cost) -> None:
-    """Count the calls of `new` too, in place of old ones where both are too many."""
+    """Count the calls of `new` too, in place of old ones if both together exceed `MAX_CALLS`."""
     old.forget(MAX_CALLS - new.weight)
     old.merge(new)
 
 
 class _Times:
-    """The times of one program: all that count, and those since the last time that they were saved.
+    """The times of one program: all that count, and those not saved yet.
 
-    replaces: whether those that were saved before count no more.
+    replaces: whether the unsaved times replace those saved before.
     """
 
     def __init__(self, cost: Cost, *, called: bool = False, replaces: bool = False):
@@ -330,38 +332,38 @@ class _Times:
 
 
 class Costs:
-    """What programs cost: of one model, on one kind of device, under one version of JAX.
+    """The costs of one model's programs, on one kind of device, under one version of JAX.
 
-    A time goes from dispatch, or from when the results of the step before were on the host if that came later, to the
-    results on the host. Compiling, and packing the inputs, are not in it; the small programs that change the state
-    between two steps are. Where steps overlap, a host that notices results late makes one step too long and the next
+    A time goes from dispatch, or from when the previous step's results were on the host if that was later, to the
+    results on the host. It excludes compiling and packing the inputs; it includes the small programs that change the
+    state between two steps. Where steps overlap, a host that notices results late makes one step too long and the next
     one too short: `mean` is right then, percentiles are what the host saw. The first call of a program in a process
-    is not counted: it sets up what later calls find.
+    is not counted: it does the set-up for later calls.
 
-    What earlier processes learnt is read once, at the start (the prior), and counts as `PRIOR_CALLS` calls. Threads
-    may share one. Who plans by many of them takes a `snapshot`.
+    Costs of earlier processes (the prior) are read once, at the start, and count as `PRIOR_CALLS` calls. Threads may
+    share one. A planner that reads many of them takes a `snapshot`.
 
     Args:
-      known: the costs to begin with.
+      known: the initial costs.
       learns: whether calls are counted; else `known` stays as it is.
-      file: where calls are added by `save`; None: nowhere.
+      file: where `save` adds calls; None: nowhere.
     """
 
     def __init__(self, known: Mapping[Key, Cost] | None = None, *, learns: bool = True, file: CostFile | None = None):
         self._learns, self._file = learns, file
         self._programs = {key: _Times(cost) for key, cost in (known or {}).items()}
-        self._table = CostTable(known or {})  # of the same costs, as they change
+        self._table = CostTable(known or {})  # views the live costs
         self._saved = time.monotonic()
         self._lock = threading.Lock()
         self._origin = Origin("This record of costs")
 
     @classmethod
     def open(cls, *, device: str, model: Mapping[str, str]) -> Self:
-        """The costs that are kept on disk, where what this process learns is added, at its end at the latest.
+        """Open the costs on disk; what this process learns is added to them, at its end at the latest.
 
         Args:
           device: the kind of device, so that programs take equally long on all that it names.
-          model: all else that decides how long programs take, by name: config, weight format, mesh, ...
+          model: everything else that decides how long programs take, by name: config, weight format, mesh, ...
         """
         file = CostFile(device, model)
         known = file.read()
@@ -373,7 +375,7 @@ class Costs:
 
     @classmethod
     def fixed(cls, seconds: Mapping[Key, float]) -> Self:
-        """A record of these seconds a pass which learns nothing, so that what is decided by it does not vary."""
+        """Make a record of these seconds a pass that learns nothing, so that decisions by it do not vary."""
         known = {key: Cost() for key in seconds}
         for key, cost in known.items():
             cost.add(seconds[key], 1, seconds[key])
@@ -383,10 +385,10 @@ class Costs:
         """Count a call.
 
         Args:
-          name: of the program.
+          name: the program.
           bucket: its sizes.
-          seconds: of the whole call.
-          passes: through the model in it.
+          seconds: the time of the whole call.
+          passes: passes through the model in it.
         """
         if not self._learns:
             return
@@ -400,28 +402,28 @@ class Costs:
             program.called = True
 
     def replace(self, name: str, bucket: Bucket, seconds: Iterable[float]) -> None:
-        """Let these calls, the first one included, take the place of all that were before, in the file too."""
+        """Replace all earlier calls by these, the first one included, in the file too."""
         if not self._learns:
             return
         times = _Times(Cost(), called=True, replaces=True)
-        for one in seconds:
-            times.record(max(one, SHORTEST), 1)
+        for duration in seconds:
+            times.record(max(duration, SHORTEST), 1)
         with self._lock:
             self._programs[name, bucket] = times
             self._renew_table()
 
-    def of(self, name: str, /, **sizes: int) -> Cost | None:
-        """What calls of these sizes took, all other sizes together; None if there were none."""
+    def for_sizes(self, name: str, /, **sizes: int) -> Cost | None:
+        """Return the cost of calls at these sizes, pooled over all other sizes; None if there were none."""
         with self._lock:
-            return self._table.of(name, **sizes)
+            return self._table.for_sizes(name, **sizes)
 
     def mean(self, name: str, /, **sizes: int) -> float | None:
-        """The mean of `of`, for callers in a hurry."""
+        """Return the mean of `for_sizes`, without the cost of merging histograms."""
         with self._lock:
             return self._table.mean(name, **sizes)
 
     def snapshot(self) -> CostTable:
-        """All costs as they are now."""
+        """Copy all costs as they are now."""
         with self._lock:
             return CostTable({key: program.cost.copy() for key, program in self._programs.items()})
 
@@ -429,10 +431,10 @@ class Costs:
         self._table = CostTable({key: program.cost for key, program in self._programs.items()})
 
     def save(self, *, every: float = 0.0) -> None:
-        """Add what was learnt since the last time to the file, unless that is less than `every` seconds ago.
+        """Add what was learnt since the last save to the file, unless that is less than `every` seconds ago.
 
-        A folder that cannot be written to, or is full, is no error: what was learnt is kept for the next time. What a
-        forked process has, it has learnt in its parent, which adds it.
+        A folder that is full or cannot be written to is no error: what was learnt is kept for the next save. A forked
+        process saves nothing: it has its parent's calls, which the parent saves.
         """
         if self._file is None or self._origin.forked or time.monotonic() - self._saved < every:
             return

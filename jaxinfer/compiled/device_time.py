@@ -1,4 +1,4 @@
-"""How long calls have a device to themselves, which calls that overlap would else count for one another."""
+"""Time that calls have a device to themselves; the plain times of overlapping calls would count twice."""
 
 import threading
 import time
@@ -6,28 +6,28 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 Clock = Callable[[], float]
-"""Seconds since some moment, never going back: `time.perf_counter`, or the time of a simulation."""
+"""Seconds since some moment, never going back: `time.perf_counter`, or a simulation's time."""
 
 
 class Interval(NamedTuple):
-    """When a device did something, in seconds of its clock."""
+    """The beginning and end of a call on a device, in seconds of its clock."""
 
     begun: float
     ended: float
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The length of the interval."""
         return self.ended - self.begun
 
 
 class DeviceTime:
-    """When a device was last seen free: a call that was sent before has begun only then.
+    """Tracks when a device was last seen free: a call that was sent earlier has begun only then.
 
     All threads that send calls to the device share one.
 
     Args:
-      clock: its own.
+      clock: the time that calls are measured by.
 
     Attributes:
       free: when the device was last seen to end a call.
@@ -38,10 +38,10 @@ class DeviceTime:
         self._lock = threading.Lock()
 
     def end(self, sent: float) -> Interval:
-        """The time of a call whose results have just come.
+        """Return the interval of a call whose results have just arrived.
 
         Args:
-          sent: when it was sent to the device.
+          sent: when the call was sent to the device.
         """
         with self._lock:
             now = self.clock()

@@ -1,4 +1,4 @@
-"""How much longer calls take now than the record of costs says: the one rule by which serving corrects it."""
+"""Drift: how much longer calls take now than on record, and the one rule by which serving corrects for it."""
 
 import math
 import statistics
@@ -13,16 +13,16 @@ NEWEST = 16
 
 
 class Drift[Key: Hashable]:
-    """Factors on what is on record, by what the newest calls took.
+    """Factors on recorded costs, from the newest calls.
 
-    The median of the newest calls takes the place of what was known, where the two differ by more than `tolerance`. So
-    noise changes nothing, and a slow spell counts as long as it lasts. The record itself stays as it was measured.
+    The median of the newest calls replaces the recorded cost if the two differ by more than `tolerance`. So noise
+    changes nothing, and a slow spell counts as long as it lasts. The record itself stays as it was measured.
 
     Args:
       least: how many calls must have been seen, at most `NEWEST`.
-      tolerance: a ratio; what differs by less is noise.
-      forget: seconds after which what was seen counts no more: what looks slow is chosen no more, and nothing else
-        would ever show that the slow spell is over.
+      tolerance: a ratio; smaller differences are noise.
+      forget: seconds after which calls count no more: what looks slow is not chosen again, so nothing else would show
+        that the slow spell is over.
       clock: in seconds.
 
     Attributes:
@@ -43,11 +43,11 @@ class Drift[Key: Hashable]:
         self._seen: dict[Key, float] = {}
 
     def note(self, key: Key, ratio: float) -> bool:
-        """Take a call in; returns whether any factor has changed.
+        """Take a call into account; returns whether any factor has changed.
 
         Args:
           key: what was called.
-          ratio: how many times as long as on record it took; > 0.
+          ratio: its time over the recorded time; > 0.
         """
         now, before = self._clock(), dict(self.factors)
         for old in [other for other, seen in self._seen.items() if now - seen > self._forget]:
@@ -60,7 +60,7 @@ class Drift[Key: Hashable]:
         return self.factors != before
 
     def forget(self, key: Key) -> None:
-        """Go by the record again."""
+        """Drop the newest calls of `key`, so that its recorded cost counts again."""
         for known in (self.factors, self._newest, self._seen):
             known.pop(key, None)
 
@@ -71,5 +71,5 @@ class Drift[Key: Hashable]:
         if self._differ(factor, 1.0):
             self.factors[key] = factor
 
-    def _differ(self, one: float, other: float) -> bool:
-        return not 1 / self._tolerance <= one / other <= self._tolerance
+    def _differ(self, factor: float, other: float) -> bool:
+        return not 1 / self._tolerance <= factor / other <= self._tolerance

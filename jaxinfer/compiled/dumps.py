@@ -22,7 +22,7 @@ class Launch:
     Attributes:
       grid: blocks.
       cluster: blocks per cluster.
-      threads: per block.
+      threads: threads per block.
       shared_bytes: shared memory per block.
     """
 
@@ -41,8 +41,8 @@ class Thunk:
       kind: XLA's name of the kind ("kCustomKernel").
       parents: ids of the containers, outermost first.
       branches: for each of these, which of its branches holds the thunk, counted as written; 0 if it has none.
-      kernel: its name; one that XLA reuses for several identical instructions has the name of the first.
-      launch: of the kernel.
+      kernel: its name; a kernel that XLA reuses for several identical instructions has the name of the first.
+      launch: the kernel's launch.
     """
 
     id: int
@@ -73,7 +73,7 @@ def _launch(*sizes: str) -> Launch:
 
 
 def read_thunks(text: str) -> list[Thunk]:
-    """The thunks of `*.thunk_sequence_after_thunk_passes.txt`, in the order written.
+    """Read the thunks of `*.thunk_sequence_after_thunk_passes.txt`, in the order written.
 
     A line is `003: kCustomKernel [prev=002 (1) | sink] NAME grid: [..] threads: [..]  shared_memory: 0 bytes`;
     the contents of a container follow it, indented, each of a conditional's branches after a line such as
@@ -82,7 +82,7 @@ def read_thunks(text: str) -> list[Thunk]:
     thunks: list[Thunk] = []
     containers: list[_Container] = []
     for line in text.splitlines():
-        if label := _LABEL.match(line):  # "condition:" is not indented, which makes it nobody's
+        if label := _LABEL.match(line):  # "condition:" is not indented, so it belongs to no container
             outer = [container for container in containers if container.indent < len(label["indent"])]
             for container in outer[-1:]:
                 container.branch += 1
@@ -107,7 +107,7 @@ def read_thunks(text: str) -> list[Thunk]:
 
 
 def read_thunk_names(text: str) -> dict[int, str]:
-    """Thunk id -> the instruction it runs, from `*.thunk_metadata.txt` (id 0 is not written)."""
+    """Map each thunk id to the instruction it runs, from `*.thunk_metadata.txt` (id 0 is not written)."""
     names = re.findall(r'profile_annotation: "([^"]*)"\s+(?:thunk_id: (\d+))?', text)
     return {int(number or 0): name for name, number in names}
 
@@ -116,29 +116,29 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*)$")
 
 
 def _op_name(line: str) -> str:
-    """The part of the model that an instruction's line names, or nothing."""
+    """Return the part of the model that an instruction's line names, or nothing."""
     given = re.search(r'op_name="([^"]*)"', line)
     return given[1] if given else ""
 
 
 def read_op_names(hlo: str) -> dict[str, str]:
-    """Instruction -> the part of the model that it belongs to ("jit(step)/layers.3/attention/dot_general").
+    """Map each instruction to the part of the model that it belongs to ("jit(step)/layers.3/attention/dot_general").
 
-    XLA drops the name of a product that it splits along K; such an instruction gets that of a user of its result.
+    XLA drops the name of a product that it splits along K; such an instruction gets the name of a user of its result.
     """
     names: dict[str, str] = {}
-    of_user: dict[str, str] = {}
+    user_names: dict[str, str] = {}
     for line in reversed(hlo.splitlines()):  # users come after what they use
         if not (match := _INSTRUCTION.match(line)):
             continue
-        names[match[1]] = _op_name(line) if "op_name=" in line else of_user.get(match[1], "")
+        names[match[1]] = _op_name(line) if "op_name=" in line else user_names.get(match[1], "")
         for operand in re.findall(r"%([\w.-]+)", match[2].split(", metadata=", 1)[0]):
-            of_user[operand] = names[match[1]]
+            user_names[operand] = names[match[1]]
     return names
 
 
 def read_predicates(hlo: str) -> frozenset[str]:
-    """The conditionals that choose by a predicate; their true branch comes first, whatever the thunks call it.
+    """Return the conditionals that choose by a predicate; their true branch comes first, whatever the thunks call it.
 
     All others choose by an index, in whose order their branches come.
     """
@@ -147,7 +147,7 @@ def read_predicates(hlo: str) -> frozenset[str]:
 
 
 def read_aliases(hlo: str) -> int:
-    """The number of results written into a donated argument, from the first line of the optimised module."""
+    """Count the results written into a donated argument, from the first line of the optimised module."""
     return len(re.findall(r"\{[\d, ]*\}: \(\d+, ", hlo.split("\n", 1)[0]))
 
 
@@ -166,7 +166,7 @@ _VALUE = re.compile(
 
 
 def read_temporaries(text: str) -> list[Buffer]:
-    """The values in temporary allocations of `*-buffer-assignment.txt`, largest first."""
+    """Return the values in temporary allocations of `*-buffer-assignment.txt`, largest first."""
     temporaries, inside = [], False
     for line in text.splitlines():
         if line.startswith("allocation "):
@@ -181,8 +181,8 @@ class MosaicCall:
     """A Mosaic kernel in a module.
 
     Attributes:
-      dump: the name of what Mosaic dumps of it, "NAME_7", where NAME is the `kernel_name`.
-      launch: of the kernel.
+      dump: the name of Mosaic's dumps for it, "NAME_7", where NAME is the `kernel_name`.
+      launch: the kernel's launch.
     """
 
     dump: str
@@ -193,10 +193,10 @@ _ESCAPE = re.compile(r"\\([0-9A-F]{2})")
 
 
 def read_mosaic_calls(hlo: str) -> dict[str, MosaicCall]:
-    """Instruction -> its Mosaic kernel, from the optimised module.
+    """Map each instruction to its Mosaic kernel, from the optimised module.
 
     The module has each kernel as MLIR bytecode, which contains strings verbatim, each after a zero byte: the function's
-    name, "NAME_mosaic_gpu", and that of the dumps. Raises ValueError if a kernel has none.
+    name, "NAME_mosaic_gpu", and the name of its dumps. Raises ValueError if a kernel has none.
     """
     calls: dict[str, MosaicCall] = {}
     launches: dict[str, Launch] = {}  # a kernel that several layers use is read once
@@ -217,7 +217,7 @@ def read_mosaic_calls(hlo: str) -> dict[str, MosaicCall]:
 
 
 def read_mosaic_launch(bytecode: bytes) -> Launch:
-    """A kernel's launch, from the module that Mosaic stores with it.
+    """Read a kernel's launch from the module that Mosaic stores with it.
 
     Its `gpu.launch` has constants as operands: 3 for blocks, 3 for threads, 3 for blocks per cluster if there are
     clusters, and the bytes of shared memory. Raises ValueError if there is no launch.
@@ -238,7 +238,7 @@ def read_mosaic_launch(bytecode: bytes) -> Launch:
 
 def _mosaic_launch(operation: Any) -> Launch:
     operands = iter(operation.operands)
-    counts = list(operation.attributes["operandSegmentSizes"])  # of tokens to wait for, then 0 or 1 of each size
+    counts = list(operation.attributes["operandSegmentSizes"])  # tokens to wait for, then 0 or 1 of each size
     groups = [[next(operands) for _ in range(count)] for count in counts]
     sizes = [math.prod(value.owner.attributes["value"].value for value in group) for group in groups[1:11]]
     return Launch(
@@ -251,11 +251,11 @@ def _mosaic_launch(operation: Any) -> Launch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a kernel needs per thread, and its instructions.
+    """The registers and memory that a kernel needs per thread, and its instructions.
 
     Attributes:
-      registers: per thread.
-      spill_bytes: of registers spilled to memory per thread, stores and loads.
+      registers: registers per thread.
+      spill_bytes: bytes of registers spilled to memory per thread, stores and loads.
       instructions: how often each SASS instruction occurs in the kernel ("LDG.E.128": 8).
     """
 
@@ -265,7 +265,7 @@ class Resources:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Those of `FEATURES` whose instructions occur in the kernel."""
+        """The `FEATURES` whose instructions occur in the kernel."""
         return tuple(
             feature
             for feature, pattern in FEATURES.items()
@@ -293,33 +293,34 @@ FEATURES: Mapping[str, str] = {
 
 
 def read_resources(text: str) -> dict[str, Resources]:
-    """Kernel -> its resources without instructions, from the output of `ptxas -v`."""
-    found = {}
+    """Map each kernel to its resources, without instructions, from the output of `ptxas -v`."""
+    resources = {}
     for block in text.split("Compiling entry function '")[1:]:
         stores, loads = re.findall(r"(\d+) bytes spill (?:stores|loads)", block)[:2]
         registers = re.search(r"Used (\d+) registers", block)
         assert registers is not None, block
         name = block.split("'", 1)[0]
-        found[name] = Resources(registers=int(registers[1]), spill_bytes=int(stores) + int(loads))
-    return found
+        resources[name] = Resources(registers=int(registers[1]), spill_bytes=int(stores) + int(loads))
+    return resources
 
 
 _SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
 def read_instructions(text: str) -> dict[str, Mapping[str, int]]:
-    """Kernel -> how often each instruction occurs in it, from the output of `nvdisasm`."""
+    """Count how often each instruction occurs in each kernel, from the output of `nvdisasm`."""
     sections = re.split(r"^//-+ \.text\.(\S+) +-+$", text, flags=re.MULTILINE)[1:]
     return {name: Counter(_SASS.findall(code)) for name, code in zip(sections[::2], sections[1::2], strict=True)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """An array that devices exchange, in each run of the module; one that XLA combines with others counts by itself.
+    """An array that devices exchange in each run of the module; arrays that XLA combines count one by one.
 
     Attributes:
       kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute" or "ragged-all-to-all".
-      dtype: XLA's name of it, such as "bf16". shape: of the result on each device.
+      dtype: XLA's name of it, such as "bf16".
+      shape: the result's shape on each device.
       participants: devices that exchange with one another.
       trips: how often it runs, loops of an unknown number of turns counted once.
       in_loop: whether it is in a loop of an unknown number of turns.
@@ -360,7 +361,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """Where a computation is called: by which, how often in a run of it (None: unknown), under which condition."""
+    """A call of a computation: the caller, how often it calls (None: unknown), under which condition."""
 
     caller: str
     trips: int | None = 1
@@ -368,11 +369,11 @@ class _Call:
 
 
 def read_collectives(hlo: str, devices: int) -> list[Collective]:
-    """What the devices exchange, from the optimised module of a program for so many, in the order written.
+    """Return the exchanges between `devices` devices, from a program's optimised module, in the order written.
 
     A computation that is called several times counts each time. Raises ValueError for groups in an unknown form.
     """
-    computation, found, entry = "", [], ""
+    computation, matches, entry = "", [], ""
     calls: dict[str, list[_Call]] = {}
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
@@ -382,49 +383,49 @@ def read_collectives(hlo: str, devices: int) -> list[Collective]:
             for called, call in _calls(match[2], computation, line):
                 calls.setdefault(called, []).append(call)
             if collective := _COLLECTIVE.match(match[2]):
-                found.append((computation, collective, line))
+                matches.append((computation, collective, line))
     return [
-        dataclasses.replace(one, **context)
-        for computation, match, line in found
+        dataclasses.replace(collective, **context)
+        for computation, match, line in matches
         for context in _contexts(computation, entry, calls)
-        for one in _exchanged(match, line, devices)
+        for collective in _exchanged(match, line, devices)
     ]
 
 
 def _calls(instruction: str, caller: str, line: str) -> list[tuple[str, _Call]]:
-    """The computations that an instruction calls, but those that reduce pairs of numbers."""
+    """Return the computations that an instruction calls, except reductions of pairs of numbers."""
     trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-    found = []
+    called = []
     for kind, name in _CALLED.findall(instruction.split(", metadata=", 1)[0]):
         match kind:
             case "body":
-                found.append((name, _Call(caller=caller, trips=int(trips[1]) if trips else None)))
+                called.append((name, _Call(caller=caller, trips=int(trips[1]) if trips else None)))
             case "true_computation":
-                found.append((name, _Call(caller=caller, condition=_op_name(line))))
+                called.append((name, _Call(caller=caller, condition=_op_name(line))))
             case _:
-                found.append((name, _Call(caller=caller)))
+                called.append((name, _Call(caller=caller)))
     if branches := _BRANCHES.search(instruction):
         for index, name in enumerate(branches[1].split(",")):
             condition = _op_name(line) if index else ""
-            found.append((name.strip().lstrip("%"), _Call(caller=caller, condition=condition)))
-    return found
+            called.append((name.strip().lstrip("%"), _Call(caller=caller, condition=condition)))
+    return called
 
 
 def _contexts(computation: str, entry: str, calls: Mapping[str, list[_Call]]) -> list[dict[str, Any]]:
-    """How each way from the entry to a computation runs it."""
+    """Return how each path from the entry to a computation runs it."""
     if computation == entry:
         return [{"trips": 1, "in_loop": False, "conditions": ()}]
-    found = []
+    contexts = []
     for call in calls.get(computation, ()):
         for outer in _contexts(call.caller, entry, calls):
             conditions = (*outer["conditions"], call.condition) if call.condition else outer["conditions"]
             in_loop = outer["in_loop"] or call.trips is None
-            found.append({"trips": outer["trips"] * (call.trips or 1), "in_loop": in_loop, "conditions": conditions})
-    return found
+            contexts.append({"trips": outer["trips"] * (call.trips or 1), "in_loop": in_loop, "conditions": conditions})
+    return contexts
 
 
 def _exchanged(match: re.Match[str], line: str, devices: int) -> list[Collective]:
-    """One collective for each array; where it is started, the type may have the operands before the results."""
+    """Return a collective for each array; where it is started, the type may have the operands before the results."""
     kind, arrays = match["kind"], _ARRAY.findall(match["type"])
     operands = len(re.findall(r"%", match["operands"])) or 1
     if match["start"] and len(arrays) > operands:
@@ -445,7 +446,7 @@ def _exchanged(match: re.Match[str], line: str, devices: int) -> list[Collective
 
 
 def _participants(attributes: str, devices: int) -> int:
-    """The devices of a group: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `mesh['data'=2,'tensor'=2] {'tensor'}`, or all: `{}`."""
+    """Count a group's devices: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `mesh['data'=2,'tensor'=2] {'tensor'}`, or all: `{}`."""
     if "source_target_pairs=" in attributes:
         return 2
     if explicit := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):

@@ -1,9 +1,9 @@
-"""Compiled executables kept on disk, so that a warm start neither traces nor compiles.
+"""Compiled executables on disk, so that a warm start neither traces nor compiles.
 
-A file has XLA's serialised executable, and as JSON what calling it takes: trees, shapes, shardings. Nothing is
-unpickled. XLA's bytes are code, so the folder is the user's alone.
+A file has XLA's serialised executable and, as JSON, everything else that calling it takes: trees, shapes, shardings.
+Nothing is unpickled. XLA's bytes are code, so the folder is the user's alone.
 
-JAX has no public way to make a `jax.stages.Compiled` without tracing; everything private that this needs is here.
+JAX has no public way to make a `jax.stages.Compiled` without tracing; all private API that this needs is used here.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
 
 MAX_BYTES = 4 << 30
-"""Of all executables together; what was used longest ago is deleted first."""
+"""Limit for all executables together; the least recently used are deleted first."""
 
 _log = logging.getLogger("jaxinfer.compiled")
 
@@ -40,7 +40,7 @@ class NotKeptError(ValueError):
 class ExecutableStore:
     """Executables on disk by their keys (`disk_cache/keys.py`).
 
-    Whatever goes wrong here costs time, not correctness: the program is compiled.
+    Any failure here costs time, not correctness: the program is compiled.
 
     Attributes:
       not_kept: the programs that are compiled in every process, and why.
@@ -53,7 +53,7 @@ class ExecutableStore:
     def load(
         self, key: dict[str, Any], arguments: tuple[Any, ...], donate: Sequence[int], mesh: Mesh | None
     ) -> jax.stages.Compiled | None:
-        """The executable with this key, or None. arguments, donate, mesh: as it was compiled for."""
+        """Load the executable with this key; None without one. arguments, donate, mesh: as it was compiled for."""
         name = keys.digest(key)
         content = self.files.get(name)
         if content is None:
@@ -86,7 +86,7 @@ class ExecutableStore:
 
 
 def _describe(executable: jax.stages.Compiled) -> tuple[dict[str, Any], bytes]:
-    """What `_load` needs to know of an executable, and XLA's part of it."""
+    """Return what `_load` needs to know of an executable, and XLA's serialised part."""
     unloaded = executable._executable._unloaded_executable  # type: ignore[attr-defined]
     for name in ("unordered_effects", "ordered_effects", "keepalive", "host_callbacks", "mut"):
         if getattr(unloaded, name):
@@ -109,7 +109,7 @@ def _describe(executable: jax.stages.Compiled) -> tuple[dict[str, Any], bytes]:
 def _load(
     header: dict[str, Any], payload: bytes, arguments: tuple[Any, ...], donate: Sequence[int], mesh: Mesh | None
 ) -> jax.stages.Compiled:
-    """The executable, from what `_describe` returned and the arguments that it was compiled for."""
+    """Load the executable from the result of `_describe` and the arguments that it was compiled for."""
     by_id = {device.id: device for device in jax.devices()}
     devices = xla_client.DeviceList(tuple(by_id[i] for i in header["devices"]))
     sharding_of = functools.partial(_sharding, devices=by_id, mesh=mesh)
@@ -154,7 +154,7 @@ def _load(
 
 
 def _aval(described: list[Any], mesh: Mesh | None) -> core.ShapedArray:
-    """The type of a result; on a mesh, whose axes are automatic, it names the mesh but no axes."""
+    """Return the type of a result; on a mesh, whose axes are automatic, it names the mesh but no axes."""
     shape, dtype, weak_type = described
     whole = None if mesh is None else NamedSharding(mesh.abstract_mesh, PartitionSpec(*[None] * len(shape)))
     return core.ShapedArray(tuple(shape), jnp.dtype(dtype), weak_type=weak_type, sharding=whole)
@@ -183,7 +183,7 @@ def _sharding(described: list[Any], *, devices: dict[int, Any], mesh: Mesh | Non
 
 
 def _describe_tree(tree: Any) -> Any:
-    """A tree as JSON; a record by the name of its class, so that it can be found again."""
+    """Describe a tree as JSON; a record by the name of its class, so that it can be found again."""
     match tree:
         case None | int():
             return tree
@@ -202,7 +202,7 @@ def _describe_tree(tree: Any) -> Any:
 
 
 def _tree(described: Any) -> Any:
-    """The tree again."""
+    """Rebuild a tree from its description."""
     match described:
         case None | int():
             return described
@@ -217,7 +217,7 @@ def _tree(described: Any) -> Any:
 
 
 def _record(name: str) -> Any:
-    """A named tuple or dataclass of our packages, from `module:class`; its module is imported by whoever calls it."""
+    """Find a named tuple or dataclass of our packages by `module:class`; the caller has imported its module."""
     module, _, qualname = name.partition(":")
     if module.partition(".")[0] == keys.PACKAGE:
         kind = getattr(sys.modules[module], qualname)

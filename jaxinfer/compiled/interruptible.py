@@ -1,4 +1,4 @@
-"""Calls that Ctrl-C cannot stop, such as of XLA's compiler, made so that it stops their caller."""
+"""Interruptible waits for calls that Ctrl-C cannot stop, such as XLA's compiler: Ctrl-C stops the caller instead."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 
 class _Calls:
-    """How many calls run, and whether a caller has left one."""
+    """The number of running calls, and whether a caller has left one."""
 
     def __init__(self) -> None:
         self.lock, self.running, self.left = threading.Lock(), 0, False
@@ -41,10 +41,10 @@ def start[Result](call: Callable[[], Result]) -> Future[Result]:
 
 
 def results[Result](futures: Iterable[Future[Result]]) -> list[Result]:
-    """What calls that were started give. If the caller is interrupted, they go on by themselves.
+    """Return the results of started calls. If the caller is interrupted, the calls go on by themselves.
 
-    A process that ends before such a call does ends as by SIGINT: it cannot wait, and code that still ran while it is
-    taken down would crash it.
+    A process that ends while such a call runs ends as if by SIGINT: it cannot wait for the call, and code that still
+    runs while the process is taken down would crash it.
     """
     try:
         return [future.result() for future in futures]
@@ -54,7 +54,7 @@ def results[Result](futures: Iterable[Future[Result]]) -> list[Result]:
 
 
 def interruptible[Result](call: Callable[[], Result]) -> Result:
-    """The result of a call."""
+    """Run a call and return its result; Ctrl-C stops the wait."""
     return results([start(call)])[0]
 
 

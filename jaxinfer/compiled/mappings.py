@@ -1,14 +1,14 @@
-"""Memory mappings: each program takes some hundreds on a CPU, and Linux ends a process that asks for too many."""
+"""Memory mappings: on a CPU each program takes hundreds, and Linux ends a process that asks for too many."""
 
 from pathlib import Path
 
 _MAPS, _LIMIT = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 _SHARE = 0.9
-"""Of the limit that programs may reach: threads, files and buffers need mappings, too."""
+"""Share of the limit that programs may use: threads, files and buffers need mappings, too."""
 
 
 class MappingsError(RuntimeError):
-    """This process has nearly as many memory mappings as it may have."""
+    """The process has nearly as many memory mappings as it may have."""
 
 
 def check_mappings() -> None:

@@ -1,11 +1,11 @@
-"""XLA's compiler options, per platform; the same for a GPU that is here and one that is only compiled for."""
+"""XLA's compiler options per platform, the same whether a GPU is here or only compiled for."""
 
 import numpy as np
 
 COMMON: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
-"""Of every program. Each result is rounded to its dtype, as the model says. Otherwise XLA keeps float32 from one
-bfloat16 operation to the next as far as a program goes: a model computes other numbers as one program than layer by
-layer, without being more precise (docs/streaming.md)."""
+"""Options of every program. Each result is rounded to its dtype, as the model says. Otherwise XLA keeps float32 between
+bfloat16 operations within a program: a model compiled as one program would give other numbers than layer by layer,
+without being more precise (docs/streaming.md)."""
 
 LARGE_WEIGHTS = 256 << 20
 """Bytes from which faster products are worth recompiling a program in every process."""
@@ -14,13 +14,13 @@ LARGE_WEIGHTS = 256 << 20
 def compiler_options(
     platform: str, *, rows: int, dtype: np.dtype, weight_bytes: int = 0
 ) -> dict[str, str | bool | int]:
-    """XLA's options for a generation program.
+    """Return XLA's options for a generation program.
 
     Args:
       platform: as in `jax.Device.platform`.
       rows: tokens per pass.
-      dtype: of the stored matrices, int8 included.
-      weight_bytes: of all matrices.
+      dtype: the dtype of the stored matrices, int8 included.
+      weight_bytes: bytes of all matrices.
     """
     if platform == "cpu":
         return _cpu(rows, dtype, weight_bytes)

@@ -1,13 +1,13 @@
-"""Which process made something: a forked child has its parent's memory, but not its threads, and so no working XLA."""
+"""Origin of an object: a forked child has its parent's memory, but not its threads, and so no working XLA."""
 
 import os
 
 
 class Origin:
-    """The process in which something was made that only works there.
+    """The process that made an object which only works there.
 
     Args:
-      what: was made, as the subject of an error: "This LLM".
+      what: the object, as the subject of an error: "This LLM".
     """
 
     def __init__(self, what: str):
@@ -15,11 +15,11 @@ class Origin:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is not that one, but was forked from it."""
+        """Whether this process was forked from that one."""
         return os.getpid() != self._pid
 
     def check(self, error: type[Exception] = RuntimeError) -> None:
-        """Raise an error, of this type, in a process that was forked."""
+        """Raise an error of this type in a forked process."""
         if self.forked:
             raise error(
                 f"{self._what} was made in process {self._pid}, of which this one, {os.getpid()}, was forked: its "

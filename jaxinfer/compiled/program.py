@@ -10,13 +10,13 @@ Bucket = tuple[tuple[str, int], ...]
 
 
 def bucket_text(bucket: Bucket) -> str:
-    """`batch=8, pages=32`."""
+    """Format a bucket as `batch=8, pages=32`."""
     return ", ".join(f"{name}={size}" for name, size in bucket)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The padded sizes of one executable, by which it is found. Every program has a subclass with those it has.
+    """The padded sizes of one executable, by which it is found. Every program has a subclass with its own sizes.
 
     Attributes:
       program: the program's name, in logs and in the record of costs.
@@ -26,7 +26,7 @@ class Sizes:
 
     @property
     def bucket(self) -> Bucket:
-        """Name and value of each."""
+        """The name and value of each size."""
         return tuple((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """The memory of one executable, in bytes of one device.
+    """The memory of one executable, in bytes per device.
 
     Attributes:
       argument_bytes: weights, caches and inputs.
@@ -51,7 +51,7 @@ class MemoryUse:
 
     @property
     def workspace_bytes(self) -> int:
-        """What a call takes beside its arguments."""
+        """The memory of a call beside its arguments."""
         return self.temp_bytes + self.output_bytes - self.alias_bytes
 
 
@@ -59,10 +59,11 @@ class Program:
     """A compiled executable of some sizes, callable with arrays of exactly its shapes.
 
     Attributes:
-      sizes: what it was compiled for.
-      name, bucket: the same for records of costs.
-      memory: what it needs.
-      compile_seconds: tracing, lowering and compiling, or reading what was kept.
+      sizes: the sizes it was compiled for.
+      name: the program's name in records of costs.
+      bucket: its sizes in records of costs.
+      memory: the memory it needs.
+      compile_seconds: seconds to trace, lower and compile it, or to read what was kept.
       kept: whether it was read from disk rather than compiled.
     """
 

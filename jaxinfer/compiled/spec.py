@@ -1,4 +1,4 @@
-"""What a program is, before it is compiled: one object says it all."""
+"""Specification of a program before it is compiled, in one object."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ class ProgramSpec[S: Sizes, Buckets]:
       sizes: the class of its sizes, which names the program.
       build: makes the function to compile, from `static` and sizes. To be kept on disk it must be a function at the
         top of a module, so that it cannot depend on anything else.
-      static: all that the function depends on beside its arguments: plain values and frozen dataclasses of them.
+      static: everything the function depends on beside its arguments: plain values and frozen dataclasses of them.
       arguments: its arguments, for given sizes: pytrees of arrays or `jax.ShapeDtypeStruct`s, with their shardings.
       reachable: the sizes that calls can ask for, given the buckets in use.
       donate: positions of arguments that results of the same shape overwrite.
@@ -51,19 +51,19 @@ class ProgramSpec[S: Sizes, Buckets]:
 
     @property
     def name(self) -> str:
-        """How logs and records of costs name the program."""
+        """The program's name in logs and records of costs."""
         return self.sizes.program
 
     def function(self, sizes: S) -> Callable[..., Any]:
-        """The function to compile, for these sizes."""
+        """Build the function to compile, for these sizes."""
         return self.build(self.static, sizes)
 
     def options(self, sizes: S) -> dict[str, str | bool | int]:
-        """All of XLA's options, for these sizes."""
+        """Return all of XLA's options, for these sizes."""
         return {**COMMON, **self.compiler_options(sizes)}
 
     def lower(self, sizes: S, mesh: Mesh | None = None) -> jax.stages.Lowered:
-        """Trace for these sizes; on a mesh for the part of each device, with the exchanges that the program asks for.
+        """Trace for these sizes; on a mesh for each device's part, with the exchanges that the program asks for.
 
         The caller's context says whether kernels may run.
         """
@@ -76,7 +76,7 @@ class ProgramSpec[S: Sizes, Buckets]:
         return jax.jit(divided, donate_argnums=self.donate, out_shardings=out_shardings).lower(*arguments)
 
     def key(self, sizes: S) -> dict[str, Any]:
-        """All that the executable depends on, in the context of the caller. Raises `keys.NoKeyError`."""
+        """Return everything the executable depends on, in the caller's context. Raises `keys.NoKeyError`."""
         return {
             "program": self.name,
             "sizes": keys.describe(dict(sizes.bucket)),
@@ -97,11 +97,11 @@ class ProgramSpec[S: Sizes, Buckets]:
         kernels: bool = True,
         store: ExecutableStore | None = None,
     ) -> Program:
-        """Compile for these sizes, or read what was compiled for them before.
+        """Compile for these sizes, or read a kept executable.
 
         Args:
           sizes: one of `reachable`.
-          mesh: the devices that the program is divided over, by the shardings of its arguments.
+          mesh: the devices that the program is divided over, by its arguments' shardings.
           kernels: whether operations may run as kernels.
           store: where executables are kept; None: nowhere.
         """
@@ -116,15 +116,15 @@ class ProgramSpec[S: Sizes, Buckets]:
     def _executable(
         self, sizes: S, mesh: Mesh | None, store: ExecutableStore | None
     ) -> tuple[jax.stages.Compiled, bool]:
-        """The executable, and whether it was kept."""
+        """Return the executable, and whether it was kept."""
         key = None
         if store is not None:
             try:
                 key = self.key(sizes)
-            except Exception as error:  # ours, or of a value that somebody else's class describes
+            except Exception as error:  # ours, or from the description of another package's value
                 store.refuse(self.name, str(error))
-        if key and store and (found := store.load(key, self.arguments(sizes), self.donate, mesh)):
-            return found, True
+        if key and store and (kept := store.load(key, self.arguments(sizes), self.donate, mesh)):
+            return kept, True
         shown, start = f"{self.name}({sizes})", time.perf_counter()
         _log.info("compiling %s", shown)
         lowered, options = self.lower(sizes, mesh), self.options(sizes)
@@ -136,13 +136,13 @@ class ProgramSpec[S: Sizes, Buckets]:
 
 
 def _spec(x: Any) -> PartitionSpec:
-    """How an argument or a result is divided; whole on every device unless its sharding, or `x` itself, says else."""
+    """Return how an argument or result is divided; whole on every device unless it, or its sharding, says otherwise."""
     sharding = x if isinstance(x, jax.sharding.Sharding) else getattr(x, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _divide(function: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-    """The function on every device's part of its arguments.
+    """Return the function that runs on every device's part of its arguments.
 
     Empty arrays are made inside: Shardy crashes on them (`ManualComputationUnusedInputsPattern`, jaxlib 0.11.2).
     """

@@ -1,4 +1,4 @@
-"""Compile for a GPU that is not here, and report what it would run: kernels, CUDA graphs, memory.
+"""Compilation for a GPU that is not here, and a report of what it would run: kernels, CUDA graphs, memory.
 
 XLA needs no device to compile for one, only its description (`targets/`; `docs/ahead-of-time.md` explains how to add
 one). Nothing is timed and no kernel is autotuned. The report lists the kernels, which of them are in a CUDA graph, and
@@ -63,20 +63,20 @@ class Target:
 
     @staticmethod
     def names() -> list[str]:
-        """The targets that come with jaxinfer."""
+        """Return the names of the targets that come with jaxinfer."""
         folder = resources.files("jaxinfer.compiled") / "targets"
         return sorted(file.name.removesuffix(".txtpb") for file in folder.iterdir() if file.name.endswith(".txtpb"))
 
     @classmethod
     def load(cls, name: str) -> "Target":
-        """The target of that name."""
+        """Load a target by name."""
         if name not in cls.names():
             raise ValueError(f"Unknown target {name!r}; known: {', '.join(cls.names())}.")
         return cls(name=name, description=(resources.files("jaxinfer.compiled") / f"targets/{name}.txtpb").read_text())
 
     @property
     def gpu(self) -> GPU:
-        """What kernels ask about it."""
+        """The properties of the GPU that kernels ask for."""
         major, minor = self._fields(r"cuda_compute_capability \{\s*major: (\d+)(?:\s+minor: (\d+))?")  # no minor: 0
         return GPU(
             name=self._fields(r'device_description_str: "(.*)"')[0],
@@ -86,18 +86,18 @@ class Target:
         )
 
     def _fields(self, pattern: str) -> tuple[str, ...]:
-        if found := re.search(pattern, self.description):
-            return found.groups()
+        if match := re.search(pattern, self.description):
+            return match.groups()
         raise ValueError(f"The description of target {self.name!r} has nothing like {pattern}")
 
     def mesh(self, config: MeshConfig | None = None) -> jax.sharding.Mesh:
-        """A mesh of devices, all of one process, that can be compiled for but run nothing. Raises MissingCompilerError.
+        """Build a mesh of one process's devices to compile for; nothing runs on it. Raises MissingCompilerError.
 
         config: None: one device.
         """
         require_compiler()
         config = config or MeshConfig()
-        # slices x processes of each x devices of each
+        # slices x processes per slice x devices per process
         described = topologies.get_topology_desc(
             platform="cuda", target_config=self.description, topology=f"1x1x{config.size}"
         )
@@ -109,12 +109,12 @@ class MissingCompilerError(FileNotFoundError):
 
 
 def find_tool(name: str) -> Path | None:
-    """One of NVIDIA's tools, such as ptxas: from the Python packages, PATH or /usr/local/cuda, in this order."""
+    """Find one of NVIDIA's tools, such as ptxas: in the Python packages, PATH or /usr/local/cuda, in this order."""
     spec = importlib.util.find_spec("nvidia")
     roots = (spec.submodule_search_locations or ()) if spec else ()
     candidates = [Path(root) / package / "bin" / name for root in roots for package in ("cu13", "cuda_nvcc")]
-    if found := shutil.which(name):
-        candidates.append(Path(found))
+    if path := shutil.which(name):
+        candidates.append(Path(path))
     candidates.append(Path("/usr/local/cuda/bin") / name)
     return next((path for path in candidates if path.exists()), None)
 
@@ -151,8 +151,8 @@ class Kernel:
       instruction: the HLO instruction it runs.
       scope: the part of the model that its result belongs to ("layers.3/attention/dot_general").
       kind: XLA's kind of thunk, or "mosaic".
-      grid: blocks; 0 if unknown, as of a copy or a library call.
-      threads: per block; 0 if unknown.
+      grid: blocks; 0 if unknown, as for a copy or a library call.
+      threads: threads per block; 0 if unknown.
       shared_bytes: shared memory per block declared at launch; 0 if unknown.
       in_graph: whether it is launched by a CUDA graph rather than by the host.
       in_loop: whether it is launched in every turn of a loop.
@@ -184,22 +184,22 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetReport:
-    """What a program would run on a target, per device.
+    """The launches, memory and exchanges of a program on a target, per device.
 
     Attributes:
       target: the target's name.
       kernels: every launch, in order; the launches in a loop or branch are listed once.
       graphs: CUDA graphs that the host launches.
-      host_launches: kinds of what the host launches besides; ideally empty.
+      host_launches: kinds of thunk that the host launches besides; ideally empty.
       argument_bytes: weights, caches and inputs.
       output_bytes: results.
       alias_bytes: results that are written in place.
       temp_bytes: workspace.
       temporaries: the values that share the workspace, largest first.
-      collectives: what the devices exchange.
+      collectives: the arrays that devices exchange.
       donated: arrays that may be overwritten.
       aliased: results that are written into a donated array.
-      compile_seconds: of lowering and compiling.
+      compile_seconds: seconds of lowering and compiling.
     """
 
     target: str
@@ -217,17 +217,17 @@ class TargetReport:
     compile_seconds: float
 
     def of_layer(self, layer: int | None) -> tuple[Kernel, ...]:
-        """The kernels of one layer, or with None those outside the layers. Layer 0 includes what all layers share."""
+        """Return the kernels of one layer, or with None those outside. Layer 0 includes what all layers share."""
         return tuple(kernel for kernel in self.kernels if kernel.layer == layer)
 
     def outside_layers(self) -> tuple[Kernel, ...]:
-        """The kernels of no layer, and those of layer 0 that others have no match for: what all layers share.
+        """Return the kernels of no layer, and those of layer 0 that other layers do not have: what all layers share.
 
         The embedding, for example, has the name of what layer 0 makes of it.
         """
-        found = {(kernel.layer, kernel.scope.partition(f"layers.{kernel.layer}/")[2]) for kernel in self.kernels}
-        own = {scope for layer, scope in found if layer or self.layers == 1}
-        inside = (kernel.layer or kernel.scope.partition("layers.0/")[2] in own for kernel in self.kernels)
+        scopes = {(kernel.layer, kernel.scope.partition(f"layers.{kernel.layer}/")[2]) for kernel in self.kernels}
+        repeated = {scope for layer, scope in scopes if layer or self.layers == 1}
+        inside = (kernel.layer or kernel.scope.partition("layers.0/")[2] in repeated for kernel in self.kernels)
         return tuple(kernel for kernel, layer in zip(self.kernels, inside, strict=True) if not layer)
 
     @property
@@ -245,7 +245,7 @@ def compile_for(
     options: Mapping[str, str | bool | int] | None = None,
     resources: bool = False,
 ) -> TargetReport:
-    """Compile `function` for a device of a target, which need not be installed, and report on it.
+    """Compile `function` for a device of a target, which need not be present, and report on it.
 
     Args:
       args: pytrees of arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are used, and all are replicated.
@@ -278,8 +278,8 @@ def compile_program[S: Sizes](
 ) -> TargetReport:
     """Compile a program for a target, or for a mesh of it, and report on one device.
 
-    mesh: from `target.mesh`, where the spec's arguments are; None: one device, whatever their places. The rest is as
-    in `compile_for`.
+    mesh: from `target.mesh`, where the spec's arguments are; None: one device, wherever they are. The rest is as in
+    `compile_for`.
     """
     args, options = spec.arguments(sizes), spec.options(sizes)
     if mesh is None:
@@ -351,14 +351,14 @@ def _kernels(
     def scope(instruction: str) -> str:
         return scopes.get(instruction, "").split("/", 1)[-1]  # without "jit(function)/"
 
-    found = []
+    kernels = []
     for thunk in thunks:
         if thunk.kind in CONTROL:
             continue
         instruction = names.get(thunk.id, thunk.kernel)
         call = mosaic.get(instruction)
         launch = call.launch if call else thunk.launch
-        found.append(
+        kernels.append(
             Kernel(
                 name=call.dump.rpartition("_")[0] if call else instruction,
                 instruction=instruction,
@@ -374,11 +374,11 @@ def _kernels(
                 resources=usage.get(call.dump if call else thunk.kernel),
             )
         )
-    return tuple(found)
+    return tuple(kernels)
 
 
 def _conditions(thunks: list[Thunk], names: dict[int, str], hlo: str) -> dict[int, str]:
-    """Thunk -> the innermost conditional that has it in another branch than that for false or 0; empty without one."""
+    """Map each thunk to the innermost conditional that has it outside its branch for false or 0; to "" without one."""
     predicates = read_predicates(hlo)
     otherwise = {  # conditional -> the branch it takes while its condition does not hold
         thunk.id: int(names[thunk.id] in predicates) for thunk in thunks if thunk.kind == "kConditional"
@@ -392,7 +392,7 @@ def _conditions(thunks: list[Thunk], names: dict[int, str], hlo: str) -> dict[in
 
 
 def _text(files: list[Path], *endings: str) -> str:
-    """The dump with the first of these endings that XLA wrote (it writes some only if a pass changed something)."""
+    """Read the dump with the first of these endings that XLA wrote; some it writes only if a pass changed something."""
     for ending in endings:
         for file in files:
             if file.name.endswith(ending):
@@ -401,7 +401,7 @@ def _text(files: list[Path], *endings: str) -> str:
 
 
 def _disassemble(sources: list[Path]) -> dict[str, Resources]:
-    """The resources of the kernels in PTX files, by kernel name; by file name for Mosaic, which writes one per file."""
+    """Return the resources of the kernels in PTX files, by kernel name; for Mosaic by file name (a kernel per file)."""
     assembler, disassembler = (_require_tool(name) if sources else None for name in ("ptxas", "nvdisasm"))
 
     def run(*command: object) -> subprocess.CompletedProcess[str]:
@@ -413,14 +413,14 @@ def _disassemble(sources: list[Path]) -> dict[str, Resources]:
         binary = source.with_suffix(".cubin")
         sizes = read_resources(run(assembler, "-v", "--gpu-name", architecture[1], source, "-o", binary).stderr)
         instructions = read_instructions(run(disassembler, "-c", "-ndf", binary).stdout)
-        found = [dataclasses.replace(sizes[name], instructions=instructions[name]) for name in sizes]
+        measured = [dataclasses.replace(sizes[name], instructions=instructions[name]) for name in sizes]
         names = [source.stem] if source.parent.name == "mosaic" else sizes
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, measured, strict=True))
 
     usage: dict[str, Resources] = {}
     with ThreadPoolExecutor() as pool:
-        for found in pool.map(disassemble, sources):
-            usage |= found
+        for kernels in pool.map(disassemble, sources):
+            usage |= kernels
     return usage
 
 
@@ -445,7 +445,7 @@ _assembled_for: list[tuple[int, int]] = []
 
 @contextlib.contextmanager
 def _mosaic_for(gpu: GPU) -> Iterator[None]:
-    """Let Mosaic lower kernels for this GPU: it takes every one that is not here for an H100."""
+    """Let Mosaic lower kernels for this GPU: it takes every GPU that is not here for an H100."""
     if kernels_available():
         _assembled_for.append(gpu.capability)
         if gpu.capability != (first := _assembled_for[0]):
@@ -454,7 +454,7 @@ def _mosaic_for(gpu: GPU) -> Iterator[None]:
                 f"{gpu.name}, {gpu.capability}, in a process of its own."
             )
     before = utils._infer_arch
-    utils._infer_arch = lambda: gpu.capability  # no public way to say it
+    utils._infer_arch = lambda: gpu.capability  # there is no public way to set it
     try:
         with core.artificial_shared_memory_limit(gpu.shared_bytes):
             yield

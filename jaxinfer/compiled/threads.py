@@ -1,4 +1,4 @@
-"""What the owner of threads owes those who wait for them, and the end of the process."""
+"""Duties of an owner of threads: towards callers who wait, and at the end of the process."""
 
 import atexit
 import logging
@@ -13,7 +13,7 @@ _owners: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakK
 
 
 def close_at_exit[Owner](owner: Owner, close: Callable[[Owner], object]) -> None:
-    """Have an owner of threads closed before the interpreter is taken down: one that still ran could crash it.
+    """Close an owner of threads before the interpreter is taken down: a thread that still ran could crash it.
 
     Does not keep the owner alive, as long as `close` does not.
     """
@@ -22,7 +22,7 @@ def close_at_exit[Owner](owner: Owner, close: Callable[[Owner], object]) -> None
 
 @atexit.register
 def _close_all() -> None:
-    for owner, close in reversed(list(_owners.items())):  # what was made later may use what was there
+    for owner, close in reversed(list(_owners.items())):  # later owners may use earlier ones
         try:
             close(owner)
         except Exception as error:
@@ -30,9 +30,9 @@ def _close_all() -> None:
 
 
 def end_future[Outcome](future: Future[Outcome], outcome: Outcome | Exception, what: str) -> None:
-    """End a future that waits or runs, unless its caller has cancelled it; what its callbacks raise harms nobody else.
+    """End a future that waits or runs, unless its caller has cancelled it. Errors of its callbacks are logged only.
 
-    what: it is of, for the log.
+    what: what the future belongs to, for the log.
     """
     try:
         if not future.running() and not future.set_running_or_notify_cancel():

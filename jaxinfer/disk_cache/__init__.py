@@ -1,4 +1,4 @@
-"""What processes keep for one another: files that are whole or not there, by keys that say all they depend on."""
+"""Files that processes keep for one another: each is whole or absent, and its key names all it depends on."""
 
 from jaxinfer.disk_cache.files import KeptFiles, cache_folder, write_atomically
 

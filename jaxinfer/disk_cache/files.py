@@ -1,4 +1,4 @@
-"""Files that processes keep for one another: where they are, and a folder of them that is safe under many processes."""
+"""Files that processes keep for one another: their folder, which many processes may use at once."""
 
 import contextlib
 import hashlib
@@ -14,24 +14,24 @@ _log = logging.getLogger("jaxinfer.disk_cache")
 
 _DIGEST = hashlib.sha256
 _ABANDONED = 3600.0
-"""Seconds after which a temporary file is one whose writer was killed."""
+"""Seconds after which a temporary file counts as abandoned: its writer was killed."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for jaxinfer: $JAXINFER_CACHE, else $XDG_CACHE_HOME/jaxinfer, else ~/.cache/jaxinfer."""
+    """Return the user's cache folder: $JAXINFER_CACHE, else $XDG_CACHE_HOME/jaxinfer, else ~/.cache/jaxinfer."""
     if folder := os.environ.get("JAXINFER_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
 
 
 def write_atomically(file: Path, *content: bytes, mode: int = 0o666) -> None:
-    """Write all of a file or nothing: under a temporary name, hidden and not to be guessed, which is then renamed.
+    """Write all of a file or nothing: write a hidden temporary file with an unguessable name, then rename it.
 
     mode: who may read and write it, as far as the process's umask lets them.
     """
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # which follows no link
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # follows no link
     try:
         with os.fdopen(handle, "wb") as opened:
             opened.writelines(content)
@@ -47,10 +47,10 @@ class UntrustedFolderError(OSError):
 class KeptFiles:
     """A folder of files by name, which any number of processes and threads read and write without a lock.
 
-    A file appears whole: it is written under a temporary name, then renamed. It begins with a checksum, so that one
-    which a full disk or a failing machine damaged is found out, deleted, and counts as not there. Nobody but the user
-    can read or write in the folder, and no file counts that somebody else has, or can write to. Whoever writes deletes
-    what was used longest ago, once all are more than `max_bytes`.
+    A file appears whole: it is written under a temporary name, then renamed. It begins with a checksum, so that damage
+    by a full disk or a failing machine is noticed: the file is deleted and counts as absent. Only the user can read or
+    write in the folder, and files that others own or can write to are ignored. A writer deletes the least recently
+    used files once all together exceed `max_bytes`.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int):
@@ -58,7 +58,7 @@ class KeptFiles:
         self._warned = False
 
     def get(self, name: str) -> bytes | None:
-        """What was put under this name, or None. A file that is damaged, or another user's, is deleted."""
+        """Return the content of a file, or None. A file that is damaged, or another user's, is deleted."""
         try:
             self._make_private()
             handle = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -76,7 +76,7 @@ class KeptFiles:
         return None
 
     def put(self, name: str, content: bytes) -> None:
-        """Keep this under a name. If it cannot be written, nothing is kept, and the first time there is a warning."""
+        """Keep content by name. If it cannot be written, nothing is kept, and the first time there is a warning."""
         try:
             self.write(name, content)
         except UntrustedFolderError as error:
@@ -85,7 +85,7 @@ class KeptFiles:
             self._warn(f"nothing can be kept in {self.folder}: {error}")
 
     def write(self, name: str, content: bytes) -> None:
-        """Keep this under a name, unless it is too large to be. Raises OSError if it cannot be written."""
+        """Write content under a name, unless it exceeds `max_bytes`. Raises OSError if it cannot be written."""
         if len(content) > self.max_bytes:
             return
         self.make()
@@ -93,14 +93,14 @@ class KeptFiles:
         self._delete_oldest()
 
     def make(self) -> None:
-        """Make the folder, for this user alone. Raises OSError if that cannot be."""
+        """Make the folder, for this user alone. Raises OSError on failure."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._make_private()
 
     @contextlib.contextmanager
     def locked(self, *, seconds: float) -> Iterator[None]:
-        """Keep other processes that ask for it from changing files; raises OSError if they do so for too long."""
-        import filelock  # which those that only read do without
+        """Keep other processes that take this lock from changing files; raises OSError if they hold it for too long."""
+        import filelock  # processes that only read do without it
 
         self.make()
         with filelock.FileLock(self.folder / ".lock", timeout=seconds):
@@ -112,11 +112,11 @@ class KeptFiles:
             (self.folder / name).unlink(missing_ok=True)
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file, by name."""
+        """Return the bytes of every file, by name."""
         return {entry.name: status.st_size for entry, status in self._entries() if not entry.name.startswith(".")}
 
     def _make_private(self) -> None:
-        """Close the folder to others. If they could write to it, all that is in it is deleted: it may be theirs.
+        """Close the folder to others. If they could write to it, its files are deleted: they may be theirs.
 
         Raises UntrustedFolderError if it is another user's, or a link, and OSError if it is not there.
         """
@@ -136,7 +136,7 @@ class KeptFiles:
             self._warn(f"{self.folder} was open to other users: what was in it is deleted")
 
     def _entries(self) -> Iterator[tuple[os.DirEntry, os.stat_result]]:
-        """The files there are; those that other processes delete meanwhile are left out."""
+        """Yield the files, without those that other processes delete meanwhile."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
@@ -163,7 +163,7 @@ class KeptFiles:
 
 
 def _read_own(handle: int) -> bytes | None:
-    """The content of a file that is the user's own, after its checksum; None if it is not, or is damaged."""
+    """Return the content after the checksum; None if the file is damaged or not the user's alone."""
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
         return None

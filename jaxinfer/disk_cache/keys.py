@@ -1,4 +1,4 @@
-"""What a compiled program depends on, in full: two programs with equal keys have the same executable.
+"""Keys of compiled programs, which name all they depend on: two programs with equal keys have the same executable.
 
 A key is made of plain values (JSON), part by part, so that a person can see why two differ.
 """
@@ -35,17 +35,17 @@ LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "einops", "ml-dtypes")
 _ENVIRONMENT = ("XLA_", "TF_XLA_", "NVIDIA_TF32_OVERRIDE", "NPROC", "OMP_NUM_THREADS")
 """Variables that XLA and its libraries read begin with these; JAX's own are in its config."""
 _GPU = ("compute_capability", "core_count", "shared_memory_per_block_optin")
-"""What kernels ask of a GPU."""
+"""Properties of a GPU that kernels depend on."""
 _NOT_COMPILED = ("jax_compilation_cache_", "jax_persistent_cache_", "jax_log", "jax_debug_log", "jax_explain_")
 """Options of JAX that begin with these say what is kept and what is printed, not what is compiled."""
 
 _IMPORTED = ("crc32c", "filelock", "jinja2", "llguidance", "matplotlib", "msgspec", "optax", "orbax")
 _IMPORTED += ("PIL", "rich", "safetensors", "tensorstore", "tokenizers", "typer")
-"""What our modules import beside `LIBRARIES` and Python's own: their functions may stand in our modules."""
+"""Other packages that our modules import, whose functions may therefore stand in our modules."""
 
 
 def _process_start() -> float:
-    """When this process started, in seconds since 1970; where the system does not say, now."""
+    """Return when this process started, in seconds since 1970; now, if the system does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -61,12 +61,12 @@ class NoKeyError(ValueError):
 
 
 def digest(parts: dict[str, Any]) -> str:
-    """A key as one word."""
+    """Return a key as one word."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def environment_key() -> dict[str, Any]:
-    """What every program of this process depends on.
+    """Return the part of a key that every program of this process depends on.
 
     Raises NoKeyError if its code has changed since it started, or if JAX is told to keep nothing.
     """
@@ -76,8 +76,8 @@ def environment_key() -> dict[str, Any]:
         **code_key(),
         **_machine(),
         "config": {name: str(v) for name, v in jax.config.values.items() if not name.startswith(_NOT_COMPILED)},
-        # What JAX's own cache of traces depends on: the config as this thread sees it, the mesh, and the contexts that
-        # any library has made, ours (kernels switched off, tile sizes on trial) among them.
+        # The context that JAX's own cache of traces depends on: the config as this thread sees it, the mesh, and the
+        # contexts that any library has made, ours (kernels switched off, tile sizes on trial) among them.
         "context": [describe(value) for value in config.trace_context()],
         "interpreting": target.interpreting(),
         "environment": _environment(),
@@ -85,12 +85,15 @@ def environment_key() -> dict[str, Any]:
 
 
 def code_key() -> dict[str, Any]:
-    """What everything that our code makes depends on. Raises NoKeyError if it has changed since the process started."""
+    """Return the part of a key that all output of our code depends on.
+
+    Raises NoKeyError if the code has changed since the process started.
+    """
     return {"code": source_digest(), "versions": _versions()}
 
 
 def describe(value: Any) -> Any:
-    """A value as JSON, such that different values have different descriptions.
+    """Describe a value as JSON, such that different values have different descriptions.
 
     Raises NoKeyError for anything that is not plain data: functions, since what they do is not in their names, and
     objects of classes that are neither ours nor of `LIBRARIES`, whose code is in no key.
@@ -132,7 +135,7 @@ def describe(value: Any) -> Any:
 
 
 def describe_tree(tree: Any) -> Any:
-    """A pytree of arrays, shapes or shardings: its structure and its leaves; of an array its shape, not its values."""
+    """Describe a pytree of arrays, shapes or shardings: structure and leaves; an array by its shape, not its values."""
     leaves, treedef = jax.tree.flatten(tree)
     arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
     return [str(treedef), [_describe_shape(leaf) if isinstance(leaf, arrays) else describe(leaf) for leaf in leaves]]
@@ -145,14 +148,14 @@ def _describe_shape(value: Any) -> list[Any]:
 
 
 def _describe_dtype(dtype: np.dtype) -> list[str]:
-    """Its name, which tells bfloat16 from others of two bytes, and its order of bytes, which the name does not tell."""
+    """Return the name, which tells bfloat16 from other types of two bytes, and the byte order, which it lacks."""
     if dtype.hasobject or dtype.names or dtype.subdtype or dtype.metadata:
         raise NoKeyError(f"it depends on an array of {dtype!r}")
     return [dtype.name, dtype.str]
 
 
 def _describe_class(kind: type) -> str:
-    """A class by its name, which with the source or the version of its package says what it is."""
+    """Return a class's name, which with the source or version of its package identifies it."""
     if kind.__module__.partition(".")[0] not in (PACKAGE, *LIBRARIES) or "<locals>" in kind.__qualname__:
         raise _not_described(kind)
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -163,9 +166,9 @@ def _not_described(kind: type) -> NoKeyError:
 
 
 def describe_function(function: Callable[..., Any]) -> str:
-    """A function of our package by its name, which with their source says what it does.
+    """Return the name of a function of our package, which with the package's source identifies what it does.
 
-    Raises NoKeyError for one that is not the whole of what it does: from elsewhere, or with values of its own.
+    Raises NoKeyError for a function that its name does not identify: from elsewhere, or with values bound to it.
     """
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
     if not isinstance(function, FunctionType) or name.partition(".")[0] != PACKAGE:
@@ -178,25 +181,25 @@ def describe_function(function: Callable[..., Any]) -> str:
 def check_not_replaced() -> None:
     """Raise NoKeyError if a function of our package was replaced by another, as tests and debuggers do.
 
-    This takes milliseconds, so that it is asked before a program is kept, not before one is read: a patched process
-    may run what was kept without the patch, but never hands its own on to others.
+    This takes milliseconds, so it is checked before a program is kept, not before one is read: a patched process may
+    run what was kept without the patch, but never hands its own programs on to others.
     """
     for name, function in _functions():
         package = function.__globals__.get("__name__", "").partition(".")[0]
         known = package in (PACKAGE, *LIBRARIES, *_IMPORTED) or package in sys.stdlib_module_names
-        if not known and not package.startswith("namedtuple_"):  # which `collections` generates
+        if not known and not package.startswith("namedtuple_"):  # generated by `collections`
             raise NoKeyError(f"{name} was replaced by a function of {package or 'unknown origin'}")
 
 
 def _functions() -> Iterator[tuple[str, FunctionType]]:
-    """Every function in a module of our package, or in a class of it, by name."""
+    """Yield every function in our package's modules and classes, by name."""
     modules = list(sys.modules.items())  # other threads may import
     for module in [module for name, module in modules if name.partition(".")[0] == PACKAGE]:
         for name, value in list(vars(module).items()):
-            found = [(name, value)]
+            candidates = [(name, value)]
             if isinstance(value, type) and value.__module__ == module.__name__:
-                found = [(f"{name}.{attribute}", method) for attribute, method in list(vars(value).items())]
-            for where, function in found:
+                candidates = [(f"{name}.{attribute}", method) for attribute, method in list(vars(value).items())]
+            for where, function in candidates:
                 if not callable(function := getattr(function, "__func__", function)):
                     continue
                 if isinstance(function := inspect.unwrap(function), FunctionType):
@@ -218,10 +221,10 @@ def _describe_devices(value: Any) -> Any:
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of every file of our package. Raises NoKeyError if one was changed after this process started.
+    """Return a digest of every file of our package. Raises NoKeyError if one changed after this process started.
 
-    The process runs what it imported then, so what is on disk now does not describe it. When a file was changed is its
-    ctime: programs that copy files set the mtime as they like.
+    The process runs what it imported, so later files on disk do not describe it. The time of a change is the ctime:
+    programs that copy files set the mtime as they like.
     """
     digest = hashlib.sha256()
     for path, name in sorted(_source_files(), key=lambda file: file[1]):
@@ -234,7 +237,7 @@ def source_digest() -> str:
 
 
 def _source_files() -> Iterator[tuple[Path, str]]:
-    """Every file of our package, and its name in it. In a checkout some of its folders are links."""
+    """Yield every file of our package, and its name in it. In a checkout some of its folders are links."""
     for package in importlib.import_module(PACKAGE).__path__:
         for folder, folders, names in os.walk(package, followlinks=True):
             folders[:] = [name for name in folders if name != "__pycache__"]
@@ -248,7 +251,7 @@ def _versions() -> dict[str, str]:
 
 @functools.cache
 def _machine() -> dict[str, Any]:
-    """Devices and processor, which do not change while the process runs."""
+    """Describe the devices and the processor, which do not change while the process runs."""
     device = jax.devices()[0]
     return {
         "devices": [
@@ -263,13 +266,13 @@ def _machine() -> dict[str, Any]:
 
 
 def _cpu_features() -> list[str]:
-    """The processor's model and instruction sets."""
-    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
-    return [cpu_model(), *(cpu_fields().get(name, "") for name in wanted)]
+    """Return the processor's model and instruction sets."""
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return [cpu_model(), *(cpu_fields().get(name, "") for name in names)]
 
 
 def _environment() -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
-    if "xla_dump" in found.get("XLA_FLAGS", ""):
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
+    if "xla_dump" in variables.get("XLA_FLAGS", ""):
         raise NoKeyError("XLA_FLAGS asks for dumps, which only compiling writes")
-    return found
+    return variables

@@ -108,4 +108,4 @@ class LatencyProfile:
         return ("level", level), ("merged", self._merged(level)), ("batch", batch)
 
     def _cost(self, level: int, batch: int) -> Cost | None:
-        return self.costs.of(PROGRAM, level=level, merged=self._merged(level), batch=batch)
+        return self.costs.for_sizes(PROGRAM, level=level, merged=self._merged(level), batch=batch)

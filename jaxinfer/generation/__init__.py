@@ -1,8 +1,8 @@
 """Text from a model: requests, sampling, the paged KV cache, the scheduler, the engine.
 
-A request's way: `LLM` (api/) -> `Engine.step` (engine/engine.py): the scheduler makes a batch, an executor runs it on
-the device (execution/, whose programs choose tokens by sampling/), and `OutputProcessor` (engine/output.py) gives the
-tokens to their sequences.
+A request goes from `LLM` (api/) to `Engine.step` (engine/engine.py): the scheduler makes a batch, an executor runs it
+on the device (execution/, whose programs choose tokens by sampling/), and `OutputProcessor` (engine/output.py) gives
+the tokens to their sequences.
 """
 
 from jaxinfer.generation.api.embedder import Embedder

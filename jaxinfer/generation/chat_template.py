@@ -1,6 +1,6 @@
 """Chat templates: Jinja templates of a model directory that write a conversation as text, as transformers 5 does.
 
-They are code of whoever made the checkpoint, so they run in Jinja's sandbox and are given JSON alone.
+They are code from the checkpoint's author, so they run in Jinja's sandbox and are given JSON alone.
 """
 
 import datetime
@@ -29,21 +29,21 @@ _Documents = Annotated[list[dict[str, Any]], Meta(description="a list of dicts s
 _Arguments = Annotated[dict[str, Any], Meta(description="a dict of arguments by name")]
 _Templates = str | dict[str, str] | list[dict[str, str]] | None
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names for what a model thought before it answered
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the field with a model's reasoning
 _END = "END_OF_THE_LAST_MESSAGE "  # ends in a blank, which is missing where a template trims a message
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a conversation is written.
+    """Options of writing a conversation as text.
 
     Attributes:
       tools: functions that the model may call, as JSON schemas; None: none.
-      documents: what the answer may draw on, for templates that take such; None: none.
+      documents: sources for the answer, for templates that take them; None: none.
       chat_template: the name of one of the model's templates, or the text of another; None: "tool_use" if there are
         tools and such a template, or else "default".
       chat_template_kwargs: further arguments of the template, such as {"enable_thinking": False}.
-      add_generation_prompt: whether the assistant's next message is begun; True unless told otherwise.
-      continue_final_message: whether the last message is left open for the model to go on with; it then needs
+      add_generation_prompt: whether to begin the assistant's next message; default True.
+      continue_final_message: whether the last message is left open for the model to continue; it then needs
         add_generation_prompt=False.
     """
 
@@ -58,8 +58,9 @@ class ChatOptions(TypedDict, total=False):
 class ChatTemplates:
     """The templates of a model directory, by name.
 
-    They are `chat_template.jinja` with `additional_chat_templates/NAME.jinja`; without these what `chat_template.json`
-    has; without it `chat_template` of `tokenizer_config.json`: one, or a list of {name, template}.
+    They are read from `chat_template.jinja` and `additional_chat_templates/NAME.jinja`; without these from
+    `chat_template.json`; without it from `chat_template` in `tokenizer_config.json`: one, or a list of
+    {name, template}.
 
     Raises ValueError for files that hold something else.
     """
@@ -84,9 +85,9 @@ class ChatTemplates:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """A conversation as text; see `ChatOptions`.
+        """Render a conversation as text; see `ChatOptions`.
 
-        Raises ValueError for what is no conversation, or options of the wrong type; if there is no such template; and
+        Raises ValueError for an invalid conversation, or options of the wrong type; if there is no such template; and
         if the template refuses the conversation.
         """
         messages = [_prepared(message) for message in check_messages(messages)]
@@ -116,7 +117,7 @@ class ChatTemplates:
         return _render(template, arguments)
 
     def _find(self, name: str | None, has_tools: bool) -> str:
-        """The text of the template that this name, or without one the presence of tools, stands for."""
+        """Return the template of this name; without a name, the default for with or without tools."""
         known = ", ".join(sorted(self._templates)) or "none"
         if name is not None:
             if name not in self._templates and "{" not in name:
@@ -131,7 +132,7 @@ class ChatTemplates:
 
 
 def check_messages(messages: object) -> Messages:
-    """A copy of a conversation. Raises ValueError for what is none."""
+    """Return a copy of a conversation. Raises ValueError for anything else."""
     copied: Messages = _check_json("messages", messages, _Messages)
     for index, message in enumerate(copied):
         if not isinstance(message.get("role"), str):
@@ -140,14 +141,14 @@ def check_messages(messages: object) -> Messages:
 
 
 def check_options(options: ChatOptions) -> ChatOptions:
-    """A copy of the options of a conversation. Raises TypeError for unknown ones, ValueError for what is not JSON."""
+    """Return a copy of a conversation's options. Raises TypeError for unknown ones, ValueError for non-JSON."""
     if unknown := options.keys() - ChatOptions.__annotations__.keys():
         raise TypeError(f"chat has no option {', '.join(unknown)}; known: {', '.join(ChatOptions.__annotations__)}.")
     return cast(ChatOptions, {name: _check_json(name, value, Any) for name, value in options.items()})
 
 
 def _check_json(name: str, value: object, kind: Any) -> Any:
-    """`check`, for values that must be JSON to their depths, as objects could do more in a template than it may."""
+    """Check a value like `check`, and that it is JSON throughout: an object could do more in a template than it may."""
     checked = check(name, value, kind)
     try:
         json.dumps(checked)
@@ -157,7 +158,7 @@ def _check_json(name: str, value: object, kind: Any) -> Any:
 
 
 def _prepared(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without fields that are None, as templates ask whether there are; and its reasoning by all names."""
+    """Drop fields that are None, since templates test for presence, and give the reasoning under all its names."""
     message = {name: value for name, value in message.items() if value is not None}
     if names := [name for name in _REASONING if name in message]:
         reasoning = message[names[0]]
@@ -169,7 +170,7 @@ def _prepared(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """{% generation %}, which marks what the assistant wrote, for training: here its content alone."""
+    """{% generation %}, which marks the assistant's text for training: rendered as its content alone."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own
 
@@ -193,7 +194,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as Python writes it; Jinja's own filter escapes what has a meaning in HTML."""
+    """Write JSON as Python does; Jinja's own filter escapes characters that are special in HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -226,7 +227,7 @@ def _render(template: jinja2.Template, arguments: dict[str, Any]) -> str:
 
 
 def _without_end(messages: Messages, render: Callable[[], str]) -> str:
-    """What is rendered up to where the content of the last message ends."""
+    """Render up to where the content of the last message ends."""
     content = messages[-1].get("content")
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else [messages[-1]]
     key = "text" if isinstance(content, list) else "content"
@@ -245,7 +246,7 @@ def _without_end(messages: Messages, render: Callable[[], str]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object; empty without the file. Raises ValueError naming a file that holds none."""
+    """Read a file's JSON object; empty without the file. Raises ValueError naming a file that holds none."""
     if not path.exists():
         return {}
     try:
@@ -262,7 +263,7 @@ def _separate_files(folder: Path) -> dict[str, str]:
 
 
 def _by_name(path: Path, content: dict[str, Any]) -> dict[str, str]:
-    """The templates under `chat_template` of a file's content."""
+    """Return the templates under `chat_template` in a file's content."""
     match check(f"{path}: chat_template", content.get("chat_template"), _Templates):
         case None:
             return {}
@@ -277,9 +278,9 @@ def _by_name(path: Path, content: dict[str, Any]) -> dict[str, str]:
 
 
 def _special_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> dict[str, str]:
-    """The tokens that templates know by name (bos_token and the like).
+    """Return the tokens that templates know by name (bos_token and the like).
 
-    legacy: of special_tokens_map.json, from when tokenizer_config.json did not have all tokens, which it overrules.
+    legacy: special_tokens_map.json, from when tokenizer_config.json did not have all tokens; it overrides the config.
     """
     values = config if "added_tokens_decoder" in config else config | legacy
     named = {name: value for name, value in values.items() if name.endswith("_token")}

@@ -1,7 +1,7 @@
-"""What a caller gives, checked by type and range and made plain: Python's own int, float, bool, str, list and dict.
+"""Checks a caller's values by type and range, and converts them to Python's int, float, bool, str, list and dict.
 
-A type says all of it, with its range and its description: `Annotated[int, Meta(ge=1, description="an integer >= 1")]`.
-msgspec converts to it, strictly: no bool is a number, no text is one, an int may be a float.
+A type describes them fully: `Annotated[int, Meta(ge=1, description="an integer >= 1")]`. msgspec converts to it
+strictly: no bool is a number, no text is one, an int may be a float.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _SHOWN = 200  # characters of a value in an error
 
 
 def check_fields(owner: object) -> None:
-    """Make each field of a frozen dataclass what its annotation says, Any excepted; what is the caller's is copied.
+    """Convert each field of a frozen dataclass to its annotated type, Any excepted; the caller's values are copied.
 
     Raises ValueError that names the field.
     """
@@ -37,7 +37,7 @@ def check_fields(owner: object) -> None:
 
 
 def check(name: str, value: object, kind: Any) -> Any:
-    """The value as this type; what is the caller's is copied. Raises ValueError that names it."""
+    """Convert a value to a type; the caller's values are copied. Raises ValueError that names it."""
     try:
         return msgspec.convert(plain(value), kind)
     except (msgspec.MsgspecError, ValueError, RecursionError):  # ValueError: an integer of thousands of digits
@@ -45,9 +45,9 @@ def check(name: str, value: object, kind: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A copy in JSON's types: arrays and their numbers as Python's, subclasses of str as str; anything else as it is.
+    """Copy a value to JSON's types: arrays and numbers as Python's, str subclasses as str; anything else as it is.
 
-    Raises ValueError for a set, which has no order; RecursionError for what is too deep, or holds itself.
+    Raises ValueError for a set, which has no order; RecursionError for values that are too deep, or hold themselves.
     """
     if type(value) in _SCALARS:
         return value
@@ -63,10 +63,10 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """The value for an error message, cut if it is long."""
+    """Show a value in an error message, cut if it is long."""
     try:
         text = repr(value)
-    except Exception:  # of an integer of thousands of digits, or of a class that is not ours
+    except Exception:  # from an integer of thousands of digits, or a class that is not ours
         return f"a value of type {type(value).__name__} that cannot be shown"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -78,7 +78,7 @@ def _annotations(owner: Any) -> dict[str, Any]:
 
 
 def _description(kind: Any) -> str:
-    """What a type is, in words: of the last of its descriptions, or of its parts."""
+    """Describe a type in words: by the last of its descriptions, or by its parts."""
     described = [meta.description for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, Meta)]
     if any(described):
         return next(text for text in reversed(described) if text)

@@ -1,10 +1,10 @@
-"""What comes back of a request."""
+"""Outputs of a request."""
 
 import dataclasses
 import enum
 
 NO_TOKEN = -1
-"""What is chosen where no token can be: all scores are -inf, or one is not a number. It ends the completion."""
+"""Chosen where no token can be: all scores are -inf, or one is not a number. It ends the completion."""
 
 
 class FinishReason(enum.StrEnum):
@@ -39,15 +39,15 @@ class CompletionOutput:
     """One continuation of a prompt, whole or (while streaming) as far as it has come.
 
     Attributes:
-      index: which of the request's `n` completions this is.
+      index: which of the request's `n` completions it is.
       text: the output as text, without a stop string.
       token_ids: the output tokens.
       finish_reason: why it ended; None while it runs.
       logprobs: one entry per output token, if asked for.
       timings: how long it took.
       num_draft_tokens: tokens that the n-gram proposer suggested.
-      num_accepted_tokens: those of them that were right.
-      error: what went wrong, if `finish_reason` is ERROR.
+      num_accepted_tokens: suggested tokens that were right.
+      error: the error, if `finish_reason` is ERROR.
     """
 
     index: int
@@ -71,7 +71,7 @@ class RequestOutput:
       prompt_token_ids: the prompt as tokens; one list for all outputs of a run.
       prompt_logprobs: one entry per prompt token, if asked for; None for the first, which has no probability.
       outputs: the completions, `SamplingParams.n` of them.
-      num_cached_tokens: how many of the prompt's tokens were found in the cache, by the completion that found fewest.
+      num_cached_tokens: how many of the prompt's tokens were in the cache, for the completion with the fewest.
     """
 
     request_id: str

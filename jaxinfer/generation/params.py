@@ -1,4 +1,4 @@
-"""What a caller may ask of one request, checked when it is made."""
+"""Options of one request, checked when they are made."""
 
 import dataclasses
 import json
@@ -27,9 +27,9 @@ MAX_N = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGITS_PROCESSORS = 64
-MAX_INT = 2**30  # of what is added to a length on the device, in int32
+MAX_INT = 2**30  # for values that are added to a length on the device, in int32
 
-_TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # which of these a model has, its engine knows
+_TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # the engine knows which of these its model has
 StopTokenIds = Annotated[
     tuple[_TokenId, ...], Meta(max_length=MAX_STOP_TOKEN_IDS, description=f"at most {MAX_STOP_TOKEN_IDS} token ids")
 ]
@@ -47,7 +47,7 @@ _Choices = Annotated[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    r"""What a generated text must look like, from its first character to its last: exactly one of the first four.
+    r"""Constraints on a generated text, from its first character to its last: exactly one of the first four.
 
     Attributes:
       json: JSON that satisfies this schema, given as a dict or as its text, kept as text without blanks.
@@ -56,9 +56,9 @@ class StructuredOutputsParams:
         any Unicode digit.
       grammar: a context-free grammar in llguidance's dialect of Lark (its docs/syntax.md); it begins at `start`.
       choice: one of these texts.
-      whitespace_pattern: with `json`, what may stand between two of its tokens, in the syntax of `regex`, such as
+      whitespace_pattern: with `json`, the text allowed between two of its tokens, in the syntax of `regex`, such as
         `[ \n]{1,8}`; None: nothing, since a small model that may write blanks often writes nothing else. The schema's
-        own `x-guidance` comes first.
+        own `x-guidance` takes precedence.
 
     Whether llguidance can compile it is known only when `GrammarCompiler.matcher` does.
 
@@ -111,10 +111,10 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue one prompt.
+    """Options of continuing one prompt.
 
     Attributes:
-      max_tokens: how many tokens to generate at most; None: until the context is full.
+      max_tokens: the most tokens to generate; None: until the context is full.
       min_tokens: output tokens before which no stop token may be chosen.
       temperature: 0 is greedy; the other options of choice then have no effect.
       top_k: keep the k likeliest tokens (0: all).
@@ -123,20 +123,20 @@ class SamplingParams:
       repetition_penalty: divides positive and multiplies negative scores of tokens seen in prompt or output
         (CTRL, arXiv:1909.05858).
       presence_penalty: subtracted once from the scores of tokens in the output.
-      frequency_penalty: subtracted from them for every occurrence.
+      frequency_penalty: subtracted from these scores for every occurrence.
       logit_bias: token id -> value added to its score; -inf bans it.
-      seed: same seed, prompt and options, same text, whatever else is in the batch. None: a fresh one.
-      n: completions of this prompt, each with a seed of its own.
+      seed: same seed, prompt and options, same text, whatever else is in the batch. None: a random seed.
+      n: completions of this prompt, each with its own seed.
       stop: strings that end the text, and are not part of it.
       stop_token_ids: token ids that end the text.
       ignore_eos: go on after the model's end-of-text token.
       logprobs: None: none; k: the log probability of each chosen token and of the k likeliest (0: chosen only),
         from the model's own distribution, before any option above changes it.
-      prompt_logprobs: the same for the prompt's tokens.
-      structured_outputs: what the text must be (JSON, a regular expression, a grammar, a choice); None: anything.
-      adapter: the name of a LoRA adapter of the engine; None: the model as it is.
+      prompt_logprobs: like `logprobs`, for the prompt's tokens.
+      structured_outputs: constraints on the text (JSON, a regular expression, a grammar, a choice); None: none.
+      adapter: the name of one of the engine's LoRA adapters; None: the model as it is.
       logits_processors: names of the engine's logits processors to apply, after penalties and before any cut-off.
-      priority: 0 is the usual; a lower number is served earlier, a higher one later, and none waits for ever.
+      priority: default 0; a lower number is served earlier, a higher one later, and none waits for ever.
     """
 
     max_tokens: AtLeast1 | None = 128
@@ -201,10 +201,10 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """That a prompt's vector is wanted rather than tokens.
+    """Options of a request for a prompt's vector, rather than for tokens.
 
     Attributes:
-      adapter: the name of a LoRA adapter of the engine; None: the model as it is.
+      adapter: the name of one of the engine's LoRA adapters; None: the model as it is.
       priority: as in `SamplingParams`.
     """
 

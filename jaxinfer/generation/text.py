@@ -1,4 +1,4 @@
-"""Between text and token ids: prompts, the tokenizer of a model directory, text that grows token by token."""
+"""Conversion between text and token ids: prompts, the tokenizer of a model directory, text that grows by tokens."""
 
 from collections.abc import Sequence
 from numbers import Number
@@ -13,11 +13,11 @@ from jaxinfer.generation.chat_template import ChatOptions, ChatTemplates, Messag
 from jaxinfer.generation.fields import check, shown
 
 Prompt = str | list[int]
-"""What is asked of a model: a text, or token ids."""
+"""The input of a model: a text, or token ids."""
 PROMPT_TOKENS = 6
-"""How many of a prompt's last tokens the first of the output is decoded with."""
+"""How many of a prompt's last tokens are decoded together with the first output token."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character, or not yet."""
+"""Written by decoders for bytes that are no character, or not yet."""
 
 _TokenIds = Annotated[list[int], Meta(description="a text, or a list of token ids (integers)")]
 
@@ -34,25 +34,25 @@ class Tokenizer:
         self._chat_templates = ChatTemplates(folder)
 
     @classmethod
-    def of(cls, folder: Path) -> "Tokenizer | None":
-        """The tokenizer of a model directory, or None if it has none."""
+    def from_folder(cls, folder: Path) -> "Tokenizer | None":
+        """Load the tokenizer of a model directory; None if it has none."""
         return cls(folder) if (folder / "tokenizer.json").exists() else None
 
     def to_json(self) -> str:
-        """The text of its `tokenizer.json`."""
+        """Return the text of its `tokenizer.json`."""
         return self._tokenizer.to_str()
 
     def _byte_ids(self) -> set[int]:
-        """Tokens for single bytes, which the decoder joins to characters (SentencePiece's byte fallback)."""
+        """Return the tokens for single bytes, which the decoder joins to characters (SentencePiece's byte fallback)."""
         ids = [self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         letter = ids[ord("a")]
         joins = letter is not None and self._tokenizer.decode([letter]) == "a"
         return {i for i in ids if i is not None} if joins else set()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens the tokenizer adds (Llama's begin-of-text, BERT's frame).
+        """Encode a text, with the special tokens the tokenizer adds (Llama's begin-of-text, BERT's frame).
 
-        Raises ValueError for half a character.
+        Raises ValueError for half a surrogate pair.
         """
         return self._encode(text, add_special_tokens=True)
 
@@ -67,20 +67,20 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
+        """Decode token ids, without special tokens."""
         return self._tokenizer.decode(ids)
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation, by `ChatTemplates.render`."""
+        """Encode a conversation, by `ChatTemplates.render`."""
         return self._encode(self._chat_templates.render(messages, **options), add_special_tokens=False)
 
     def stream(self, prompt_ids: Sequence[int]) -> "TextStream":
-        """A text that follows a prompt and grows with the tokens pushed to it."""
+        """Begin a text that follows a prompt and grows with the tokens pushed to it."""
         return TextStream(self, prompt_ids)
 
 
 def as_list[T](prompts: T | Sequence[T]) -> list[T]:
-    """One prompt or several, as a list: what begins with a number is one, token ids. The caller's lists are copied."""
+    """Return one prompt or several as a list; a list that begins with a number is one prompt. Lists are copied."""
     prompts = copied(prompts)
     if not isinstance(prompts, list) or (prompts and _is_number(prompts[0])):
         return [cast(T, prompts)]
@@ -88,7 +88,7 @@ def as_list[T](prompts: T | Sequence[T]) -> list[T]:
 
 
 def copied(prompts: Any) -> Any:
-    """Lists and arrays as lists that the caller does not have; anything else as it is."""
+    """Copy lists and arrays to lists; return anything else as it is."""
     if hasattr(prompts, "__array__"):
         return np.asarray(prompts).tolist()
     others = str | bytes | bytearray | memoryview
@@ -100,9 +100,9 @@ def _is_number(value: object) -> bool:
 
 
 def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt, vocab: int) -> list[int]:
-    """A prompt's token ids, in a list that the caller does not have.
+    """Return a prompt's token ids, in a new list.
 
-    Raises ValueError for what is no prompt, text without a tokenizer, and ids outside [0, vocab).
+    Raises ValueError for an invalid prompt, text without a tokenizer, and ids outside [0, vocab).
     """
     if not isinstance(prompt, str):
         ids = check("The prompt", prompt, _TokenIds)
@@ -116,19 +116,19 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt, vocab: int) -> li
 
 
 def encode_chat(tokenizer: Tokenizer | None, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-    """A conversation as a prompt, by `Tokenizer.chat`. Raises ValueError without a tokenizer too."""
+    """Encode a conversation as a prompt, by `Tokenizer.chat`. Raises ValueError without a tokenizer too."""
     if tokenizer is None:
         raise ValueError("The model directory has no tokenizer, so it cannot chat.")
     return tokenizer.chat(messages, **options)
 
 
 class TextStream:
-    """Turns tokens into text as they come; the text of the tokens so far, after the prompt's, is all that it has given.
+    """Turns tokens into text as they come; all parts together are the text of the tokens so far, after the prompt's.
 
-    Whatever the decoder makes of a token beside others (a space that it strips at the beginning of a text, a character
-    of several tokens) it makes of it here: a token is decoded with some before it, the prompt's last ones at first.
-    Text that later tokens may change waits, until `flush`: a character's first bytes, and a run of byte tokens, which
-    many decoders turn into other characters altogether if one byte of the run is wrong.
+    A token is decoded together with some before it, at first the prompt's last ones, because the decoder may depend on
+    them (a space that it strips at the beginning of a text, a character of several tokens). Text that later tokens may
+    change waits until `flush`: a character's first bytes, and a run of byte tokens, which many decoders turn into other
+    characters altogether if one byte of the run is wrong.
 
     Args:
       prompt_ids: the tokens before the first one.
@@ -142,18 +142,18 @@ class TextStream:
         self._begin([i for i in prompt_ids[start:] if i not in tokenizer.special_ids])
 
     def _begin(self, ids: list[int]) -> None:
-        """Decode what comes with these tokens before it, whose text has been given."""
+        """Decode from here on with these tokens as context, whose text has been given."""
         self._ids, self._num_given, self._given = ids, len(ids), self._tokenizer.decode(ids)
 
     def push(self, token: int) -> str:
-        """The text that this token completes, often empty."""
+        """Return the text that this token completes, often empty."""
         if token in self._tokenizer.special_ids:
             return ""
         self._ids.append(token)
         return "" if token in self._tokenizer.byte_ids else self._take()
 
     def flush(self) -> str:
-        """The text that has waited, as no token follows."""
+        """Return the text that has waited; no token follows."""
         return self._take(whole=True)
 
     def _take(self, *, whole: bool = False) -> str:
@@ -161,7 +161,7 @@ class TextStream:
         if text.endswith(UNFINISHED) and not whole:
             return ""
         if self._given.endswith(UNFINISHED) and not text.startswith(self._given):
-            self._given = self._given[: -len(UNFINISHED)]  # the prompt's last character, which is whole now
+            self._given = self._given[: -len(UNFINISHED)]  # the prompt's last character, now complete
         new = text[len(self._given) :]
         if new:
             self._begin(self._ids[self._num_given :])
@@ -169,7 +169,7 @@ class TextStream:
 
 
 def held_back(text: str, stop: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` could be the beginning of a stop string."""
+    """Return how many characters at the end of `text` could begin a stop string."""
     for size in range(min(len(text), max(map(len, stop), default=0)), 0, -1):
         if any(s.startswith(text[-size:]) for s in stop):
             return size

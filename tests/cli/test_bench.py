@@ -109,9 +109,9 @@ def test_plots(model_dir, tmp_path, command, options, suffix, magic):
 
 
 def test_distribution():
-    found = Distribution.of([float(value) for value in range(100, -1, -1)])
+    found = Distribution.from_samples([float(value) for value in range(100, -1, -1)])
     assert found == Distribution(samples=101, mean=50, p50=50, p90=90, p95=95, p99=99, min=0, max=100)
-    assert Distribution.of([]) is None
+    assert Distribution.from_samples([]) is None
 
 
 def test_lengths_cover_the_whole_range():

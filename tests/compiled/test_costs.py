@@ -59,7 +59,7 @@ def record(costs, *seconds, name="decode", bucket=ROWS, passes=1):
 def test_percentiles_are_numpys_within_half_a_step(seconds, percent):
     costs = Costs()
     record(costs, *seconds)
-    cost = costs.of("decode")
+    cost = costs.for_sizes("decode")
     for q in (percent, 0, 50, 95, 100):
         exact = np.percentile(seconds, q, method="inverted_cdf")
         assert cost.percentile(q) == pytest.approx(exact, rel=0.025)
@@ -69,10 +69,10 @@ def test_percentiles_are_numpys_within_half_a_step(seconds, percent):
 def test_the_mean_is_exact_and_the_first_call_is_not_in_it():
     costs = Costs()
     costs.record("embed", ROWS, 5.0)
-    assert costs.of("embed") is None
+    assert costs.for_sizes("embed") is None
     for seconds, passes in ((0.001, 1), (0.008, 4), (0.006, 2)):
         costs.record("embed", ROWS, seconds, passes=passes)
-    cost = costs.of("embed")
+    cost = costs.for_sizes("embed")
     assert cost.mean == costs.mean("embed", batch=8) == pytest.approx((0.001 + 0.002 + 0.003) / 3)
     assert (cost.calls, cost.passes) == (3, 7)
 
@@ -80,7 +80,7 @@ def test_the_mean_is_exact_and_the_first_call_is_not_in_it():
 def test_a_stall_is_bounded_in_the_mean_and_seen_in_percentiles():
     costs = Costs()
     record(costs, *[0.001] * 99, 3600.0)
-    cost = costs.of("decode")
+    cost = costs.for_sizes("decode")
     assert cost.mean == pytest.approx((99 + STALL) * 0.001 / 100)
     assert cost.p50 == pytest.approx(0.001, rel=0.025)
     assert cost.percentile(100) == pytest.approx(3600, rel=0.025)
@@ -89,20 +89,20 @@ def test_a_stall_is_bounded_in_the_mean_and_seen_in_percentiles():
 def test_a_clock_that_stands_still_is_no_error():
     costs = Costs()
     record(costs, 0.0, 0.0)
-    assert 0 < costs.of("decode").p95 < 1e-8
+    assert 0 < costs.for_sizes("decode").p95 < 1e-8
 
 
 def test_old_calls_are_forgotten():
     costs = Costs()
     record(costs, *[0.001] * 10 * MAX_CALLS)
-    assert costs.of("decode").weight <= MAX_CALLS
+    assert costs.for_sizes("decode").weight <= MAX_CALLS
     record(costs, *[0.005] * MAX_CALLS)
-    cost = costs.of("decode")
+    cost = costs.for_sizes("decode")
     assert cost.p50 == pytest.approx(0.005, rel=0.025)
     assert cost.mean == pytest.approx(0.005, rel=0.3)
     assert cost.calls == 11 * MAX_CALLS
     record(costs, *[0.005] * 4 * MAX_CALLS)
-    assert costs.of("decode").mean == pytest.approx(0.005, rel=0.03)
+    assert costs.for_sizes("decode").mean == pytest.approx(0.005, rel=0.03)
 
 
 def test_sizes_that_are_not_asked_for_are_taken_together():
@@ -110,10 +110,10 @@ def test_sizes_that_are_not_asked_for_are_taken_together():
     for pages, seconds in ((8, 0.001), (16, 0.003)):
         record(costs, seconds, seconds, bucket=(("batch", 4), ("pages", pages)))
     record(costs, 0.1, bucket=(("batch", 2), ("pages", 8)))
-    assert costs.of("decode", batch=4, pages=8).mean == pytest.approx(0.001)
-    assert costs.of("decode", batch=4).calls == 4
-    assert costs.of("decode", batch=4).mean == costs.mean("decode", batch=4) == pytest.approx(0.002)
-    assert costs.of("decode", batch=3) is costs.mean("decode", batch=3) is costs.of("prefill") is None
+    assert costs.for_sizes("decode", batch=4, pages=8).mean == pytest.approx(0.001)
+    assert costs.for_sizes("decode", batch=4).calls == 4
+    assert costs.for_sizes("decode", batch=4).mean == costs.mean("decode", batch=4) == pytest.approx(0.002)
+    assert costs.for_sizes("decode", batch=3) is costs.mean("decode", batch=3) is costs.for_sizes("prefill") is None
     record(costs, 0.005, 0.005, bucket=(("batch", 4), ("pages", 32)))  # after it was asked for
     assert costs.mean("decode", batch=4) == pytest.approx(0.003)
 
@@ -143,10 +143,10 @@ def test_a_snapshot_does_not_change():
     record(costs, 0.003)
     record(costs, 0.5, name="prefill")
     assert (before.mean("decode", batch=8), costs.mean("decode", batch=8)) == pytest.approx((0.001, 0.002))
-    assert before.of("decode").calls == 1
-    assert before.of("prefill") is before.fit("decode", "batch") is None
+    assert before.for_sizes("decode").calls == 1
+    assert before.for_sizes("prefill") is before.fit("decode", "batch") is None
     costs.replace("decode", ROWS, [9.0])
-    assert (before.of("decode").calls, costs.snapshot().mean("decode")) == (1, pytest.approx(9.0))
+    assert (before.for_sizes("decode").calls, costs.snapshot().mean("decode")) == (1, pytest.approx(9.0))
 
 
 def test_a_line_needs_two_sizes():
@@ -161,7 +161,7 @@ def test_a_fixed_record_learns_nothing():
     record(costs, 9.0, 9.0)
     record(costs, 9.0, name="prefill")
     assert costs.mean("decode") == 0.25
-    assert costs.of("prefill") is None
+    assert costs.for_sizes("prefill") is None
 
 
 # The file
@@ -172,16 +172,16 @@ def test_what_was_learnt_is_the_next_ones_prior(folder):
     record(first, *[0.001] * 90, *[0.002] * 10)
     first.save()
     second = opened()
-    cost, before = second.of("decode"), first.of("decode")
+    cost, before = second.for_sizes("decode"), first.for_sizes("decode")
     assert cost.weight == pytest.approx(PRIOR_CALLS)
     assert (cost.mean, cost.p50, cost.p95) == pytest.approx((before.mean, before.p50, before.p95))
     assert cost.calls == 100
-    assert opened(weights="int8").of("decode") is None
-    assert Costs.open(device="another", model=MODEL).of("decode") is None
+    assert opened(weights="int8").for_sizes("decode") is None
+    assert Costs.open(device="another", model=MODEL).for_sizes("decode") is None
     # A machine that has become slower is learnt anew.
     record(second, *[0.005] * 4 * PRIOR_CALLS)
-    assert second.of("decode").p50 == pytest.approx(0.005, rel=0.025)
-    assert second.of("decode").mean > 0.004
+    assert second.for_sizes("decode").p50 == pytest.approx(0.005, rel=0.025)
+    assert second.for_sizes("decode").mean > 0.004
 
 
 def test_the_version_of_jax_and_its_flags_are_in_the_key(folder, monkeypatch):
@@ -189,11 +189,11 @@ def test_the_version_of_jax_and_its_flags_are_in_the_key(folder, monkeypatch):
     record(first, 0.001)
     first.save()
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_kind")
-    assert opened().of("decode") is None
+    assert opened().for_sizes("decode") is None
     monkeypatch.undo()
     monkeypatch.setenv("JAXINFER_CACHE", str(folder.parent))
     monkeypatch.setattr("jax.__version__", "99")
-    assert opened().of("decode") is None
+    assert opened().for_sizes("decode") is None
 
 
 def test_files_are_written_rarely_and_only_with_news(folder):
@@ -208,7 +208,7 @@ def test_files_are_written_rarely_and_only_with_news(folder):
     path.unlink()
     costs.save()
     assert not path.exists()
-    assert costs.of("decode").calls == 1
+    assert costs.for_sizes("decode").calls == 1
 
 
 def test_costs_are_saved_where_they_were_opened(folder, tmp_path, monkeypatch):
@@ -222,7 +222,7 @@ def test_costs_are_saved_where_they_were_opened(folder, tmp_path, monkeypatch):
 
 def test_a_process_that_ends_saves(folder):
     run_script("record(costs, 0.001, 0.002)\n")
-    assert opened().of("decode").calls == 2
+    assert opened().for_sizes("decode").calls == 2
 
 
 def test_what_is_replaced_is_so_on_disk_once_it_is_saved(folder):
@@ -231,12 +231,12 @@ def test_what_is_replaced_is_so_on_disk_once_it_is_saved(folder):
     first.save()
     second = opened()
     second.replace("decode", ROWS, [0.004, 0.004])
-    assert second.of("decode").calls == 2
-    assert opened().of("decode").calls == 10
+    assert second.for_sizes("decode").calls == 2
+    assert opened().for_sizes("decode").calls == 10
     second.save()
     record(second, 0.010)
     second.save()
-    cost = opened().of("decode")
+    cost = opened().for_sizes("decode")
     assert (cost.calls, cost.mean) == (3, pytest.approx(0.006))
 
 
@@ -248,7 +248,7 @@ def test_files_keep_no_more_than_their_share(folder):
     (program,) = content(folder)["programs"]
     assert sum(program["cost"]["counts"].values()) <= MAX_CALLS
     assert program["cost"]["calls"] == 2 * MAX_CALLS
-    assert opened().of("decode").mean == pytest.approx(0.004)
+    assert opened().for_sizes("decode").mean == pytest.approx(0.004)
 
 
 SCRIPT = """
@@ -293,7 +293,7 @@ for turn in range(10):
     for process in processes:
         process.communicate()
         assert process.returncode == 0
-    assert opened().of("decode").calls == 3 * 10 * 2
+    assert opened().for_sizes("decode").calls == 3 * 10 * 2
 
 
 def test_a_process_killed_while_it_writes_leaves_the_record(folder):
@@ -302,10 +302,10 @@ def test_a_process_killed_while_it_writes_leaves_the_record(folder):
     costs.save()
     path = kept_file(folder)
     (folder / f".{path.name}.0123.tmp").write_bytes(path.read_bytes()[:40])  # what it leaves
-    assert opened().of("decode").calls == 1
+    assert opened().for_sizes("decode").calls == 1
     record(costs, 0.001)
     costs.save()
-    assert opened().of("decode").calls == 2
+    assert opened().for_sizes("decode").calls == 2
 
 
 def damaged(folder, change):
@@ -336,11 +336,11 @@ def test_a_record_that_cannot_be_is_replaced(folder, change, caplog):
     damaged(folder, change)
     with caplog.at_level(logging.WARNING):
         fresh = opened()
-    assert fresh.of("decode") is None
+    assert fresh.for_sizes("decode") is None
     assert [f"{path} is damaged and not used" in message for message in caplog.messages] == [True]
     record(fresh, 0.002)
     fresh.save()
-    assert opened().of("decode").calls == 1
+    assert opened().for_sizes("decode").calls == 1
 
 
 @pytest.mark.parametrize("length", [0, 10, 200])
@@ -350,10 +350,10 @@ def test_half_a_record_is_replaced(folder, length):
     costs.save()
     os.truncate(kept_file(folder), length)
     fresh = opened()
-    assert fresh.of("decode") is None
+    assert fresh.for_sizes("decode") is None
     record(fresh, 0.002)
     fresh.save()
-    assert opened().of("decode").calls == 1
+    assert opened().for_sizes("decode").calls == 1
 
 
 def test_the_folder_is_the_users_alone(folder, tmp_path):
@@ -369,7 +369,7 @@ def test_the_folder_is_the_users_alone(folder, tmp_path):
     folder.chmod(0o777)  # others could have put these there
     record(costs, 0.001)
     costs.save()
-    assert opened().of("decode").calls == 1  # what was there is not trusted
+    assert opened().for_sizes("decode").calls == 1  # what was there is not trusted
     assert victim.read_text() == "precious"
 
 
@@ -389,11 +389,11 @@ def test_a_full_disk_keeps_what_was_learnt_for_the_next_time(folder, caplog):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "File too large" in caplog.text
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert opened().of("decode").calls == 1
+    assert opened().for_sizes("decode").calls == 1
     record(costs, 0.001)
     costs.save()
-    assert opened().of("decode").calls == 3
-    assert opened().of("prefill").mean == pytest.approx(0.002)  # in place of what was before
+    assert opened().for_sizes("decode").calls == 3
+    assert opened().for_sizes("prefill").mean == pytest.approx(0.002)  # in place of what was before
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path, monkeypatch):
@@ -402,7 +402,7 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path, monkeypatch):
     costs = opened()
     record(costs, 0.001)
     costs.save()
-    assert costs.of("decode").calls == 1
+    assert costs.for_sizes("decode").calls == 1
 
 
 def test_tests_keep_no_costs():
@@ -410,4 +410,4 @@ def test_tests_keep_no_costs():
     costs = opened()
     record(costs, 0.001)
     costs.save()
-    assert opened().of("decode") is None
+    assert opened().for_sizes("decode") is None

@@ -259,7 +259,7 @@ def test_the_code_is_read_from_its_files(tmp_path, monkeypatch):
 
 def test_every_program_of_ours_can_be_kept(model_dir):
     """A program that depends on more than its spec says would be compiled in every process: it fails here."""
-    layout = DeviceLayout.of(load_model(model_dir), ENGINE, num_pages=4)
+    layout = DeviceLayout.from_model(load_model(model_dir), ENGINE, num_pages=4)
     for spec in decoder_programs(layout):
         keys.describe_function(spec.build)
         keys.describe(spec.static)
@@ -326,7 +326,9 @@ def test_a_program_with_a_replaced_function_is_run_and_not_kept(store, monkeypat
 
 
 def test_logits_processors_are_never_kept(model_dir, store):
-    layout = DeviceLayout.of(load_model(model_dir), ENGINE, num_pages=4, processors=(lambda scores, *_: scores,))
+    layout = DeviceLayout.from_model(
+        load_model(model_dir), ENGINE, num_pages=4, processors=(lambda scores, *_: scores,)
+    )
     (prefill,) = [spec for spec in decoder_programs(layout) if spec.name == "prefill"]
     assert not prefill.compile(Prefill(chunks=1, batch=0, pages=4), store=store).kept
     assert store.not_kept["prefill"].startswith("it depends on a builtins.function")

@@ -208,7 +208,7 @@ def test_what_fetches_cost_is_recorded():
     costs = Costs()
     prefetcher = Prefetcher(Link(0.002), range(LAYERS), PrefetchDepth(), costs)
     run(prefetcher, 0.0)
-    cost = costs.of("fetch_disk")
+    cost = costs.for_sizes("fetch_disk")
     assert cost is not None
     assert cost.mean > 0.002
     assert prefetcher.statistics.bytes == {"disk": 100 * LAYERS}

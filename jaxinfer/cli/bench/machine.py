@@ -13,7 +13,7 @@ FEATURES = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_in
 
 
 def machine() -> dict[str, Any]:
-    """The properties of this machine that affect speed."""
+    """Return the properties of this machine that affect speed."""
     device = jax.devices()[0]
     return {
         "cpu": cpu_model(),

@@ -1,4 +1,4 @@
-"""Measure how fast a model generates: latency of one batch at a time, throughput of many requests at once.
+"""Measurement of how fast a model generates: latency of one batch at a time, throughput of many requests at once.
 
 Both use `LLM` as a caller does, with random prompts and greedy decoding that ignores the end-of-text token, so that
 every length is exact. A warm-up of the same sizes compiles every program; compiling during the measurement is an error
@@ -106,7 +106,7 @@ def _run_latency_round(llm: LLM, result: Latency, prompts: list[list[int]], stre
 
 
 def _inter_token_gaps(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[float]:
-    """Seconds between the outputs of each request, streamed one pass per step."""
+    """Return the seconds between the outputs of each request, streamed one pass per step."""
     gaps, last = [], {}
     for output in llm.stream(prompts, params, max_passes=1):
         if not output.outputs[0].token_ids:

@@ -17,7 +17,7 @@ PlotOption = Annotated[Path | None, typer.Option(help="Draw the measurement into
 
 
 def parse_batch_sizes(text: str) -> list[int]:
-    """The distinct sizes in `--batch`, in the order given."""
+    """Return the distinct sizes in `--batch`, in the order given."""
     try:
         sizes = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -34,7 +34,7 @@ def check_spread(spread: float) -> None:
 
 
 def read_config(directory: Path) -> "DecoderConfig":
-    """The config of a decoder. Raises ValueError for an encoder."""
+    """Return the config of a decoder. Raises ValueError for an encoder."""
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.files.description import Description, require_transformer
 
@@ -45,7 +45,7 @@ def read_config(directory: Path) -> "DecoderConfig":
 
 
 def check_context(config: "DecoderConfig", context: int | None) -> int:
-    """The context to run with: `--context`, or the model's."""
+    """Return the context to run with: `--context`, or the model's."""
     if context is not None and not 1 < context <= config.context:
         raise ValueError(f"--context must be in [2, {config.context}] for this model, got {context}.")
     return context or config.context

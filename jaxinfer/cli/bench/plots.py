@@ -17,7 +17,7 @@ def write_plot(file: Path, figure: Figure) -> None:
 
 
 def draw_latency(results: list[Latency]) -> Figure:
-    """Cumulative distributions: a panel per metric, a line per batch size."""
+    """Draw cumulative distributions: a panel per metric, a line per batch size."""
     shown = [field for field in METRICS if getattr(results[0], field)]
     figure = Figure(figsize=(4 * len(shown), 3.5), layout="constrained")
     for axes, field in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
@@ -30,7 +30,7 @@ def draw_latency(results: list[Latency]) -> Figure:
 
 
 def draw_throughput(result: Throughput) -> Figure:
-    """Output tokens over time; beside it, cumulative distributions of the requests' times."""
+    """Draw the output tokens over time and, beside it, cumulative distributions of the requests' times."""
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     over_time, fractions = figure.subplots(1, 2)
     seconds, tokens = zip((0.0, 0), *result.timeline, strict=True)

@@ -12,7 +12,7 @@ SECONDS_PER_REFRESH = 0.5
 
 @contextmanager
 def progress_bar(description: str, total: int) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar that is drawn only on request: a refresh thread would compete with the engine's host code."""
+    """Yield a bar that is drawn only on request: a refresh thread would compete with the engine's host code."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(
@@ -24,7 +24,7 @@ def progress_bar(description: str, total: int) -> Iterator[tuple[Progress, TaskI
 
 
 def throttled(bar: Progress, task: TaskID, requests: int) -> Callable[[int, int], None]:
-    """A callback that draws the output tokens so far, too rarely to affect the measurement."""
+    """Return a callback that draws the output tokens so far, too rarely to affect the measurement."""
     drawn = time.perf_counter()
 
     def show(finished: int, tokens: int) -> None:

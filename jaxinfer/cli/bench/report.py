@@ -18,7 +18,7 @@ PACKAGES = ("jaxinfer", "jax", "jaxlib", "flax", "numpy")
 
 
 def latency_metrics(results: list[Latency]) -> dict[str, Any]:
-    """The report's `metrics` of `bench latency`."""
+    """Return the report's `metrics` of `bench latency`."""
     return {
         "batches": [
             {
@@ -35,15 +35,17 @@ def latency_metrics(results: list[Latency]) -> dict[str, Any]:
 
 
 def throughput_metrics(result: Throughput) -> dict[str, Any]:
-    """The report's `metrics` of `bench throughput`."""
+    """Return the report's `metrics` of `bench throughput`."""
     names = ("seconds", "requests", "prompt_tokens", "output_tokens")
     rates = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
     return {**{name: getattr(result, name) for name in (*names, *rates)}, **_distributions(result)}
 
 
 def _distributions(result: Latency | Throughput) -> dict[str, Any]:
-    found = {field: Distribution.of(getattr(result, field)) for field in METRICS if hasattr(result, field)}
-    return {field: dataclasses.asdict(value) if value else None for field, value in found.items()}
+    distributions = {
+        field: Distribution.from_samples(getattr(result, field)) for field in METRICS if hasattr(result, field)
+    }
+    return {field: dataclasses.asdict(value) if value else None for field, value in distributions.items()}
 
 
 def write_report(

@@ -1,4 +1,4 @@
-"""What a measurement yields: samples in seconds, and the distributions that reports and tables show."""
+"""Results of a measurement: samples in seconds, and the distributions that reports and tables show."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class Distribution:
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Distribution | None":
-        """The distribution of `values`, or None if there are none."""
+    def from_samples(cls, values: Sequence[float]) -> "Distribution | None":
+        """Summarise `values`; None if there are none."""
         if not values:
             return None
         p50, p90, p95, p99 = map(float, np.percentile(values, (50, 90, 95, 99)))
@@ -62,14 +62,14 @@ class Latency:
 
     Attributes:
       batch: requests per round.
-      output_tokens: of each request.
+      output_tokens: output tokens of each request.
       end_to_end_s: from the call of `LLM.generate` until it returns; one per round.
       first_token_s: from queueing until the first token is on the host; one per request.
       per_output_token_s: the rest of the request's time, divided by its tokens after the first; one per request. One
         dispatch decodes several tokens, so this is a mean, not the time between two tokens that a caller sees.
       inter_token_s: between two outputs of a request under `LLM.stream(max_passes=1)`, which yields every token as it
         is generated, at the cost of a dispatch each; measured in rounds of its own, because it slows the others down.
-      total_output_tokens: of the rounds in `end_to_end_s`.
+      total_output_tokens: output tokens of the rounds in `end_to_end_s`.
     """
 
     batch: int
@@ -92,8 +92,8 @@ class Throughput:
 
     Attributes:
       seconds: from the call until the last request is finished.
-      prompt_tokens: of all requests.
-      output_tokens: of all requests.
+      prompt_tokens: prompt tokens of all requests.
+      output_tokens: output tokens of all requests.
       end_to_end_s: since queueing, including the wait for a free slot; one per request.
       first_token_s: since queueing, including the wait for a free slot; one per request.
       per_output_token_s: as in `Latency`.

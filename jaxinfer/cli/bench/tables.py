@@ -1,4 +1,4 @@
-"""What the bench commands print."""
+"""The tables of the bench commands."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 from jaxinfer.cli.bench.results import METRICS, STATISTICS, Distribution, Latency, Throughput, WarmUp
 
-PIPED_WIDTH = 120  # of output that does not go to a terminal, which rich would squeeze into 80
+PIPED_WIDTH = 120  # columns of output off a terminal, which rich would squeeze into 80
 
 
 def print_tables(tables: list[Table], warm_up: WarmUp) -> None:
@@ -26,7 +26,7 @@ def print_tables(tables: list[Table], warm_up: WarmUp) -> None:
 
 
 def latency_table(results: list[Latency], prompt_tokens: int) -> Table:
-    """Times in milliseconds and rates, by batch size."""
+    """Return a table of times in milliseconds and of rates, by batch size."""
     title = f"{prompt_tokens} prompt and {results[0].output_tokens} output tokens a request"
     table = _table("batch", "ms", *STATISTICS, "tokens/s", title=title)
     for result in results:
@@ -35,7 +35,7 @@ def latency_table(results: list[Latency], prompt_tokens: int) -> Table:
 
 
 def throughput_tables(result: Throughput) -> list[Table]:
-    """Rates of the whole run, then times in milliseconds."""
+    """Return a table of the whole run's rates, and one of times in milliseconds."""
     title = f"{result.requests} requests, {result.prompt_tokens:,} prompt and {result.output_tokens:,} output tokens"
     rates = _table("seconds", "requests/s", "output tokens/s", "total tokens/s", title=title)
     rates.add_row(
@@ -59,8 +59,8 @@ def _table(*columns: str, title: str) -> Table:
 def _add_distributions(table: Table, result: Latency | Throughput, *first: str, last: Iterable[str] = ()) -> None:
     """Add a row of milliseconds for each metric that has samples; `first` and `last` frame the first row only."""
     for field, name in METRICS.items():
-        if found := Distribution.of(getattr(result, field, ())):
-            cells = (f"{1e3 * getattr(found, statistic):,.2f}" for statistic in STATISTICS)
+        if distribution := Distribution.from_samples(getattr(result, field, ())):
+            cells = (f"{1e3 * getattr(distribution, statistic):,.2f}" for statistic in STATISTICS)
             table.add_row(*first, name, *cells, *last)
             first, last = ("",) * len(first), ()
     table.add_section()

@@ -19,19 +19,19 @@ class Request:
 
 
 def random_prompts(rng: np.random.Generator, vocab: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Prompts of these lengths, token ids uniform in [0, vocab)."""
+    """Draw prompts of these lengths, token ids uniform in [0, vocab)."""
     return [rng.integers(0, vocab, length).tolist() for length in lengths]
 
 
 def spread_lengths(rng: np.random.Generator, mean: int, spread: float, count: int) -> list[int]:
-    """`count` lengths >= 1, uniform over the integers from mean * (1 - spread) to mean * (1 + spread)."""
+    """Draw `count` lengths >= 1, uniform over the integers from mean * (1 - spread) to mean * (1 + spread)."""
     shortest, longest = (max(1, round(mean * factor)) for factor in (1 - spread, 1 + spread))
     return rng.integers(shortest, longest, count, endpoint=True).tolist()
 
 
 def encode_prompts(file: Path, count: int | None, model: Path, vocab: int) -> list[list[int]]:
-    """Token ids of the first `count` prompts in `file`; of all if None."""
-    prompts, tokenizer = read_prompts([], file, []), Tokenizer.of(model)
+    """Return the token ids of the first `count` prompts in `file`; of all if None."""
+    prompts, tokenizer = read_prompts([], file, []), Tokenizer.from_folder(model)
     if count is not None and count > len(prompts):
         raise ValueError(f"--requests {count} is more than the {len(prompts)} prompts in {file}.")
     encoded = []

@@ -115,9 +115,9 @@ def profile(
 
     with show_progress() as progress:
         service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
-        found = service.task(task)
+        registered = service.task(task)
         if data is not None:
-            parts = found.divide(load_dataset(data, service.config.image_size))
+            parts = registered.divide(load_dataset(data, service.config.image_size))
             service.profile(task, parts.validation, progress=progress)
         else:
             service.measure_latency(progress=progress)
@@ -212,9 +212,9 @@ def report(
         raise ValueError("a report needs matplotlib: pip install 'jaxinfer[bench]'")
     from jaxinfer.evaluation.elastic.report import write_report
 
-    found = read_runs(runs)
-    show(*(terminal_table(cell, own) for cell, own in by_cell(found).items()))
-    write_report(out, found)
+    recorded = read_runs(runs)
+    show(*(terminal_table(cell, group) for cell, group in by_cell(recorded).items()))
+    write_report(out, recorded)
     typer.echo(f"Wrote {out}")
 
 

@@ -1,4 +1,4 @@
-"""What `jaxinfer elastic serve` and `simulate` do."""
+"""The work of `jaxinfer elastic serve` and `simulate`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ SAMPLES = 10
 
 
 class Workload(NamedTuple):
-    """Which queries come, as the commands' options say."""
+    """The queries that come, as the commands' options describe them."""
 
     arrivals: str
     load: float
@@ -39,12 +39,12 @@ class Workload(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name to show to users."""
         return self.arrivals if self.trace is None else self.trace.name
 
 
 class Setting(NamedTuple):
-    """What is served, and what was measured of it."""
+    """The model and tasks served, and the measurements of them."""
 
     model: Path
     options: Mapping[str, Any]
@@ -52,14 +52,14 @@ class Setting(NamedTuple):
     measured: Measurements
 
     def queries(self, workload: Workload) -> tuple[list[Query], float]:
-        """The queries of a workload, and its load."""
+        """Return the queries of a workload, and its load."""
         measured, capacity = self.measured, self.measured.capacity
         if workload.trace is not None:
             given = read_trace(workload.trace)
             if unknown := {query.task for query in given} - set(self.tests):
                 raise ValueError(f"{workload.trace}: has queries of {', '.join(sorted(unknown))}, which is not served.")
-            found = measured.with_images(given, seed=workload.seed)
-            return found, len(found) / max(found[-1].arrival, 1e-9) / capacity if found else 0.0
+            queries = measured.with_images(given, seed=workload.seed)
+            return queries, len(queries) / max(queries[-1].arrival, 1e-9) / capacity if queries else 0.0
         if workload.arrivals not in ARRIVALS:
             raise ValueError(f"--arrivals must be one of {', '.join(ARRIVALS)}, got {workload.arrivals!r}.")
         for name in ("load", "seconds"):
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
 
 def read_options(params: Mapping[str, Any]) -> tuple[Setting, Workload]:
-    """What the options of both commands say, by their names."""
+    """Read the options of both commands, given by name."""
     workload = Workload(*(params[name] for name in Workload._fields))
     names = ("repository", "prompt_mode", "max_batch", "device_memory")
     options = {name: params[name] for name in names}
@@ -88,9 +88,9 @@ def prepare(model: Path, tasks: Sequence[str], data: Sequence[str], options: Map
 
     Args:
       model: the model directory.
-      tasks: that are queried; none: all.
-      data: TASK=DATA of each task whose images are not of the data set of its name.
-      options: of the service.
+      tasks: the queried tasks; none: all.
+      data: TASK=DATA for each task whose images are not the data set of its name.
+      options: the service's options.
     """
     service = Service.from_checkpoint(model, **options)
     if not service.tasks:
@@ -119,13 +119,13 @@ def serve(setting: Setting, workload: Workload, policy: str) -> Run:
     """Serve a workload live, with a dashboard where output goes to a terminal."""
     queries, load = setting.queries(workload)
     measured = setting.measured
-    make_policy(policy, measured.profile, scale=measured.scale)  # whose errors should come before anything else
+    make_policy(policy, measured.profile, scale=measured.scale)  # raises its errors before anything is loaded
     with Service.from_checkpoint(
         setting.model,
         policy=lambda profile: make_policy(policy, profile, scale=measured.scale, time_limit=PLAN_SECONDS),
         **setting.options,
     ) as service:
-        service.measure_latency()  # nothing, where what was measured before could be kept
+        service.measure_latency()  # does nothing if earlier measurements could be kept
         dashboard = Dashboard(service, f"{policy}: {workload.name} at {load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
             answers = send_queries(service, queries, setting.tests, watch=dashboard.watch)
@@ -144,15 +144,15 @@ def simulate(setting: Setting, workload: Workload, policy: str) -> Run:
 
 
 def record(run: Run, folder: Path) -> None:
-    """Keep a run and its trace, and say what it earned."""
+    """Write a run and its trace, and print what it earned."""
     file = write_run(folder, run)
     queries = [dataclasses.replace(answer.query, payload=None) for answer in run.served.answers]
     traces = folder / "traces"
     traces.mkdir(exist_ok=True)
     trace = traces / f"{Path(run.header.arrivals).stem}-{run.header.load:.2f}x-{run.header.seed}.jsonl"
     write_trace(trace, queries)
-    found = burstiness(np.sort([query.arrival for query in queries]))
+    statistics = burstiness(np.sort([query.arrival for query in queries]))
     ((cell, runs),) = by_cell([run]).items()
     show(terminal_table(cell, runs))
-    typer.echo("arrivals: " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))
+    typer.echo("arrivals: " + ", ".join(f"{name} {value:.2f}" for name, value in statistics.items()))
     typer.echo(f"Wrote {file} and {trace}")

@@ -1,4 +1,4 @@
-"""What the elastic commands print."""
+"""The tables of the elastic commands."""
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -7,7 +7,7 @@ from jaxinfer.elastic.service import Service
 
 
 def levels_table(service: Service, name: str) -> Table:
-    """A task's levels: tokens, accuracy with standard errors, and what batches take."""
+    """Return a table of a task's levels: tokens, accuracy with standard errors, and what batches take."""
     task, sizes = service.task(name), service.batch_sizes
     largest, config = sizes[-1], service.config
     table = Table(
@@ -26,14 +26,14 @@ def levels_table(service: Service, name: str) -> Table:
     for column in table.columns:
         column.justify = "right"
     for level in (level for level in service.levels if level <= 0 or level in task.prompts):
-        found, batch = service.accuracy(name, level), service.latency.seconds(level, largest)
+        accuracy, batch = service.accuracy(name, level), service.latency.seconds(level, largest)
         _, tokens = service.adaptation(level).counts(config.tokens, config.layers)[-1]
         table.add_row(
             f"{level:+d}" if level else "0",
             str(tokens),
-            f"{100 * found.accuracy:.1f} ± {100 * found.standard_error:.1f}",
-            f"{100 * found.difference:+.1f} ± {100 * found.difference_error:.1f}" if level else "",
-            f"{found.p_value:.2g}" if level else "",
+            f"{100 * accuracy.accuracy:.1f} ± {100 * accuracy.standard_error:.1f}",
+            f"{100 * accuracy.difference:+.1f} ± {100 * accuracy.difference_error:.1f}" if level else "",
+            f"{accuracy.p_value:.2g}" if level else "",
             f"{1e3 * service.latency.seconds(level, 1).p50:.2f}",
             f"{1e3 * batch.p50:.2f}",
             f"{largest / batch.p50:,.0f}",

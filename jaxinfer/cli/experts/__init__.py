@@ -44,11 +44,11 @@ def profile(
         opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
         measured = opened.measured(anew=anew)
     show(tables.profile_table(opened, measured))
-    for (architecture, device), found in measured.items():
-        if found.r_squared < tables.MIN_R_SQUARED:
+    for (architecture, device), measurement in measured.items():
+        if measurement.r_squared < tables.MIN_R_SQUARED:
             typer.echo(
                 f"warning: the latency of {architecture} on {device} is no line over batch sizes "
-                f"(R^2 {found.r_squared:.2f}): measure again with --anew on a quiet machine.",
+                f"(R^2 {measurement.r_squared:.2f}): measure again with --anew on a quiet machine.",
                 err=True,
             )
 
@@ -73,15 +73,15 @@ def plan(
         opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
         profiles = opened.measure()
     given = _trace(opened, trace, requests, interval_ms, seed)
-    found = forecast(opened, profiles, given)
-    show(tables.usage_table(opened, found, top), tables.pool_table(found))
-    loads = found.outcome.statistics.loads
+    expected = forecast(opened, profiles, given)
+    show(tables.usage_table(opened, expected, top), tables.pool_table(expected))
+    loads = expected.outcome.statistics.loads
     typer.echo(
-        f"Simulated, {len(given)} inputs: {found.outcome.throughput:.4g} a second, {loads.total()} loads "
-        f"({loads['disk']} from disk, {loads['host']} from the host); any scheduler needs at least {found.bound}."
+        f"Simulated, {len(given)} inputs: {expected.outcome.throughput:.4g} a second, {loads.total()} loads "
+        f"({loads['disk']} from disk, {loads['host']} from the host); any scheduler needs at least {expected.bound}."
     )
-    if found.outcome.failed:
-        typer.echo(f"warning: {found.outcome.failed} inputs would fail for lack of memory.", err=True)
+    if expected.outcome.failed:
+        typer.echo(f"warning: {expected.outcome.failed} inputs would fail for lack of memory.", err=True)
     try:
         advice = advise_memory(opened, profiles, given)
     except ConfigError as error:
@@ -159,8 +159,8 @@ def simulate(
     given = _trace(opened, trace, requests, interval_ms, seed)
     if save_trace is not None:
         write_trace(save_trace, given)
-    found = {name: forecast(opened, profiles, given, policy=policy) for name, policy in policies.items()}
-    show(tables.mode_table(found, len(given)))
+    forecasts = {name: forecast(opened, profiles, given, policy=policy) for name, policy in policies.items()}
+    show(tables.mode_table(forecasts, len(given)))
 
 
 def _trace(

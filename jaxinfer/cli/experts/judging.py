@@ -21,7 +21,7 @@ PILLOW = {".png", ".jpg", ".jpeg"}
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An input: how it is called, its kind, and what reads or makes it."""
+    """An input: its name, its kind, and a function that reads or makes it."""
 
     name: str
     kind: str
@@ -30,36 +30,41 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """All inputs together, in words; and how many could not be judged."""
+    """All inputs together, in words, and the number that could not be judged."""
 
     text: str
     failed: int
 
 
 def image_files(folder: Path, kinds: Sequence[str]) -> list[tuple[str, Path]]:
-    """The images of a folder and their kinds. Raises ValueError if there are none, RoutingError for an unknown kind."""
+    """Return the images of a folder with their kinds.
+
+    Raises:
+      ValueError: there are none.
+      RoutingError: an unknown kind.
+    """
     if not folder.is_dir():
         raise ValueError(f"--images {folder}: there is no such folder.")
-    found = []
+    images = []
     for inside in sorted(path for path in folder.iterdir() if path.is_dir()):
         files = sorted(file for file in inside.iterdir() if file.suffix.lower() in {".npy", *PILLOW})
         if files and inside.name not in kinds:
             raise RoutingError(f"{inside}: no input is of kind {inside.name!r}; known: {', '.join(kinds[:8])}.")
-        found += [(inside.name, file) for file in files]
-    if not found:
+        images += [(inside.name, file) for file in files]
+    if not images:
         raise ValueError(f"--images {folder}: there are no images; they are KIND/NAME.npy, .png or .jpg in it.")
-    if any(file.suffix.lower() in PILLOW for _, file in found):
+    if any(file.suffix.lower() in PILLOW for _, file in images):
         _require_pillow()
-    return found
+    return images
 
 
 def read_images(files: Iterable[tuple[str, Path]]) -> Iterator[Input]:
-    """Images that are read when their turn comes."""
+    """Return the images as inputs, each read when its turn comes."""
     return (Input(f"{kind}/{file.name}", kind, lambda file=file: _read(file)) for kind, file in files)
 
 
 def random_inputs(system: System, count: int, seed: int) -> Iterator[Input]:
-    """Random images, and for encoders token ids."""
+    """Draw random images, and token ids for encoders."""
     rng = np.random.default_rng(seed)
 
     def draw(kind: str) -> Any:
@@ -75,14 +80,14 @@ def random_inputs(system: System, count: int, seed: int) -> Iterator[Input]:
 
 
 def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None], *, as_json: bool) -> Summary:
-    """Have all inputs judged; writes a line for each, in their order."""
+    """Judge all inputs; writes a line for each, in their order."""
     begun, judged, failed = time.perf_counter(), 0, 0
-    for item, found in _outcomes(system, inputs):
-        if isinstance(found, Exception):
-            write(_error_line(item, found, as_json))
+    for item, outcome in _outcomes(system, inputs):
+        if isinstance(outcome, Exception):
+            write(_error_line(item, outcome, as_json))
             failed += 1
         else:
-            write(_line(item, found, as_json))
+            write(_line(item, outcome, as_json))
             judged += 1
     seconds = time.perf_counter() - begun
     loads = system.statistics.loads
@@ -95,8 +100,8 @@ def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None],
 
 
 def _outcomes(system: System, inputs: Iterable[Input]) -> Iterator[tuple[Input, Result | Exception]]:
-    """The inputs in their order, each with its result, or with why it has none."""
-    given = deque[tuple[Input, Exception | None]]()  # whose turn has not come, with why they cannot be read
+    """Yield the inputs in their order, each with its result or error."""
+    given = deque[tuple[Input, Exception | None]]()  # inputs whose turn has not come, and why they cannot be read
 
     def readable() -> Iterator[tuple[str, Any]]:
         for item in inputs:
@@ -132,8 +137,8 @@ def _line(item: Input, result: Result, as_json: bool) -> str:
         }
         for stage in result.stages
     ]
-    found = {"input": item.name, "kind": item.kind, "verdict": result.verdict, "latency": result.latency}
-    return json.dumps(found | {"stages": stages})
+    fields = {"input": item.name, "kind": item.kind, "verdict": result.verdict, "latency": result.latency}
+    return json.dumps(fields | {"stages": stages})
 
 
 def _error_line(item: Input, error: Exception, as_json: bool) -> str:

@@ -1,4 +1,4 @@
-"""What the experts commands print."""
+"""The tables of the experts commands."""
 
 from collections.abc import Iterable, Mapping
 
@@ -14,7 +14,7 @@ from jaxinfer.experts.scheduling.profile import MIN_R_SQUARED as MIN_R_SQUARED
 
 
 def sizes(counts: Iterable[int]) -> str:
-    """Bytes for people.
+    """Format byte counts for people.
 
     >>> sizes([1000, 2_500_000])
     '1.0 kB, 2.5 MB'
@@ -23,21 +23,21 @@ def sizes(counts: Iterable[int]) -> str:
 
 
 def profile_table(opened: OpenedSystem, measured: Mapping[tuple[str, str], Measured]) -> Table:
-    """What architectures cost; times in milliseconds."""
+    """Return a table of what architectures cost; times in milliseconds."""
     columns = ("experts", "weights", "K", "B", "R²", "max batch", "disk", "host", "evict", "a request")
     table = _table("architecture", "device", *columns, title="A batch of n takes K n + B; times in ms", left=2)
     infos = opened.graph.experts.values()
-    for (architecture, device), found in measured.items():
-        profile, of_it = found.profile, [expert for expert in infos if expert.architecture == architecture]
+    for (architecture, device), measurement in measured.items():
+        profile, members = measurement.profile, [expert for expert in infos if expert.architecture == architecture]
         times = (profile.load["disk"], profile.load["host"], profile.evict)
         table.add_row(
             architecture,
             device,
-            str(len(of_it)),
-            decimal(of_it[0].bytes),
+            str(len(members)),
+            decimal(members[0].bytes),
             _ms(profile.k),
             _ms(profile.b),
-            f"{found.r_squared:.3f}",
+            f"{measurement.r_squared:.3f}",
             str(profile.max_batch),
             *map(_ms, times),
             decimal(profile.activation_bytes),
@@ -45,32 +45,32 @@ def profile_table(opened: OpenedSystem, measured: Mapping[tuple[str, str], Measu
     return table
 
 
-def usage_table(opened: OpenedSystem, found: Forecast, top: int) -> Table:
-    """The most used experts, and which pools have them at the start."""
+def usage_table(opened: OpenedSystem, expected: Forecast, top: int) -> Table:
+    """Return a table of the most used experts, and which pools have them at the start."""
     graph = opened.graph
     title = f"The {min(top, len(graph.experts))} most used of {len(graph.experts)} experts"
     table = _table("expert", "architecture", "in pools", "inputs", "weights", title=title, left=3)
     for name in graph.by_usage[:top]:
         expert = graph.experts[name]
-        pools = ", ".join(str(pool) for pool, names in found.placed.items() if name in names)
+        pools = ", ".join(str(pool) for pool, names in expected.placed.items() if name in names)
         table.add_row(name, expert.architecture, pools or "-", f"{graph.usage[name]:.1%}", decimal(expert.bytes))
     return table
 
 
-def pool_table(found: Forecast) -> Table:
-    """The pools at the start."""
+def pool_table(expected: Forecast) -> Table:
+    """Return a table of the pools at the start."""
     table = _table("pool", "executors", "experts", "used", "left", title="Pools at the start", left=2)
-    experts = found.scheduler.graph.experts
-    for pool in found.scheduler.manager.pools:
-        users = ", ".join(x.config.name for x in found.scheduler.executors if x.pool is pool)
-        names = found.placed[pool.index]
+    experts = expected.scheduler.graph.experts
+    for pool in expected.scheduler.manager.pools:
+        users = ", ".join(x.config.name for x in expected.scheduler.executors if x.pool is pool)
+        names = expected.placed[pool.index]
         used = sum(experts[name].bytes for name in names)
         table.add_row(str(pool.index), users, str(len(names)), decimal(used), decimal(pool.budget - used))
     return table
 
 
 def window_table(advice: MemoryAdvice) -> Table:
-    """What the search for memory has tried."""
+    """Return a table of what the search for memory tried."""
     table = _table("inputs that they serve", "experts", "inputs/s", title="Room for experts, by simulation", left=1)
     for window in advice.choice.windows:
         low, high = window.experts
@@ -79,11 +79,11 @@ def window_table(advice: MemoryAdvice) -> Table:
     return table
 
 
-def mode_table(found: Mapping[str, Forecast], requests: int) -> Table:
-    """Policies on one trace."""
+def mode_table(forecasts: Mapping[str, Forecast], requests: int) -> Table:
+    """Return a table that compares policies on one trace."""
     columns = ("inputs/s", "loads", "from disk", "from host", "at least", "batches", "p50 ms", "p99 ms", "failed")
     table = _table("mode", *columns, title=f"{requests} inputs on a simulated clock", left=1)
-    for name, item in found.items():
+    for name, item in forecasts.items():
         outcome = item.outcome
         loads, latencies = outcome.statistics.loads, outcome.latencies
         tail = [_ms(float(value)) for value in np.percentile(latencies, (50, 99))] if latencies else ["-", "-"]
@@ -97,7 +97,7 @@ def _ms(seconds: float) -> str:
 
 
 def _table(*columns: str, title: str, left: int) -> Table:
-    """One whose first columns are text."""
+    """Return an empty table whose first `left` columns are text."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < left else "right", no_wrap=place < left)

@@ -151,4 +151,4 @@ def open_costs(architecture: Architecture, device: Any, *, beside: int, disk: st
 
 def cost_of(costs: Costs, batch: int) -> Cost | None:
     """Return the cost of batches of this size."""
-    return costs.of(PROGRAM, batch=batch)
+    return costs.for_sizes(PROGRAM, batch=batch)

@@ -237,7 +237,7 @@ def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens:
         case YoloConfig():
             return Detector(config, size)
         case EncoderConfig():
-            return TextEncoder(config, tokens, Tokenizer.of(opened.folder))
+            return TextEncoder(config, tokens, Tokenizer.from_folder(opened.folder))
         case _:
             raise ConfigError(
                 f"{opened.folder}: a language model cannot be an expert yet; classifiers, detectors and encoders can."

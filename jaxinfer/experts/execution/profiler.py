@@ -121,7 +121,7 @@ def _fit(costs: Costs, sizes: Sequence[int], max_batch: int) -> _Fit:
 
 
 def _median(costs: Costs, name: str) -> float:
-    cost = costs.of(name)
+    cost = costs.for_sizes(name)
     assert cost is not None, "it was measured"
     return cost.p50
 

@@ -1,1 +1,1 @@
-"""What users hold: `LLM`, `Embedder`, beam search; they build an engine and run requests on it."""
+"""User-facing classes: `LLM`, `Embedder`, beam search; they build an engine and run requests on it."""

@@ -28,15 +28,15 @@ from jaxinfer.serving.ticket import Reader
 
 
 class AsyncLLM(EngineHolder):
-    """A model that takes requests from many tasks and threads at once, and runs them together in a thread of its own.
+    """A model that takes requests from many tasks and threads, and runs them together in its own thread.
 
     Args:
-      path: a model directory; one that holds an encoder can `embed` only.
+      path: a model directory; an encoder can only `embed`.
       max_requests: how many requests can be in flight, waiting or running; further callers wait until one has ended.
       options: those of `LLM`, for an encoder those of `Embedder`.
 
-    All programs are compiled before it takes requests, so that none ever waits for a compilation. Requests in flight
-    keep it alive; without any, dropping it ends its thread, as `close` does, and as the end of the process does.
+    All programs are compiled before it takes requests, so that no request waits for a compilation. Requests in flight
+    keep it alive; without any, its thread ends when it is dropped or closed, or the process ends.
 
     A step that fails ends its own requests with FailedError, and the others go on. If the thread itself dies,
     every request ends with DiedError, and so does every later call. `Timings` count from when a request is in
@@ -60,7 +60,7 @@ class AsyncLLM(EngineHolder):
         self._loop.stop_when_dropped(self)
 
     def prepare(self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None) -> Request:
-        """A request that other methods take in place of a prompt: tokenised and checked, its `request_id` known.
+        """Tokenise and check a prompt; other methods take the request, whose `request_id` is known, in its place.
 
         Raises the ValueError that they would raise for this prompt.
         """
@@ -69,11 +69,11 @@ class AsyncLLM(EngineHolder):
     # Tasks
 
     def generate(self, prompt: Prompt | Request, params: SamplingParams | None = None) -> "OutputStream":
-        """Continue a prompt: `async for` its outputs or pieces of its text, or await the whole.
+        """Continue a prompt: `async for` its outputs or pieces of its text, or await the final output.
 
         The request is made in a thread beside the event loop and begins when the stream is first read, which raises
-        ValueError for an invalid prompt. A task that is cancelled while it reads, or closes or drops the stream, gives
-        the request up.
+        ValueError for an invalid prompt. If the reading task is cancelled, or closes or drops the stream, the request
+        is given up.
         """
         prompt = copied(prompt)  # the caller's list may change until the stream is read
         return self._stream(lambda: self.prepare(prompt, params))
@@ -81,16 +81,16 @@ class AsyncLLM(EngineHolder):
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> "OutputStream":
-        """Answer a conversation as `LLM.chat`, streamed as by `generate`.
+        """Answer a conversation as `LLM.chat` does, streamed as by `generate`.
 
-        Raises ValueError at once for what is no conversation, and where the stream is read for one that the chat
-        template cannot take.
+        Raises ValueError at once for an invalid conversation; when the stream is read, for one that the chat template
+        cannot take.
         """
         messages, options = check_messages(messages), check_options(options)
         return self._stream(lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), params))
 
     async def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """The vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].
+        """Return the vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs; FailedError if a step fails.
         """
@@ -127,7 +127,7 @@ class AsyncLLM(EngineHolder):
 
     @contextlib.contextmanager
     def _running(self, *pending: RequestTicket) -> Iterator[None]:
-        """Run requests while a task reads them; given up if the task leaves before their end.
+        """Run requests while a task reads them; they are given up if the task leaves before their end.
 
         Not asynchronous: an event loop that ends closes all asynchronous generators in any order, this one before the
         stream that uses it.
@@ -157,7 +157,7 @@ class AsyncLLM(EngineHolder):
     ) -> Future[Any]:
         """Continue a prompt, or with PoolingParams embed it, from any thread; cancelling the future gives it up.
 
-        Where `max_requests` are in flight, it waits, or raises OverloadedError if `block` is false. A coroutine should
+        While `max_requests` are in flight, it waits, or raises OverloadedError if `block` is false. A coroutine should
         `generate` instead.
 
         Raises ValueError for an invalid prompt.
@@ -166,18 +166,18 @@ class AsyncLLM(EngineHolder):
         return self._loop.serve(ticket, block=block)
 
     def abort(self, request_id: str) -> None:
-        """Give a request up, from any thread: it ends as it is, with FinishReason.ABORT. Nothing if it has ended."""
+        """Give up a request that has not ended, from any thread: it ends as it is, with FinishReason.ABORT."""
         if (ticket := self._loop.find(request_id)) is not None:
             self._loop.cancel(ticket)
 
     @property
     def num_requests(self) -> int:
-        """How many requests have not ended: in flight, or waiting for one of those to end."""
+        """The number of requests that have not ended: in flight, or waiting for one of those to end."""
         return self._loop.num_tickets
 
     @property
     def statistics(self) -> Statistics:
-        """What became of requests so far."""
+        """Counts of requests by outcome, so far."""
         return self._loop.statistics
 
     @property
@@ -190,15 +190,15 @@ class AsyncLLM(EngineHolder):
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Take no more requests, end the engine's thread and give back all memory; may be called again.
 
-        Requests in flight end with ClosedError: at once, or with `drain` those that `timeout` seconds do not suffice
-        for. In a coroutine `async with` closes without holding up the event loop.
+        Requests in flight end with ClosedError: at once, or with `drain` only those that need more than `timeout`
+        seconds. In a coroutine, `async with` closes without blocking the event loop.
 
         Raises DiedError if a step hangs, rather than wait for ever.
         """
         try:
             self._loop.close(drain=drain, timeout=timeout)
         finally:
-            self._let_go()  # the driver closes the engine
+            self._let_go()  # the decider closes the engine
 
     def _end_error(self) -> Exception:
         return self._loop.end_error()
@@ -211,10 +211,10 @@ class AsyncLLM(EngineHolder):
 
 
 class OutputStream(AsyncIterator[RequestOutput]):
-    """What comes of a request, for one task: `async for` yields its output, as far as it has come, when it has grown.
+    """The outputs of a request, for one task: `async for` yields its output so far each time it has grown.
 
-    A task that reads slowly finds the newest output, which holds those that it has missed. Raises FailedError
-    where the request fails, and ClosedError or DiedError where the engine ends.
+    A slow task gets the newest output, which includes those it has missed. Raises FailedError if the request fails,
+    and ClosedError or DiedError if the engine ends.
     """
 
     def __init__(self, outputs: AsyncGenerator[RequestOutput], reader: Reader[RequestSnapshot]):
@@ -226,7 +226,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         return self._newest
 
     async def text(self) -> AsyncGenerator[str]:
-        """Pieces of the text as they come. Raises ValueError for a request of several completions."""
+        """Yield pieces of the text as they come. Raises ValueError for a request of several completions."""
         printed = 0
         async with contextlib.aclosing(self):
             async for output in self:
@@ -238,7 +238,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
                     printed = len(text)
 
     async def final(self) -> RequestOutput:
-        """The whole output, without those before it."""
+        """Wait for the final output, without making those before it."""
         self._reader.final_only = True
         async for _ in self:
             pass

@@ -1,15 +1,16 @@
 """Beam search: the likeliest continuations of a prompt, its beams run as ordinary requests.
 
-A round asks the engine for one token after every live beam. What a beam shares with the one it came from is in the
+A round asks the engine for one token after every live beam. The pages that a beam shares with its parent are in the
 prefix cache (full pages shared, the last one copied), so a round computes one token a beam.
 
 The rules are those of `GenerationMixin._beam_search` of transformers 5, without sampling:
 
-1. Candidates are all live beams with one more token, by the sum of their log probabilities. Of the best `beam_width`,
-   those that end (a stop token, or `max_tokens`) are finished; the best `beam_width` that do not end live on.
+1. Candidates are all live beams with one more token, by the sum of their log probabilities. Among the best
+   `beam_width`, those that end (a stop token, or `max_tokens`) are finished; the best `beam_width` that do not end live
+   on.
 2. A finished beam's score is that sum / length ** length_penalty, its stop token counted; the best `beam_width` stay.
 3. With `beam_width` beams finished the search is over if `early_stopping`, or else if the best live beam would not
-   score higher than the worst of them if it ended as it is. Without that it ends at `max_tokens`.
+   score higher than the worst finished one if it ended as it is. Otherwise it ends at `max_tokens`.
 """
 
 import dataclasses
@@ -34,20 +35,20 @@ _BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH, description=f"an integ
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """How to search for the likeliest continuations of a prompt.
+    """Options of a search for the likeliest continuations of a prompt.
 
     Attributes:
       beam_width: beams that live at once.
       n: how many of the best to return.
-      max_tokens: how many tokens a beam can have; prompt and these must fit the context.
+      max_tokens: how many tokens a beam can have; with the prompt they must fit the context.
       length_penalty: a beam scores its log probability / length ** length_penalty: 0 the plain sum, 1 the mean of its
         tokens; higher prefers longer ones.
       early_stopping: end as soon as `beam_width` beams have finished; False: go on while the best live beam, if it
-        ended as it is, would score higher than one of them. A live beam may still gain by growing if length_penalty is
-        above 0, so both can miss a better one.
+        ended as it is, would score higher than a finished one. A live beam may still gain by growing if length_penalty
+        is above 0, so both can miss a better one.
       stop_token_ids: token ids that end a beam.
       ignore_eos: go on after the model's end-of-text token.
-      adapter: the name of a LoRA adapter of the engine; None: the model as it is.
+      adapter: the name of one of the engine's LoRA adapters; None: the model as it is.
     """
 
     beam_width: _BeamWidth = 4
@@ -90,7 +91,7 @@ class BeamSearchOutput:
     Attributes:
       num_cached_tokens: how many of the prompt's tokens were in the cache at the beginning.
       num_computed_tokens: tokens that went through the model, in all rounds.
-      error: what went wrong in a step, or None; there are no beams then.
+      error: the error of a step that failed, or None; there are no beams then.
     """
 
     prompt: str | None
@@ -118,15 +119,15 @@ class BeamSearch:
 
     @property
     def branching(self) -> int:
-        """Next tokens of each live beam that can matter: `beam_width` that go on, beside all that end."""
+        """Number of next tokens of each live beam that can matter: `beam_width` that go on, and all that end."""
         return self._params.beam_width + len(self._stop_token_ids)
 
     def advance(self, following: Iterable[Mapping[int, float]]) -> None:
-        """Take a round.
+        """Advance all live beams by one round.
 
         Args:
-          following: for each live beam its next tokens with their log probabilities, the likeliest first: `branching`
-            of them, or all there are.
+          following: the next tokens of each live beam with their log probabilities, the likeliest first: `branching` of
+            them, or all there are.
         """
         width = self._params.beam_width
         candidates = [
@@ -141,11 +142,11 @@ class BeamSearch:
         self.live = [] if live and self._is_over(live[0]) else live
 
     def score(self, hypothesis: Hypothesis) -> float:
-        """The log probability, its length made up for."""
+        """Return the log probability, normalised by length."""
         return hypothesis.logprob / len(hypothesis.ids) ** self._params.length_penalty
 
     def stopped(self, hypothesis: Hypothesis) -> bool:
-        """Whether its last token is a stop id."""
+        """Return whether its last token is a stop id."""
         return hypothesis.ids[-1] in self._stop_token_ids
 
     def _ends(self, hypothesis: Hypothesis) -> bool:
@@ -158,10 +159,10 @@ class BeamSearch:
 
 
 class _Task:
-    """The search of one prompt on an engine, checked at birth.
+    """The search of one prompt on an engine; creating it checks the prompt.
 
     Attributes:
-      greedy: the prompt's request for `beam_width` greedy completions, which needs as much of the engine.
+      greedy: the prompt's request for `beam_width` greedy completions, which needs the same programs and as many pages.
     """
 
     def __init__(self, engine: Engine, prompt: Prompt, params: BeamSearchParams):
@@ -209,11 +210,11 @@ class _Task:
         return self._error is not None or not self._search.live
 
     def requests(self) -> list[Request]:
-        """A request for one token after each live beam."""
+        """Make a request for one token after each live beam."""
         return [self._engine.prepare([*self._prompt_ids, *beam.ids], self._next_token) for beam in self._search.live]
 
     def take(self, answers: list[Sequence]) -> None:
-        """The sequences of `requests`, finished."""
+        """Advance the search by the finished sequences of `requests`."""
         self._error = next((s.error for s in answers if s.error is not None), None)
         if self._error is not None:
             return
@@ -263,7 +264,7 @@ def beam_search(engine: Engine, prompts: Iterable[Prompt], params: BeamSearchPar
             tasks.append(_Task(engine, prompt, params))
         except ValueError as error:
             raise ValueError(f"Prompt {index}: {error}") from error
-    # No more prompts at once than have room for their beams: their pages stay in the cache from round to round.
+    # No more prompts at once than there is room for their beams: their pages stay in the cache from round to round.
     together = max(1, engine.config.max_batch // params.beam_width)
     if tasks:
         engine.executor.compile_ahead(s for task in tasks for s in task.greedy.sequences())

@@ -1,4 +1,4 @@
-"""An engine from a loaded model: which scheduler and which executor it has."""
+"""Builds an engine from a loaded model: chooses its scheduler and executor."""
 
 import contextlib
 import dataclasses
@@ -51,26 +51,26 @@ def build_engine(
     clock: Clock = time.perf_counter,
     costs: Costs | None = None,
 ) -> Engine:
-    """An engine on a loaded model.
+    """Build an engine on a loaded model.
 
     Args:
       model: a decoder to generate and embed, or an encoder to embed.
       tokenizer: its tokenizer, or None for token ids only.
       config: the engine's sizes.
-      num_pages: the size of a decoder's cache; `memory.plan_memory` says what fits.
-      max_chunks: of a step, that go through a streamed layer together; None: all.
-      logits_processors: by the name that requests give.
+      num_pages: the size of a decoder's cache; `memory.plan_memory` computes how many fit.
+      max_chunks: how many chunks of a step go through a streamed layer together; None: all.
+      logits_processors: functions by the name that requests give.
       clock: the time of sequences and steps, real or virtual.
       costs: the record of how long programs take; None: the one kept on disk, or under a virtual clock a new one.
 
-    Raises ValueError for what the model's platform or mesh cannot run.
+    Raises ValueError for options that the model's platform or mesh cannot run.
     """
     processors, adapters = check_processors(logits_processors), None
     if costs is None:
         costs = open_costs(model, config, tuple(processors)) if clock is time.perf_counter else Costs()
     if isinstance(model.config, EncoderConfig):
         assert isinstance(config, EncoderEngineConfig)
-        shapes = EncoderBuckets.of(config)
+        shapes = EncoderBuckets.from_config(config)
         scheduler = EncoderScheduler(config, shapes)
         runs_encoder = EncoderChainExecutor if isinstance(model, StreamedModel) else EncoderExecutor
         executor = runs_encoder(model, config, shapes, clock=clock, costs=costs)
@@ -104,7 +104,7 @@ def build_engine(
 
 
 def check_processors(logits_processors: object) -> dict[str, LogitsProcessor]:
-    """Logits processors by name, copied. Raises ValueError for what is none."""
+    """Return a copy of logits processors by name. Raises ValueError for anything else."""
     checked = check("logits_processors", logits_processors or {}, _Processors)
     for name, processor in checked.items():
         if not callable(processor):
@@ -113,13 +113,13 @@ def check_processors(logits_processors: object) -> dict[str, LogitsProcessor]:
 
 
 class ModelOptions(EngineOptions, MemoryOptions, total=False):
-    """What `LLM` and `Embedder` take as options."""
+    """Options of `LLM` and `Embedder`."""
 
 
 def split_options(options: ModelOptions, mesh: AnyMesh, *, owner: str) -> tuple[EngineOptions, MemoryConfig]:
-    """The options of an engine; and where weights are, from options or else from the file of the mesh.
+    """Split options into the engine's and those of weight placement, which default to the mesh file's.
 
-    Raises TypeError for unknown options, ValueError for unknown ones of the file and for bad values.
+    Raises TypeError for unknown options, ValueError for unknown ones in the file and for bad values.
     """
     known = ModelOptions.__annotations__
     if unknown := options.keys() - known.keys():
@@ -147,12 +147,13 @@ def place_model[Config: SharedConfig](
     cache_bytes: int | None = None,
     given: Collection[str] = (),
 ) -> tuple[LoadedModel, Config]:
-    """The model, all of it on its devices or streamed to them; and the engine's sizes that it can run.
+    """Load the model onto its devices or stream it to them; returns it with the engine's sizes that it can run.
 
     Args:
-      costs: what earlier fetches took.
-      reservation: has the memory of the weights from before they are read.
-      given: the options that the user has set, rather than left.
+      costs: the times of earlier fetches.
+      reservation: holds the memory of the weights from before they are read.
+      given: the options that the user has set.
+
     Raises MemoryError if it does not fit, ValueError for options that a streamed model does not have.
     """
     placement = plan_placement(opened, config, memory, cache_bytes=cache_bytes, costs=costs)
@@ -174,7 +175,7 @@ def place_model[Config: SharedConfig](
 
 @contextlib.contextmanager
 def _reserved(reservation: Reservation, opened: OpenedModel, placement: Placement | None) -> Iterator[None]:
-    """Reserve the memory of weights, and what reading them takes meanwhile. Raises BudgetError if it does not fit."""
+    """Reserve the memory of weights, and of reading them meanwhile. Raises BudgetError if it does not fit."""
     devices, each = devices_of(opened.mesh), weight_tenants(opened, placement)
     host = host_tenants(opened, placement)
     reading = {"files being read": min(opened.manifest.bytes, GROUP_BYTES)} if placement is None else {}
@@ -185,10 +186,10 @@ def _reserved(reservation: Reservation, opened: OpenedModel, placement: Placemen
 
 
 def open_costs(model: OpenedModel, config: SharedConfig, logits_processors: Iterable[str] = ()) -> Costs:
-    """The record of a model's programs that is kept on disk, under all that decides how long they take.
+    """Open the record of a model's programs on disk, under everything that decides how long they take.
 
-    What only says which programs there are, or how large arrays are of which a step reads a part (the number of pages,
-    which depends on what memory is free), is left out: a restart should find what the process before it learnt.
+    Left out is what only decides which programs there are, or the size of arrays that a step reads in part (the number
+    of pages depends on free memory): a restart should find what the process before it learnt.
     """
     return Costs.open(
         device=device_name(devices_of(model.mesh)[0]),

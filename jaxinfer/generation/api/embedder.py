@@ -60,7 +60,7 @@ class Embedder(EngineHolder):
         super().__init__(loaded)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """The vectors of one or several texts, of length 1: float32 [texts, D].
+        """Return the vectors of one or several texts, of length 1: float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """

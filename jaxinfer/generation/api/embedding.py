@@ -11,7 +11,7 @@ from jaxinfer.generation.text import Prompt, as_list
 
 
 def embed(engine: Engine, texts: Prompt | Sequence[Prompt], *, size: int, adapter: str | None = None) -> np.ndarray:
-    """The vectors of one or several texts, or token ids, of length 1: float32 [texts, size].
+    """Return the vectors of one or several texts, or token ids, of length 1: float32 [texts, size].
 
     Raises ValueError for an invalid text, naming it, before anything runs; RuntimeError if a step fails.
     """
@@ -25,7 +25,7 @@ def embed(engine: Engine, texts: Prompt | Sequence[Prompt], *, size: int, adapte
 
 
 def pooling_requests(engine: Engine, texts: Iterable[Prompt], adapter: str | None) -> list[Request]:
-    """A request for the vector of each text. Raises ValueError for an invalid one, naming it."""
+    """Make a request for the vector of each text. Raises ValueError for an invalid one, naming it."""
     params, requests = PoolingParams(adapter=adapter), []
     for index, text in enumerate(texts):
         try:

@@ -1,4 +1,4 @@
-"""What `LLM`, `Embedder` and `AsyncLLM` have in common: a loaded engine, from their beginning to their end."""
+"""The base of `LLM`, `Embedder` and `AsyncLLM`: it holds a loaded engine until it is closed."""
 
 import threading
 import time
@@ -18,12 +18,12 @@ from jaxinfer.streaming.statistics import StreamingStatistics
 
 
 class EngineHolder(Closeable):
-    """Holds an engine until it is closed; then whatever needs it raises ClosedError."""
+    """Holds an engine until it is closed; then anything that needs it raises ClosedError."""
 
     def __init__(self, loaded: LoadedEngine):
         self._held: LoadedEngine | None = loaded
         self._ending = False  # no call may begin
-        self._calls: set[_RunningCall] = set()  # that have not come back
+        self._calls: set[_RunningCall] = set()  # those that have not returned
         self._idle = threading.Condition()
         close_at_exit(loaded.engine, Engine.close)  # a thread that still ran a step could crash the interpreter
 
@@ -34,22 +34,22 @@ class EngineHolder(Closeable):
         return self._held
 
     def _end_error(self) -> Exception:
-        """What a call gets after the end."""
+        """Return the error of calls after the end."""
         return closed_error(f"This {type(self).__name__}")
 
     @property
     def engine(self) -> Engine:
-        """Where requests can be queued one by one (`prepare`, `add`, `step`, `abort`)."""
+        """The engine, to queue requests one by one (`prepare`, `add`, `step`, `abort`)."""
         return self._loaded.engine
 
     @property
     def model(self) -> LoadedModel:
-        """Weights and config. Whoever keeps it keeps the memory of its weights, also after `close`."""
+        """Weights and config. Keeping it keeps the memory of the weights, also after `close`."""
         return self._loaded.model
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """That of the model directory, if it has one."""
+        """The tokenizer of the model directory, if it has one."""
         return self._loaded.tokenizer
 
     @property
@@ -59,7 +59,7 @@ class EngineHolder(Closeable):
 
     @property
     def budgets(self) -> dict[str, Budget]:
-        """Of each memory that this has something of, by name, who has how much."""
+        """The budget of each memory in use, by name: who has how much."""
         return self._loaded.reservation.budgets
 
     @property
@@ -69,15 +69,15 @@ class EngineHolder(Closeable):
 
     @property
     def streaming(self) -> StreamingStatistics | None:
-        """What bringing layers was seen to take; None if all are on the devices."""
+        """Measurements of bringing layers to the devices; None if all are on the devices."""
         return self._loaded.streaming
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Give back all memory, of devices and of the host; may be called again, and from any thread.
 
         Args:
-          drain: let calls in other threads come to their end before; if not, or after `timeout`, they raise
-            ClosedError once the step that runs has ended. A stream that is not being read is given up.
+          drain: let calls in other threads finish first; if not, or after `timeout`, they raise ClosedError once the
+            running step has ended. A stream that is not being read is given up.
           timeout: seconds to wait at most; a step that takes longer keeps the memory until it ends.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -99,7 +99,7 @@ class EngineHolder(Closeable):
             trim_heap()
 
     def _call(self) -> "_RunningCall":
-        """Marks a call of another thread, which `close` may wait for."""
+        """Return a context manager for a call, which `close` in another thread may wait for."""
         return _RunningCall(self)
 
 
@@ -111,7 +111,7 @@ class _RunningCall:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread makes it, as where a signal's handler closes what it interrupts."""
+        """Whether this thread makes it, as when a signal handler closes what it interrupts."""
         return self._thread == threading.get_ident()
 
     def __enter__(self) -> Engine:

@@ -36,11 +36,11 @@ class LLM(EngineHolder):
         the first device.
       dtype: "float32", "bfloat16" or "float16"; None: as stored, except that a CPU computes in float32.
       quantize: "int8" multiplies in int8 (weights per channel, activations per row); "int4" (per 128 inputs) and "fp8"
-        (per channel) hold the weights alone so; None: as stored.
+        (per channel) quantise the weights alone; None: as stored.
       rules: which dimension of weights and caches is split over which mesh axis; None: heads, MLP and vocabulary.
       max_batch: how many sequences can run at once.
       context: how many tokens a sequence can have, prompt and output; None: the model's own.
-      cache_bytes: memory for keys and values; None: as `memory.plan_memory` finds.
+      cache_bytes: memory for keys and values; None: as `memory.plan_memory` decides.
       adapters: LoRA adapters (PEFT folders) by the name that `SamplingParams.adapter` gives.
       logits_processors: `sampler.LogitsProcessor`s by the name that `SamplingParams.logits_processors` gives.
       options: `EngineOptions` (generation/engine/config.py) and `MemoryOptions` (streaming/config.py), such as
@@ -92,7 +92,7 @@ class LLM(EngineHolder):
         return memory
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """A request that `generate` and `stream` take in place of a prompt: tokenised and checked once.
+        """Tokenise and check a prompt once; `generate` and `stream` take the request in its place.
 
         Raises the ValueError that `generate` would raise for this prompt.
         """
@@ -106,6 +106,7 @@ class LLM(EngineHolder):
         Args:
           prompts: one or several prompts, each a text, a list of token ids, or a request from `prepare`.
           params: one SamplingParams for all, or one each; None for requests, which have theirs.
+
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
         with self._call() as engine:
@@ -121,7 +122,7 @@ class LLM(EngineHolder):
         *,
         max_passes: int = 4,
     ) -> Iterator[RequestOutput]:
-        """Like `generate`, but yields a request's output, as far as it has come, each time it grows.
+        """Continue every prompt as `generate` does, yielding a request's output so far each time it grows.
 
         `max_passes` bounds the passes through the model, and so the tokens, between two yields. Closing the iterator
         gives the requests up.
@@ -136,7 +137,7 @@ class LLM(EngineHolder):
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of every prompt that beam search finds; results in the order of the prompts.
+        """Search for the likeliest continuations of every prompt; results in the order of the prompts.
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
@@ -144,7 +145,7 @@ class LLM(EngineHolder):
             return beam_search(engine, as_list(prompts), BeamSearchParams() if params is None else params)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
-        """The mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
+        """Return the mean of the last hidden vectors of every text, of length 1: float32 [texts, D].
 
         Raises ValueError for an invalid text, naming it, before anything runs.
         """
@@ -161,6 +162,7 @@ class LLM(EngineHolder):
           params: how to continue it.
           options: `ChatOptions`: tools, documents, chat_template, chat_template_kwargs, add_generation_prompt,
             continue_final_message.
+
         Raises ValueError for a conversation or options that the template cannot take.
         """
         return self.generate([encode_chat(self.tokenizer, messages, **options)], params)[0]

@@ -1,4 +1,4 @@
-"""An engine from a model directory, with all that it is made of."""
+"""Loads an engine, with all its parts, from a model directory."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -43,13 +43,13 @@ from jaxinfer.streaming.statistics import StreamingStatistics
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedEngine:
-    """An engine, and what it is made of.
+    """An engine and its parts.
 
     Attributes:
-      engine: it.
+      engine: the engine.
       model: weights and config.
-      tokenizer: that of the model directory, if it has one.
-      reservation: what all of it has of the devices' memory and the host's.
+      tokenizer: the tokenizer of the model directory, if it has one.
+      reservation: the memory of the devices and the host that all parts hold.
       memory: how memory is divided; None for an encoder, which has no cache.
     """
 
@@ -66,7 +66,7 @@ class LoadedEngine:
 
     @property
     def streaming(self) -> StreamingStatistics | None:
-        """What bringing layers was seen to take; None if all are on the devices."""
+        """Measurements of bringing layers to the devices; None if all are on the devices."""
         executor = self.engine.executor
         streams = isinstance(executor, ChainExecutor | EncoderChainExecutor)
         return executor.prefetcher.statistics if streams else None
@@ -87,7 +87,7 @@ def load_decoder(
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
-    """The engine of a decoder-only model. Arguments and errors are those of `LLM`; owner: what has its memory."""
+    """Load the engine of a decoder-only model. Arguments and errors are those of `LLM`; owner: who holds the memory."""
     if max_batch < 1:
         raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
     logits_processors = check_processors(logits_processors)
@@ -100,9 +100,9 @@ def load_decoder(
     context = _context(context, opened.transformer.context, owner="LLM")
     if adapters:
         engine_options = _with_room(engine_options, adapters)
-    if (free := host_budget().free) is not None:  # where there is little, few adapters that were read are kept
+    if (free := host_budget().free) is not None:  # with little memory, few adapters that were read are kept
         engine_options = {"adapter_bytes": min(EngineConfig.adapter_bytes, free // 4), **engine_options}
-    config = EngineConfig.of(engine_options, max_batch=max_batch, context=context)
+    config = EngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     costs = open_costs(opened, config, logits_processors)
     reservation = Reservation(f"{owner} {opened.name}")
     model, config = place_model(
@@ -114,7 +114,7 @@ def load_decoder(
         cache_bytes=cache_bytes,
         given=options.keys(),
     )
-    tokenizer = Tokenizer.of(model.folder)
+    tokenizer = Tokenizer.from_folder(model.folder)
     memory = plan_memory(model, config, cache_bytes=cache_bytes, device_memory=memory_config.device_memory)
     _reserve(reservation, model, config, memory.tenants, costs)
     engine = build_engine(
@@ -144,14 +144,14 @@ def load_encoder(
     context: int | None = None,
     **options: Unpack[ModelOptions],
 ) -> LoadedEngine:
-    """The engine of an encoder. Arguments and errors are those of `Embedder`; owner: what has its memory."""
+    """Load the engine of an encoder. Arguments and errors are those of `Embedder`; owner: who holds the memory."""
     if max_batch < 1:
         raise ValueError(f"Embedder.max_batch must be >= 1, got {max_batch}.")
     longest = require_transformer(path, Description.read(path).config).context
     context = _context(context, longest, owner="Embedder")
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="Embedder")
-    config = EncoderEngineConfig.of(engine_options, max_batch=max_batch, context=context)
+    config = EncoderEngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     mesh, rules = build_mesh(mesh, rules)
     opened = open_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
     costs = open_costs(opened, config)
@@ -159,7 +159,7 @@ def load_encoder(
     model, config = place_model(
         opened, config, memory_config, costs=costs, reservation=reservation, given=options.keys()
     )
-    tokenizer, placement = Tokenizer.of(model.folder), placement_of(model)
+    tokenizer, placement = Tokenizer.from_folder(model.folder), placement_of(model)
     tenants = weight_tenants(model, placement) | device_tenants(buffers=buffer_bytes(placement))
     _reserve(reservation, model, config, tenants, costs)
     engine = build_engine(model, tokenizer, config, costs=costs)
@@ -169,9 +169,9 @@ def load_encoder(
 def _reserve(
     reservation: Reservation, model: LoadedModel, config: SharedConfig, tenants: Mapping[str, int], costs: Costs
 ) -> None:
-    """Reserve all that a model takes. Raises BudgetError if it does not fit.
+    """Reserve all memory that a model takes. Raises BudgetError if it does not fit.
 
-    tenants: what it takes of each device.
+    tenants: the bytes it takes of each device, by tenant.
     """
     placement = placement_of(model)
     host = host_tenants(model, placement) | {"adapters": read_adapter_bytes(config)}
@@ -181,14 +181,14 @@ def _reserve(
 
 
 def _context(context: int | None, longest: int, *, owner: str) -> int:
-    """How many tokens a sequence can have. Raises ValueError for more than the model can."""
+    """Return how many tokens a sequence can have. Raises ValueError for more than the model can."""
     if context is not None and not 1 < context <= longest:
         raise ValueError(f"{owner}.context must be in [2, {longest}] for this model, got {context}.")
     return context or longest
 
 
 def _with_room(options: EngineOptions, adapters: Mapping[str, str | Path]) -> EngineOptions:
-    """The options with room for these adapters. Raises ValueError if they say that there is none."""
+    """Add room for these adapters to the options. Raises ValueError if the options rule it out."""
     if options.get("max_adapters") == 0:
         raise ValueError("LLM.max_adapters is 0, but there are adapters: give it at least 1, or none of them.")
     rank = max(AdapterInfo.read(folder).rank for folder in adapters.values())

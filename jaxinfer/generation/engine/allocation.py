@@ -1,4 +1,4 @@
-"""What the scheduler gives a sequence while it runs: a slot, pages of the KV cache, an adapter on the device."""
+"""Resources of a running sequence: a slot, pages of the KV cache, an adapter on the device."""
 
 import dataclasses
 from array import array
@@ -13,7 +13,7 @@ from jaxinfer.generation.engine.speculation import SpeculationControl
 from jaxinfer.generation.lora.cache import AdapterCache
 
 NO_PAGES = array("i")
-"""Of all allocations that have none: many may wait."""
+"""Shared by all allocations without pages, since many may wait."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -21,18 +21,18 @@ class Allocation:
     """The scheduler's view of a sequence. Only the scheduler and its `Allocator` write to it.
 
     Attributes:
-      sequence: whose it is.
-      order: its place in the queue, by `queue_order`; the smallest is served first and gives way last.
-      speculation: whether speculation pays for it; None where the engine has none.
+      sequence: the sequence it belongs to.
+      order: its place in the queue, by `queue_order`; the smallest is served first and preempted last.
+      speculation: whether speculation pays off for it; None if the engine does not speculate.
       slot: its place on the device while it runs; -1 while it waits.
       adapter_index: its adapter's place on the device, from 1; 0 is none.
       pages: its pages, in the order of its tokens; int32, and never changed in place, since batches hold it too.
       prefilling: whether more than its last token has to go through the model before it can decode.
       num_prefilled_tokens: leading tokens whose keys and values the cache had or that went into chunks.
       num_inserted_pages: leading pages that are in the tree of cached prefixes.
-      node: the last of them in the tree.
-      min_in_flight: the least number of tokens that the steps in flight will add.
-      max_in_flight: the greatest.
+      node: the last of these in the tree.
+      min_in_flight: the fewest tokens that the steps in flight will add.
+      max_in_flight: the most.
     """
 
     sequence: Sequence
@@ -49,7 +49,7 @@ class Allocation:
     max_in_flight: int = 0
 
     def reset(self) -> None:
-        """Forget what it has been given: it waits, and is computed from its first token."""
+        """Forget all that it was given: it waits, and is computed from its first token."""
         self.slot, self.adapter_index, self.pages = -1, 0, NO_PAGES
         self.prefilling, self.num_prefilled_tokens = True, 0
         self.num_inserted_pages, self.node = 0, None
@@ -75,8 +75,8 @@ class _Pages(NamedTuple):
 
     Attributes:
       pages: all of them.
-      num_shared: how many are shared with others, from the first on.
-      node: the last of those in the tree of cached prefixes.
+      num_shared: how many of the first are shared with others.
+      node: the last shared page in the tree of cached prefixes.
       num_cached_tokens: leading tokens whose keys and values they have, after the copy.
       copy: the (source, target) page to copy, or None.
     """
@@ -94,7 +94,7 @@ class Allocator:
     def __init__(self, config: EngineConfig, pages: PagePool, adapters: AdapterCache | None):
         self.config, self.pages, self.adapters = config, pages, adapters
         self._free_slots: list[int] = []
-        self._written: set[int] = set()  # pages that the step being made writes
+        self._written: set[int] = set()  # pages that the step in preparation writes
         self.reset()
 
     @property
@@ -102,7 +102,7 @@ class Allocator:
         return len(self._free_slots)
 
     def begin_step(self) -> None:
-        """Forget which pages the step before writes: what the next one reads comes after it."""
+        """Forget the pages that the previous step writes: the next step reads after it."""
         self._written.clear()
 
     def admit(self, allocation: Allocation, *, spare: int, wait: bool = True) -> Admission | None:
@@ -110,7 +110,8 @@ class Allocator:
 
         Args:
           spare: pages to leave free for others.
-          wait: for its adapter's files, as nothing else runs.
+          wait: whether to wait for its adapter's files, as when nothing else runs.
+
         Raises ValueError or OSError if its adapter cannot be read.
         """
         sequence = allocation.sequence
@@ -138,11 +139,11 @@ class Allocator:
         )
 
     def _take_pages(self, sequence: Sequence, spare: int) -> _Pages | None:
-        """Pages for all known tokens, shared or copied as far as they are cached; None if they have to wait."""
+        """Take pages for all known tokens, shared or copied where cached; None if the sequence has to wait."""
         pages, size = self.pages, self.pages.page_size
         reuse = self.config.prefix_caching and not _needs_every_token(sequence)
         match = pages.match(("root", sequence.params.adapter), sequence.token_ids[:-1] if reuse else [])
-        if match.num_copied_tokens and match.copy_from in self._written:  # a copy has to wait for what is written
+        if match.num_copied_tokens and match.copy_from in self._written:  # a copy must wait until its source is written
             pages.release([*match.pages, match.copy_from])
             return None
         needed = pages.pages_for(len(sequence.token_ids)) - len(match.pages)
@@ -155,7 +156,7 @@ class Allocator:
         new, copy = pages.allocate(needed), None
         if match.num_copied_tokens:
             copy = match.copy_from, new[0]
-            pages.release([match.copy_from])  # what takes it writes later than the copy reads
+            pages.release([match.copy_from])  # safe now: a new owner writes only after this copy has read
         return _Pages(
             pages=match.pages + new,
             num_shared=len(match.pages),
@@ -165,7 +166,7 @@ class Allocator:
         )
 
     def missing_pages(self, allocation: Allocation, length: int) -> int:
-        """Pages that the sequence lacks to have this many tokens, or as many as it can have."""
+        """Return how many pages the sequence lacks for this many tokens, or for as many as it can have."""
         tokens = min(length, allocation.sequence.request.max_cached_tokens)
         return max(0, self.pages.pages_for(tokens) - len(allocation.pages))
 
@@ -179,7 +180,7 @@ class Allocator:
         return True
 
     def prefill(self, allocation: Allocation, count: int) -> None:
-        """Note that the step being made computes the next `count` tokens of a prompt."""
+        """Note that the step in preparation computes the next `count` tokens of a prompt."""
         start, stop = allocation.num_prefilled_tokens, allocation.num_prefilled_tokens + count
         size = self.pages.page_size
         self._written.update(allocation.pages[start // size : (stop - 1) // size + 1])
@@ -201,7 +202,7 @@ class Allocator:
             self.pages.insert(allocation.node, rest, allocation.pages[last])
 
     def release(self, allocation: Allocation) -> None:
-        """Take everything back; what the pages hold stays in the tree of cached prefixes."""
+        """Take everything back; the pages' content stays in the tree of cached prefixes."""
         self.insert_prefix(allocation, allocation.num_computed_tokens, partial=True)
         self.pages.release(allocation.pages)
         self._free_slots.append(allocation.slot)
@@ -211,12 +212,12 @@ class Allocator:
         allocation.prefilling, allocation.num_prefilled_tokens = True, 0
 
     def prefetch(self, sequence: Sequence) -> None:
-        """Begin to read what a waiting sequence needs of disk: its adapter."""
+        """Begin to read a waiting sequence's adapter from disk."""
         if sequence.params.adapter is not None and self.adapters is not None:
             self.adapters.prefetch(sequence.params.adapter)
 
     def _acquire_adapter(self, sequence: Sequence, *, wait: bool) -> int | None:
-        """Where its adapter is on the device, 0 without one; None while others use all places, or it is being read."""
+        """Return the index of its adapter on the device, 0 without one; None while it is read or all are in use."""
         name = sequence.params.adapter
         return 0 if name is None or self.adapters is None else self.adapters.acquire(name, wait=wait)
 
@@ -225,7 +226,7 @@ class Allocator:
             self.adapters.release(sequence.params.adapter)
 
     def reset(self) -> None:
-        """Take everything back, in whatever state records are, and forget what the device holds."""
+        """Take everything back, whatever state the records are in, and forget what the device holds."""
         self._free_slots = list(reversed(range(self.config.max_batch)))
         self._written.clear()
         self.pages.reset()
@@ -242,5 +243,5 @@ class Allocator:
 
 
 def _needs_every_token(sequence: Sequence) -> bool:
-    """Whether every token of its prompt must go through the model, cached or not."""
+    """Return whether every token of its prompt must go through the model, cached or not."""
     return sequence.request.pooling or sequence.request.sampling.prompt_logprobs is not None

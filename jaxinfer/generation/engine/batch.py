@@ -1,4 +1,4 @@
-"""What goes to the device and what comes back: `Batch`, all that a step is about, and `StepOutput`, plain values."""
+"""Inputs and results of the device: `Batch`, everything about a step, and `StepOutput`, plain values."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ class Admission:
     """A sequence that has just got its slot.
 
     Attributes:
-      sequence: which one.
+      sequence: the sequence.
       slot: its place on the device while it runs.
       adapter_index: its LoRA adapter on the device, from 1; 0 is none.
       token_ids: its tokens so far.
       num_cached_tokens: leading tokens whose keys and values the cache has.
-      decodes: whether only its last token has yet to go through the model, so that it decodes at once.
+      decodes: whether only its last token still has to go through the model, so that it decodes at once.
       copy: the (source, target) page to copy before anything is written, or None.
     """
 
@@ -40,14 +40,14 @@ class Chunk:
     """A part of a prompt: `count` known tokens of a sequence from `start` on.
 
     Attributes:
-      sequence: which one.
+      sequence: the sequence.
       slot: its place on the device.
       start: the position of the first token.
       count: how many tokens.
-      last: whether no known token comes after them.
-      pages: the sequence's pages, in order; of a decoder an int32 array.
+      last: whether these are the last known tokens.
+      pages: the sequence's pages, in order; for a decoder an int32 array.
       bitmask: uint32 [ceil(V / 32)], the tokens that may be chosen after the last chunk; None: all.
-      error: why the sequence cannot go on; its other results do not count then.
+      error: why the sequence cannot go on; its other results are then ignored.
     """
 
     sequence: Sequence
@@ -66,7 +66,7 @@ class Chunk:
 
 
 class DecodeRow(NamedTuple):
-    """A sequence that decodes: one token, and perhaps speculative ones, in every pass.
+    """A decoding sequence: one token, and perhaps speculative ones, in every pass.
 
     Attributes:
       sequence, slot, pages, bitmask, error: as in `Chunk`.
@@ -96,9 +96,9 @@ class Batch:
     Attributes:
       admissions: sequences that have just got their slot.
       adapter_uploads: (adapter index, adapter) to place on the device before anything runs.
-      chunks: of prompts.
+      chunks: chunks of prompts.
       rows: sequences that decode.
-      passes: through the model; 1 if there are chunks.
+      passes: passes through the model; 1 if there are chunks.
       num_speculative_tokens: how many speculative tokens a row may have in a pass.
       failures: sequences that the step leaves out because they cannot run.
     """
@@ -112,7 +112,7 @@ class Batch:
     failures: tuple[Failure, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there is anything to run."""
+        """Return whether there is anything to run."""
         return bool(self.chunks or self.rows)
 
     @property
@@ -127,11 +127,11 @@ class Batch:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that the step runs, each once."""
+        """All sequences that the step runs, each once."""
         return list(dict.fromkeys(part.sequence for part in self.parts))
 
     def growth(self) -> Iterator[tuple[Sequence, int, int]]:
-        """The least and the greatest number of tokens that each sequence gets, unless something ends it."""
+        """Yield the fewest and the most tokens that each sequence gets, unless something ends it."""
         for chunk in self.chunks:
             if chunk.last:
                 yield chunk.sequence, 1, 1
@@ -140,15 +140,15 @@ class Batch:
 
 
 class SequenceOutput(NamedTuple):
-    """What a step found for one chunk or row.
+    """The results of a step for one chunk or row.
 
     Attributes:
       token_ids: new tokens, in order.
       logprobs: one entry per new token, if asked for.
       prompt_logprobs: (position, entry) of the prompt tokens after those of a chunk, if asked for.
-      embedding: float32 [D], the sum of a chunk's hidden vectors, of a pooling request.
+      embedding: float32 [D], the sum of a chunk's hidden vectors, for a pooling request.
       num_draft_tokens: tokens proposed by speculation.
-      num_accepted_tokens: those of them that were right.
+      num_accepted_tokens: proposed tokens that were right.
     """
 
     token_ids: list[int] | tuple[()] = ()
@@ -161,7 +161,7 @@ class SequenceOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What a step found, as plain values.
+    """The results of a step, as plain values.
 
     Attributes:
       outputs: one for each of `Batch.parts`.

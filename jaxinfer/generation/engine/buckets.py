@@ -1,4 +1,4 @@
-"""The sizes that programs are compiled for: a step is padded to the next of them."""
+"""The sizes that programs are compiled for; a step is padded to the next larger one."""
 
 import dataclasses
 from collections import Counter
@@ -13,7 +13,7 @@ SMALLEST_LENGTH = 16
 
 
 def round_up(size: int, sizes: Sizes[int]) -> int:
-    """The smallest of the ascending `sizes` that holds `size`. Raises ValueError if none does."""
+    """Return the smallest of the ascending `sizes` that holds `size`. Raises ValueError if none does."""
     for candidate in sizes:
         if candidate >= size:
             return candidate
@@ -21,7 +21,7 @@ def round_up(size: int, sizes: Sizes[int]) -> int:
 
 
 def powers(factor: int, first: int, last: int) -> tuple[int, ...]:
-    """first, factor * first, factor^2 * first, ... and `last` itself, ascending.
+    """Return first, factor * first, factor^2 * first, ... and `last` itself, ascending.
 
     >>> powers(4, 16, 512)
     (16, 64, 256, 512)
@@ -54,8 +54,10 @@ class Buckets:
     max_padding: float = 1.25
 
     @classmethod
-    def of(cls, config: EngineConfig, *, max_padding: float = 1.25, short_page_tables: bool = False) -> "Buckets":
-        """The buckets of an engine; `short_page_tables` compiles for shorter page tables than the context's too."""
+    def from_config(
+        cls, config: EngineConfig, *, max_padding: float = 1.25, short_page_tables: bool = False
+    ) -> "Buckets":
+        """Make an engine's buckets; `short_page_tables` adds page tables shorter than the context's."""
         slots, pages = config.max_batch, config.pages_per_sequence
         return cls(
             admissions=powers(8, 1, slots),
@@ -67,7 +69,7 @@ class Buckets:
         )
 
     def full_chunks(self, count: int) -> int:
-        """How many of `count` chunks to take, so that a step is not mostly padding."""
+        """Return how many of `count` chunks to take, so that a step is not mostly padding."""
         if count == 0 or count >= self.chunks[-1]:
             return min(count, self.chunks[-1])
         if round_up(count, self.chunks) <= self.max_padding * count:
@@ -81,7 +83,7 @@ class Buckets:
         return dataclasses.replace(self, **sizes)
 
     def reachable(self, sequences: Sizes[Sequence], config: EngineConfig, *, num_pages: int) -> "Buckets":
-        """The buckets that can be needed while these sequences come and go, on a cache of `num_pages`."""
+        """Return the buckets that may be needed while these sequences come and go, on a cache of `num_pages`."""
 
         def pages(tokens: int) -> int:
             return -(-tokens // config.page_size)
@@ -93,7 +95,7 @@ class Buckets:
         )
         # A prompt's last chunk gives the first token.
         decodes = any(s.max_length > s.num_prompt_tokens + 1 for s in sequences)
-        if count * pages(longest) <= num_pages:  # none is preempted and computed again
+        if count * pages(longest) <= num_pages:  # no sequence is preempted and computed again
             longest = max(s.num_prompt_tokens for s in sequences)
         return dataclasses.replace(
             self,
@@ -106,7 +108,7 @@ class Buckets:
 
 
 def _up_to(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The ascending sizes up to the one that holds `size`; all if none does."""
+    """Return the ascending sizes up to the first that holds `size`; all if none does."""
     return sizes[: next((i for i, candidate in enumerate(sizes) if candidate >= size), len(sizes)) + 1]
 
 
@@ -125,8 +127,8 @@ class EncoderBuckets:
     token_budget: int
 
     @classmethod
-    def of(cls, config: EncoderEngineConfig) -> "EncoderBuckets":
-        """The buckets of an engine."""
+    def from_config(cls, config: EncoderEngineConfig) -> "EncoderBuckets":
+        """Make an engine's buckets."""
         return cls(
             lengths=powers(4, min(SMALLEST_LENGTH, config.context), config.context),
             rows=powers(2, 1, config.max_batch),
@@ -134,11 +136,11 @@ class EncoderBuckets:
         )
 
     def length(self, sequence: Sequence) -> int:
-        """Tokens of the row that a prompt is padded to."""
+        """Return the length of the row that a prompt is padded to."""
         return round_up(sequence.num_prompt_tokens, self.lengths)
 
     def max_rows(self, length: int) -> int:
-        """How many rows of this length a batch has at most."""
+        """Return how many rows of this length a batch has at most."""
         return min(self.rows[-1], max(1, self.token_budget // length))
 
     @property
@@ -151,7 +153,7 @@ class EncoderBuckets:
         }
 
     def reachable(self, sequences: Iterable[Sequence]) -> set[tuple[int, int]]:
-        """Those of these sequences, queued together: whole batches of each length, and what remains."""
+        """Return the shapes that these sequences, queued together, need: full batches of each length, and the rest."""
         shapes = set()
         for length, count in Counter(map(self.length, sequences)).items():
             full = self.max_rows(length)

@@ -11,7 +11,7 @@ KV_DTYPES = ("int8",)
 
 
 class EngineOptions(TypedDict, total=False):
-    """What `LLM` and `Embedder` take as options: the fields of `EngineConfig` and `EncoderEngineConfig`."""
+    """Options of `LLM` and `Embedder`: the fields of `EngineConfig` and `EncoderEngineConfig`."""
 
     page_size: int
     """Tokens in a page of the KV cache."""
@@ -32,7 +32,7 @@ class EngineOptions(TypedDict, total=False):
     max_lora_rank: int
     """The highest rank of an adapter."""
     adapter_bytes: int
-    """Host memory for adapters that are not on the device; if not given, at most a quarter of what is unreserved."""
+    """Host memory for adapters that are not on the device; default: at most a quarter of the unreserved memory."""
     overlap: bool
     """Whether the host schedules the next step while the device runs one."""
     level: int
@@ -42,12 +42,12 @@ class EngineOptions(TypedDict, total=False):
 
 
 _COSTS = {"costs": True}
-"""Of the fields that decide how long programs of the same sizes take."""
+"""Metadata of fields that decide how long programs of the same sizes take."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedConfig:
-    """What engines on decoders and on encoders have in common.
+    """Options that engines of decoders and of encoders share.
 
     Attributes:
       max_batch: how many sequences can run at once.
@@ -63,8 +63,8 @@ class SharedConfig:
     kernels: bool = dataclasses.field(default=True, metadata=_COSTS)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], *, max_batch: int, context: int) -> Self:
-        """From what a user has given. Raises ValueError for options of the other kind of model, unless they are off."""
+    def from_options(cls, options: Mapping[str, Any], *, max_batch: int, context: int) -> Self:
+        """Apply a user's options. Raises ValueError for those of the other kind of model, unless they are off."""
         known = [field.name for field in dataclasses.fields(cls)]
         for other in (EngineConfig, EncoderEngineConfig):
             for field in dataclasses.fields(other):
@@ -73,8 +73,8 @@ class SharedConfig:
                     raise ValueError(
                         f"{name}={value!r} is for {other.kind}s; this {cls.kind} takes {', '.join(known)}."
                     )
-        own = {name: value for name, value in options.items() if name in known}
-        return cls(max_batch=max_batch, context=context, **own)
+        known_options = {name: value for name, value in options.items() if name in known}
+        return cls(max_batch=max_batch, context=context, **known_options)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -90,7 +90,7 @@ class SharedConfig:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
 
     def _plain(self, name: str, kind: type[int]) -> int:
-        """The value of a field as an int or a bool of Python; numpy's are taken, since they mean the same."""
+        """Return a field's value as Python's int or bool; numpy's types are accepted, since they mean the same."""
         value = getattr(self, name)
         is_bool = isinstance(value, bool | np.bool_)
         if kind is bool:
@@ -102,18 +102,21 @@ class SharedConfig:
         except TypeError:
             raise self._error(name, "an integer") from None
 
-    def check(self, name: str, ok: bool, wanted: str) -> None:
+    def check(self, name: str, ok: bool, expected: str) -> None:
         """Raise ValueError that names the field, unless `ok`."""
         if not ok:
-            raise self._error(name, wanted)
+            raise self._error(name, expected)
 
-    def _error(self, name: str, wanted: str) -> ValueError:
-        return ValueError(f"{type(self).__name__}.{name} must be {wanted}, got {getattr(self, name)!r}.")
+    def _error(self, name: str, expected: str) -> ValueError:
+        return ValueError(f"{type(self).__name__}.{name} must be {expected}, got {getattr(self, name)!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(SharedConfig):
-    """How many requests an engine on a decoder holds, and in what portions it runs them; see `EngineOptions`."""
+    """Sizes of an engine on a decoder: how many requests it holds, and in what portions it runs them.
+
+    See `EngineOptions`.
+    """
 
     kind = "decoder"
     token_budget: int = 512
@@ -140,7 +143,7 @@ class EngineConfig(SharedConfig):
 
     @property
     def of_programs(self) -> Self:
-        """The same as programs depend on it: without what the host alone decides, by what memory is free at a start."""
+        """The config that programs depend on: host-only fields, which depend on free memory, have their defaults."""
         return dataclasses.replace(self, adapter_bytes=EngineConfig.adapter_bytes)
 
     @property
@@ -151,7 +154,10 @@ class EngineConfig(SharedConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderEngineConfig(SharedConfig):
-    """How many texts an engine on an encoder embeds at once; see `EngineOptions`. Its budget counts padding too."""
+    """Sizes of an engine on an encoder: how many texts it embeds at once. Its budget counts padding too.
+
+    See `EngineOptions`.
+    """
 
     kind = "encoder"
     token_budget: int = 4096

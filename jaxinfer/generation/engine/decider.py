@@ -1,4 +1,4 @@
-"""What a loop does with an engine: steps it while there are requests, one step at a time."""
+"""The decider of an engine's loop: steps the engine while there are requests, one step at a time."""
 
 import functools
 import logging
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 class RequestDecider(Decider[RequestTicket]):
     """Steps an engine in its loop's thread.
 
-    Nothing but this thread may touch the engine, except for `Engine.prepare`. What arrives during a step is added
-    before the next one, all together; so is what is given up taken out.
+    Only this thread may touch the engine, except for `Engine.prepare`. Requests that arrive during a step are added
+    together before the next one; requests that were given up are removed then.
 
     Attributes:
-      loop: which serves at most `max_requests` at a time.
+      loop: the loop, which serves at most `max_requests` at a time.
     """
 
     def __init__(self, engine: Engine, *, max_requests: int):
@@ -32,7 +32,7 @@ class RequestDecider(Decider[RequestTicket]):
         self.loop = Loop(self, what="This AsyncLLM", name="engine", max_tickets=max_requests)
         self.loop.start()
 
-    # What a loop asks
+    # The protocol of a decider
 
     def submit(self, ticket: RequestTicket, now: float) -> None:
         self._arrived.append(ticket)
@@ -45,7 +45,7 @@ class RequestDecider(Decider[RequestTicket]):
         self.loop.statistics.batches += 1
 
     def cancel(self, ticket: RequestTicket) -> bool:
-        """It ends with the next step, as it is then."""
+        """End the ticket with the next step, as it is then; returns False, since that is later."""
         self._aborts.append(ticket)
         return False
 
@@ -59,7 +59,7 @@ class RequestDecider(Decider[RequestTicket]):
         self._engine.interrupt()
 
     def release(self) -> None:
-        """The device must not be at work still when the process ends."""
+        """Drain and close the engine: the device must be idle when the process ends."""
         try:
             self._engine.drain()
         finally:
@@ -68,29 +68,29 @@ class RequestDecider(Decider[RequestTicket]):
     # A step: without the lock
 
     def _step(self, arrived: list[RequestTicket], given_up: list[RequestTicket]) -> None:
-        """One step, with what has come since the last one."""
+        """Run one step, with the changes since the last one."""
         new = [sequence for ticket in arrived for sequence in ticket.sequences]
         aborts = [ticket.key for ticket in given_up if self.loop.tickets.get(ticket.key) is ticket]
         try:
             advanced = self._advance(new, aborts)
-        except BaseException as error:  # the engine begins anew; if that does not help, the thread dies
+        except BaseException as error:  # the engine starts over; if that does not help, the thread dies
             log.error("A step was interrupted; its requests begin again.", exc_info=error)
             known = set(self._engine.scheduler.sequences)
             advanced = self._advance([s for s in new if s not in known and not s.finished], aborts)
-        if not self._interrupted:  # which may have cut the step short
+        if not self._interrupted:  # an interrupt may have cut the step short
             self._deliver(dict.fromkeys(sequence.request_id for sequence in advanced))
         if not self.loop.tickets:
             self._engine.drain()
 
     def _advance(self, new: list[TokenSequence], aborts: list[str]) -> list[TokenSequence]:
-        """One step, with new sequences and without those given up; all that have advanced or ended."""
+        """Run one step with new sequences and without aborted ones; returns all that have advanced or ended."""
         self._engine.add(new)
         for request_id in aborts:
             self._engine.abort(request_id)
         return self._engine.step()
 
     def _deliver(self, request_ids: Iterable[str]) -> None:
-        """Give callers what a step has brought, and end what has ended."""
+        """Give callers the results of a step, and end finished tickets."""
         changed = []
         for request_id in request_ids:
             if (ticket := self.loop.tickets.get(request_id)) is None:  # it was in flight when it ended

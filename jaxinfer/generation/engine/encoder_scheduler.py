@@ -1,4 +1,4 @@
-"""Which prompts an encoder embeds next: no pages, no slots, every prompt goes through in one pass."""
+"""The scheduler of an encoder: no pages, no slots, every prompt goes through in one pass."""
 
 import itertools
 
@@ -13,18 +13,18 @@ from jaxinfer.generation.engine.waiting import WaitingQueue
 class EncoderScheduler:
     """Queues by priority and arrival; a batch is the first prompt and the next ones that pad to the same length."""
 
-    needs_host_sync = False  # no step needs what the one before has found
+    needs_host_sync = False  # no step needs the results of the one before
 
     def __init__(self, config: EncoderEngineConfig, buckets: EncoderBuckets):
         self._context, self._buckets = config.context, buckets
-        self._orders: dict[Sequence, tuple[int, int]] = {}  # of those that wait or run
+        self._orders: dict[Sequence, tuple[int, int]] = {}  # of all that wait or run
         self._waiting = self._queues()
         self._running: set[Sequence] = set()
-        self._sequences: dict[str, Sequence] = {}  # by request, which has one
+        self._sequences: dict[str, Sequence] = {}  # by request, each of which has one sequence
         self._arrivals = itertools.count()
 
     def _queues(self) -> dict[int, WaitingQueue[Sequence]]:
-        """An empty queue for each padded length."""
+        """Make an empty queue for each padded length."""
         return {length: WaitingQueue(self._orders.__getitem__) for length in self._buckets.lengths}
 
     def check(self, request: Request) -> None:
@@ -41,7 +41,7 @@ class EncoderScheduler:
         return self._waiting[self._buckets.length(sequence)]
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """The next batch: of one pass, since a prompt is through after it."""
+        """Return the next batch, of one pass: a prompt needs no more."""
         firsts = [queue.first for queue in self._waiting.values() if queue.first is not None]
         if not firsts:
             return Batch()
@@ -59,13 +59,13 @@ class EncoderScheduler:
         )
 
     def commit(self, batch: Batch, output: StepOutput) -> None:
-        """After a batch has come back: forget what has finished."""
+        """Forget the sequences of a collected batch that have finished."""
         for sequence in batch.sequences:
             if sequence.finished:
                 self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Let a sequence leave, unless it has."""
+        """Forget a sequence, unless it has left already."""
         if self._sequences.get(sequence.request_id) is not sequence:
             return
         if sequence in self._running:
@@ -83,11 +83,11 @@ class EncoderScheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that have not left."""
+        """All sequences that have not left."""
         return list(self._orders)
 
     def restart(self) -> None:
-        """Begin anew, in whatever state records are: all that has not finished waits."""
+        """Start over, whatever state the records are in: all unfinished sequences wait."""
         self._orders = {s: order for s, order in self._orders.items() if not s.finished}
         self._sequences = {s.request_id: s for s in self._orders}
         self._waiting, self._running = self._queues(), set()

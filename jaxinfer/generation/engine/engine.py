@@ -29,13 +29,13 @@ class Engine:
 
     `build_engine` (api/build.py) makes one from a loaded model.
 
-    Whatever ends a call before its time (Ctrl-C, a mistake of ours) leaves records or device state half-changed. The
-    next call notices (`_Change`) and begins anew: nothing is cached or in flight, and requests that have not ended are
-    computed again from the tokens that the host has.
+    If a call ends early (Ctrl-C, a bug of ours), records or device state may be half-changed. The next call notices
+    (`_Change`) and starts over: nothing is cached or in flight, and unfinished requests are computed again from the
+    tokens that the host has.
 
     Args:
       config: the engine's sizes.
-      inputs: makes requests of prompts.
+      inputs: makes requests from prompts.
       scheduler: decides what every step runs.
       executor: runs it on the device.
       clock: the time of sequences, real or virtual.
@@ -54,12 +54,12 @@ class Engine:
         self.inputs, self.scheduler = inputs, scheduler
         self._executor: Executor | None = executor
         self._outputs = OutputProcessor(clock)
-        self._lock = threading.RLock()  # of steps, and of the end
+        self._lock = threading.RLock()  # held by steps and by `close`
         self._closed = False
         self._in_flight: deque[InFlightStep] = deque()
-        self._advanced: list[Sequence] = []  # by this step, or by one that was interrupted
-        self._interrupted = False  # a call has not come to its end, or is running now
-        self._failed_steps = 0  # since the last one that was committed
+        self._advanced: list[Sequence] = []  # by this step, or by an interrupted one
+        self._interrupted = False  # a call was cut short, or is running now
+        self._failed_steps = 0  # since the last committed one
         self._run_lock = threading.Lock()
         self._current_run: Callable[[], Generator | None] = lambda: None
         self._run_ids: list[str] = []  # the requests of the current run
@@ -72,12 +72,12 @@ class Engine:
 
     @property
     def adapters(self) -> AdapterCache | None:
-        """Where LoRA adapters are registered; None for an engine without room for them."""
+        """The registry of LoRA adapters; None for an engine without room for them."""
         return self.inputs.adapters
 
     @property
     def executor(self) -> Executor:
-        """What runs on the device. Raises ClosedError after `close`."""
+        """The device side. Raises ClosedError after `close`."""
         if self._executor is None:
             raise closed_error("This model")
         return self._executor
@@ -85,12 +85,13 @@ class Engine:
     # Requests
 
     def prepare(self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None) -> Request:
-        """A checked request, not yet queued; in any thread. One that this engine has prepared already stays as it is.
+        """Check a prompt and make a request, not yet queued; in any thread. A prepared request stays as it is.
 
         Args:
-          params: of a prompt; a prepared request has its own.
-        Raises ValueError for one that this engine could never run, or that another engine has prepared;
-        RuntimeError in a process that was forked.
+          params: the prompt's params; a prepared request has its own.
+
+        Raises ValueError for a request that this engine could never run, or that another engine has prepared;
+        RuntimeError in a forked process.
         """
         if isinstance(prompt, Request):
             if params is not None:
@@ -120,7 +121,7 @@ class Engine:
     # Steps
 
     def step(self, max_passes: int | None = None) -> list[Sequence]:
-        """Send the next step to the device and take back the one before; returns sequences that have advanced.
+        """Launch the next step and collect the one before; returns the sequences that have advanced.
 
         `max_passes` bounds the passes through the model in the step, and so the tokens of each sequence, speculative
         ones aside. Raises ClosedError once the engine is closed.
@@ -128,9 +129,9 @@ class Engine:
         with self._lock, _Change(self):
             try:
                 self._step(max_passes)
-            except Exception as error:  # in the scheduler: about no sequence in particular
+            except Exception as error:  # in the scheduler: no single sequence is to blame
                 self._survive(error)
-            if self._closed:  # meanwhile, which may have cut the step short
+            if self._closed:  # by another thread, which may have cut the step short
                 raise closed_error("This model")
         return self._take_advanced()
 
@@ -155,7 +156,7 @@ class Engine:
             self._recover(batch.sequences, error)
 
     def _collect(self, depth: int) -> None:
-        """Collect steps and commit what they found, until at most `depth` are in flight."""
+        """Collect steps and commit their results, until at most `depth` are in flight."""
         while len(self._in_flight) > depth:
             step = self._in_flight.popleft()
             try:
@@ -179,7 +180,7 @@ class Engine:
         self._begin_anew()
 
     def _survive(self, error: Exception) -> None:
-        """After a failure of the scheduler: all begin again; if that fails too, all end with the error."""
+        """Recover from a failure of the scheduler: all begin again; if that fails too, all end with the error."""
         self._failed_steps += 1
         if self._failed_steps > 1:
             self._recover(self.scheduler.sequences, error)
@@ -188,7 +189,7 @@ class Engine:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Make records and device state as new, in whatever state they are; sequences keep what they have."""
+        """Reset records and device state, whatever state they are in; sequences keep their tokens."""
         if (sequence := self._outputs.take_unfinished()) is not None:
             self._fail([Failure(sequence, "It was interrupted while results were given to it.")])
         self._in_flight.clear()
@@ -200,7 +201,7 @@ class Engine:
         return advanced
 
     def drain(self) -> list[Sequence]:
-        """Wait for the steps in flight, and keep what they cost; returns sequences that have advanced."""
+        """Wait for the steps in flight, and save their costs; returns the sequences that have advanced."""
         with self._lock, _Change(self):
             if self._closed:
                 return self._take_advanced()
@@ -211,7 +212,7 @@ class Engine:
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from that in which the engine works."""
+        """Whether this process was forked from the engine's."""
         return self._origin.forked
 
     def interrupt(self) -> None:
@@ -220,10 +221,10 @@ class Engine:
             executor.interrupt()
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Let go of all that is on the device, and of weights; from any thread, again or not.
+        """Release the device state and the weights; from any thread, also repeatedly.
 
-        A step that runs comes to its end first, for which this waits at most `timeout` seconds; the next one, of
-        whatever run, raises ClosedError.
+        A running step ends first, for which this waits at most `timeout` seconds; the next step of any run raises
+        ClosedError.
         """
         if self._origin.forked:
             return
@@ -251,10 +252,10 @@ class Engine:
 
         Args:
           max_passes: as in `step`.
-          compiled: whether what the requests need has been compiled ahead.
+          compiled: whether the programs for the requests have been compiled ahead.
 
-        Raises RuntimeError in a process that was forked; and as soon as it is read while another run has begun and not
-        ended, since each would take the other's sequences for its own.
+        Raises RuntimeError in a forked process, and when read while another run has begun and not ended, since each
+        would take the other's sequences for its own.
         """
         self._origin.check()
         me: list[weakref.ref[Generator]] = []
@@ -272,7 +273,7 @@ class Engine:
                 executor.compile_ahead(sequences)
             del executor
         try:
-            self._abort_run()  # the one before, if its end was interrupted
+            self._abort_run()  # the previous run, if its end was interrupted
             self._run_ids = list(dict.fromkeys(s.request_id for s in sequences))
             self.add(sequences)
             unfinished = set(sequences)
@@ -281,15 +282,15 @@ class Engine:
                 unfinished.difference_update(s for s in advanced if s.finished)
                 yield advanced
         finally:
-            if not self._origin.forked:  # nor would locks be free there
+            if not self._origin.forked:  # in a forked process locks may be held for ever
                 self._abort_run()
                 self.drain()
 
     def _become_current(self, me: weakref.ref[Generator]) -> None:
-        """Let a run that begins be the only one.
+        """Make a run that begins the only one.
 
-        What a run holds ends with its generator: an interrupt cannot prevent that, as it could a release. One that has
-        not begun holds nothing: where `run` itself is interrupted, the error's traceback keeps it.
+        A run counts until its generator ends: unlike a lock's release, an interrupt cannot prevent that. A generator
+        that has not begun does not count: if `run` itself is interrupted, the error's traceback keeps it alive.
         """
         with self._run_lock:
             current = self._current_run()
@@ -307,7 +308,7 @@ class Engine:
 
 
 class _Change:
-    """Marks an engine as changing, which it stays if the change does not come to its end; then the next begins anew."""
+    """Marks an engine as changing. The mark stays if the change is cut short; then the next change starts over."""
 
     def __init__(self, engine: Engine):
         self._engine = engine

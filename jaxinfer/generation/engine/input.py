@@ -1,4 +1,4 @@
-"""From what a caller gives to a checked `Request`: tokens, options, a compiled grammar."""
+"""Turns a caller's input into a checked `Request`: tokens, options, a compiled grammar."""
 
 import dataclasses
 import itertools
@@ -19,9 +19,9 @@ class InputProcessor:
 
     Args:
       vocab: how many tokens the model has.
-      eos_ids: those that end its texts.
+      eos_ids: the tokens that end its texts.
       context: how many tokens a sequence can have.
-      tokenizer: the model's, or None for token ids only.
+      tokenizer: the model's tokenizer, or None for token ids only.
       generates: whether the model can generate, or only embed.
       logits_processors: the names that requests can give.
       adapters: the adapters that requests can name, or None.
@@ -47,10 +47,10 @@ class InputProcessor:
         self._identity = object()
 
     def process(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
-        """A request for one prompt, still without its grammar.
+        """Make a request for one prompt, still without its grammar.
 
-        Raises ValueError for what is no prompt or no params, an empty prompt, unknown token ids, text without a
-        tokenizer, an unknown adapter or logits processor, or a request for text of an encoder.
+        Raises ValueError for an invalid prompt or params, an empty prompt, unknown token ids, text without a
+        tokenizer, an unknown adapter or logits processor, or sampling from an encoder.
         """
         if not isinstance(params, SamplingParams | PoolingParams):
             raise ValueError(f"params must be SamplingParams or PoolingParams, got {shown(params)}.")
@@ -87,13 +87,13 @@ class InputProcessor:
             )
 
     def with_grammar(self, request: Request) -> Request:
-        """The request with the grammar it asks for, compiled: that may take seconds, so check all else before.
+        """Add the compiled grammar that the request asks for. That may take seconds, so check all else before.
 
         Raises ValueError for a grammar that does not compile.
         """
         if request.pooling or request.sampling.structured_outputs is None:
             return request
-        with self._grammars_lock:  # to make it takes seconds for a large vocabulary: once is enough
+        with self._grammars_lock:  # made once only: it takes seconds for a large vocabulary
             if self._grammars is None:
                 assert self.tokenizer is not None, "`process` has refused this request"
                 self._grammars = GrammarCompiler(self.tokenizer.to_json(), vocab=self._vocab, eos_ids=self._eos_ids)

@@ -1,4 +1,4 @@
-"""The one place where sequences change: a step's results become tokens, text and the reason to end."""
+"""The only writer of sequences: turns a step's results into tokens, text and finish reasons."""
 
 import logging
 
@@ -18,34 +18,34 @@ NO_TOKEN_MESSAGE = (
 
 
 class OutputProcessor:
-    """Writes to sequences what has come of them; `clock` is the engine's."""
+    """Writes results to sequences; `clock` is the engine's."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._unfinished: Sequence | None = None  # whose results are being written, or were when it was interrupted
+        self._unfinished: Sequence | None = None  # its results are being written, or were when it was interrupted
 
     def arrive(self, sequence: Sequence) -> None:
         """Start the clock of `Timings`."""
         sequence.arrival_time = sequence.last_token_time = self._clock()
 
     def process(self, batch: Batch, output: StepOutput) -> None:
-        """Give a step's results to its sequences; those that have ended meanwhile take nothing.
+        """Give a step's results to its sequences, except those that have ended meanwhile.
 
-        What goes wrong with the results of one ends that one alone.
+        An error in the results of one sequence ends that sequence alone.
         """
         now = self._clock()
         for admission in batch.admissions:
             sequence = admission.sequence
             if sequence.num_cached_tokens is None:
                 sequence.num_cached_tokens = min(admission.num_cached_tokens, sequence.num_prompt_tokens)
-        for part, found in zip(batch.parts, output.outputs, strict=True):
+        for part, result in zip(batch.parts, output.outputs, strict=True):
             if part.sequence.finished:
                 continue
             self._unfinished = part.sequence
             try:
                 if part.error is not None:
                     raise ValueError(part.error)
-                _extend(part, found, now)
+                _extend(part, result, now)
             except ValueError as error:
                 self.fail(part.sequence, str(error))
             except Exception as error:
@@ -54,7 +54,7 @@ class OutputProcessor:
             self._unfinished = None
 
     def take_unfinished(self) -> Sequence | None:
-        """The sequence that an interrupt has left with a part of its results, once."""
+        """Return, once, the sequence that an interrupt has left with a part of its results."""
         sequence, self._unfinished = self._unfinished, None
         return None if sequence is None or sequence.finished else sequence
 
@@ -68,25 +68,25 @@ class OutputProcessor:
         sequence.finish_reason = FinishReason.ABORT
 
 
-def _extend(part: Chunk | DecodeRow, found: SequenceOutput, now: float) -> None:
+def _extend(part: Chunk | DecodeRow, result: SequenceOutput, now: float) -> None:
     sequence = part.sequence
-    sequence.num_draft_tokens += found.num_draft_tokens
-    sequence.num_accepted_tokens += found.num_accepted_tokens
-    for position, entry in found.prompt_logprobs or ():
+    sequence.num_draft_tokens += result.num_draft_tokens
+    sequence.num_accepted_tokens += result.num_accepted_tokens
+    for position, entry in result.prompt_logprobs or ():
         if position == len(sequence.prompt_logprobs):  # a chunk that is computed again brings nothing new
             sequence.prompt_logprobs.append(entry)
-    if found.embedding is not None and isinstance(part, Chunk):
-        _pool(sequence, found.embedding, part, now)
-    for index, token in enumerate(found.token_ids):
+    if result.embedding is not None and isinstance(part, Chunk):
+        _pool(sequence, result.embedding, part, now)
+    for index, token in enumerate(result.token_ids):
         if sequence.finished:  # a stop string may end it before the device knew
             break
         if token == NO_TOKEN:
             raise ValueError(NO_TOKEN_MESSAGE)
-        _append(sequence, token, None if found.logprobs is None else found.logprobs[index], now)
+        _append(sequence, token, None if result.logprobs is None else result.logprobs[index], now)
 
 
 def _append(sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
-    """Take the next token, and end if it, a stop string, the grammar or the length says so."""
+    """Append the next token, and end if it, a stop string, the grammar or the length says so."""
     sequence.last_token_time = now
     if sequence.first_token_time is None:
         sequence.first_token_time = now
@@ -102,7 +102,10 @@ def _append(sequence: Sequence, token: int, logprob: TokenLogprob | None, now: f
 
 
 def _reason_to_end(sequence: Sequence, token: int) -> FinishReason | None:
-    """Why the sequence ends with this token, stop strings aside. Raises ValueError if the grammar forbids the token."""
+    """Return why the sequence ends with this token, stop strings aside; None if it goes on.
+
+    Raises ValueError if the grammar forbids the token.
+    """
     if token in sequence.request.stop_token_ids:
         return FinishReason.STOP
     if sequence.matcher is not None:
@@ -118,14 +121,14 @@ def _add_text(sequence: Sequence, text: str) -> bool:
     sequence.text += text
     # A stop string may have begun before.
     start = max(0, before - max(map(len, stops), default=0))
-    found = [at for stop in stops if (at := sequence.text.find(stop, start)) >= 0]
-    if found:
-        sequence.text = sequence.text[: min(found)]
-    return bool(found)
+    stop_positions = [at for stop in stops if (at := sequence.text.find(stop, start)) >= 0]
+    if stop_positions:
+        sequence.text = sequence.text[: min(stop_positions)]
+    return bool(stop_positions)
 
 
 def _pool(sequence: Sequence, total: np.ndarray, chunk: Chunk, now: float) -> None:
-    """Add the sum of a chunk's hidden vectors; after the last, end with their mean, of length 1."""
+    """Add the sum of a chunk's hidden vectors; after the last, end with their mean, normalised to length 1."""
     if chunk.start and sequence.embedding is not None:
         total = sequence.embedding + total
     sequence.embedding = total

@@ -1,4 +1,4 @@
-"""Which request has which page of the KV cache, and the tree of cached prefixes.
+"""Bookkeeping of the KV cache: which request has which page, and the tree of cached prefixes.
 
 A page whose keys and values are known is a `Node` of a tree: the tokens in it, after the tokens of its parent. A new
 request walks the tree along its own tokens and shares every page it finds (prefix caching: Kwon et al. 2023,
@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 MAX_COMPARED = 32
-"""How many children are compared token by token when none fits as a whole; the newest come first."""
+"""How many children are compared token by token when none matches as a whole; the newest come first."""
 
 
 class Node:
@@ -43,8 +43,8 @@ class Match(NamedTuple):
 class PagePool:
     """Hands out page numbers in [0, count), counts references to them, and finds them by their tokens.
 
-    Has no memory itself. Keys and values depend on more than tokens where requests have adapters: `root` names
-    what requests must have in common to share pages.
+    Has no memory itself. With adapters, keys and values depend on more than tokens: `root` names everything else that
+    requests must have in common to share pages.
     """
 
     def __init__(self, count: int, page_size: int):
@@ -52,7 +52,7 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew: every page is empty, whoever had it."""
+        """Start over: every page is empty, whoever had it."""
         self._empty = list(reversed(range(self.count)))
         self._ref_counts: dict[int, int] = {}
         self._unreferenced: OrderedDict[int, None] = OrderedDict()  # in the tree; the oldest first
@@ -65,11 +65,11 @@ class PagePool:
         return len(self._empty) + len(self._unreferenced)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold this many tokens."""
+        """Return the number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages, each with one reference. Raises ValueError if there are fewer; ask `free` first."""
+        """Allocate `count` pages, each with one reference. Raises ValueError if there are fewer; check `free` first."""
         if count > self.free:
             raise ValueError(f"{count} pages asked for, {self.free} of {self.count} free.")
         pages = []
@@ -96,7 +96,7 @@ class PagePool:
                 self._empty.append(page)
 
     def match(self, root: Hashable, tokens: Sequence[int]) -> Match:
-        """The longest cached prefix of `tokens`."""
+        """Return the longest cached prefix of `tokens`."""
         size, parent, pages = self.page_size, root, []
         while node := self._children[parent].get(tuple(tokens[len(pages) * size : (len(pages) + 1) * size])):
             if len(node.tokens) < size:
@@ -107,14 +107,14 @@ class PagePool:
         newest = itertools.islice(reversed(self._children[parent].values()), MAX_COMPARED)
         closest = max(newest, key=lambda node: _common(node.tokens, rest), default=None)
         copied = _common(closest.tokens, rest) if closest else 0
-        found = Match(pages, parent, closest.page, copied) if closest and copied else Match(pages, parent)
-        self._reference([*pages, found.copy_from] if copied else pages)
+        match = Match(pages, parent, closest.page, copied) if closest and copied else Match(pages, parent)
+        self._reference([*pages, match.copy_from] if copied else pages)
         if not self._children[parent]:
             del self._children[parent]
-        return found
+        return match
 
     def insert(self, parent: Hashable, tokens: Sequence[int], page: int) -> Hashable:
-        """Insert a referenced page into the tree: it has the keys and values of `tokens`, which follow the parent's.
+        """Insert a referenced page into the tree; it holds the keys and values of `tokens`, which follow the parent's.
 
         Returns the node to give as `parent` of the next page: an older one, if the same tokens are in the tree already.
         """
@@ -169,6 +169,6 @@ class PagePool:
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     equal = (a == b for a, b in zip(first, second, strict=False))
     return sum(itertools.takewhile(bool, equal))

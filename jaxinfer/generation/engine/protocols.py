@@ -1,4 +1,4 @@
-"""What the engine asks of its parts: a `Scheduler` decides what runs, an `Executor` runs it on the device."""
+"""The protocols of the engine's parts: a `Scheduler` decides what runs, an `Executor` runs it on the device."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ class InFlightStep:
     """A step on the device.
 
     Attributes:
-      batch: what it is about.
-      program: what runs it.
-      output: its results to come, as the executor takes them.
+      batch: the step's batch.
+      program: the program that runs it.
+      output: the pending results, as the executor's `collect` takes them.
       launched: when it was sent.
     """
 
@@ -36,7 +36,7 @@ class Scheduler(Protocol):
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that have not left."""
+        """All sequences that have not left."""
         ...
 
     def check(self, request: Request) -> None:
@@ -48,11 +48,11 @@ class Scheduler(Protocol):
         ...
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """The next step; without anything to run if all waits for the steps in flight, or nothing is left."""
+        """Return the next step; an empty one if all wait for the steps in flight, or nothing is left."""
         ...
 
     def commit(self, batch: Batch, output: StepOutput) -> None:
-        """After a step's results are in its sequences: release what has finished."""
+        """Release what has finished, after a step's results are in its sequences."""
         ...
 
     def remove(self, request_id: str) -> list[Sequence]:
@@ -60,7 +60,7 @@ class Scheduler(Protocol):
         ...
 
     def restart(self) -> None:
-        """Begin anew, in whatever state records are: all that has not finished waits again, and nothing is cached."""
+        """Start over, whatever state the records are in: all unfinished sequences wait again, and nothing is cached."""
         ...
 
     def check_integrity(self) -> None:
@@ -83,12 +83,12 @@ class Executor(Protocol):
 
     @property
     def costs(self) -> Costs:
-        """The record of their times, which every step is added to."""
+        """The record of their times, to which every step is added."""
         ...
 
     @property
     def workspace_bytes(self) -> int:
-        """What the largest program compiled so far needs while it runs, on each device."""
+        """Workspace of the largest program compiled so far, on each device."""
         ...
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
@@ -103,11 +103,11 @@ class Executor(Protocol):
         ...
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Wait for a step."""
+        """Wait for a step; returns its results."""
         ...
 
     def restart(self) -> None:
-        """Begin anew, after a step that failed or was interrupted anywhere may have destroyed what is on the device."""
+        """Start over, after a step that failed or was interrupted may have destroyed what is on the device."""
         ...
 
     def interrupt(self) -> None:

@@ -1,4 +1,4 @@
-"""`Request`: what was asked. `Sequence`: one completion of it, its tokens and its text."""
+"""`Request`: a checked prompt and its params. `Sequence`: one completion of it, its tokens and its text."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jaxinfer.generation.text import TextStream, Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What a caller has asked for one prompt, checked; made by `InputProcessor`.
+    """A caller's request for one prompt, checked; made by `InputProcessor`.
 
     Attributes:
       request_id: the engine's name for it.
@@ -23,8 +23,8 @@ class Request:
       params: how to continue it, or that its vector is wanted.
       max_length: the number of tokens, prompt included, at which a completion ends.
       stop_token_ids: tokens that end a completion, the model's end-of-text included.
-      seed: of the first completion.
-      matcher: the structured output asked for, at its beginning; or None.
+      seed: the seed of the first completion.
+      matcher: the matcher of the structured output, at its beginning; or None.
       tokenizer: turns tokens into text; None without.
     """
 
@@ -52,11 +52,11 @@ class Request:
 
     @functools.cached_property
     def max_cached_tokens(self) -> int:
-        """How many tokens can need a place in the KV cache: an output's last token is never fed back."""
+        """Most tokens that need a place in the KV cache: an output's last token is never fed back."""
         return self.max_length if self.pooling else self.max_length - 1
 
     def sequences(self) -> "list[Sequence]":
-        """New sequences, one for each completion asked for."""
+        """Make new sequences, one for each completion asked for."""
         count = 1 if isinstance(self.params, PoolingParams) else self.params.n
         return [Sequence(self, index) for index in range(count)]
 
@@ -65,19 +65,19 @@ class Sequence:
     """One completion while it runs: its tokens and its text. Only `OutputProcessor` writes to it.
 
     Attributes:
-      request: what it completes.
+      request: the request that it completes.
       index: which of the request's completions it is.
-      seed: of its random draws.
+      seed: the seed of its random draws.
       token_ids: prompt and output so far, as far as the host has seen them.
       text: the output as text.
       finish_reason: why it ended; None while it runs.
-      error: what went wrong, if it ended so.
-      logprobs: of the output tokens, if asked for.
-      prompt_logprobs: of the prompt tokens that have been computed, if asked for.
+      error: the error that ended it, if any.
+      logprobs: log probabilities of the output tokens, if asked for.
+      prompt_logprobs: log probabilities of the prompt tokens that have been computed, if asked for.
       embedding: float32 [D], the prompt's vector of a pooling request; while it runs, the sum so far.
-      num_cached_tokens: prompt tokens found in the cache when it was first admitted; None before.
+      num_cached_tokens: prompt tokens that were in the cache when it was first admitted; None before.
       num_draft_tokens: tokens proposed by speculation.
-      num_accepted_tokens: those of them that were right.
+      num_accepted_tokens: proposed tokens that were right.
       matcher: its place in the structured output, or None.
       arrival_time: when it was queued.
       first_token_time: when its first token came; None before.
@@ -113,7 +113,7 @@ class Sequence:
 
     @property
     def detokenizer(self) -> TextStream | None:
-        """Makes text of its tokens, or None; made for the first token, since many sequences may wait for theirs."""
+        """Turns its tokens into text; None without a tokenizer. Made at the first token: many sequences may wait."""
         if self._detokenizer is None and self.request.tokenizer is not None:
             self._detokenizer = self.request.tokenizer.stream(self.request.prompt_token_ids)
         return self._detokenizer

@@ -1,4 +1,4 @@
-"""What runs next: admits waiting sequences, gives them pages, and chooses each step's batch."""
+"""The scheduler of a decoder: admits waiting sequences, gives them pages, and chooses each step's batch."""
 
 import itertools
 import operator
@@ -18,21 +18,21 @@ from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.lora.peft import Adapter
 
 PRIORITY_WEIGHT = 64
-"""A request of priority p is served as though p times this many others had come before it."""
+"""A request of priority p is served as if p times this many others had arrived before it."""
 STEP_SECONDS = 0.01
-"""How long a decode step of several passes may take, so that a new request need not wait long."""
+"""Longest time that a decode step of several passes should take, so that a new request need not wait long."""
 
 _order = operator.attrgetter("order")
 
 
 def queue_order(arrivals: Iterator[int], sequence: Sequence) -> tuple[int, int]:
-    """The place in the queue of a sequence that has just arrived; of two in one place the earlier comes first."""
+    """Return the queue position of a sequence that has just arrived; ties go to the earlier one."""
     arrival = next(arrivals)
     return arrival + PRIORITY_WEIGHT * sequence.params.priority, arrival
 
 
 def check_context(request: Request, context: int) -> None:
-    """Raise ValueError for a prompt that the context does not hold, or holds without room for a token."""
+    """Raise ValueError for a prompt that exceeds the context, or leaves no room for a token."""
     count = len(request.prompt_token_ids)
     if count + (not request.pooling) > context:
         why = "is shorter" if request.pooling else "leaves no room to generate"
@@ -44,13 +44,13 @@ def check_context(request: Request, context: int) -> None:
 class DecoderScheduler:
     """Queues, slots and pages; no arrays.
 
-    Sequences are admitted in their order, when a slot and the pages of their known tokens are free. A step takes a
-    token of every decoding sequence and fills up with chunks of prompts (chunked prefill: Agrawal et al. 2023,
-    arXiv:2308.16369). A sequence that finds no page for its next token takes those of the one last in order, which
-    waits and is computed again (recomputation: Kwon et al. 2023, arXiv:2309.06180, section 4.5).
+    Sequences are admitted in order, when a slot and the pages of their known tokens are free. A step runs one token of
+    every decoding sequence and fills up with chunks of prompts (chunked prefill: Agrawal et al. 2023,
+    arXiv:2308.16369). A sequence that finds no page for its next token takes the pages of the last sequence in order,
+    which waits and is computed again (recomputation: Kwon et al. 2023, arXiv:2309.06180, section 4.5).
 
     The first in order always runs, since any sequence fits into the cache alone; and only a bounded number of later
-    requests comes before one of a higher number of priority. So none waits for ever.
+    requests precede one with a higher priority number. So none waits for ever.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class DecoderScheduler:
         self.preemptions = 0
         self._buckets, self._adapters = buckets, adapters
         self._allocator = Allocator(config, pages, adapters)
-        self._allocations: dict[Sequence, Allocation] = {}  # of all that have not finished
-        self._requests: dict[str, dict[Sequence, Allocation]] = {}  # the same by request
+        self._allocations: dict[Sequence, Allocation] = {}  # of all unfinished sequences
+        self._requests: dict[str, dict[Sequence, Allocation]] = {}  # the same allocations by request
         self._arrivals = itertools.count()
         self._costs = costs
 
@@ -97,25 +97,25 @@ class DecoderScheduler:
         self.waiting.add(allocation)
 
     def allocation(self, sequence: Sequence) -> Allocation | None:
-        """What a sequence has; None once it has left."""
+        """Return a sequence's allocation; None once it has left."""
         return self._allocations.get(sequence)
 
     @property
     def needs_host_sync(self) -> bool:
-        """A token bitmask depends on the token before it."""
+        """Whether a running sequence needs a token bitmask, which depends on the token before."""
         return any(a.sequence.matcher is not None for a in self.running)
 
     # A step
 
     def schedule(self, max_passes: int | None = None) -> Batch:
-        """The next step.
+        """Return the next step.
 
-        Decoding sequences come first, which may preempt others; then chunks of prompts: of those that run, and of
-        those that can be admitted as long as the step has room for chunks.
+        Decoding sequences come first, which may preempt others; then chunks of running prompts, and of prompts that can
+        be admitted as long as the step has room for chunks.
 
         Args:
-          max_passes: how many passes a decode step can make; fewer where a bitmask or a lack of pages says so. None: as
-            many as the config allows.
+          max_passes: the most passes of a decode step; a bitmask or a lack of pages may reduce them. None: the
+            config's limit.
         """
         self._allocator.begin_step()
         preempted = self.preemptions
@@ -154,11 +154,11 @@ class DecoderScheduler:
         return () if self._adapters is None else self._adapters.take_uploads()
 
     def _decoding(self) -> list[Allocation]:
-        """All that decode, with a page for their next token; takes pages from the last in order if it must."""
+        """Return all that decode, with a page for their next token; preempts the last in order if needed."""
         decoding = []
         for allocation in sorted(self.running, key=_order):
             if not allocation.running or allocation.prefilling or allocation.max_remaining <= 0:
-                continue  # preempted for another's sake; not there yet; or ended by the steps in flight
+                continue  # preempted for another sequence; still in prefill; or ended by the steps in flight
             while not self._allocator.extend(allocation, _length(allocation)):
                 victim = max(self.running, key=_order)
                 self._preempt(victim)
@@ -172,7 +172,7 @@ class DecoderScheduler:
         return sorted((a for a in self.running if a.prefilling), key=_order)
 
     def _chunk_room(self) -> int:
-        """How many chunks the step takes, so that the program for them is well filled."""
+        """Return how many chunks the step takes, so that their program is well filled."""
         count = 0
         for allocation in (*self._prefilling(), *itertools.islice(self.waiting, self._allocator.free_slots)):
             rest = len(allocation.sequence.token_ids) - allocation.num_prefilled_tokens
@@ -180,7 +180,7 @@ class DecoderScheduler:
         return self._buckets.full_chunks(count)
 
     def _chunks(self, allocation: Allocation, room: int) -> list[Chunk]:
-        """The next chunks of a prompt, at most `room`."""
+        """Take the next chunks of a prompt, at most `room`."""
         chunks, sequence = [], allocation.sequence
         while allocation.prefilling and len(chunks) < room:
             start = allocation.num_prefilled_tokens
@@ -203,12 +203,12 @@ class DecoderScheduler:
         return chunks
 
     def _admit_next(self) -> Admission | Failure | None:
-        """Let the first waiting sequence run; None if it has to wait, or none waits."""
+        """Admit the first waiting sequence; None if it has to wait, or none waits."""
         allocation = self.waiting.first
         if allocation is None or not self._allocator.free_slots or allocation.max_in_flight:
             return None
         try:
-            # A page for each that runs, so that none is preempted at once.
+            # Spares a page for each running sequence, so that none is preempted at once.
             running = len(self.running)
             admission = self._allocator.admit(allocation, spare=running, wait=not running)
         except Exception as error:  # its adapter cannot be read: only this request fails
@@ -220,7 +220,7 @@ class DecoderScheduler:
         return admission
 
     def _passes(self, decoding: list[Allocation], max_passes: int | None) -> tuple[int, int]:
-        """Passes of a decode step and speculative tokens in each; gives all rows the pages for them."""
+        """Choose the passes of a decode step and the speculative tokens in each; gives all rows their pages."""
         if not decoding:
             return 1, 0
         speculative = max(_speculative_tokens(allocation) for allocation in decoding)
@@ -230,7 +230,7 @@ class DecoderScheduler:
         remaining = max(allocation.max_remaining for allocation in decoding)
         passes = min(max_passes or affordable, self.config.max_decode_passes, affordable, remaining)
 
-        if (passes, speculative) == (1, 0):  # which has its pages already
+        if (passes, speculative) == (1, 0):  # such a pass has its pages already
             return passes, speculative
 
         def length(allocation: Allocation) -> int:
@@ -255,7 +255,7 @@ class DecoderScheduler:
         )
 
     def _bucket(self, rows: Sized) -> int:
-        """The number of rows that a decode step pads these to."""
+        """Return the number of rows that a decode step is padded to."""
         return round_up(len(rows), self._buckets.decode_rows)
 
     def _count_in_flight(self, batch: Batch, sign: int) -> None:
@@ -268,13 +268,13 @@ class DecoderScheduler:
     # After a step
 
     def commit(self, batch: Batch, output: StepOutput) -> None:
-        """After a step's results are in its sequences: release what has finished."""
+        """Release what has finished, after a step's results are in its sequences."""
         self._count_in_flight(batch, -1)
         if batch.num_speculative_tokens:
             self._learn(batch, output)
         for sequence in batch.sequences:
             allocation = self._allocations.get(sequence)
-            if allocation is None:  # given up since
+            if allocation is None:  # given up meanwhile
                 continue
             if sequence.finished:
                 self._remove(allocation)
@@ -282,14 +282,14 @@ class DecoderScheduler:
                 self._allocator.insert_prefix(allocation, allocation.num_computed_tokens, partial=False)
 
     def _learn(self, batch: Batch, output: StepOutput) -> None:
-        """From what speculation gained in a decode step."""
+        """Learn from the gain of speculation in a decode step."""
         cost = self._costs.ratio(self._bucket(batch.rows))
-        for row, found in zip(batch.rows, output.outputs, strict=True):
+        for row, result in zip(batch.rows, output.outputs, strict=True):
             allocation = self._allocations.get(row.sequence)
-            if allocation is not None and allocation.speculation is not None and found.num_draft_tokens:
+            if allocation is not None and allocation.speculation is not None and result.num_draft_tokens:
                 allocation.speculation.record(
-                    passes=-(-found.num_draft_tokens // batch.num_speculative_tokens),
-                    accepted=found.num_accepted_tokens,
+                    passes=-(-result.num_draft_tokens // batch.num_speculative_tokens),
+                    accepted=result.num_accepted_tokens,
                     num_output_tokens=row.sequence.num_output_tokens,
                     cost=cost,
                 )
@@ -303,13 +303,13 @@ class DecoderScheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that have not left, in no particular order."""
+        """All sequences that have not left, in no particular order."""
         return list(self._allocations)
 
     def restart(self) -> None:
-        """Begin anew with all that has not finished, in whatever state records are: it waits, and no page is cached.
+        """Start over, whatever state the records are in: all unfinished sequences wait, and no page is cached.
 
-        Nothing is read but who is there and in which order: an interrupt may have come anywhere.
+        Reads only which sequences there are and their order: an interrupt may have come anywhere.
         """
         allocations = {s: allocation for s, allocation in self._allocations.items() if not s.finished}
         waiting: WaitingQueue[Allocation] = WaitingQueue(_order)
@@ -357,22 +357,22 @@ class DecoderScheduler:
 
 
 def _length(allocation: Allocation) -> int:
-    """The most tokens that may be known when the next step begins."""
+    """Return the most tokens that may be known when the next step begins."""
     return len(allocation.sequence.token_ids) + allocation.max_in_flight
 
 
 def _speculative_tokens(allocation: Allocation) -> int:
-    """How many speculative tokens a pass may have for this sequence."""
+    """Return how many speculative tokens a pass may have for this sequence."""
     if allocation.speculation is None:
         return 0
     return min(allocation.speculation.limit(allocation.sequence.num_output_tokens), allocation.max_remaining - 1)
 
 
 def _token_bitmask(sequence: Sequence) -> tuple[np.ndarray | None, str | None]:
-    """The tokens that may come next, or None for all; and why none may, or None."""
+    """Return the tokens that may come next (None: all), and an error if none may (else None)."""
     if sequence.matcher is None or sequence.matcher.finished:
         return None, None
     try:
         return sequence.matcher.token_bitmask(), None
-    except Exception as error:  # no token of this model can go on: only this request fails
+    except Exception as error:  # no token of this model can continue: only this request fails
         return None, str(error)

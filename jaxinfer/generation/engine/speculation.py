@@ -1,9 +1,9 @@
-"""When speculation pays: a pass with speculative tokens takes longer than one without, and earns those accepted."""
+"""When speculation pays off: a speculative pass takes longer than a plain one, and gains the accepted tokens."""
 
 from jaxinfer.compiled import Bucket, Costs
 
 RETRY = 64
-"""Output tokens after which a request that speculation did not pay for is tried again; the wait doubles each time."""
+"""Output tokens after which speculation is retried for a request that it did not pay off for; doubled each time."""
 SMOOTHING = 0.3
 UNKNOWN_COST = 2.0
 
@@ -18,27 +18,27 @@ class SpeculationControl:
         self._until = 0
 
     def limit(self, num_output_tokens: int) -> int:
-        """How many speculative tokens a pass may have, after this much output; 0 while they do not pay."""
+        """Return how many speculative tokens a pass may have, after this much output; 0 while they do not pay off."""
         return self._max if num_output_tokens >= self._until else 0
 
     def record(self, *, passes: int, accepted: int, num_output_tokens: int, cost: float) -> None:
         """Learn from speculative passes.
 
         Args:
-          passes: how many.
+          passes: the number of speculative passes.
           accepted: tokens accepted in them.
           num_output_tokens: tokens of output so far.
-          cost: how much longer a speculative pass takes than a plain one, as a ratio.
+          cost: the time of a speculative pass over that of a plain one.
         """
-        found = accepted / passes
+        gain = accepted / passes
         weight = 1 - (1 - SMOOTHING) ** passes
-        self._gain = found if self._gain is None else self._gain + weight * (found - self._gain)
+        self._gain = gain if self._gain is None else self._gain + weight * (gain - self._gain)
         if 1 + self._gain >= cost:
             self._wait = RETRY
         else:
             self._until = num_output_tokens + self._wait
             self._wait *= 2
-            self._gain = None  # the next try is judged by itself
+            self._gain = None  # the next try is judged on its own
 
 
 class PassCosts:
@@ -48,8 +48,8 @@ class PassCosts:
 
     Args:
       costs: the record.
-      num_speculative_tokens: of each row in a speculative pass.
-      streamed: whether layers are streamed, which takes another time: then a pass is no program of its own.
+      num_speculative_tokens: speculative tokens of each row in a speculative pass.
+      streamed: whether layers are streamed; a pass is then several programs, recorded as "pass".
 
     Attributes:
       all: the record.
@@ -60,27 +60,26 @@ class PassCosts:
         self._name, self._sizes = ("pass", {"chunks": 0}) if streamed else ("decode", {})
 
     def record(self, bucket: Bucket, seconds: float, *, plain: int, speculative: int) -> None:
-        """Learn from a step of `plain` and `speculative` passes, made by the decode program of this bucket.
+        """Record a step of `plain` and `speculative` passes, made by the decode program of this bucket.
 
-        There are none if all rows had ended in the step before: that took no pass's time.
+        There are no passes if all rows had ended in the step before: its time says nothing.
         """
         sizes = dict(bucket) | {"speculative": 0}
         if plain and not speculative:
             self.all.record(self._name, tuple(sizes.items()), seconds, passes=plain)
         elif speculative and not plain:
             self.all.record(self._name, bucket, seconds, passes=speculative)
-        elif 0 < plain <= speculative and (
-            mean := self.all.mean(self._name, **sizes)
-        ):  # else too little is left to tell
+        # With more plain passes, too little time would be left to attribute.
+        elif 0 < plain <= speculative and (mean := self.all.mean(self._name, **sizes)):
             # A speculative pass does all that a plain one does.
             self.all.record(self._name, bucket, max(seconds - plain * mean, speculative * mean), passes=speculative)
 
     def seconds(self, rows: int) -> float | None:
-        """A plain pass, or a speculative one as long as no plain one is known; None if none is."""
+        """Return the seconds of a plain pass, or of a speculative one if no plain one is known; None if none is."""
         return self._mean(rows, 0) or self._mean(rows, self._speculative)
 
     def ratio(self, rows: int) -> float:
-        """How much longer a speculative pass takes than a plain one."""
+        """Return how much longer a speculative pass takes than a plain one."""
         plain, speculative = self._mean(rows, 0), self._mean(rows, self._speculative)
         return UNKNOWN_COST if plain is None or speculative is None else max(1.0, speculative / plain)
 

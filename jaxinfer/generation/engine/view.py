@@ -1,4 +1,4 @@
-"""What the caller sees of a request: its outputs, made in any thread of what the engine's thread has noted."""
+"""A caller's view of a request: outputs are made in any thread, from snapshots that the engine's thread takes."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ from jaxinfer.generation.text import held_back
 
 
 class CompletionSnapshot(NamedTuple):
-    """How far a sequence has come at some moment. Its lists only grow, so that their lengths say what they held then.
+    """The progress of a sequence at some moment. Its lists only grow, so their lengths say what they held then.
 
     Attributes:
-      sequence: which one.
-      num_tokens: of the prompt and the output.
-      num_logprobs: how many of its log probabilities.
-      num_prompt_logprobs: and of its prompt's.
+      sequence: the sequence.
+      num_tokens: tokens of prompt and output.
+      num_logprobs: log probabilities of the output.
+      num_prompt_logprobs: log probabilities of the prompt.
       others: as in `Sequence`.
     """
 
@@ -32,8 +32,8 @@ class CompletionSnapshot(NamedTuple):
     last_token_time: float
 
     @classmethod
-    def of(cls, sequence: Sequence) -> "CompletionSnapshot":
-        """How far a sequence has come."""
+    def from_sequence(cls, sequence: Sequence) -> "CompletionSnapshot":
+        """Take a snapshot of a sequence."""
         return cls(
             sequence,
             len(sequence.token_ids),
@@ -50,7 +50,7 @@ class CompletionSnapshot(NamedTuple):
         )
 
     def output(self) -> CompletionOutput:
-        """The completion, as far as it had come."""
+        """Return the completion as of the snapshot."""
         sequence, first, last = self.sequence, self.first_token_time, self.last_token_time
         count = self.num_tokens - sequence.num_prompt_tokens
         return CompletionOutput(
@@ -70,19 +70,19 @@ class CompletionSnapshot(NamedTuple):
         )
 
     def _safe_text(self) -> str:
-        """The text without an end that may turn out to be a stop string's beginning."""
+        """Return the text without an end that may turn out to begin a stop string."""
         if self.finish_reason is not None:
             return self.text
         return self.text[: len(self.text) - held_back(self.text, self.sequence.request.sampling.stop)]
 
 
 class RequestSnapshot(NamedTuple):
-    """How far a request has come at some moment; takes no time to make, whatever the length of its texts.
+    """The progress of a request at some moment; cheap to make, however long its texts are.
 
     Attributes:
-      request: which one.
+      request: the request.
       prompt_token_ids: its prompt's tokens, for the caller.
-      completions: of its sequences.
+      completions: snapshots of its sequences.
     """
 
     request: Request
@@ -90,7 +90,7 @@ class RequestSnapshot(NamedTuple):
     completions: list[CompletionSnapshot]
 
     def output(self) -> RequestOutput:
-        """The request's completions, as far as they had come. In any thread, at any later time."""
+        """Return the request's completions as of the snapshot. In any thread, at any later time."""
         request, first = self.request, self.completions[0]
         logprobs = first.sequence.prompt_logprobs[: first.num_prompt_logprobs]
         return RequestOutput(
@@ -106,8 +106,8 @@ class RequestSnapshot(NamedTuple):
 class RequestView:
     """One run of a request, as its caller sees it.
 
-    All its outputs share a list of the prompt's tokens, so that none of them copies a long prompt. The list is the
-    caller's: the engine has its own.
+    All its outputs share one list of the prompt's tokens, so that none copies a long prompt. The list is the caller's:
+    the engine has its own.
     """
 
     def __init__(self, sequences: list[Sequence]):
@@ -115,10 +115,10 @@ class RequestView:
         self._prompt_token_ids = list(sequences[0].request.prompt_token_ids)
 
     def snapshot(self) -> RequestSnapshot:
-        """How far the request has come. In the thread that steps the engine."""
-        completions = [CompletionSnapshot.of(sequence) for sequence in self._sequences]
+        """Take a snapshot of the request. In the thread that steps the engine."""
+        completions = [CompletionSnapshot.from_sequence(sequence) for sequence in self._sequences]
         return RequestSnapshot(self._sequences[0].request, self._prompt_token_ids, completions)
 
     def output(self) -> RequestOutput:
-        """The request's completions, as far as they have come. In the thread that steps the engine."""
+        """Return the request's completions so far. In the thread that steps the engine."""
         return self.snapshot().output()

@@ -1,26 +1,26 @@
-"""What waits, in order."""
+"""A queue of waiting items, in order."""
 
 import heapq
 from collections.abc import Callable, Iterator
 
 
 class WaitingQueue[Item]:
-    """Items in ascending order, any of which can leave; adding one and removing one take logarithmic time.
+    """Items in ascending order, any of which can leave; adding and removing take logarithmic time.
 
     Args:
-      order: an item's place in the queue: no two items have the same, and it does not change while the item waits.
+      order: returns an item's place in the queue: unique, and constant while the item waits.
     """
 
     def __init__(self, order: Callable[[Item], tuple[int, int]]):
         self._order = order
-        self._heap: list[tuple[tuple[int, int], Item]] = []  # its first has not left
+        self._heap: list[tuple[tuple[int, int], Item]] = []  # the first one has not left
         self._left: set[tuple[int, int]] = set()  # the orders of items that have left and are still in the heap
 
     def __len__(self) -> int:
         return len(self._heap) - len(self._left)
 
     def __iter__(self) -> Iterator[Item]:
-        """The items in order; the first few cost no more than they are. The queue must not change meanwhile."""
+        """Yield the items in order; costs grow with the number of items read. The queue must not change meanwhile."""
         heap = self._heap
         frontier = [(heap[0][0], 0)] if heap else []
         while frontier:
@@ -36,15 +36,15 @@ class WaitingQueue[Item]:
         return self._heap[0][1] if self._heap else None
 
     def add(self, item: Item) -> None:
-        """Let an item wait."""
+        """Add an item to the queue."""
         order = self._order(item)
-        if order in self._left:  # it is still in the heap
+        if order in self._left:  # the item is still in the heap
             self._left.remove(order)
         else:
             heapq.heappush(self._heap, (order, item))
 
     def remove(self, item: Item) -> None:
-        """Take an item out that waits."""
+        """Remove a waiting item."""
         self._left.add(self._order(item))
         while self._heap and self._heap[0][0] in self._left:
             self._left.remove(heapq.heappop(self._heap)[0])

@@ -1,4 +1,4 @@
-"""The device side of the engine: what is on the device, the programs that run there, what goes in and comes out.
+"""The device side of the engine: arrays on the device, programs that run there, inputs and results.
 
 Start at `decoder.py` (how a batch runs), then `programs/` (what is compiled, a file each) and `layout.py` (shapes).
 """

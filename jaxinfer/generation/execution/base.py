@@ -1,4 +1,4 @@
-"""What all executors have in common: programs, and the record of what they cost."""
+"""The base of all executors: programs, and the record of their costs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,9 +18,9 @@ class BaseExecutor[Buckets]:
     Args:
       model: weights and config.
       config: the engine's sizes.
-      specs: the programs there are.
-      clock: the engine's.
-      costs: the record of the programs' times, which every step is added to.
+      specs: the programs.
+      clock: the engine's clock.
+      costs: the record of the programs' times, to which every step is added.
 
     Attributes:
       store: where executables are kept between processes.
@@ -44,19 +44,19 @@ class BaseExecutor[Buckets]:
 
     @property
     def workspace_bytes(self) -> int:
-        """What the largest program compiled so far needs while it runs, on each device."""
+        """Workspace of the largest program compiled so far, on each device."""
         return max((program.memory.workspace_bytes for program in self.programs), default=0)
 
     def _in_turn[Result](self, result: Result) -> Result:
-        """What a program has given, once it has where another one must not run beside it."""
+        """Return the result; blocks until it is ready on platforms where two programs must not run at once."""
         return result if self._overlaps else jax.block_until_ready(result)
 
     def _seconds(self, step: InFlightStep) -> float:
-        """How long a step took that has just come back, as `Costs` says what a time is."""
+        """Return how long a step took whose results have just arrived, as `Costs` defines it."""
         return self._device.end(step.launched).seconds
 
     def restart(self) -> None:
-        """As in `Executor`; programs and costs stay as they are."""
+        """Start over, as in `Executor`; programs and costs stay as they are."""
 
     def interrupt(self) -> None:
-        """As in `Executor`; nothing here waits for a disk."""
+        """End a wait for a disk, as in `Executor`; there is none here."""

@@ -1,6 +1,6 @@
 """Runs batches layer by layer, with weights that are not on the devices all the time (DeepSpeed Inference, VI).
 
-One fetch of a layer serves all sequences of a step. The host drives the pass, and so is busy until its last layer is
+One fetch of a layer serves all sequences of a step. The host drives the pass, so it is busy until the last layer is
 sent: no step is in flight while the next one is scheduled.
 """
 
@@ -47,11 +47,11 @@ class _Slice:
     """A part of a batch on its way through the layers.
 
     Attributes:
-      batch: it.
-      sizes: of its programs.
+      batch: the part of the batch.
+      sizes: the sizes of its programs.
       inputs: its chunks, rows, bitmask and speculative tokens.
       groups: its tokens.
-      x: [N, D], what the last layer that ran has given.
+      x: [N, D], the output of the last layer that ran.
     """
 
     batch: Batch
@@ -62,11 +62,11 @@ class _Slice:
 
 
 class _Layers:
-    """The layers in the order of a pass, with their weights: those of streamed ones as they come.
+    """The layers in the order of a pass, with their weights; streamed ones as they arrive.
 
     Attributes:
-      ranges: what one program runs at a time.
-      prefetcher: brings the streamed ones.
+      ranges: the layers that one program runs at a time.
+      prefetcher: brings the streamed layers.
     """
 
     def __init__(self, model: LoadedModel, costs: Costs):
@@ -90,7 +90,7 @@ class _Layers:
 
 
 class ChainExecutor(DecoderExecutor):
-    """The device side of an engine on a decoder whose layers are streamed; arguments as of `DecoderExecutor`.
+    """The device side of an engine on a decoder whose layers are streamed; arguments as in `DecoderExecutor`.
 
     Attributes:
       prefetcher: brings the layers.
@@ -120,19 +120,21 @@ class ChainExecutor(DecoderExecutor):
             for part in slices:
                 program = self.programs.get(Layer.of_kind(part.sizes, layers.kind, layers.count))
                 part.x, caches[at] = self._in_turn(program(leaves, adapters, caches[at], part.x, part.groups))
-            self.prefetcher.computing(caches[layers.first].k, layers.count)  # what is waited for must not be donated
+            self.prefetcher.computing(
+                caches[layers.first].k, layers.count
+            )  # waits for the cache: x is donated to the next layer
         outputs = [self._leave(part) for part in slices]
-        return self.programs.get(Leave.of(slices[0].sizes)), outputs
+        return self.programs.get(Leave.for_pass(slices[0].sizes)), outputs
 
     def _sizes(self, batch: Batch) -> Pass:
-        """Those of the programs of a plain pass over a batch."""
+        """Return the sizes of the programs of a plain pass over a batch."""
         buckets = self._packer.buckets
         count = round_up(len(batch.chunks), buckets.chunks) if batch.chunks else 0
         size = round_up(len(batch.rows), buckets.prefill_rows if count else buckets.decode_rows)
         return Pass(chunks=count, batch=size, speculative=0, pages=self._packer.page_table_width(batch))
 
     def _slices(self, batch: Batch) -> list[Batch]:
-        """Parts of a batch whose activations fit, for each of which a layer runs; the first has the rows."""
+        """Split a batch into parts whose activations fit, which each layer runs in turn; the first has the rows."""
         most = self._packer.buckets.chunks[-1]
         rest = [
             dataclasses.replace(batch, chunks=batch.chunks[start : start + most], rows=())
@@ -141,18 +143,18 @@ class ChainExecutor(DecoderExecutor):
         return [dataclasses.replace(batch, chunks=batch.chunks[:most]), *rest]
 
     def _enter(self, batch: Batch) -> "_Slice":
-        """The embeddings of a batch's tokens."""
+        """Embed a batch's tokens."""
         sizes = self._sizes(batch)
         chunks, rows, bitmask = self._inputs(batch, sizes.chunks, sizes.batch, sizes.pages)
         guess = self._propose(batch, rows) if batch.num_speculative_tokens else None
         if guess is not None:
             sizes = dataclasses.replace(sizes, speculative=batch.num_speculative_tokens)
-        program = self.programs.get(Enter.of(sizes))
+        program = self.programs.get(Enter.for_pass(sizes))
         x, groups = self._in_turn(program(self._layout.leaves, self._state.slots, chunks, rows, guess))
         return _Slice(batch, sizes, (chunks, rows, bitmask, guess), groups, x)
 
     def _propose(self, batch: Batch, rows: Rows) -> Speculation | None:
-        """The speculative tokens of the rows; None if there are none, since a plain pass computes less."""
+        """Propose speculative tokens for the rows; None if there are none, since a plain pass computes less."""
         size = len(rows.slot)
         program = self.programs.get(Propose(batch=size, speculative=batch.num_speculative_tokens))
         limits = self._packer.speculation_limits(batch.rows, size)
@@ -160,15 +162,15 @@ class ChainExecutor(DecoderExecutor):
         return guess if np.any(np.asarray(guess.num_tokens)) else None
 
     def _leave(self, part: "_Slice") -> PrefillOutput | DecodeOutput:
-        """The next tokens, put into their slots."""
-        program = self.programs.get(Leave.of(part.sizes))
-        found = program(self._layout.leaves, self._state.slots, part.x, part.groups, *part.inputs)
-        slots, output = self._in_turn(found)
+        """Choose the next tokens, and put them into their slots."""
+        program = self.programs.get(Leave.for_pass(part.sizes))
+        results = program(self._layout.leaves, self._state.slots, part.x, part.groups, *part.inputs)
+        slots, output = self._in_turn(results)
         self._state = self._state._replace(slots=slots)
         return only_asked(part.batch, output)
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Wait for a step."""
+        """Wait for a step; returns its results."""
         self.prefetcher.finish()
         outputs, bucket = jax.device_get(step.output), step.program.bucket
         seconds = self._seconds(step)
@@ -180,14 +182,14 @@ class ChainExecutor(DecoderExecutor):
         chunks: list[SequenceOutput] = []
         rows: list[SequenceOutput] = []
         for part, output in zip(self._slices(step.batch), outputs, strict=True):
-            found = read_prefill(part, output, padded_chunks=self._sizes(part).chunks)
-            chunks += found[: len(part.chunks)]
-            rows += found[len(part.chunks) :]
+            results = read_prefill(part, output, padded_chunks=self._sizes(part).chunks)
+            chunks += results[: len(part.chunks)]
+            rows += results[len(part.chunks) :]
         return StepOutput(outputs=chunks + rows)
 
 
 class EncoderChainExecutor(EncoderExecutor):
-    """The device side of an engine on an encoder whose layers are streamed; arguments as of `DecoderExecutor`.
+    """The device side of an engine on an encoder whose layers are streamed; arguments as in `DecoderExecutor`.
 
     Attributes:
       prefetcher: brings the layers.
@@ -232,6 +234,6 @@ class EncoderChainExecutor(EncoderExecutor):
         return program, program(self._leaves, x, positions)
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Wait for a batch."""
+        """Wait for a batch; returns its results."""
         self.prefetcher.finish()
         return super().collect(step)

@@ -40,9 +40,9 @@ class DecoderExecutor(BaseExecutor[Buckets]):
       config: the engine's sizes.
       buckets: the sizes that programs are compiled for.
       num_pages: the size of the cache.
-      logits_processors: by name.
-      clock: the engine's.
-      costs: what passes take; in the record that every step is added to.
+      logits_processors: functions by name.
+      clock: the engine's clock.
+      costs: the times of passes, in the record to which every step is added.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         clock: Clock,
         costs: PassCosts,
     ):
-        self._layout = DeviceLayout.of(model, config, num_pages=num_pages, processors=tuple(logits_processors.values()))
+        self._layout = DeviceLayout.from_model(
+            model, config, num_pages=num_pages, processors=tuple(logits_processors.values())
+        )
         super().__init__(model, config, self._specs(self._layout), clock, costs.all)
         self._pass_costs = costs
         self._packer = Packer(self._layout, buckets, logits_processors)
@@ -69,28 +71,28 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         self._all_tokens: dict[int, jax.Array] = {}  # bitmasks of rows that may choose anything
 
     def _specs(self, layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
-        """All programs there are."""
+        """Return the specs of all programs."""
         return decoder_programs(layout)
 
     def _zeros(self, shapes: Any) -> Program:
-        """The program that makes arrays of these shapes."""
+        """Compile the program that makes arrays of these shapes."""
         return zeros.spec(shapes).compile(zeros.Zeros(), mesh=self._layout.mesh, store=self.store)
 
     def restart(self) -> None:
         """Begin with an empty state, after a step that failed may have destroyed it.
 
-        One that is interrupted is done by the next `launch`.
+        If this is interrupted, the next `launch` does it.
         """
         self._restarting = True
         self._give_up()
         super().restart()
         for array in jax.tree.leaves(self._state):
-            array.delete()  # there is no room for two
+            array.delete()  # first: there is no room for two
         self._state = self._empty_state()
         self._restarting = False
 
     def _give_up(self) -> None:
-        """Leave what is under way beside the state."""
+        """Abandon work in progress besides the state."""
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
         """Compile every program that these sequences, or any (None), can need; returns how many were missing.
@@ -132,13 +134,13 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         return InFlightStep(batch, program, output, launched)
 
     def _run(self, batch: Batch) -> tuple[Program, Any]:
-        """Send the passes of a batch to the device; the program that ran, and what was asked of its results to come."""
+        """Send a batch's passes to the device; returns the program that ran, and the pending results asked for."""
         program, inputs = self._prefill(batch) if batch.chunks else self._decode(batch)
         self._state, output = program(self._layout.leaves, self._adapters, self._state, *inputs)
         return program, only_asked(batch, output)
 
     def _update(self, sizes: Sizes, *inputs: Any) -> None:
-        """Change the state by the program of these sizes."""
+        """Update the state by the program of these sizes."""
         self._state = self.programs.get(sizes)(self._state, *inputs)
 
     def _prefill(self, batch: Batch) -> tuple[Program, tuple[Any, ...]]:
@@ -149,7 +151,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         return program, self._inputs(batch, count, size, width)
 
     def _inputs(self, batch: Batch, count: int, size: int, width: int) -> tuple[Chunks | None, Rows, Any]:
-        """A batch's chunks (None for none), rows and bitmask, padded to `count` chunks and `size` rows."""
+        """Pack a batch's chunks (None for none), rows and bitmask, padded to `count` chunks and `size` rows."""
         parts = [*batch.chunks, *[None] * (count - len(batch.chunks)), *batch.rows]
         chunks = self._packer.chunks(batch.chunks, count, width) if count else None
         return chunks, self._packer.rows(batch.rows, size, width), self._bitmask(parts, count + size)
@@ -162,7 +164,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         return program, (rows, self._bitmask(list(batch.rows), size), np.int32(batch.passes), limits)
 
     def _bitmask(self, parts: list[Chunk | DecodeRow | None], count: int) -> Any:
-        """What each row may choose; kept on the device while all may choose anything."""
+        """Return the tokens that each row may choose; kept on the device while all may choose any."""
         bitmask = self._packer.bitmask(parts, count)
         if bitmask is None:
             if count not in self._all_tokens:
@@ -172,7 +174,7 @@ class DecoderExecutor(BaseExecutor[Buckets]):
         return bitmask
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Wait for a step."""
+        """Wait for a step; returns its results."""
         batch, program = step.batch, step.program
         output = jax.device_get(step.output)
         seconds = self._seconds(step)

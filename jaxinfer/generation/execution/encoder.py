@@ -18,9 +18,9 @@ from jaxinfer.models.files.loading import LoadedModel
 
 
 class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
-    """The device side of an engine on an encoder; arguments as of `DecoderExecutor`."""
+    """The device side of an engine on an encoder; arguments as in `DecoderExecutor`."""
 
-    _recorded_as = "embed"  # what the costs call a batch
+    _recorded_as = "embed"  # the name of a batch in the costs
 
     def __init__(
         self, model: LoadedModel, config: EncoderEngineConfig, buckets: EncoderBuckets, *, clock: Clock, costs: Costs
@@ -31,11 +31,11 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
     def _specs(
         self, model: LoadedModel, config: EncoderEngineConfig
     ) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
-        """All programs there are."""
+        """Return the specs of all programs."""
         return [embed.spec(model, config.level)]
 
     def compile_ahead(self, sequences: Iterable[Sequence] | None = None) -> int:
-        """Compile what these sequences need together, or any (None); returns how many programs were missing."""
+        """Compile what these sequences, or any (None), need together; returns how many programs were missing."""
         return self.programs.compile_ahead(
             self._buckets.shapes if sequences is None else self._buckets.reachable(sequences)
         )
@@ -54,12 +54,12 @@ class EncoderExecutor(BaseExecutor[Iterable[tuple[int, int]]]):
         return InFlightStep(batch, program, vectors, launched)
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[Program, jax.Array]:
-        """Send a padded batch to the device; the program that ran, and its vectors to come."""
+        """Send a padded batch to the device; returns the program that ran, and its pending vectors."""
         program = self.programs.get(embed.Embed(batch=tokens.shape[0], tokens=tokens.shape[1]))
         return program, program(self._leaves, tokens, positions)
 
     def collect(self, step: InFlightStep) -> StepOutput:
-        """Wait for a batch; its vectors are pooled already, so that only their directions count."""
+        """Wait for a batch; its vectors are pooled already, so only their directions count."""
         vectors = np.asarray(step.output)[: len(step.batch.chunks)]  # the last rows are padding
         self.costs.record(self._recorded_as, step.program.bucket, self._seconds(step))
         return StepOutput(outputs=[SequenceOutput(embedding=vector) for vector in vectors])

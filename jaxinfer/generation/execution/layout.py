@@ -1,4 +1,4 @@
-"""The shapes of everything on the device and where each array lives; has no array but the weights."""
+"""The shapes of everything on the device and where each array lives; holds no array but the weights."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -32,23 +32,24 @@ ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "gate_up": ("mlp
 
 
 def integers(*shape: int) -> Any:
-    """The shape of an int32 array; typed as one, since it stands for it in named tuples."""
+    """Return the shape of an int32 array; typed as an array, since it stands for one in named tuples."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def flags(*shape: int) -> Any:
-    """The same of a bool array."""
+    """Return the shape of a bool array; typed as an array, since it stands for one in named tuples."""
     return jax.ShapeDtypeStruct(shape, jnp.bool_)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderStatic:
-    """All that a decoder's programs depend on beside the shapes of their arguments.
+    """Everything that a decoder's programs depend on beside the shapes of their arguments.
 
     Attributes:
-      config: the model's. weights: the format of its leaves.
+      config: the model's config.
+      weights: the format of its leaves.
       engine: the engine's sizes.
-      rules: what is split over which mesh axis.
+      rules: which dimension is split over which mesh axis.
       processors: logits processors, compiled into the programs that choose tokens; these are never kept on disk.
     """
 
@@ -59,7 +60,7 @@ class DecoderStatic:
     processors: LogitsProcessors = ()
 
     def with_model(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of (weights, *rest) from one of (model, *rest)."""
+        """Turn a function of (model, *rest) into one of (weights, *rest)."""
 
         def function(leaves: list[jax.Array], *rest: Any) -> Any:
             from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
@@ -74,17 +75,20 @@ class DeviceLayout:
     """The device side of one decoder, in shapes.
 
     Args:
-      config: the model's, fitted to the mesh. weights: the format of its leaves.
+      config: the model's config, fitted to the mesh.
+      weights: the format of its leaves.
       engine: the engine's sizes.
       num_pages: the size of the KV cache.
-      platform: what it runs on.
+      platform: the platform it runs on.
       processors: logits processors, compiled into the programs that choose tokens.
-      mesh: the devices; None: one. rules: what is split over which of its axes.
+      mesh: the devices; None: one.
+      rules: which dimension is split over which mesh axis.
       leaves: the weights, or their shapes with where they live; None: their shapes alone.
-      fitting: how the config was fitted; None: it was not. family: the model's. Both are for adapters.
+      fitting: how the config was fitted, for adapters; None: it was not.
+      family: the model's family, for adapters.
 
     Attributes:
-      static: what programs depend on beside shapes.
+      static: everything that programs depend on beside shapes.
       leaves: the weights that are on the device all the time, or their shapes.
       state: the shapes of `DeviceState`.
       adapters: the shapes of the adapters on the device, or None.
@@ -116,7 +120,7 @@ class DeviceLayout:
         self.adapters = self._adapters(family) if engine.max_adapters else None
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: OpenedModel,
         engine: EngineConfig,
@@ -125,9 +129,9 @@ class DeviceLayout:
         processors: LogitsProcessors = (),
         only: Callable[[str], bool] = lambda name: True,
     ) -> "DeviceLayout":
-        """The layout of a loaded model; of one that is opened, the shapes alone.
+        """Return the layout of a loaded model; for a model that is only opened, the shapes alone.
 
-        only: of a model that is not loaded, which leaves are to be on the devices all the time, by name.
+        only: for a model that is not loaded, which leaves are to be on the devices all the time, by name.
         """
         assert isinstance(model.config, DecoderConfig)
         leaves = model.leaves.values() if isinstance(model, LoadedModel) else model.placed_shapes(only)
@@ -148,7 +152,7 @@ class DeviceLayout:
     # Shapes
 
     def place(self, x: Any, *axes: str | None) -> Any:
-        """The shape with where an array whose dimensions carry these names lives; no names: whole on every device."""
+        """Add where the array lives whose dimensions have these names; no names: whole on every device."""
         if not self._placed:
             return x
         sharding = sharding_on(self.mesh, self._rules, axes or [None] * len(x.shape), x.shape)
@@ -159,7 +163,7 @@ class DeviceLayout:
         return [self.place(jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)), *x.axes) for x in leaves]
 
     def layer_leaves(self, layer: int) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of a layer's weights as they come to the devices, in the order in which programs take them."""
+        """Return the shapes of a layer's weights as they come to the devices, in the order programs take them in."""
 
         def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
             x = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
@@ -170,11 +174,11 @@ class DeviceLayout:
         return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer).values()]
 
     def inputs(self, *shapes: Any) -> tuple[Any, ...]:
-        """Arguments from the host, which on a mesh go to all devices."""
+        """Return the shapes of arguments from the host, which on a mesh go to all devices."""
         return jax.tree.map(self.place, shapes) if self.mesh is not None else shapes
 
     def slots(self, count: int) -> Slots:
-        """`Slots` of `count` rows."""
+        """Return the shapes of `Slots` with `count` rows."""
         options = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype),
             sampling_arrays([idle_options(len(self.static.processors))]),
@@ -183,11 +187,11 @@ class DeviceLayout:
         return Slots(integers(count, self.engine.context), vector, vector, options)
 
     def rows(self, batch: int, pages: int) -> Rows:
-        """`Rows` of a batch whose page tables have `pages` entries."""
+        """Return the shapes of a batch's `Rows`, whose page tables have `pages` entries."""
         return Rows(integers(batch), integers(batch, pages))
 
     def bitmask(self, rows: int) -> jax.ShapeDtypeStruct:
-        """The tokens that may be chosen in some rows."""
+        """Return the shape of the bitmask of tokens that some rows may choose."""
         return jax.ShapeDtypeStruct((rows, bitmask_words(self.config.vocab)), np.uint32)
 
     def _state(self) -> DeviceState:
@@ -223,7 +227,7 @@ class DeviceLayout:
         ]
 
     def one_adapter(self) -> list[LayerAdapters]:
-        """The shapes of what `adapter_layers` returns."""
+        """Return the shapes of what `adapter_layers` returns."""
         assert self.adapters is not None
 
         def pair(field: str, stack: LowRankStack) -> LowRankStack:
@@ -238,15 +242,15 @@ class DeviceLayout:
         ]
 
     def adapter_layers(self, adapter: Adapter | None) -> list[LayerAdapters]:
-        """One adapter's matrices, as numpy arrays; zeros where it leaves a linear alone."""
+        """Return one adapter's matrices, as numpy arrays; zeros for linears that it does not adapt."""
         assert self.adapters is not None
 
         def pair(layer: int, field: str, stack: LowRankStack) -> LowRankStack:
-            found = adapter and adapter.layers.get(f"layers.{layer}.{LINEARS[field]}")
-            if found:
+            matrices = adapter and adapter.layers.get(f"layers.{layer}.{LINEARS[field]}")
+            if matrices:
                 (out_axis, in_axis), part = ADAPTER_AXES[field], LINEARS[field].split(".")[1]
-                a = self._fitting.take(part, found.a, 1) if in_axis else found.a
-                b = self._fitting.take(part, found.b, 0) if out_axis else found.b
+                a = self._fitting.take(part, matrices.a, 1) if in_axis else matrices.a
+                b = self._fitting.take(part, matrices.b, 0) if out_axis else matrices.b
                 return LowRankStack(a, b)  # type: ignore[arg-type]  # numpy until it is sent
             (_, rank, inputs), (outputs, _, _) = stack.a.shape, stack.b.shape
             zeros = np.zeros((rank, inputs), np.float32), np.zeros((outputs, rank), np.float32)
@@ -257,15 +261,15 @@ class DeviceLayout:
             for i, layer in enumerate(self.adapters)
         ]
 
-    # What programs have in common
+    # Shared by programs
 
     @property
     def state_shardings(self) -> Any:
-        """Where a program's state comes back: on a mesh where it was, else the compiler knows."""
+        """Where a program's state is placed: on a mesh where it was; else the compiler knows."""
         return None if self.mesh is None else jax.tree.map(lambda x: x.sharding, self.state)
 
     def compiler_options(self, *, tokens: int) -> dict[str, str | bool | int]:
-        """XLA's options for a pass over this many tokens."""
+        """Return XLA's options for a pass over this many tokens."""
         return compiler_options(
             self.platform,
             rows=tokens,

@@ -1,4 +1,4 @@
-"""How many pages the cache has, and what else a model takes of the devices' memory and the host's."""
+"""How many pages the cache has, and the other memory of devices and host that a model takes."""
 
 import dataclasses
 import functools
@@ -25,15 +25,15 @@ from jaxinfer.streaming.config import LayerRange, Placement
 from jaxinfer.streaming.model import StreamedModel
 
 FRACTION = 0.9
-"""Of the memory that is free beside the weights, what cache and workspace may take."""
+"""Share of the free memory beside the weights that cache and workspace may take."""
 AMPLE = 8
-"""Where this many times the cache are free, the compiler is not asked how much the programs need beside it."""
+"""With this many times the cache free, the compiler is not asked how much the programs need beside it."""
 
 LAYERS = "layers"
 """The tenant of a streamed model's layers that stay on the devices or in the host's memory."""
 
 COARSE_BITS = 6
-"""Leading binary digits of a number of pages that the plan keeps, where it has the choice."""
+"""Leading binary digits of a number of pages that the plan keeps, if it has the choice."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class MemoryPlan:
     """Bytes of one device, as planned before anything runs.
 
     Attributes:
-      weights: what the loaded model takes, adapters included.
-      available: what was free beside the model, and nobody had reserved.
-      workspace: what the largest program needs while it runs; None where there was enough not to ask.
+      weights: bytes of the loaded model, adapters included.
+      available: bytes that were free beside the model, and unreserved.
+      workspace: bytes that the largest program needs while it runs; None if there was enough not to ask.
       page_bytes: one page of keys and values, all layers.
       num_pages: pages of the cache.
-      tenants: all that is to be reserved of the device, by what it is for.
+      tenants: bytes to reserve of the device, by purpose.
       max_chunks: chunks that go through a streamed layer together, so that their activations fit; None: all of a step.
     """
 
@@ -76,11 +76,12 @@ def plan_memory(
     """Divide the memory beside the weights between the cache and the programs' workspace.
 
     A CPU, which shares its memory with others, gets the pages of `config.max_batch` full sequences, a GPU all that fit.
-    Where that is not little of what is free, the largest programs are compiled to learn their workspace.
+    Unless that is a small part of the free memory, the largest programs are compiled to learn their workspace.
 
     Args:
       cache_bytes: bytes of the cache; None: as many as there is room for.
       device_memory: bytes that the model may take of each device, weights included; None: all that are free.
+
     Raises ValueError if not even one page fits, MemoryError if `cache_bytes` and the workspace do not fit together.
     """
     placement, shared = placement_of(model), shares_memory(model.platform)
@@ -90,7 +91,7 @@ def plan_memory(
         available = min(available, device_memory - weights)
     available -= buffer_bytes(placement)
     buckets = buckets_of(config, model.platform)
-    layout = DeviceLayout.of(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
+    layout = DeviceLayout.from_model(model, config, num_pages=config.max_batch)  # its shapes hardly depend on pages
     adapters, size = part_bytes(layout.adapters), part_bytes(layout.state.caches) // layout.num_pages
     full = config.max_batch * config.pages_per_sequence
     max_chunks = None
@@ -103,14 +104,14 @@ def plan_memory(
     else:
         workspace = workspace_bytes(layout, buckets)
     room = int(available * FRACTION) - adapters - (workspace or 0)
-    wanted = room if cache_bytes is None else cache_bytes
-    check_page(wanted, size, config, who_has(model.mesh))
-    if wanted > room:
+    cache_limit = room if cache_bytes is None else cache_bytes
+    check_page(cache_limit, size, config, who_has(model.mesh))
+    if cache_limit > room:
         raise MemoryError(
             f"cache_bytes={cache_bytes} does not fit: of {available} bytes that are free beside the weights, programs "
             f"need {workspace} and adapters {adapters}; the cache may have {max(room, 0)}.\n{who_has(model.mesh)}"
         )
-    pages = min(wanted // size, full) if shared else wanted // size
+    pages = min(cache_limit // size, full) if shared else cache_limit // size
     if cache_bytes is None and pages != full:
         pages = _coarse(pages)
     tenants |= device_tenants(
@@ -128,7 +129,7 @@ def plan_memory(
 
 
 def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:
-    """Bytes of each device that are free, and that nobody has reserved, nor will for adapters in the host's memory."""
+    """Return the bytes of each device that are free, unreserved, and not needed for adapters in the host's memory."""
     devices = devices_of(opened.mesh)
     sharing = Counter(map(budget_of, devices))
     unreserved = (free // count for budget, count in sharing.items() if (free := budget.free) is not None)
@@ -137,37 +138,37 @@ def free_bytes(opened: OpenedModel, config: SharedConfig) -> int:
 
 
 def read_adapter_bytes(config: SharedConfig) -> int:
-    """What adapters that were read may take of the host's memory."""
+    """Return the bytes of the host's memory that adapters that were read may take."""
     return config.adapter_bytes if isinstance(config, EngineConfig) and config.max_adapters else 0
 
 
 def who_has(mesh: Mesh | None) -> str:
-    """What is reserved of the devices' memory, a line each, for an error."""
+    """List what is reserved of the devices' memory, a line each, for an error."""
     return "\n".join(map(str, dict.fromkeys(map(budget_of, devices_of(mesh)))))
 
 
 def placement_of(model: LoadedModel) -> Placement | None:
-    """Where its layers are; None if all are on the devices."""
+    """Return where the model's layers are; None if all are on the devices."""
     return model.placement if isinstance(model, StreamedModel) else None
 
 
 def buffer_bytes(placement: Placement | None) -> int:
-    """What layers on their way take of each device."""
+    """Return the bytes of each device for layers on their way."""
     return 0 if placement is None else placement.buffer_bytes
 
 
 def device_tenants(
     *, weights: int = 0, layers: int = 0, buffers: int = 0, adapters: int = 0, cache: int = 0, workspace: int = 0
 ) -> dict[str, int]:
-    """What a model reserves of a device, in bytes by tenant; those that need nothing are left out.
+    """Return a model's reservations of a device, in bytes by tenant; those of 0 bytes are left out.
 
     Args:
-      weights: that are there all the time; of a streamed model those beside its layers.
-      layers: of a streamed model, those that stay.
-      buffers: for layers that come while others compute.
+      weights: weights that are there all the time; for a streamed model those beside its layers.
+      layers: layers of a streamed model that stay.
+      buffers: space for layers that come while others compute.
       adapters: LoRA adapters.
       cache: keys and values.
-      workspace: what the largest program needs while it runs.
+      workspace: bytes that the largest program needs while it runs.
     """
     tenants = {
         "weights": weights,
@@ -181,7 +182,7 @@ def device_tenants(
 
 
 def weight_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str, int]:
-    """The part of `device_tenants` that is known before a weight is read. placement: None: all layers are there."""
+    """Return the part of `device_tenants` known before a weight is read. placement: None: all layers are there."""
     if placement is None:
         return device_tenants(weights=opened.bytes_per_device())
     rest = opened.bytes_per_device(lambda name: layer_of(name) is None)
@@ -189,7 +190,7 @@ def weight_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str
 
 
 def host_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str, int]:
-    """What a model's layers take of the host's memory beside what CPU devices have of it, in bytes by tenant."""
+    """Return the bytes of the host's memory for a model's layers, by tenant, beside that of CPU devices."""
     tenants = dict[str, int]()
     if placement is not None:
         everywhere = placement.layer_bytes * len(devices_of(opened.mesh))
@@ -200,7 +201,7 @@ def host_tenants(opened: OpenedModel, placement: Placement | None) -> dict[str, 
 
 
 def layer_offers(opened: OpenedModel, placement: Placement | None, sizes: Sizes, costs: Costs) -> Offers:
-    """Layers that stay could be read from disk as the others are, where the record says how long that takes."""
+    """Return offers to read layers that stay from disk instead, if the record says how long that takes."""
     if placement is None or "disk" not in placement.tiers:
         return {}
 
@@ -218,15 +219,15 @@ def layer_offers(opened: OpenedModel, placement: Placement | None, sizes: Sizes,
 
 
 def is_ample(model: OpenedModel, device_memory: int | None, available: int, cache: int) -> bool:
-    """Whether so much is free beside the weights that the compiler need not be asked what the programs take.
+    """Return whether so much is free beside the weights that the programs' workspace need not be known.
 
-    device_memory: what the user allows, which is exact.
+    device_memory: the user's limit, which is exact.
     """
     return shares_memory(model.platform) and device_memory is None and AMPLE * cache <= available
 
 
 def check_page(budget: int, size: int, config: EngineConfig, who_has: str) -> None:
-    """Raise ValueError unless a page of this size fits into what the cache may take. who_has: the other memory."""
+    """Raise ValueError unless a page of this size fits into the cache's budget. who_has: other uses of the memory."""
     if budget < size:
         raise ValueError(
             f"The KV cache may take {max(budget, 0)} bytes, but one page of {config.page_size} tokens takes {size}: "
@@ -235,12 +236,12 @@ def check_page(budget: int, size: int, config: EngineConfig, who_has: str) -> No
 
 
 def needed_bytes(weights: int, others: int) -> int:
-    """How much of a device must be free, or allowed, for weights and all else: cache, adapters, workspace."""
+    """Return how much of a device must be free, or allowed, for weights and all else: cache, adapters, workspace."""
     return weights + math.ceil(others / FRACTION) + 1
 
 
 def _coarse(pages: int) -> int:
-    """At most 3% fewer pages, of few numbers: free memory varies between starts, and each number is another program."""
+    """Round down by at most 3% to one of few numbers: free memory varies, and each number is another program."""
     step = 1 << max(0, pages.bit_length() - COARSE_BITS)
     return pages // step * step
 
@@ -248,13 +249,13 @@ def _coarse(pages: int) -> int:
 def _largest_slice(
     layout: DeviceLayout, ranges: Collection[LayerRange], buckets: Buckets, room: int
 ) -> tuple[int, int]:
-    """How many chunks a streamed layer takes at once, so that they need at most half the room; and what they need."""
-    found = ((chunks, slice_workspace(layout, ranges, buckets, chunks)) for chunks in reversed(buckets.chunks))
-    return next(one for one in found if one[1] <= room // 2 or one[0] == buckets.chunks[0])
+    """Return how many chunks a streamed layer takes at once, to need at most half the room; and their workspace."""
+    slices = ((chunks, slice_workspace(layout, ranges, buckets, chunks)) for chunks in reversed(buckets.chunks))
+    return next((chunks, size) for chunks, size in slices if size <= room // 2 or chunks == buckets.chunks[0])
 
 
 def slice_workspace(layout: DeviceLayout, ranges: Collection[LayerRange], buckets: Buckets, chunks: int) -> int:
-    """What the programs of these ranges of layers need for so many chunks at once."""
+    """Return the workspace of programs over these ranges of layers, for this many chunks at once."""
     largest = dataclasses.replace(buckets.largest, chunks=(chunks,))
     return workspace_bytes(layout, largest, chain.decoder_specs(layout, ranges))
 
@@ -262,7 +263,7 @@ def slice_workspace(layout: DeviceLayout, ranges: Collection[LayerRange], bucket
 def workspace_bytes(
     layout: DeviceLayout, buckets: Buckets, specs: Iterable[ProgramSpec[Any, Buckets]] | None = None
 ) -> int:
-    """What the largest programs need while they run, on each device; compiles them. specs: other ones than usually."""
+    """Compile the largest programs and return their workspace, on each device. specs: None: prefill and decode."""
     specs = specs or [prefill.spec(layout), decode.spec(layout)]
     programs = ProgramCache(specs, mesh=layout.mesh, kernels=layout.engine.kernels, store=ExecutableStore())
     programs.compile_ahead(buckets.largest)
@@ -270,7 +271,7 @@ def workspace_bytes(
 
 
 def part_bytes(tree: Any) -> int:
-    """Bytes of each device's part of arrays or shapes; shapes without a sharding are on one device."""
+    """Return the bytes of each device's part of arrays or shapes; shapes without a sharding are on one device."""
 
     def shape(x: Any) -> tuple[int, ...]:
         return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)

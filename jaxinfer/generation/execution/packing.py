@@ -1,4 +1,4 @@
-"""Host arrays in: a batch, padded to its buckets, as the arguments of programs."""
+"""Packs a batch, padded to its buckets, into arrays on the host: the arguments of programs."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,17 +25,17 @@ class Packer:
 
     def __init__(self, layout: DeviceLayout, buckets: Buckets, processors: Iterable[str]):
         self.layout, self.buckets, self._processors = layout, buckets, tuple(processors)
-        self._nowhere = layout.engine.max_batch  # the slot of no request
+        self._nowhere = layout.engine.max_batch  # a slot that no request has
 
     def copies(self, copies: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Source and target pages; padding copies to a page that is not there."""
+        """Pack source and target pages; padding copies to a page that does not exist."""
         count = round_up(len(copies), self.buckets.admissions)
         source, target = np.zeros(count, np.int32), np.full(count, self.layout.num_pages, np.int32)
         source[: len(copies)], target[: len(copies)] = zip(*copies, strict=True)
         return source, target
 
     def admissions(self, admissions: Sequence[Admission]) -> tuple[np.ndarray, Slots]:
-        """Slots, and what comes into them; padding has a slot that is not there."""
+        """Pack slots, and what comes into them; padding has a slot that does not exist."""
         count = round_up(len(admissions), self.buckets.admissions)
         slot = np.full(count, self._nowhere + 1, np.int32)
         idle = [idle_options(len(self._processors))] * (count - len(admissions))
@@ -56,16 +56,16 @@ class Packer:
         sequence, request = admission.sequence, admission.sequence.request
         if request.pooling:
             return idle_options(len(self._processors))
-        wanted = tuple(name in request.sampling.logits_processors for name in self._processors)
+        chosen = tuple(name in request.sampling.logits_processors for name in self._processors)
         prompt, limit = sequence.num_prompt_tokens, sequence.max_length
-        return RowOptions(request.sampling, sequence.seed, prompt, limit, request.stop_token_ids, wanted)
+        return RowOptions(request.sampling, sequence.seed, prompt, limit, request.stop_token_ids, chosen)
 
     def page_table_width(self, batch: Batch) -> int:
-        """Pages of the longest page table, rounded up."""
+        """Return the pages of the longest page table, rounded up."""
         return round_up(max(len(part.pages) for part in batch.parts), self.buckets.page_tables)
 
     def chunks(self, chunks: Sequence[Chunk], count: int, width: int) -> Chunks:
-        """`count` chunks of prompts with page tables of this width."""
+        """Pack `count` chunks of prompts, with page tables of this width."""
         slot = np.full(count, self._nowhere, np.int32)
         (start, tokens), (chooses, pooling) = np.zeros((2, count), np.int32), np.zeros((2, count), np.bool_)
         for row, chunk in enumerate(chunks):
@@ -75,13 +75,13 @@ class Packer:
         return Chunks(slot, start, tokens, chooses, pooling, table)  # type: ignore[arg-type]
 
     def rows(self, rows: Sequence[DecodeRow], count: int, width: int) -> Rows:
-        """`count` rows with page tables of this width."""
+        """Pack `count` rows, with page tables of this width."""
         slot = np.full(count, self._nowhere, np.int32)
         slot[: len(rows)] = [row.slot for row in rows]
         return Rows(slot, _page_table(rows, count, width))  # type: ignore[arg-type]
 
     def bitmask(self, parts: Sequence[Chunk | DecodeRow | None], count: int) -> np.ndarray | None:
-        """What each row may choose; None while all may choose anything."""
+        """Pack the tokens that each row may choose; None while all may choose any."""
         if not any(part is not None and part.bitmask is not None for part in parts):
             return None
         bitmask = np.full(self.layout.bitmask(count).shape, ALL_TOKENS, np.uint32)
@@ -91,7 +91,7 @@ class Packer:
         return bitmask
 
     def speculation_limits(self, rows: Sequence[DecodeRow], count: int) -> np.ndarray:
-        """How many speculative tokens each row may have in a pass."""
+        """Pack how many speculative tokens each row may have in a pass."""
         limits = np.zeros(count, np.int32)
         limits[: len(rows)] = [row.num_speculative_tokens for row in rows]
         return limits

@@ -1,4 +1,4 @@
-"""Which layers stay on the devices, which in the host's memory, and which on disk."""
+"""The placement of layers: on the devices, in the host's memory, or on disk."""
 
 import dataclasses
 import functools
@@ -35,26 +35,27 @@ from jaxinfer.streaming.config import LayerRange, MemoryConfig, Placement, Prefe
 _log = logging.getLogger("jaxinfer.streaming")
 
 DEPTH = 1
-"""How many layers are brought ahead while nothing is known of fetches: of like layers, more would hide no more."""
+"""Prefetch depth while nothing is known of fetches: with equal layers, more would hide no more."""
 MAX_DEPTH = 4
 PINNED_LIMIT, PINNED_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-"""XLA's environment variable for how much of the host's memory it pins for GPUs, and its default."""
+"""XLA's environment variable that limits how much of the host's memory it pins for GPUs, and its default."""
 
 
 class DeviceBytes:
-    """What a model takes of each device, found before a weight is read.
+    """A model's bytes on each device, known before a weight is read.
 
     Args:
       config: the engine's sizes.
-      memory: what the user allows.
+      memory: the user's limits.
 
     Attributes:
-      limit: what it may take.
-      rest: embeddings, head and norms.
-      layer: the largest layer. largest: which it is; layers of a kind are equally large.
-      adapters: LoRA adapters.
-      page: one page of the cache; 0 for an encoder, which has none.
-      cache: the cache of `EngineConfig.max_batch` full sequences.
+      limit: bytes that it may take.
+      rest: bytes of embeddings, head and norms.
+      layer: bytes of the largest layer.
+      largest: the index of that layer; layers of a kind are equally large.
+      adapters: bytes of LoRA adapters.
+      page: bytes of one page of the cache; 0 for an encoder, which has none.
+      cache: bytes of the cache for `EngineConfig.max_batch` full sequences.
     """
 
     def __init__(self, opened: OpenedModel, config: SharedConfig, memory: MemoryConfig):
@@ -69,22 +70,22 @@ class DeviceBytes:
         if self._has_cache:
             assert isinstance(config, EngineConfig)
             self._config = config
-            layout = DeviceLayout.of(opened, config, num_pages=1, only=_is_rest)
+            layout = DeviceLayout.from_model(opened, config, num_pages=1, only=_is_rest)
             self.adapters, self.page = part_bytes(layout.adapters), part_bytes(layout.state.caches)
             self.cache = self.page * config.max_batch * config.pages_per_sequence
 
     @property
     def whole(self) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return self.rest + self._opened.transformer.layers * self.layer
 
     def of_whole(self, cache: int) -> int:
-        """All layers there, in programs of the whole model, beside a cache of so many bytes; with room to load."""
+        """Return the bytes of the whole model with a cache, in programs of all layers; includes the room to load it."""
         loading = self.whole + min(self._opened.manifest.bytes, GROUP_BYTES)
         return max(loading, self._with(self.whole, cache, lambda: self._workspace))
 
     def of_streamed(self, layers: int, cache: int) -> int:
-        """So many layers there at a time, beside a cache of so many bytes, with as few chunks at once as can be."""
+        """Return the bytes with this many layers there at a time and a cache, with the fewest chunks at once."""
         return self._with(self.rest + layers * self.layer, cache, lambda: self._streamed_workspace)
 
     @property
@@ -101,13 +102,13 @@ class DeviceBytes:
 
     @functools.cached_property
     def _workspace(self) -> int:
-        layout = DeviceLayout.of(self._opened, self._config, num_pages=self._config.max_batch)
+        layout = DeviceLayout.from_model(self._opened, self._config, num_pages=self._config.max_batch)
         return workspace_bytes(layout, buckets_of(self._config, self._opened.platform))
 
     @functools.cached_property
     def _streamed_workspace(self) -> int:
         config = dataclasses.replace(self._config, max_decode_passes=1)
-        layout = DeviceLayout.of(self._opened, config, num_pages=config.max_batch, only=_is_rest)
+        layout = DeviceLayout.from_model(self._opened, config, num_pages=config.max_batch, only=_is_rest)
         buckets = buckets_of(config, self._opened.platform)
         kinds = sorted(set(self._opened.transformer.layer_kinds))
         alone = [LayerRange(kind, 1, kind, streamed=True) for kind in kinds]
@@ -115,7 +116,7 @@ class DeviceBytes:
 
 
 def _is_rest(name: str) -> bool:
-    """Whether a leaf is of no layer."""
+    """Return whether a leaf belongs to no layer."""
     return layer_of(name) is None
 
 
@@ -127,18 +128,20 @@ def plan_placement(
     cache_bytes: int | None = None,
     costs: Costs | None = None,
 ) -> Placement | None:
-    """Where the layers of a model are to be; None: all on the devices, in programs of the whole model.
+    """Plan where a model's layers are to be; None: all on the devices, in programs of the whole model.
 
     "host" and "disk" keep as many layers on the devices as `device_memory` has room for beside embeddings, head,
-    layers on their way, what programs need while they run, and the cache of `config.max_batch` full sequences; without
-    it none, so that nothing is taken from the cache. Likewise "disk" keeps layers in as much of the host's memory as
-    `host_memory` says. "auto" uses what is free, and takes the first of device, host and disk that the model fits.
+    layers on their way, the programs' workspace, and the cache of `config.max_batch` full sequences; without
+    `device_memory` none, so that nothing is taken from the cache. Likewise "disk" keeps layers in as much of the host's
+    memory as `host_memory` says. "auto" uses the free memory, and takes the first of device, host and disk that the
+    model fits.
 
     Args:
-      cache_bytes: of the cache; None: as there is room, at least one page.
-      costs: what earlier fetches took, which says how far ahead layers are brought.
-    Raises MemoryError if not even the layers on their way and the least cache fit, which names the least that does, or
-    "host" does not; ValueError for a cache of less than a page. Nothing is read or written until then.
+      cache_bytes: bytes of the cache; None: as there is room, at least one page.
+      costs: the times of earlier fetches, which decide how far ahead layers are brought.
+
+    Raises MemoryError if not even the layers on their way and the least cache fit, naming the least that does, or if
+    "host" does not fit; ValueError for a cache of less than a page. Nothing is read or written until then.
     """
     if memory.weights == "device" and memory.device_memory is None:
         return None
@@ -195,7 +198,7 @@ def _check_whole(opened: OpenedModel, needs: DeviceBytes, cache: int) -> None:
 
 
 def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes: int) -> int:
-    """How many of the layers that are not on the devices are in the host's memory."""
+    """Return how many of the layers that are not on the devices are in the host's memory."""
     if memory.weights == "disk" and memory.host_memory is None:
         return 0
     each, (budget, remedy) = layer_bytes * len(devices_of(opened.mesh)), _host_room(opened, memory)
@@ -209,10 +212,10 @@ def _on_host(opened: OpenedModel, memory: MemoryConfig, layers: int, layer_bytes
 
 
 def _host_room(opened: OpenedModel, memory: MemoryConfig) -> tuple[int, str]:
-    """What layers may take of the host's memory, beside what loading them does; and what would give them more."""
+    """Return the room for layers in the host's memory, beside that for loading them; and how to get more."""
     free, unreserved = host_available_bytes(), host_budget().free
     free = free if unreserved is None else min(free, unreserved)
-    if shares_memory(opened.platform):  # what the devices may take is the host's too
+    if shares_memory(opened.platform):  # what the devices may take is the host's memory too
         free -= min(free, memory.device_memory or (free if memory.weights == "auto" else 0))
     rooms = [(max(0, int(free * FRACTION) - min(opened.manifest.bytes, GROUP_BYTES)), "free memory of the host")]
     if memory.host_memory is not None:
@@ -224,11 +227,11 @@ def _host_room(opened: OpenedModel, memory: MemoryConfig) -> tuple[int, str]:
 
 
 def _depth(memory: MemoryConfig, costs: Costs | None) -> int:
-    """How many layers ahead: while so many compute, even a slow fetch ends, if fetches are not what takes longest."""
+    """Return the prefetch depth whose compute time covers a p95 fetch; 1 if fetching is the bottleneck anyway."""
     if memory.prefetch is not None:
         return memory.prefetch
-    fetches = [cost for tier in ("disk", "host") if costs and (cost := costs.of(f"fetch_{tier}"))]
-    layer = costs.of("layer") if costs else None
+    fetches = [cost for tier in ("disk", "host") if costs and (cost := costs.for_sizes(f"fetch_{tier}"))]
+    layer = costs.for_sizes("layer") if costs else None
     if layer is None or not fetches or (slowest := max(fetches, key=lambda cost: cost.mean)).mean >= layer.mean:
         return DEPTH
     return min(MAX_DEPTH, max(DEPTH, math.ceil(slowest.p95 / layer.mean)))

@@ -1,4 +1,4 @@
-"""Host values out: what programs return, as the plain values of a `StepOutput`."""
+"""Reads the results of programs into the plain values of a `StepOutput`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxinfer.generation.sampling.logprobs import Logprobs
 
 
 def only_asked[T: PrefillOutput | DecodeOutput](batch: Batch, output: T) -> T:
-    """The results without those that no sequence of the batch has asked for: they stay on the device."""
+    """Drop the results that no sequence of the batch has asked for: they stay on the device."""
     params = [sequence.params for sequence in batch.sequences]
     sampling = [p for p in params if isinstance(p, SamplingParams)]
     asked = {
@@ -27,13 +27,13 @@ def only_asked[T: PrefillOutput | DecodeOutput](batch: Batch, output: T) -> T:
 
 
 def read_prefill(batch: Batch, output: PrefillOutput, *, padded_chunks: int) -> list[SequenceOutput]:
-    """What `prefill` found for each of `Batch.parts`; rows come after `padded_chunks` chunks."""
+    """Read the results of `prefill` for each of `Batch.parts`; rows come after `padded_chunks` chunks."""
     tokens, produced = output.tokens.tolist(), output.produced.tolist()
-    found = [_read_chunk(chunk, output, index, tokens[index]) for index, chunk in enumerate(batch.chunks)]
+    results = [_read_chunk(chunk, output, index, tokens[index]) for index, chunk in enumerate(batch.chunks)]
     for index, row in enumerate(batch.rows, padded_chunks):
         new, places = ([tokens[index]], [(index,)]) if produced[index] else ([], [])
-        found.append(SequenceOutput(new, _logprobs(row.sequence, output.logprobs, places, new)))
-    return found
+        results.append(SequenceOutput(new, _logprobs(row.sequence, output.logprobs, places, new)))
+    return results
 
 
 def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int, token: int) -> SequenceOutput:
@@ -49,28 +49,28 @@ def _read_chunk(chunk: Chunk, output: PrefillOutput, index: int, token: int) -> 
     )
 
 
-def _prompt_logprobs(chunk: Chunk, found: Logprobs, index: int, top: int) -> list[tuple[int, TokenLogprob]]:
-    """(position, log probability) of the prompt token after each one of a chunk."""
+def _prompt_logprobs(chunk: Chunk, logprobs: Logprobs, index: int, top: int) -> list[tuple[int, TokenLogprob]]:
+    """Return (position, log probability) of the prompt token after each token of a chunk."""
     ids = chunk.sequence.request.prompt_token_ids
     positions = range(chunk.start + 1, min(chunk.start + chunk.count + 1, len(ids)))
-    return [(at, _token_logprob(found, (index, at - chunk.start - 1), ids[at], top)) for at in positions]
+    return [(at, _token_logprob(logprobs, (index, at - chunk.start - 1), ids[at], top)) for at in positions]
 
 
 def read_decode(batch: Batch, output: DecodeOutput) -> list[SequenceOutput]:
-    """What `decode` found for each row."""
-    found = []
+    """Read the results of `decode` for each row."""
+    results = []
     columns = (x.tolist() for x in (output.tokens, output.produced, output.proposed, output.accepted))
     for index, (row, tokens, produced, proposed, accepted) in enumerate(zip(batch.rows, *columns, strict=False)):
         tokens = tokens[:produced]
         logprobs = _logprobs(row.sequence, output.logprobs, [(index, at) for at in range(produced)], tokens)
-        found.append(SequenceOutput(tokens, logprobs, num_draft_tokens=proposed, num_accepted_tokens=accepted))
-    return found
+        results.append(SequenceOutput(tokens, logprobs, num_draft_tokens=proposed, num_accepted_tokens=accepted))
+    return results
 
 
 def _logprobs(
     sequence: Sequence, logprobs: Logprobs, places: list[tuple[int, ...]], tokens: list[int]
 ) -> list[TokenLogprob] | None:
-    """Those of new tokens, which are at these places of the results; None if they were not asked for."""
+    """Return the log probabilities of new tokens, at these places of the results; None if not asked for."""
     top = sequence.request.sampling.logprobs
     if top is None:
         return None

@@ -1,4 +1,4 @@
-"""What stays on the device between steps, and how programs read and change it."""
+"""State that stays on the device between steps, and how programs read and change it."""
 
 import functools
 from typing import NamedTuple
@@ -18,8 +18,8 @@ class Slots(NamedTuple):
 
     Attributes:
       history: int32 [S, C], their tokens.
-      length: int32 [S], how many of them are known, in an active request: its prompt is through and nothing has ended
-        it; in any other the same below 0.
+      length: int32 [S], the number of known tokens of an active request, whose prompt is through and which has not
+        ended; for any other, that number negated.
       adapter: int32 [S], its adapter, from 1; 0 is none.
       options: its sampling options.
     """
@@ -31,27 +31,28 @@ class Slots(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far some requests are: one number each, which one kernel reads and writes.
+    """The progress of some requests: one number each, which one kernel reads and writes.
 
     Attributes:
-      position: int32 [B], that of the last token, which is not in the cache yet; below 0 unless the request is active.
+      position: int32 [B], the last token's position, which is not in the cache yet; below 0 unless the request is
+        active.
     """
 
     position: jax.Array
 
     @property
     def active(self) -> jax.Array:
-        """bool [B]."""
+        """Whether each request decodes, bool [B]."""
         return self.position >= 0
 
     @property
     def length(self) -> jax.Array:
-        """int32 [B], how many tokens are known."""
+        """The number of known tokens, int32 [B]."""
         return jnp.abs(self.position + 1)
 
 
 class DeviceState(NamedTuple):
-    """What stays on the device between steps: one KVPages per layer, and the slots."""
+    """State that stays on the device between steps: one KVPages per layer, and the slots."""
 
     caches: list[KVPages]
     slots: Slots
@@ -70,22 +71,22 @@ class Rows(NamedTuple):
 
 
 def progress(length: jax.Array, active: jax.Array) -> Progress:
-    """Of requests of `length` [B] tokens, of which those in `active` [B] decode."""
+    """Return the progress of requests of `length` [B] tokens, of which those in `active` [B] decode."""
     return Progress(jnp.where(active, length, -length) - 1)
 
 
 def progress_of(slots: Slots, slot: jax.Array) -> Progress:
-    """How far the requests in some slots are."""
+    """Return the progress of the requests in some slots."""
     return Progress(slots.length[slot] - 1)
 
 
 def options_of(slots: Slots, slot: jax.Array) -> SamplingArrays:
-    """The sampling options of some slots."""
+    """Return the sampling options of some slots."""
     return jax.tree.map(lambda x: x[slot], slots.options)
 
 
 def last_tokens(history: jax.Array, rows: Rows, position: jax.Array, adapter: jax.Array) -> TokenRows:
-    """The token of each row that is not in the cache yet. position, adapter: int32 [B]."""
+    """Return the token of each row that is not in the cache yet. position, adapter: int32 [B]."""
     ids = history[rows.slot, jnp.maximum(position, 0)]
     return TokenRows(ids[:, None], position[:, None], rows.page_table, adapter)
 
@@ -103,7 +104,7 @@ def append(
 
     NO_TOKEN ends it like a stop token.
 
-    Returns the history [S, C], and how far the requests are then.
+    Returns the history [S, C], and the requests' progress after that.
     """
     # Comparisons one by one, unlike a reduction, belong to the kernel that uses them.
     ids = (options.stop_token_ids[:, i, None] for i in range(MAX_STOP_TOKEN_IDS))
@@ -113,7 +114,7 @@ def append(
     count = jnp.minimum(jnp.minimum(count, until_stop), options.limit - before.length)
     index = jnp.arange(width)
     at = slot[:, None] * history.shape[1] + before.length[:, None] + index
-    at = jnp.where(index < count[:, None], at, history.size - 1)  # of the spare slot
+    at = jnp.where(index < count[:, None], at, history.size - 1)  # which belongs to the spare slot
     length = before.length + count
     ended = (until_stop == count) | (length >= options.limit)
     after = Progress(jnp.where(count > 0, progress(length, ~ended).position, before.position))
@@ -121,7 +122,7 @@ def append(
 
 
 def _put(history: jax.Array, at: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Write tokens at places counted through all rows; one alone as a slice, as a scatter of it takes two kernels."""
+    """Write tokens at places in the flat history; a single one as a slice, since scattering it takes two kernels."""
     flat = history.reshape(-1)
     if tokens.size == 1:
         flat = lax.dynamic_update_slice(flat, tokens.reshape(1), (at.reshape(()),))
@@ -131,6 +132,6 @@ def _put(history: jax.Array, at: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def with_progress(slots: Slots, slot: jax.Array, progress: Progress, written: jax.Array) -> Slots:
-    """How far the requests are, put into their slots where `written` [B]."""
+    """Put the requests' progress into their slots where `written` [B]."""
     row = jnp.where(written, slot, len(slots.length))
     return slots._replace(length=slots.length.at[row].set(progress.position + 1, mode="drop"))

@@ -15,7 +15,7 @@ from jaxinfer.checkpoints.huggingface import read_json
 
 CONFIG = "adapter_config.json"
 
-# What the adapter is and how it was trained: fields that do not change what it computes.
+# Fields that say what the adapter is and how it was trained: they do not change what it computes.
 _WITHOUT_EFFECT = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
@@ -75,20 +75,20 @@ class AdapterInfo:
             raise CheckpointError(f"{file}: no such file; name a folder that PEFT's save_pretrained wrote.")
         fields = read_json(file)
         try:
-            found = msgspec.convert(fields, _ConfigFile)
-            for pattern in (*(found.rank_pattern or {}), *(found.alpha_pattern or {})):
+            config = msgspec.convert(fields, _ConfigFile)
+            for pattern in (*(config.rank_pattern or {}), *(config.alpha_pattern or {})):
                 re.compile(pattern)
         except (msgspec.ValidationError, re.error) as error:
             raise CheckpointError(f"{file}: {error}; save the adapter with PEFT again.") from error
-        _require_plain_lora(file, found, fields)
+        _require_plain_lora(file, config, fields)
         return cls(
             folder=file.parent,
-            base_rank=found.r,
-            alpha=found.lora_alpha,
-            rank_pattern=found.rank_pattern or {},
-            alpha_pattern=found.alpha_pattern or {},
-            rank_stabilized=found.use_rslora,
-            fan_in_fan_out=found.fan_in_fan_out,
+            base_rank=config.r,
+            alpha=config.lora_alpha,
+            rank_pattern=config.rank_pattern or {},
+            alpha_pattern=config.alpha_pattern or {},
+            rank_stabilized=config.use_rslora,
+            fan_in_fan_out=config.fan_in_fan_out,
         )
 
     @property
@@ -96,11 +96,11 @@ class AdapterInfo:
         return max((self.base_rank, *self.rank_pattern.values()))
 
     def rank_of(self, module: str) -> int:
-        """The rank of one module, by its name in the adapted model."""
+        """Return the rank of one module, by its name in the adapted model."""
         return _first_match(self.rank_pattern, module, self.base_rank)
 
     def scale_of(self, module: str) -> float:
-        """The factor of one module's delta."""
+        """Return the factor of one module's delta."""
         alpha, rank = _first_match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
@@ -113,23 +113,23 @@ class AdapterInfo:
             )
 
 
-def _require_plain_lora(file: pathlib.Path, found: _ConfigFile, fields: Mapping[str, object]) -> None:
+def _require_plain_lora(file: pathlib.Path, config: _ConfigFile, fields: Mapping[str, object]) -> None:
     """Refuse every field that asks for more than x A^T B^T, including fields of later PEFT versions."""
     choices = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _KEEPS_THE_MODEL}
     for name, supported in choices.items():
-        if (value := getattr(found, name)) not in supported:
+        if (value := getattr(config, name)) not in supported:
             raise CheckpointError(
                 f"{file}: {name}={value!r} is not implemented, only {', '.join(map(repr, supported))}; "
                 "train the adapter with one of these."
             )
-    known = _WITHOUT_EFFECT.union(found.__struct_fields__)
+    known = _WITHOUT_EFFECT.union(config.__struct_fields__)
     if active := sorted(name for name, value in fields.items() if value and name not in known):
         described = ", ".join(f"{name}={fields[name]!r}" for name in active)
         raise CheckpointError(f"{file}: {described} is not implemented; train the adapter without it.")
 
 
 def _first_match[T](patterns: Mapping[str, T], module: str, default: T) -> T:
-    """The value of the first pattern that matches a module's name, or the end of it after a dot."""
+    """Return the value of the first pattern that matches a module's name, or the end of it after a dot."""
     for pattern, value in patterns.items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value

@@ -1,4 +1,4 @@
-"""Which LoRA adapter is where on the device, and which stay in host memory; has no device array itself."""
+"""The places of LoRA adapters: which are on the device, and where, and which in host memory; holds no device array."""
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,14 +13,14 @@ from jaxinfer.streaming.residents import Residents
 class AdapterCache:
     """Brings adapters to the device as requests need them, through host memory, and evicts the least recently used.
 
-    Files are read in a thread, from when a request is queued (`prefetch`), so that the steps of others go on.
+    Files are read in a thread, from when a request is queued (`prefetch`), so that other requests' steps go on.
 
     Args:
       size: how many adapters the device has at once, at indices from 1; 0 stands for no adapter.
       max_rank: the rank that is reserved for each.
-      host_bytes: how much of host memory may keep adapters that have been read; the last one read stays in any case.
-      family: the model's, as for `read_adapter`.
-      config: the model's.
+      host_bytes: host memory for adapters that have been read; the last one read stays in any case.
+      family: the model's family, as for `read_adapter`.
+      config: the model's config.
     """
 
     def __init__(self, size: int, max_rank: int, host_bytes: int, family: str, config: DecoderConfig):
@@ -31,14 +31,14 @@ class AdapterCache:
         self._family, self._config = family, config
         self._infos: dict[str, AdapterInfo] = {}
         self._empty = list(range(size, 0, -1))
-        self._device: Residents[str, int] = Residents(size)  # their indices
+        self._device: Residents[str, int] = Residents(size)  # adapters' indices
         self._uploads: list[tuple[int, Adapter]] = []
         self._host: Residents[str, Adapter] = Residents(host_bytes, keeps_last=True)
         self._reader = ThreadPoolExecutor(1, "jaxinfer-adapters")
         self._reading: dict[str, Future[Adapter]] = {}
 
     def register(self, name: str, folder: str | os.PathLike[str]) -> None:
-        """Make an adapter known. Only its config is read; ValueError if that alone says that it cannot be used."""
+        """Register an adapter. Only its config is read; ValueError if that alone rules the adapter out."""
         name = check("An adapter's name", name, str)
         if name in self._infos:
             raise ValueError(f"adapter {name!r} is {self._infos[name].folder} already; choose another name.")
@@ -53,9 +53,9 @@ class AdapterCache:
             raise ValueError(f"unknown adapter {name!r}; known: {known}.")
 
     def prefetch(self, name: str) -> None:
-        """Begin to read a known adapter, if it will be needed; of those ahead of their use, as many as the device has.
+        """Begin to read a known adapter that is needed soon; at most as many are read ahead as fit the device.
 
-        What cannot be read is an error of the `acquire` that needs it.
+        An adapter that cannot be read is an error of the `acquire` that needs it.
         """
         for other in [other for other, read in self._reading.items() if read.done() and not read.exception()]:
             self._keep(other)
@@ -69,15 +69,15 @@ class AdapterCache:
             self._reading[name] = self._reader.submit(read_adapter, *arguments, max_rank=self.max_rank)
 
     def _keep(self, name: str) -> Adapter:
-        """The adapter that is being read, put into host memory; those placed longest ago make room."""
+        """Put the adapter being read into host memory; the least recently used make room."""
         adapter = self._reading.pop(name).result()
         self._host.add(name, adapter, adapter.nbytes)
         return adapter
 
     def acquire(self, name: str, *, wait: bool = True) -> int | None:
-        """The adapter's index, which stays until `release`; None while requests use all for other adapters.
+        """Pin an adapter and return its index, valid until `release`; None while all are pinned by other adapters.
 
-        wait: for its files, rather than return None until they are read.
+        wait: whether to wait for its files, rather than return None until they are read.
         Raises ValueError if the adapter is unknown or cannot be read; then nothing has changed.
         """
         self.check(name)
@@ -89,7 +89,7 @@ class AdapterCache:
         return self._device.pin(name)
 
     def _place(self, name: str, adapter: Adapter) -> None:
-        """Have an adapter uploaded, in place of the least recently used one if there is no empty place."""
+        """Upload an adapter, in place of the least recently used one if there is no empty place."""
         if not self._empty:
             self._empty += self._device.evict(1).values()
         index = self._empty.pop()
@@ -97,15 +97,15 @@ class AdapterCache:
         self._uploads.append((index, adapter))
 
     def take_uploads(self) -> tuple[tuple[int, Adapter], ...]:
-        """(index, adapter) that must be placed on the device, in order, before a batch runs; the caller does so.
+        """Return the (index, adapter) pairs that the caller must place on the device, in order, before a batch runs.
 
-        The linears that an adapter does not name must become zero.
+        Linears that an adapter does not name must become zero.
         """
         uploads, self._uploads = tuple(self._uploads), []
         return uploads
 
     def reset(self) -> None:
-        """Begin anew, in whatever state records are: nobody uses an adapter, each is read and placed when needed."""
+        """Start over, whatever state the records are in: no adapter is used; each is read and placed when needed."""
         self._device.clear()
         self._host.clear()
         self._reading.clear()
@@ -120,7 +120,7 @@ class AdapterCache:
             raise ValueError(f"adapter {error}") from None
 
     def _read(self, name: str, *, wait: bool) -> Adapter | None:
-        """From host memory or else from disk; None if that has not ended and is not waited for."""
+        """Read from host memory or else from disk; None if that has not ended and `wait` is false."""
         if (adapter := self._host.get(name)) is not None:
             return adapter
         self._begin(name)

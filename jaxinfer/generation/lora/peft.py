@@ -30,7 +30,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to one linear [N, K]: x -> (x a^T) b^T.
+    """The product that an adapter adds to one linear [N, K]: x -> (x a^T) b^T.
 
     Attributes:
       a: float32 [R, K].
@@ -48,7 +48,7 @@ class Adapter:
     Attributes:
       info: its config.
       max_rank: the rank reserved for each projection of a linear: R = max_rank * projections, unused columns zero.
-      layers: what is added to each linear, by its name; other linears stay as they are.
+      layers: the product added to each linear, by its name; other linears stay as they are.
     """
 
     info: AdapterInfo
@@ -64,9 +64,9 @@ class Adapter:
 def adapter_shapes(
     family: str, config: DecoderConfig, max_rank: int
 ) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """The shapes of `LowRank.a` and `LowRank.b` for every linear that an adapter can change.
+    """Return the shapes of `LowRank.a` and `LowRank.b` for every linear that an adapter can change.
 
-    Embeddings and the output head are not among them. Arguments and errors are those of `read_adapter`.
+    Embeddings and the output head are excluded. Arguments and errors are those of `read_adapter`.
     """
     shapes = {}
     for name, linear in _linears(family, config).items():
@@ -84,8 +84,9 @@ def read_adapter(
       folder: the adapter.
       family: Hugging Face's `model_type` of the model; it decides the names of the projections. Any other family has
         Llama's names (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj).
-      config: of the model.
+      config: the model's config.
       max_rank: the rank reserved for each projection; None: the adapter's largest rank.
+
     Raises CheckpointError if the adapter asks for more than plain LoRA, does not fit the model or `max_rank`, or is
     damaged; ValueError if Llama's names do not fit a model of another family.
     """
@@ -129,7 +130,7 @@ def _family(family: str) -> Family:
 
 
 def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
-    """Every linear that can be adapted."""
+    """Describe every linear that can be adapted."""
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
     shapes = {
         "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
@@ -181,7 +182,7 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.
 
 
 def _read_pairs(info: AdapterInfo, family: Family, layers: int, linears: Mapping[str, _Linear]) -> dict[str, _Pair]:
-    """The matrices of each adapted projection, by the name of its weight in the family's sources."""
+    """Read the matrices of each adapted projection, by the name of its weight in the family's sources."""
     file = info.folder / WEIGHTS
     sizes = {
         tensor: (outputs, linear.inputs)
@@ -204,7 +205,7 @@ def _read_pairs(info: AdapterInfo, family: Family, layers: int, linears: Mapping
 
 
 def _read_modules(file: pathlib.Path) -> dict[str, dict[str, np.ndarray]]:
-    """Module -> "A" and "B" -> tensor, for every tensor of the file."""
+    """Read every tensor of the file, by module and then by "A" or "B"."""
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file; save the adapter with save_pretrained(safe_serialization=True).")
     try:
@@ -247,7 +248,7 @@ def _checked_pair(
 
 
 def _fuse(linear: _Linear, pairs: Mapping[str, _Pair], max_rank: int) -> LowRank:
-    """One pair for all projections of a linear; zero for projections that are not adapted."""
+    """Fuse the pairs of a linear's projections into one; zero for projections that are not adapted."""
     rank = max_rank * len(linear.tensors)
     a = np.zeros((rank, linear.inputs), np.float32)
     b = np.zeros((sum(linear.outputs), rank), np.float32)

@@ -12,11 +12,11 @@ from jaxinfer.generation.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Sampl
 
 
 class _Column:
-    """An option's place in `SamplingArrays.packed`, behind those of the options named before it.
+    """An option's place in `SamplingArrays.packed`, after the options named before it.
 
     Args:
-      dtype: its own; it is stored by its bits, a bool as 0 or 1.
-      size: how many values a row has; None: one, without a dimension of its own; 0: all that come.
+      dtype: the option's dtype; values are stored by their bits, a bool as 0 or 1.
+      size: how many values a row has; None: one, without its own dimension; 0: all that remain.
     """
 
     def __init__(self, dtype: type, size: int | None = None):
@@ -37,7 +37,7 @@ class _Column:
         return bits != 0 if self.dtype == np.bool_ else lax.bitcast_convert_type(bits, self.dtype)
 
     def pack(self, values: list) -> np.ndarray:
-        """The values of some rows as int32 [B, n]."""
+        """Return the values of some rows as int32 [B, n]."""
         array = np.array(values, self.dtype).reshape(len(values), -1)
         return array.astype(np.int32) if self.dtype == np.bool_ else array.view(np.int32)
 
@@ -47,11 +47,11 @@ class _Column:
 class SamplingArrays:
     """The options of B rows; see `SamplingParams` for their meaning.
 
-    They are one array, which a single kernel or transfer moves. An option is read where it is needed: a slice that goes
-    into a loop or a branch would be an array of its own.
+    They are one array, which a single kernel or transfer moves. Read an option where it is needed: a slice that goes
+    into a loop or a branch would become an array.
 
     Attributes:
-      packed: int32 [B, n], all of the following.
+      packed: int32 [B, n], all of the following options.
       limit: int32 [B], the total length at which a row ends.
       min_length: int32 [B], total tokens before which no stop token is chosen.
       prompt_length: int32 [B].
@@ -61,8 +61,8 @@ class SamplingArrays:
       top_k: int32 [B].
       repetition, presence, frequency: float32 [B], the penalties.
       logprobs: bool [B], whether the row wants log probabilities.
-      prompt_logprobs: bool [B], whether it wants those of its prompt.
-      constrained: bool [B], whether a token bitmask says which tokens may be chosen.
+      prompt_logprobs: bool [B], whether it wants log probabilities of its prompt.
+      constrained: bool [B], whether a token bitmask limits which tokens may be chosen.
       bias_ids: int32 [B, MAX_LOGIT_BIAS], -1 where unused.
       bias: float32 [B, MAX_LOGIT_BIAS].
       processors: bool [B, n], which logits processors to apply.
@@ -95,14 +95,14 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class RowOptions(NamedTuple):
-    """What decides the choice of one row's tokens.
+    """The options that decide the choice of one row's tokens.
 
     Attributes:
       params: the request's options.
-      seed: of its draws.
+      seed: the seed of its draws.
       prompt_length: tokens of its prompt.
-      limit: tokens, with those of the prompt, at which it ends.
-      stop_token_ids: those of the options and the model's end-of-text.
+      limit: the number of tokens, prompt included, at which it ends.
+      stop_token_ids: stop tokens of the options, and the model's end-of-text.
       processors: a flag for each logits processor of the engine.
     """
 
@@ -115,12 +115,12 @@ class RowOptions(NamedTuple):
 
 
 def idle_options(processors: int) -> RowOptions:
-    """The options of a row for which no token is chosen: greedy, nothing asked."""
+    """Return the options of a row for which no token is chosen: greedy, nothing asked."""
     return RowOptions(_GREEDY, 0, 0, 0, (), (False,) * processors)
 
 
 def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:
-    """The options of a batch, as a numpy array."""
+    """Pack the options of a batch into a numpy array."""
 
     def padded(values: Iterable, size: int, fill: float) -> list:
         values = list(values)

@@ -16,7 +16,7 @@ class Logprobs(NamedTuple):
     Attributes:
       chosen: float32 [...], of the given token.
       top_ids: int32 [..., MAX_LOGPROBS], the likeliest tokens, best first; -1 where there are no more.
-      top: float32 [..., MAX_LOGPROBS], of those.
+      top: float32 [..., MAX_LOGPROBS], of the likeliest tokens.
     """
 
     chosen: jax.Array
@@ -25,7 +25,9 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-    """logits: float32 [..., V], of this device's part of the vocabulary; tokens: int32 [...], of all of it.
+    """Return the log probabilities of tokens, and the likeliest tokens in their places.
+
+    logits: float32 [..., V], of this device's part of the vocabulary; tokens: int32 [...], of all of it.
 
     Devices exchange their best tokens and the sum of their exponentials once, and the token's score once.
     """
@@ -38,13 +40,13 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, size))
     if axis_size("vocab") > 1:
         floats = lax.bitcast_convert_type(jnp.concatenate([largest, total, top], axis=-1), jnp.int32)
-        found = all_gather(jnp.concatenate([floats, top_ids + local_start("vocab", size)], axis=-1), "vocab")
-        found = jnp.moveaxis(found, 0, -2)  # [..., parts, 2 + 2 * count]
-        floats = lax.bitcast_convert_type(found[..., : 2 + top.shape[-1]], jnp.float32)
+        gathered = all_gather(jnp.concatenate([floats, top_ids + local_start("vocab", size)], axis=-1), "vocab")
+        gathered = jnp.moveaxis(gathered, 0, -2)  # [..., parts, 2 + 2 * count]
+        floats = lax.bitcast_convert_type(gathered[..., : 2 + top.shape[-1]], jnp.float32)
         maxima, sums = floats[..., 0], floats[..., 1]
         largest = jnp.max(maxima, axis=-1, keepdims=True)
         total = jnp.sum(sums * _exp(maxima, largest), axis=-1, keepdims=True)
-        top, ids = (x.reshape(*tokens.shape, -1) for x in (floats[..., 2:], found[..., 2 + top.shape[-1] :]))
+        top, ids = (x.reshape(*tokens.shape, -1) for x in (floats[..., 2:], gathered[..., 2 + top.shape[-1] :]))
         top, best = lax.top_k(top, min(MAX_LOGPROBS, top.shape[-1]))
         top_ids = jnp.take_along_axis(ids, best, axis=-1)
     log_total, count = jnp.log(total), top.shape[-1]
@@ -59,17 +61,17 @@ def _exp(x: jax.Array, largest: jax.Array) -> jax.Array:
 
 
 def no_logprobs(shape: tuple[int, ...]) -> Logprobs:
-    """Zeros of `logprobs_of`'s shapes, which no row has asked for yet."""
+    """Return zeros of `logprobs_of`'s shapes, before any row has asked."""
     wide = (*shape, MAX_LOGPROBS)
     return Logprobs(jnp.zeros(shape, jnp.float32), jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
 
 
 def record_logprobs(
-    wanted: jax.Array, logits: jax.Array, tokens: jax.Array, at: tuple[jax.Array, ...], logprobs: Logprobs
+    asked: jax.Array, logits: jax.Array, tokens: jax.Array, at: tuple[jax.Array, ...], logprobs: Logprobs
 ) -> Logprobs:
     """Put the log probabilities of tokens at places of `logprobs`, if any row wants them.
 
-    wanted: bool [B]; logits: float32 [B, V]; tokens: int32 [B]; at: an index for every leading dimension of
+    asked: bool [B]; logits: float32 [B, V]; tokens: int32 [B]; at: an index for every leading dimension of
     `logprobs`, [B] each, out of range where none is put.
     """
 
@@ -77,4 +79,4 @@ def record_logprobs(
         return jax.tree.map(lambda old, new: old.at[at].set(new, mode="drop"), logprobs, logprobs_of(logits, tokens))
 
     with jax.named_scope("logprobs"):
-        return lax.cond(jnp.any(wanted), put, lambda: logprobs)
+        return lax.cond(jnp.any(asked), put, lambda: logprobs)

@@ -3,8 +3,8 @@
 Every option is an array, so none of them changes a compiled program; work that no row asks for is skipped at run
 time (`lax.cond`). No step sorts the vocabulary: the cut-offs of top-k and top-p are found by bisection.
 
-Where the vocabulary is split over devices, each works on the scores of its own tokens. The cut-offs are then looked for
-among the best tokens of every device first, and by bisection, with an exchange for each bit, if they lie below these.
+If the vocabulary is split over devices, each works on the scores of its own tokens. The cut-offs are then looked for
+among the best tokens of every device first; if they lie below these, by bisection, with an exchange for each bit.
 """
 
 import functools
@@ -20,17 +20,17 @@ from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, whole
 from jaxinfer.sharding.collectives import all_gather, axis_size, local_index, local_part, pmax, pmin, psum
 
 CANDIDATES = 64
-"""Best tokens of a device among which the cut-offs of a split vocabulary are looked for first."""
+"""Best tokens of each device, among which the cut-offs of a split vocabulary are looked for first."""
 
 LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """A pure function of scores (float32 [B, V]), history (int32 [B, C]) and length (int32 [B], the tokens known), all rows
-at once, that returns new scores. It is compiled into the programs; a request names the ones it wants."""
+at once, that returns new scores. It is compiled into the programs; a request names the processors it wants."""
 
 LogitsProcessors = tuple[LogitsProcessor, ...]
 
 
 def token_counts(history: jax.Array, start: jax.Array, stop: jax.Array, vocab: int) -> jax.Array:
-    """How often each of this device's tokens occurs in history[start:stop]. int32 [B, C], [B], [B] -> int32 [B, V]."""
+    """Count each of this device's tokens in history[start:stop]. int32 [B, C], [B], [B] -> int32 [B, V]."""
     index = jnp.arange(history.shape[1])
     inside = (index >= start[:, None]) & (index < stop[:, None])
     rows = jnp.arange(history.shape[0])[:, None]
@@ -57,21 +57,21 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
 
 
 def _float_of(keys: jax.Array) -> jax.Array:
-    """The floats whose `_ordered_bits` these are."""
+    """Return the floats whose `_ordered_bits` these are."""
     return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
 
 
-def _largest_cut(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The largest t for which the weights of all keys >= t sum to `wanted` or more; exact, by bisection.
+def _largest_cut(keys: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
+    """Return the largest t for which the weights of all keys >= t sum to `target` or more; exact, by bisection.
 
-    keys: int32 [B, V]; weights: float32 [B, V]; wanted: float32 [B]. Returns int32 [B].
+    keys: int32 [B, V]; weights: float32 [B, V]; target: float32 [B]. Returns int32 [B].
     """
 
     def halve(_, bounds):
-        low, high = bounds  # low reaches `wanted`, high does not
+        low, high = bounds  # low reaches `target`, high does not
         # floor((low + high) / 2), written so that it cannot overflow
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        enough = psum(jnp.sum(jnp.where(keys >= middle[:, None], weights, 0.0), axis=-1), "vocab") >= wanted
+        enough = psum(jnp.sum(jnp.where(keys >= middle[:, None], weights, 0.0), axis=-1), "vocab") >= target
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     low, high = pmin(jnp.min(keys, axis=-1), "vocab"), pmax(jnp.max(keys, axis=-1), "vocab") + 1
@@ -83,25 +83,25 @@ class _Candidates(NamedTuple):
 
     Attributes:
       keys: int32 [B, N], `_ordered_bits` of the scores, best first.
-      floor: int32 [B]; all scores above it are among them.
+      floor: int32 [B]; all scores above it are among the keys.
     """
 
     keys: jax.Array
     floor: jax.Array
 
     @classmethod
-    def of(cls, keys: jax.Array) -> "_Candidates":
-        """From each device's keys [B, V / parts], by one exchange."""
+    def from_keys(cls, keys: jax.Array) -> "_Candidates":
+        """Gather candidates from each device's keys [B, V / parts], by one exchange."""
         count = min(CANDIDATES, keys.shape[-1])
-        found = all_gather(lax.top_k(keys, count)[0], "vocab")
+        gathered = all_gather(lax.top_k(keys, count)[0], "vocab")
         lowest = jnp.iinfo(jnp.int32).min
-        floor = jnp.max(found[..., -1], axis=0) if count < keys.shape[-1] else jnp.full(len(keys), lowest)
-        ordered = jnp.sort(jnp.moveaxis(found, 0, 1).reshape(len(keys), -1), axis=-1, descending=True)
+        floor = jnp.max(gathered[..., -1], axis=0) if count < keys.shape[-1] else jnp.full(len(keys), lowest)
+        ordered = jnp.sort(jnp.moveaxis(gathered, 0, 1).reshape(len(keys), -1), axis=-1, descending=True)
         return cls(ordered, floor)
 
-    def cut(self, weights: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`_largest_cut` where it lies above the floor, int32 [B], and whether it does. weights: of the candidates."""
-        reached = jnp.cumsum(weights, axis=-1) >= wanted[:, None]
+    def cut(self, weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return `_largest_cut` if it lies above the floor, int32 [B], and whether it does. weights: of the keys."""
+        reached = jnp.cumsum(weights, axis=-1) >= target[:, None]
         cut = jnp.take_along_axis(self.keys, jnp.argmax(reached, axis=-1)[:, None], axis=-1)[:, 0]
         return cut, jnp.any(reached, axis=-1) & (cut > self.floor)
 
@@ -111,29 +111,29 @@ def _cut(
     keys: jax.Array,
     candidates: _Candidates | None,
     weigh: Callable[[jax.Array], jax.Array],
-    wanted: jax.Array,
+    target: jax.Array,
     needed: jax.Array,
 ) -> jax.Array:
-    """`_largest_cut` in the rows that need it, int32 [B]: from the candidates if all of these are among them.
+    """Return `_largest_cut` in the rows that need it, int32 [B]: from the candidates if they have all of these.
 
     weigh: from keys to their weights.
     """
     if candidates is None:
-        return _largest_cut(keys, weigh(keys), wanted)
-    cut, known = candidates.cut(weigh(candidates.keys), wanted)
+        return _largest_cut(keys, weigh(keys), target)
+    cut, known = candidates.cut(weigh(candidates.keys), target)
     with jax.named_scope(name):
         below = jnp.any(needed & ~known)
-        return lax.cond(below, lambda: _largest_cut(keys, weigh(keys), wanted), lambda: cut)
+        return lax.cond(below, lambda: _largest_cut(keys, weigh(keys), target), lambda: cut)
 
 
 def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
     """Ban all but the top-k, then the top-p, then the min-p tokens; ties at a cut-off stay in.
 
-    logits: float32 [B, V], already divided by the temperature. Banned tokens get -inf; what is not a number stays, for
-    `greedy` to find.
+    logits: float32 [B, V], already divided by the temperature. Banned tokens get -inf; NaN stays, for `greedy` to
+    find.
     """
     keys, vocab = _ordered_bits(logits), logits.shape[-1] * axis_size("vocab")
-    candidates = _Candidates.of(keys) if axis_size("vocab") > 1 else None
+    candidates = _Candidates.from_keys(keys) if axis_size("vocab") > 1 else None
     draws = options.temperature > 0
 
     def count(keys: jax.Array) -> jax.Array:
@@ -147,7 +147,7 @@ def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
         return (keys >= kth) | (options.top_k[:, None] == 0)
 
     def weight(keys: jax.Array) -> jax.Array:
-        """Probabilities among the top-k, but for a factor."""
+        """Return the probabilities among the top-k, but for a factor."""
         return jnp.where(in_top_k(keys), jnp.exp(_float_of(keys) - _float_of(largest)), 0.0)
 
     total = psum(jnp.sum(weight(keys), axis=-1), "vocab")[:, None]
@@ -164,7 +164,7 @@ def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:
 
 
 def _perturb(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
-    """Scores whose best token is drawn from softmax(logits / temperature), cut off as asked (the Gumbel-max trick).
+    """Return scores whose best token is drawn from softmax(logits / temperature), cut off as asked (Gumbel-max trick).
 
     Rows of temperature 0 stay as they are.
     """
@@ -175,7 +175,7 @@ def _perturb(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> j
 
     def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
-        noise = jax.random.gumbel(key, (logits.shape[-1] * axis_size("vocab"),))  # a token's whatever the size
+        noise = jax.random.gumbel(key, (logits.shape[-1] * axis_size("vocab"),))  # per token, whatever the size
         return local_part(noise, "vocab")
 
     # The noise depends on seed and position alone, so a row draws the same whatever its batch.
@@ -183,13 +183,13 @@ def _perturb(logits: jax.Array, length: jax.Array, options: SamplingArrays) -> j
 
 
 def allowed(bitmask: jax.Array, vocab: int) -> jax.Array:
-    """The bits of uint32 [B, ceil(V / 32)] as bool [B, V]; token i is bit i % 32 of word i // 32."""
+    """Unpack uint32 [B, ceil(V / 32)] into bool [B, V]; token i is bit i % 32 of word i // 32."""
     bits = (bitmask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits.reshape(len(bitmask), -1)[:, :vocab] != 0
 
 
 class _Asked(NamedTuple):
-    """Which rows ask for what, bool [B] each; `logprobs` besides the choice of a token."""
+    """Which rows ask for each option, bool [B]; all but `logprobs` affect the choice of a token."""
 
     bias: jax.Array
     penalties: jax.Array
@@ -211,7 +211,7 @@ def _asked(options: SamplingArrays, length: jax.Array) -> _Asked:
 
 
 def asks_more_than_greedy(options: SamplingArrays, length: jax.Array) -> jax.Array:
-    """Whether any row asks for more than `greedy` now or when it is longer. length: int32 [B]. Returns bool []."""
+    """Return whether any row asks for more than `greedy`, now or when it is longer, bool []. length: int32 [B]."""
     return jnp.any(functools.reduce(jnp.logical_or, _asked(options, length)) | jnp.any(options.processors, axis=1))
 
 
@@ -229,11 +229,12 @@ def sample(
     """Choose each row's next token, by its options.
 
     Args:
-      logits: float32 [B, V], the model's, of this device's part of the vocabulary.
+      logits: float32 [B, V], the model's scores, of this device's part of the vocabulary.
       history: int32 [S, C], the tokens so far of row i in row `slot[i]`; `length` of them are known. int32 [B] each.
       options: the rows' options.
-      bitmask: uint32 [B, ceil(V / 32)], what may be chosen in rows that are `constrained`; see `allowed`.
-      vocab: the tokens there are, which logits processors take the scores of; None: as many as `logits` has.
+      bitmask: uint32 [B, ceil(V / 32)], the tokens that may be chosen in rows that are `constrained`; see `allowed`.
+      vocab: the number of tokens, whose scores logits processors take; None: as many as `logits` has.
+
     Returns: int32 [B].
     """
     rows = jnp.arange(logits.shape[0])[:, None]
@@ -253,26 +254,26 @@ def sample(
         may = allowed(local_bitmask(bitmask, size), size)
         return jnp.where(may | ~options.constrained[:, None], x, -jnp.inf)
 
-    def processed(process: LogitsProcessor, wanted: jax.Array):
+    def processed(process: LogitsProcessor, asking: jax.Array):
         def change(x):
             scores = whole(x)  # the one option that moves all of them
             new = process(scores[:, :vocab], history[slot], length)
             new = jnp.pad(new, ((0, 0), (0, scores.shape[1] - new.shape[1])), constant_values=-jnp.inf)
-            return jnp.where(wanted[:, None], local_part(new, "vocab", dim=1), x)
+            return jnp.where(asking[:, None], local_part(new, "vocab", dim=1), x)
 
         return change
 
     scores = _if_any("bias", asked.bias, biased, logits)
     scores = _if_any("penalties", asked.penalties, lambda x: penalize(x, history[slot], length, options), scores)
     for index, process in enumerate(processors):
-        wanted = options.processors[:, index]
-        scores = _if_any("logits_processor", wanted, processed(process, wanted), scores)
+        asking = options.processors[:, index]
+        scores = _if_any("logits_processor", asking, processed(process, asking), scores)
     scores = _if_any("min_tokens", asked.min_length, without_stops, scores)
     scores = _if_any("bitmask", asked.bitmask, without_banned, scores)
     return greedy(_if_any("draw", asked.draw, lambda x: _perturb(x, length, options), scores))
 
 
 def _if_any(name: str, asked: jax.Array, change: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
-    """Scores as changed if any row asks for it; `name` is what `inspect` calls it."""
+    """Change scores if any row asks for it; `name` is shown by `inspect`."""
     with jax.named_scope(name):
         return lax.cond(jnp.any(asked), change, lambda x: x, scores)

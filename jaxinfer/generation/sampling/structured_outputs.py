@@ -1,9 +1,9 @@
 """Structured outputs: text that must follow a grammar, and after each token the tokens that may come next.
 
-`StructuredOutputsParams` is what a caller asks for, `GrammarCompiler` turns it into a grammar over one model's tokens,
-and a `GrammarMatcher` follows one text through that grammar. Grammars, lexing and token bitmasks are llguidance's
-(https://github.com/guidance-ai/llguidance); this file adds what it must know of a model: how many scores the model has,
-and which tokens end its text.
+A caller asks by `StructuredOutputsParams`, `GrammarCompiler` turns it into a grammar over one model's tokens, and a
+`GrammarMatcher` follows one text through that grammar. Grammars, lexing and token bitmasks are llguidance's
+(https://github.com/guidance-ai/llguidance); this file adds what llguidance must know of a model: how many scores it
+has, and which tokens end its text.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _LIMITS = llguidance.LLParserLimits(verbose_errors=False)  # messages without th
 
 
 def bitmask_words(vocab: int) -> int:
-    """How many 32-bit words hold one bit for each token."""
+    """Return how many 32-bit words hold one bit for each token."""
     return -(-vocab // 32)
 
 
@@ -52,7 +52,7 @@ def _bits(tokens: set[int], vocab: int) -> np.ndarray:
 
 
 class GrammarMatcher:
-    """One text on its way through a grammar. Made by `GrammarCompiler.matcher`; grows by `accept_token`."""
+    """A text's progress through a grammar. Made by `GrammarCompiler.matcher`; grows by `accept_token`."""
 
     def __init__(self, state: llguidance.LLMatcher, vocabulary: _Vocabulary):
         self._state = state
@@ -60,7 +60,7 @@ class GrammarMatcher:
 
     @property
     def accepting(self) -> bool:
-        """Whether the text is complete as it stands, even if it could go on."""
+        """Whether the text is complete as it stands, even if it could continue."""
         return self._state.is_accepting()
 
     @property
@@ -72,11 +72,9 @@ class GrammarMatcher:
         return self._state.is_stopped() and not self._state.is_error()
 
     def token_bitmask(self) -> np.ndarray:
-        """The tokens that may follow: uint32 [bitmask_words(vocab)], bit i % 32 of word i // 32 is token i.
+        """Return the tokens that may follow: uint32 [bitmask_words(vocab)], bit i % 32 of word i // 32 is token i.
 
-        End-of-text tokens may follow exactly where `accepting`.
-
-        At least one bit is set.
+        End-of-text tokens may follow exactly where `accepting`. At least one bit is set.
 
         Raises: ValueError if no token may follow (the text is `finished` and the model has no end-of-text token, or
           its vocabulary cannot write what must come next), or if the grammar is too complex to follow.
@@ -102,7 +100,7 @@ class GrammarMatcher:
             raise ValueError(f"Token {token} may not follow here: the grammar does not allow it.")
 
     def copy(self) -> "GrammarMatcher":
-        """The same text, from here on independent of this one."""
+        """Copy the matcher; the two then continue independently."""
         return GrammarMatcher(self._state.deep_copy(), self._vocabulary)
 
     def _end(self) -> bool:
@@ -124,6 +122,7 @@ class GrammarCompiler:
       vocab: how many scores the model has, more or fewer than the tokenizer has tokens: only ids that are a token and
         have a score are allowed.
       eos_ids: tokens that end a text, all allowed where a text may end; () for a model that has none.
+
     Raises: ValueError for ids outside [0, vocab), and for tokenizers that llguidance cannot read.
     """
 
@@ -132,8 +131,8 @@ class GrammarCompiler:
             raise ValueError(f"End-of-text ids {outside} are outside the vocabulary [0, {vocab}).")
         extended = tokenizers.Tokenizer.from_str(tokenizer)
         ids = set(extended.get_vocab(with_added_tokens=True).values())
-        # llguidance takes token 0 as the end of text if it is told of none, and allows the end after an error too.
-        # With an end of its own, outside the model's tokens, what ends a text is decided in `GrammarMatcher` alone.
+        # llguidance takes token 0 as the end of text if none is given, and allows the end after an error too. With an
+        # end of its own, outside the model's tokens, `GrammarMatcher` alone decides where a text ends.
         end = _add_token(extended)
         try:
             self._tokenizer = llguidance.LLTokenizer(extended.to_str(), n_vocab=max(vocab, end + 1), eos_token=end)
@@ -148,10 +147,10 @@ class GrammarCompiler:
         self._compiled = functools.lru_cache(maxsize=_KEPT_GRAMMARS)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
-        """A matcher at the beginning of a text.
+        """Return a matcher at the beginning of a text.
 
-        Raises: ValueError if llguidance does not compile it (with its message), or if no text but the
-          empty one has it.
+        Raises: ValueError if llguidance does not compile the grammar (with its message), or if only the empty text
+          satisfies it.
         """
         return self._compiled(params).copy()
 
@@ -169,7 +168,7 @@ class GrammarCompiler:
 
 
 def _grammar(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own notation."""
+    """Write the grammar in llguidance's own notation."""
     if params.json is not None:
         space = params.whitespace_pattern
         return llguidance.LLMatcher.grammar_from_json_schema(
@@ -190,7 +189,7 @@ def _message(state: llguidance.LLMatcher) -> str:
 
 
 def _add_token(tokenizer: tokenizers.Tokenizer) -> int:
-    """Add a special token that the tokenizer does not have yet; its id."""
+    """Add a special token that the tokenizer does not have yet; returns its id."""
     name = "<|end of grammar|>"
     while tokenizer.token_to_id(name) is not None:
         name += "|"

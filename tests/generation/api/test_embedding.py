@@ -147,7 +147,7 @@ def test_a_step_of_an_encoder_that_fails_ends_its_requests_alone(encoder, golden
 def test_batches_of_an_encoder():
     """In order, by priority, of one padded length, within the token budget."""
     config = EncoderEngineConfig(max_batch=4, context=64, token_budget=128)
-    scheduler, ids = EncoderScheduler(config, EncoderBuckets.of(config)), map(str, itertools.count())
+    scheduler, ids = EncoderScheduler(config, EncoderBuckets.from_config(config)), map(str, itertools.count())
 
     def add(length, priority=0):
         params = PoolingParams(priority=priority)

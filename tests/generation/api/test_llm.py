@@ -216,7 +216,7 @@ def test_caches_are_written_in_place_and_costs_recorded(llm):
         assert program.memory.alias_bytes == state_bytes
         assert "input_output_alias" in program.executable.as_text()
     llm.generate([[1, 2, 3]], GREEDY)  # a program's first call does not count
-    decoded = executor.costs.of("decode", batch=1, speculative=0, pages=8)
+    decoded = executor.costs.for_sizes("decode", batch=1, speculative=0, pages=8)
     assert 0 < decoded.p50 <= decoded.p95
     assert decoded.passes >= decoded.calls >= 1
 

@@ -291,8 +291,8 @@ def test_an_encoder(tmp_path, dtype):
         assert streamed.streaming.layers > 0
     streamed.embed(texts)  # a program's first call does not count
     costs = streamed.engine.executor.costs
-    assert costs.of("pass", batch=2).calls == 1
-    assert costs.of("leave") is None
+    assert costs.for_sizes("pass", batch=2).calls == 1
+    assert costs.for_sizes("leave") is None
 
 
 DECODERS = [name for name in goldens.NAMES if not name.startswith(("bert", "distilbert", "roberta"))]
@@ -400,9 +400,9 @@ def test_what_passes_cost_is_told_apart(model_dir):
     llm.engine.executor.costs = llm.engine.executor._pass_costs.all = costs = Costs()
     llm.generate(REPETITIVE[1:], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias=BIAS))
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-    assert costs.of("pass", chunks=0, batch=1, speculative=4)
-    assert costs.of("pass", chunks=0, batch=1, speculative=0)
-    assert costs.of("decode") is None
+    assert costs.for_sizes("pass", chunks=0, batch=1, speculative=4)
+    assert costs.for_sizes("pass", chunks=0, batch=1, speculative=0)
+    assert costs.for_sizes("decode") is None
 
 
 # What goes wrong

@@ -168,7 +168,7 @@ def check_same(sequence, expected):
 @pytest.fixture(scope="module")
 def engines(model_dir):
     """Engines without and with speculation, each by whether steps overlap; both of a pair share their programs."""
-    model, tokenizer = load_model(model_dir), Tokenizer.of(model_dir)
+    model, tokenizer = load_model(model_dir), Tokenizer.from_folder(model_dir)
     speculative = dataclasses.replace(SMALL_CONFIG, max_batch=2, num_speculative_tokens=3, token_budget=8)
 
     def pair(config):
@@ -185,7 +185,7 @@ def engines(model_dir):
 @pytest.fixture(scope="module")
 def alone(engines, model_dir):
     """Another engine without speculation, which need not compile its programs again."""
-    engine = build_engine(load_model(model_dir), Tokenizer.of(model_dir), SMALL_CONFIG, num_pages=SMALL_PAGES)
+    engine = build_engine(load_model(model_dir), Tokenizer.from_folder(model_dir), SMALL_CONFIG, num_pages=SMALL_PAGES)
     engine.executor.programs = engines["plain"][True].executor.programs
     return Alone(engine)
 

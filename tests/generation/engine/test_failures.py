@@ -29,7 +29,7 @@ def model(model_dir):
 
 @pytest.fixture(scope="module")
 def tokenizer(model_dir):
-    return Tokenizer.of(model_dir)
+    return Tokenizer.from_folder(model_dir)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def run(engine, prompts):
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_neighbours_and_next_owners_get_their_tokens(model, model_dir, kv_dtype):
     config = dataclasses.replace(SMALL_CONFIG, kv_dtype=kv_dtype)
-    engine = build_engine(model, Tokenizer.of(model_dir), config, num_pages=SMALL_PAGES)
+    engine = build_engine(model, Tokenizer.from_folder(model_dir), config, num_pages=SMALL_PAGES)
     expected = [sequence.token_ids for sequence in run(engine, PROMPTS)]
     overflowing = [OVERFLOWS] * 33
     beside, overflown = run(engine, [PROMPTS[0], overflowing])

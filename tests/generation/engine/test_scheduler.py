@@ -128,7 +128,7 @@ class Simulation:
     ):
         options = {"chunk_size": 8, "max_decode_passes": passes, "num_speculative_tokens": speculative} | config
         self.config = EngineConfig(max_batch=slots, context=CONTEXT, page_size=PAGE, **options)
-        buckets, pool = Buckets.of(self.config), PagePool(pages, PAGE)
+        buckets, pool = Buckets.from_config(self.config), PagePool(pages, PAGE)
         quick = {("decode", (("batch", rows), ("speculative", 0))): 1e-9 for rows in buckets.decode_rows}
         passes = PassCosts(costs or Costs.fixed(quick), speculative)
         self.scheduler = DecoderScheduler(self.config, buckets, pool, adapters, costs=passes)

@@ -58,7 +58,11 @@ def without_d(scores, history, length):
 @pytest.fixture
 def engine(model_dir, tmp_path):
     engine = build_engine(
-        load_model(model_dir), Tokenizer.of(model_dir), CONFIG, num_pages=PAGES, logits_processors={"no d": without_d}
+        load_model(model_dir),
+        Tokenizer.from_folder(model_dir),
+        CONFIG,
+        num_pages=PAGES,
+        logits_processors={"no d": without_d},
     )
     rng = np.random.default_rng(0)
     for name in ("one", "two", "three", "broken"):

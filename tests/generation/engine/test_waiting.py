@@ -97,12 +97,14 @@ def test_the_first_few_cost_no_more_than_they_are():
 
 def encoder_scheduler():
     config = EngineConfig(max_batch=4, context=64, token_budget=256)
-    return EncoderScheduler(config, EncoderBuckets.of(config))
+    return EncoderScheduler(config, EncoderBuckets.from_config(config))
 
 
 def decoder_scheduler():
     config = EngineConfig(max_batch=4, context=64, page_size=4)
-    return DecoderScheduler(config, Buckets.of(config), PagePool(64, config.page_size), costs=PassCosts(Costs(), 0))
+    return DecoderScheduler(
+        config, Buckets.from_config(config), PagePool(64, config.page_size), costs=PassCosts(Costs(), 0)
+    )
 
 
 def sequences_of(count, params):

@@ -39,7 +39,7 @@ def test_an_int8_cache_takes_a_quarter(model):
 
 
 def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
-    needed = memory.workspace_bytes(DeviceLayout.of(model, CONFIG, num_pages=4), buckets_of(CONFIG, "cpu"))
+    needed = memory.workspace_bytes(DeviceLayout.from_model(model, CONFIG, num_pages=4), buckets_of(CONFIG, "cpu"))
     assert needed > 0
     monkeypatch.setattr(memory, "AMPLE", 100)
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: int((needed + 10.5 * PAGE_BYTES) / memory.FRACTION) + 1)
@@ -56,7 +56,7 @@ def test_scarce_memory_is_divided_by_what_programs_need(model, monkeypatch):
 
 def test_a_step_of_chunks_and_rows_copies_no_cache(model):
     """Chunks and decoding rows write to one cache in turn, and the first read it in between."""
-    layout = DeviceLayout.of(model, CONFIG, num_pages=4096)
+    layout = DeviceLayout.from_model(model, CONFIG, num_pages=4096)
     program = prefill.spec(layout).compile(prefill.Prefill(chunks=1, batch=2, pages=8))
     assert program.memory.temp_bytes < layout.state.caches[0].k.size * 4
 
@@ -112,7 +112,7 @@ def test_bad_sizes_are_named(field, value):
 
 def test_steps_are_well_filled():
     config = EngineConfig(max_batch=4, context=128, token_budget=512, chunk_size=32)
-    buckets = Buckets.of(config)
+    buckets = Buckets.from_config(config)
     assert buckets.chunks == (1, 4, 16)
     assert [buckets.full_chunks(n) for n in (0, 1, 3, 4, 5, 13, 16, 40)] == [0, 1, 1, 4, 4, 13, 16, 16]
     padded = dataclasses.replace(buckets, max_padding=4.0)

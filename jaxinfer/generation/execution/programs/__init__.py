@@ -1,8 +1,8 @@
 """The programs of the device, one a file: a pure function, and its `ProgramSpec` for an engine.
 
-A decoder's programs take and return the whole device state (donated, so it is updated in place). What a request asks
-for is in the state from its admission on, so that a step is told only which slots and pages it is about. The host may
-therefore send the next step before it has seen the tokens of the last.
+A decoder's programs take and return the whole device state (donated, so it is updated in place). A request's options
+are in the state from its admission on, so a step is told only its slots and pages. The host may therefore send the next
+step before it has seen the tokens of the last.
 
 Dimensions: B rows of the batch, M chunks of prompts, T tokens a chunk, P pages a row, C tokens of context, S slots.
 """
@@ -18,12 +18,12 @@ from jaxinfer.streaming.config import LayerRange
 
 
 def decoder_programs(layout: DeviceLayout) -> list[ProgramSpec[Any, Buckets]]:
-    """All programs of a decoder."""
+    """Return all programs of a decoder."""
     return [*_state_programs(layout), prefill.spec(layout), decode.spec(layout)]
 
 
 def chain_programs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
-    """All programs of a decoder whose layers are streamed, and run in these ranges."""
+    """Return all programs of a decoder whose layers are streamed, and run in these ranges."""
     return [*_state_programs(layout), *chain.decoder_specs(layout, ranges)]
 
 

@@ -14,7 +14,7 @@ from jaxinfer.generation.execution.state import DeviceState, Slots
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admit(Sizes):
-    """`count` requests."""
+    """The number of requests, padded."""
 
     program = "admit"
     count: int
@@ -27,12 +27,12 @@ def admit(state: DeviceState, slot: jax.Array, requests: Slots) -> DeviceState:
 
 
 def build(static: None, sizes: Admit) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return admit
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[Admit, Buckets]:
-    """The program of an engine."""
+    """Return the spec for an engine."""
     return ProgramSpec(
         sizes=Admit,
         build=build,

@@ -1,8 +1,8 @@
 """`enter`, `layer`, `leave`: one pass in parts, so that each layer's weights are needed only while it runs.
 
-`layer` runs one layer, or several that are on the devices all the time. All ranges of the same length and kinds are one
-executable for each bucket, whatever their number (DeepSpeed Inference, VI-A). A decode step is a pass without chunks;
-one with speculative tokens begins with `propose`.
+`layer` runs one layer, or several that are on the devices all the time. All ranges of the same length and kinds share
+one executable for each bucket, whatever their number (DeepSpeed Inference, VI-A). A decode step is a pass without
+chunks; with speculative tokens it begins with `propose`.
 """
 
 import dataclasses
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pass(Sizes):
-    """What the programs of a pass have in common.
+    """Sizes that the programs of a pass share.
 
     Attributes:
-      chunks: of prompts; 0 in a decode step.
+      chunks: chunks of prompts; 0 in a decode step.
       batch: decoding rows.
-      speculative: tokens of each row.
-      pages: of a page table.
+      speculative: speculative tokens of each row.
+      pages: pages of a page table.
     """
 
     chunks: int
@@ -59,14 +59,14 @@ class Pass(Sizes):
     pages: int
 
     @classmethod
-    def of(cls, sizes: "Pass") -> Self:
-        """Those of a program, in a pass of these sizes."""
+    def for_pass(cls, sizes: "Pass") -> Self:
+        """Return a program's sizes in a pass of these sizes."""
         return cls(chunks=sizes.chunks, batch=sizes.batch, speculative=sizes.speculative, pages=sizes.pages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Propose(Sizes):
-    """`batch` rows, `speculative` tokens of each."""
+    """`batch` rows, with `speculative` tokens each."""
 
     program = "propose"
     batch: int
@@ -75,18 +75,18 @@ class Propose(Sizes):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Enter(Pass):
-    """Those of the pass."""
+    """The sizes of the pass."""
 
     program = "enter"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer(Pass):
-    """Those of the pass, and which layers.
+    """The sizes of the pass, and the layers.
 
     Attributes:
-      kind: the first layer of the model from which as many of the same kinds follow.
-      layers: how many.
+      kind: the first layer of the model that begins as many layers of the same kinds.
+      layers: the number of layers.
     """
 
     program = "layer"
@@ -95,7 +95,7 @@ class Layer(Pass):
 
     @classmethod
     def of_kind(cls, sizes: Pass, kind: int, layers: int) -> Self:
-        """Those of some layers, in a pass of these sizes."""
+        """Return the sizes of `layer` for these layers, in a pass of these sizes."""
         return cls(
             chunks=sizes.chunks,
             batch=sizes.batch,
@@ -108,7 +108,7 @@ class Layer(Pass):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leave(Pass):
-    """Those of the pass."""
+    """The sizes of the pass."""
 
     program = "leave"
 
@@ -116,7 +116,7 @@ class Leave(Pass):
 def with_parts(
     static: DecoderStatic | EncoderStatic, layers: Iterable[int] | None, body: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A function of (leaves of layers in turn, or of what is there once, *rest) from one of (model, *rest)."""
+    """Turn a function of (model, *rest) into one of (leaves, *rest): those of the layers in turn; None: the others."""
     leaves: dict[str, Leaf] = {}
     for part in [None] if layers is None else layers:
         leaves |= leaves_of_part(static.config, static.weights, part)
@@ -142,20 +142,20 @@ def run_layers(
     *,
     layers: range,
 ) -> tuple[jax.Array, list[KVPages] | None]:
-    """Layers over a pass's activations, [N, D] -> [N, D], and their caches with its keys and values."""
+    """Run layers over a pass's activations, [N, D] -> [N, D]; returns their caches with its keys and values too."""
     forward_context = ForwardContext.from_groups(groups, model.cfg.positions, None if adapters is None else adapters[0])
     return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1])
 
 
 def propose(slots: Slots, slot: jax.Array, limit: jax.Array, *, width: int) -> Speculation:
-    """The speculative tokens of the rows in some slots, at most `limit` [B] and `width` each."""
+    """Propose speculative tokens for the rows in some slots, at most `limit` [B] and `width` each."""
     return speculate(slots.history, slot, progress_of(slots, slot), options_of(slots, slot), limit, width)
 
 
 def enter(
     model: "Decoder", slots: Slots, chunks: Chunks | None, rows: Rows, guess: Speculation | None, *, chunk_size: int
 ) -> tuple[jax.Array, tuple[TokenRows, ...]]:
-    """The embeddings of a pass, [N, D], and its tokens; arguments as of `prefill.groups_of`."""
+    """Return the embeddings of a pass, [N, D], and its tokens; arguments as in `prefill.groups_of`."""
     groups = prefill.groups_of(slots, chunks, rows, guess, chunk_size=chunk_size)
     return model.enter(groups)[0], groups
 
@@ -172,14 +172,14 @@ def leave(
     *,
     processors: Any,
 ) -> tuple[Slots, PrefillOutput | DecodeOutput]:
-    """The next tokens, from what the last layer gave."""
+    """Choose the next tokens, from the output of the last layer."""
     hidden = model.leave(x, ForwardContext(groups, ()))
     if chunks is not None:
         return prefill.add_tokens(model, slots, hidden, chunks, rows, bitmask, processors=processors)
     batch = rows.slot.size
     guess = Speculation.none(batch) if guess is None else guess
     width = 1 + guess.tokens.shape[1]
-    step = DecodeRows.of(slots, rows, bitmask)
+    step = DecodeRows.from_slots(slots, rows, bitmask)
     before = Passed(slots.history, progress_of(slots, rows.slot), no_logprobs((batch, width)))
     after, accepted = verify(model, step, before, hidden[0], guess, processors)
     passes = jnp.array([0, 1] if width > 1 else [1, 0], jnp.int32)
@@ -187,32 +187,32 @@ def leave(
 
 
 def _layers(sizes: "Layer | EncoderLayer") -> range:
-    """Those whose names a program of these sizes has."""
+    """Return the layers whose names a program of these sizes uses."""
     return range(sizes.kind, sizes.kind + sizes.layers)
 
 
 def build_layer(static: DecoderStatic, sizes: Layer) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return with_parts(static, _layers(sizes), functools.partial(run_layers, layers=_layers(sizes)))
 
 
 def build_propose(static: DecoderStatic, sizes: Propose) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return functools.partial(propose, width=sizes.speculative)
 
 
 def build_enter(static: DecoderStatic, sizes: Enter) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return with_parts(static, None, functools.partial(enter, chunk_size=static.engine.chunk_size))
 
 
 def build_leave(static: DecoderStatic, sizes: Leave) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return with_parts(static, None, functools.partial(leave, processors=static.processors))
 
 
 def _passes(buckets: Buckets, speculative: int) -> Iterable[Pass]:
-    """The sizes of all passes: with chunks, and without, in which rows may have so many speculative tokens."""
+    """Yield the sizes of all passes: with chunks, and without, in which rows may have speculative tokens."""
     for pages in buckets.page_tables:
         for chunks in buckets.chunks:
             for batch in buckets.prefill_rows:
@@ -223,12 +223,12 @@ def _passes(buckets: Buckets, speculative: int) -> Iterable[Pass]:
 
 
 def _kinds(ranges: Iterable[LayerRange]) -> list[tuple[int, int]]:
-    """The kind and the number of layers of every `layer` program."""
+    """Return the kind and the number of layers of every `layer` program."""
     return sorted({(layers.kind, layers.count) for layers in ranges})
 
 
 def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[ProgramSpec[Any, Buckets]]:
-    """The programs of a pass over layers in these ranges."""
+    """Return the specs of a pass over layers in these ranges."""
     config, static, on_mesh = layout.config, layout.static, layout.mesh is not None
     most = layout.engine.num_speculative_tokens
 
@@ -288,7 +288,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             build=build_enter,
             static=static,
             arguments=of_enter,
-            reachable=lambda buckets: map(Enter.of, _passes(buckets, most)),
+            reachable=lambda buckets: map(Enter.for_pass, _passes(buckets, most)),
             compiler_options=options,
         ),
         ProgramSpec(
@@ -308,7 +308,7 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
             build=build_leave,
             static=static,
             arguments=of_leave,
-            reachable=lambda buckets: map(Leave.of, _passes(buckets, most)),
+            reachable=lambda buckets: map(Leave.for_pass, _passes(buckets, most)),
             donate=(1,),
             out_shardings=lambda sizes: (layout.state_shardings.slots, None) if on_mesh else None,
             compiler_options=options,
@@ -318,14 +318,14 @@ def decoder_specs(layout: DeviceLayout, ranges: Collection[LayerRange]) -> list[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderEnter(EncoderSizes):
-    """Those of the batch."""
+    """The sizes of the batch."""
 
     program = "enter"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderLayer(EncoderSizes):
-    """Those of the batch, and which layers, as of `Layer`."""
+    """The sizes of the batch, and the layers, as in `Layer`."""
 
     program = "layer"
     kind: int
@@ -334,46 +334,46 @@ class EncoderLayer(EncoderSizes):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderLeave(EncoderSizes):
-    """Those of the batch."""
+    """The sizes of the batch."""
 
     program = "leave"
 
 
 def enter_encoder(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """The embeddings of a batch, [B, T, D]; arguments as of `embed`."""
+    """Return the embeddings of a batch, [B, T, D]; arguments as in `embed`."""
     return model.enter(tokens, positions)[0]
 
 
 def run_encoder_layers(model: "Encoder", x: jax.Array, groups: tuple[TokenRows, ...], *, layers: range) -> jax.Array:
-    """Layers over a batch's activations, [B, T, D] -> [B, T, D]."""
+    """Run layers over a batch's activations, [B, T, D] -> [B, T, D]."""
     forward_context = ForwardContext.from_groups(groups, model.cfg.positions)
     return model.run_layers(x, forward_context, first=layers[0], last=layers[-1])
 
 
 def leave_encoder(model: "Encoder", x: jax.Array, positions: jax.Array) -> jax.Array:
-    """The vectors of a batch, float32 [B, D], from what the last layer gave."""
+    """Return the vectors of a batch, float32 [B, D], from the output of the last layer."""
     return model.pool(x, positions >= 0)
 
 
 def build_enter_encoder(static: EncoderStatic, sizes: EncoderEnter) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return with_parts(static, None, enter_encoder)
 
 
 def build_layer_encoder(static: EncoderStatic, sizes: EncoderLayer) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return with_parts(static, _layers(sizes), functools.partial(run_encoder_layers, layers=_layers(sizes)))
 
 
 def build_leave_encoder(static: EncoderStatic, sizes: EncoderLeave) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return with_parts(static, None, leave_encoder)
 
 
 def encoder_specs(model: StreamedModel) -> list[ProgramSpec[Any, Iterable[tuple[int, int]]]]:
-    """The programs of a batch."""
+    """Return the specs of a batch's programs."""
     config, leaves = model.transformer, list(model.leaves.values())
-    static = EncoderStatic.of(model)
+    static = EncoderStatic.from_model(model)
 
     def activations(sizes: EncoderSizes) -> tuple[Any, Any, tuple[TokenRows, ...]]:
         shape = (sizes.batch, sizes.tokens)

@@ -14,7 +14,7 @@ from jaxinfer.generation.execution.state import DeviceState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyPages(Sizes):
-    """`count` pages."""
+    """The number of pages, padded."""
 
     program = "copy_pages"
     count: int
@@ -27,12 +27,12 @@ def copy_pages(state: DeviceState, source: jax.Array, target: jax.Array) -> Devi
 
 
 def build(static: None, sizes: CopyPages) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return copy_pages
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[CopyPages, Buckets]:
-    """The program of an engine."""
+    """Return the spec for an engine."""
     return ProgramSpec(
         sizes=CopyPages,
         build=build,

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from jaxinfer.models import Decoder
 
 MIN_ACCEPTED = 4
-"""One speculative token of this many must have been right, or a row gets no more in this step."""
+"""A row must have had one of this many speculative tokens right, or it gets no more in this step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decode(Sizes):
-    """`batch` rows, `speculative` tokens of each in a pass, `pages` of a page table."""
+    """`batch` rows, `speculative` tokens of each in a pass, and `pages` of a page table."""
 
     program = "decode"
     batch: int
@@ -45,13 +45,13 @@ class Decode(Sizes):
 
 
 class _Carry(NamedTuple):
-    """What a pass changes.
+    """The state that a pass changes.
 
     Attributes:
-      caches: all of them.
+      caches: the caches of all layers.
       passed: history, progress and log probabilities.
       proposed, accepted: as in `DecodeOutput`.
-      passes, speculative_passes: int32 [B], those in which each row was active.
+      passes, speculative_passes: int32 [B], the passes in which each row was active.
       going: bool [], whether there is another pass.
     """
 
@@ -77,16 +77,16 @@ def decode(
     num_speculative_tokens: int,
     processors: LogitsProcessors,
 ) -> tuple[DeviceState, DecodeOutput]:
-    """Up to `passes` passes of the model over one token a row, or over that and its speculative tokens.
+    """Run up to `passes` passes of the model over one token a row, or over that and its speculative tokens.
 
     Args:
-      bitmask: uint32 [B, V / 32], which holds for all passes; rows whose bitmask changes take one pass a step.
+      bitmask: uint32 [B, V / 32], valid for all passes; rows whose bitmask changes take one pass a step.
       passes: int32 [], at most `max_passes`. Ends early when all rows are done.
       speculation_limit: int32 [B], how many speculative tokens each row may have in a pass, at most
         `num_speculative_tokens`.
     """
     slots, slot = state.slots, rows.slot
-    step, before = DecodeRows.of(slots, rows, bitmask), progress_of(slots, slot)
+    step, before = DecodeRows.from_slots(slots, rows, bitmask), progress_of(slots, slot)
     batch, width = len(slot), max_passes * (1 + num_speculative_tokens)
     zeros = jnp.zeros(batch, jnp.int32)
 
@@ -122,7 +122,7 @@ def _pass(
     most: jax.Array,
     processors: LogitsProcessors,
 ) -> _Carry:
-    """One pass over 1 + W tokens a row. most: int32 [], how many passes there may be."""
+    """Run one pass over 1 + W tokens a row. most: int32 [], the most passes."""
     before = carry.passed
     group = tokens_of(before.history, step.rows, before.progress.position, step.adapter, guess)
     (hidden,), caches = model.forward((group,), carry.caches, adapters)
@@ -142,7 +142,7 @@ def _pass(
 
 
 def build(static: DecoderStatic, sizes: Decode) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     body = functools.partial(
         decode,
         max_passes=static.engine.max_decode_passes,
@@ -153,7 +153,7 @@ def build(static: DecoderStatic, sizes: Decode) -> Callable[..., Any]:
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[Decode, Buckets]:
-    """The program of an engine."""
+    """Return the spec for an engine."""
 
     def arguments(sizes: Decode) -> tuple[Any, ...]:
         batch = sizes.batch

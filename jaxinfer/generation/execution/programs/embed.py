@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderSizes(Sizes):
-    """`batch` rows of `tokens`, which the programs of an encoder's batch have in common."""
+    """`batch` rows of `tokens`: the sizes that the programs of an encoder's batch share."""
 
     batch: int
     tokens: int
@@ -28,13 +28,13 @@ class EncoderSizes(Sizes):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Embed(EncoderSizes):
-    """Those of the whole encoder in one program."""
+    """The sizes of the whole encoder in one program."""
 
     program = "embed"
 
 
 class EncoderStatic(NamedTuple):
-    """All that the program depends on beside the shapes of its arguments."""
+    """Everything the program depends on beside the shapes of its arguments."""
 
     config: EncoderConfig
     weights: WeightFormat
@@ -42,8 +42,8 @@ class EncoderStatic(NamedTuple):
     adaptation: TokenAdaptation = NO_ADAPTATION
 
     @classmethod
-    def of(cls, model: LoadedModel, level: int = 0) -> Self:
-        """That of a loaded encoder; level: as of `EncoderEngineConfig`."""
+    def from_model(cls, model: LoadedModel, level: int = 0) -> Self:
+        """Describe a loaded encoder; level: as in `EncoderEngineConfig`."""
         config = model.config
         assert isinstance(config, EncoderConfig)
         merges = MergeSchedule.CONSTANT.merges(-level, config.layers) if level else ()
@@ -51,7 +51,7 @@ class EncoderStatic(NamedTuple):
 
 
 def build(static: EncoderStatic, sizes: Embed) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
 
     def function(leaves: list[jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
         from jaxinfer.models.abstract import merge_model  # imports Flax, which only tracing needs
@@ -64,7 +64,7 @@ def build(static: EncoderStatic, sizes: Embed) -> Callable[..., Any]:
 
 
 def spec(model: LoadedModel, level: int = 0) -> ProgramSpec[Embed, Iterable[tuple[int, int]]]:
-    """The program of an engine, whose buckets are pairs of rows and tokens. level: as of `EncoderEngineConfig`."""
+    """Return the spec for an engine, whose buckets are pairs of rows and tokens. level: as in `EncoderEngineConfig`."""
     leaves = list(model.leaves.values())
 
     def arguments(sizes: Embed) -> tuple[Any, ...]:
@@ -74,7 +74,7 @@ def spec(model: LoadedModel, level: int = 0) -> ProgramSpec[Embed, Iterable[tupl
     return ProgramSpec(
         sizes=Embed,
         build=build,
-        static=EncoderStatic.of(model, level),
+        static=EncoderStatic.from_model(model, level),
         arguments=arguments,
         reachable=lambda shapes: (Embed(batch=rows, tokens=length) for rows, length in shapes),
     )

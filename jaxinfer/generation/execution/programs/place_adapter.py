@@ -14,28 +14,28 @@ from jaxinfer.models import LayerAdapters, LowRankStack
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceAdapter(Sizes):
-    """None: adapters have one shape."""
+    """No sizes: adapters have one shape."""
 
     program = "place_adapter"
 
 
-def place_adapter(adapters: list[LayerAdapters], index: jax.Array, one: list[LayerAdapters]) -> list[LayerAdapters]:
-    """Set one of the adapters. index: int32 [], from 0; one: a: [R, K], b: [N, R] of every linear."""
+def place_adapter(adapters: list[LayerAdapters], index: jax.Array, adapter: list[LayerAdapters]) -> list[LayerAdapters]:
+    """Set one of the adapters. index: int32 [], from 0; adapter: a: [R, K], b: [N, R] of every linear."""
 
     def fill(stack: LowRankStack, new: LowRankStack) -> LowRankStack:
         a, b = new.a.astype(stack.a.dtype), new.b.astype(stack.b.dtype)
         return LowRankStack(stack.a.at[index].set(a), stack.b.at[:, index].set(b))
 
-    return jax.tree.map(fill, adapters, one, is_leaf=lambda x: isinstance(x, LowRankStack))
+    return jax.tree.map(fill, adapters, adapter, is_leaf=lambda x: isinstance(x, LowRankStack))
 
 
 def build(static: None, sizes: PlaceAdapter) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     return place_adapter
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[PlaceAdapter, Buckets]:
-    """The program of an engine. Nothing is donated: a step that fails here leaves the adapters that are there."""
+    """Return the spec for an engine. Nothing is donated: if a step fails here, the present adapters stay."""
     return ProgramSpec(
         sizes=PlaceAdapter,
         build=build,

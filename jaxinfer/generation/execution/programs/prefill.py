@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from jaxinfer.models import Decoder
 
 PROMPT_LOGPROB_POSITIONS = 64
-"""How many prompt positions' logits exist at once, at most."""
+"""Most prompt positions whose logits exist at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefill(Sizes):
-    """`chunks`, `batch` decoding rows beside them, `pages` of a page table."""
+    """`chunks`, `batch` decoding rows beside them, and `pages` of a page table."""
 
     program = "prefill"
     chunks: int
@@ -54,7 +54,7 @@ class Chunks(NamedTuple):
       slot: int32 [M].
       start: int32 [M], the position of the first token.
       num_tokens: int32 [M], how many of its tokens are real.
-      chooses: bool [M], whether a token is chosen after it: it ends what is known of its request.
+      chooses: bool [M], whether a token is chosen after it: it ends the known tokens of its request.
       pooling: bool [M], whether the request wants the sum of its hidden vectors.
       page_table: int32 [M, P].
     """
@@ -74,8 +74,8 @@ class PrefillOutput(NamedTuple):
       tokens: int32 [M + B].
       produced: bool [M + B], whether the token counts.
       logprobs: [M + B].
-      prompt_logprobs: [M, T], of the token after each one of a chunk.
-      pooled: float32 [M, D], sums of a chunk's hidden vectors, in chunks whose request wants them.
+      prompt_logprobs: [M, T], of the token after each token of a chunk.
+      pooled: float32 [M, D], sums of a chunk's hidden vectors, for chunks whose request wants them.
     """
 
     tokens: jax.Array
@@ -96,7 +96,7 @@ def prefill(
     chunk_size: int,
     processors: LogitsProcessors,
 ) -> tuple[DeviceState, PrefillOutput]:
-    """One pass of the model over chunks of prompts and one token of each decoding row.
+    """Run one pass of the model over chunks of prompts and one token of each decoding row.
 
     Args:
       bitmask: uint32 [M + B, V / 32], the tokens that may be chosen; see `sampler.allowed`.
@@ -112,9 +112,9 @@ def prefill(
 def groups_of(
     slots: Slots, chunks: Chunks | None, rows: Rows, guess: Speculation | None = None, *, chunk_size: int
 ) -> tuple[TokenRows, ...]:
-    """The tokens of a pass: those of the chunks (None: there are none), then the rows'; an empty group is left out.
+    """Return the tokens of a pass: those of the chunks (None: none), then the rows'; empty groups are left out.
 
-    guess: the speculative tokens of the rows; None: there are none.
+    guess: the speculative tokens of the rows; None: none.
     """
     groups = []
     if chunks is not None:
@@ -129,7 +129,7 @@ def groups_of(
 
 
 def _positions(chunks: Chunks, chunk_size: int) -> jax.Array:
-    """Of the chunks' tokens: int32 [M, T], negative for padding."""
+    """Return the positions of the chunks' tokens: int32 [M, T], negative for padding."""
     index = jnp.arange(chunk_size)
     return jnp.where(index < chunks.num_tokens[:, None], chunks.start[:, None] + index, -1)
 
@@ -144,7 +144,7 @@ def add_tokens(
     *,
     processors: LogitsProcessors,
 ) -> tuple[Slots, PrefillOutput]:
-    """The end of a pass: choose the tokens that come next, from the hidden vectors of each group of `groups_of`."""
+    """End a pass: choose the tokens that come next, from the hidden vectors of each group of `groups_of`."""
     decoding = progress_of(slots, rows.slot)
     last = jnp.maximum(chunks.num_tokens - 1, 0)[:, None, None]
     ends = [jnp.take_along_axis(hidden[0], last, axis=1)[:, 0], *(group[:, 0] for group in hidden[1:])]
@@ -163,7 +163,7 @@ def add_tokens(
 
 
 def _pooled(hidden: jax.Array, chunks: Chunks) -> jax.Array:
-    """Sums of the chunks' hidden vectors [M, T, W], where a request wants them: float32 [M, W]."""
+    """Sum the chunks' hidden vectors [M, T, W], where a request wants them: float32 [M, W]."""
     real = (_positions(chunks, hidden.shape[1]) >= 0)[..., None]
     return lax.cond(
         jnp.any(chunks.pooling),
@@ -183,7 +183,7 @@ def _choose(
     *,
     vocab: int,
 ) -> tuple[jax.Array, Logprobs]:
-    """The next token of each row, and its log probabilities; arguments as of `sample`."""
+    """Return the next token of each row, and its log probabilities; arguments as in `sample`."""
     none = no_logprobs(slot.shape)
 
     def by_options() -> tuple[jax.Array, Logprobs]:
@@ -198,42 +198,42 @@ def _choose(
 def _prompt_logprobs(
     model: "Decoder", hidden: jax.Array, history: jax.Array, chunks: Chunks, options: SamplingArrays
 ) -> Logprobs:
-    """Log probabilities of the token after each one of a chunk, [M, T], if a request asks for some.
+    """Return the log probabilities of the token after each token of a chunk, [M, T], if a request asks for some.
 
-    They are found for some positions at a time: the logits of all would be large.
+    They are computed for some positions at a time: the logits of all would be large.
     """
     batch, tokens = hidden.shape[:2]
     size = math.gcd(PROMPT_LOGPROB_POSITIONS, tokens)
     following = history[chunks.slot[:, None], _positions(chunks, tokens) + 1]
 
-    def one(args):
+    def some_positions(args):
         return logprobs_of(model.logits(args[0]), args[1])
 
     def split(x):
         return jnp.moveaxis(x.reshape(batch, tokens // size, size, *x.shape[2:]), 1, 0)
 
     def every() -> Logprobs:
-        found = lax.map(one, (split(hidden), split(following)))
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:]), found)
+        parts = lax.map(some_positions, (split(hidden), split(following)))
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:]), parts)
 
     asked = options.prompt_logprobs[: len(chunks.slot)]
     return lax.cond(jnp.any(asked), every, lambda: no_logprobs((batch, tokens)))
 
 
 def build(static: DecoderStatic, sizes: Prefill) -> Callable[..., Any]:
-    """The function of these sizes."""
+    """Return the function of these sizes."""
     body = functools.partial(prefill, chunk_size=static.engine.chunk_size, processors=static.processors)
     return static.with_model(body)
 
 
 def parts(layout: DeviceLayout, *, chunks: int, batch: int, pages: int) -> tuple[Chunks, Rows]:
-    """The shapes of chunks and rows."""
+    """Return the shapes of chunks and rows."""
     vector, flag = integers(chunks), flags(chunks)
     return Chunks(vector, vector, vector, flag, flag, integers(chunks, pages)), layout.rows(batch, pages)
 
 
 def spec(layout: DeviceLayout) -> ProgramSpec[Prefill, Buckets]:
-    """The program of an engine."""
+    """Return the spec for an engine."""
     chunk_size = layout.engine.chunk_size
 
     def arguments(sizes: Prefill) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """A pass over decoding rows: the tokens it runs, speculative ones among them, and which of those are right.
 
 Each position's token is chosen as it would be without speculation, from the same scores and noise, and a speculative
-token is right if it is that token: so the text is the same, and its distribution too (Leviathan et al. 2023,
+token is right if it equals that token. So the text is the same, and its distribution too (Leviathan et al. 2023,
 arXiv:2211.17192, with a draft distribution of a single token).
 """
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class DecodeOutput(NamedTuple):
-    """Results of one or several passes over rows; K is how many tokens they give at most.
+    """Results of one or several passes over rows; K is the most tokens they give.
 
     Attributes:
       tokens: int32 [B, K].
       produced: int32 [B], how many of them are valid.
       logprobs: [B, K].
       proposed: int32 [B], speculative tokens.
-      accepted: int32 [B], those of them that were right.
+      accepted: int32 [B], speculative tokens that were right.
       passes: int32 [2], passes through the model with one token a row, and with speculative ones.
     """
 
@@ -65,18 +65,18 @@ class Speculation(NamedTuple):
 
     @classmethod
     def none(cls, batch: int) -> Self:
-        """Of a plain pass."""
+        """Return the speculation of a plain pass: no tokens."""
         return cls(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
 class DecodeRows(NamedTuple):
-    """What all passes of a step have in common.
+    """The inputs that all passes of a step share.
 
     Attributes:
       rows: the requests.
       bitmask: uint32 [B, V / 32], the tokens that may be chosen.
-      adapter: int32 [B], each row's.
-      options: of the rows.
+      adapter: int32 [B], each row's adapter.
+      options: the rows' options.
       asks_more: bool [], whether a row asks for more than its best token.
       start: int32 [B], the lengths before the step.
     """
@@ -89,19 +89,19 @@ class DecodeRows(NamedTuple):
     start: jax.Array
 
     @classmethod
-    def of(cls, slots: Slots, rows: Rows, bitmask: jax.Array) -> Self:
-        """Of a step that begins."""
+    def from_slots(cls, slots: Slots, rows: Rows, bitmask: jax.Array) -> Self:
+        """Gather the inputs of a step that begins."""
         options, length = options_of(slots, rows.slot), progress_of(slots, rows.slot).length
         asks_more = asks_more_than_greedy(options, length)
         return cls(rows, bitmask, slots.adapter[rows.slot], options, asks_more, length)
 
 
 class Passed(NamedTuple):
-    """What a pass changes.
+    """The state after a pass.
 
     Attributes:
       history: int32 [S, C], of all slots.
-      progress: of the rows.
+      progress: the rows' progress.
       logprobs: [B, K], of the step's tokens.
     """
 
@@ -113,11 +113,11 @@ class Passed(NamedTuple):
 def speculate(
     history: jax.Array, slot: jax.Array, progress: Progress, options: SamplingArrays, limit: jax.Array, width: int
 ) -> Speculation:
-    """What the n-gram proposer suggests for some rows.
+    """Return the n-gram proposer's suggestions for some rows.
 
     Args:
-      limit: int32 [B], how many tokens each may get at most.
-      width: how many any may get.
+      limit: int32 [B], the most tokens of each row.
+      width: the most tokens of any row.
     """
     tokens, count = propose(history[slot], progress.length, width)
     room = options.limit - progress.length - 1
@@ -126,7 +126,7 @@ def speculate(
 
 
 def tokens_of(history: jax.Array, rows: Rows, position: jax.Array, adapter: jax.Array, guess: Speculation) -> TokenRows:
-    """What goes through the model: the last token of each row, and its speculative ones. position: int32 [B]."""
+    """Return the model's input: the last token of each row, and its speculative ones. position: int32 [B]."""
     group = last_tokens(history, rows, position, adapter)
     if not guess.tokens.size:
         return group
@@ -146,10 +146,10 @@ def verify(
     guess: Speculation,
     processors: LogitsProcessors,
 ) -> tuple[Passed, jax.Array]:
-    """Choose the token after each one that went through the model, and keep those up to the first that was not guessed.
+    """Choose the token after each token of the pass, and keep them up to the first that was not guessed.
 
     hidden: [B, 1 + W, D].
-    Returns what is so after the pass, and how many speculative tokens were right, int32 [B].
+    Returns the state after the pass, and how many speculative tokens were right, int32 [B].
     """
     tokens, logprobs = _choose(model, step, before, hidden, guess.tokens, processors)
     index = jnp.arange(guess.tokens.shape[1])
@@ -168,13 +168,13 @@ def _choose(
     speculative: jax.Array,
     processors: LogitsProcessors,
 ) -> tuple[jax.Array, Logprobs]:
-    """The token after each one of a row: int32 [B, W], and the log probabilities of the step with theirs."""
+    """Return the token after each token of a row, int32 [B, W], and the step's log probabilities with theirs."""
     batch, width = hidden.shape[:2]
     logits = model.logits(hidden.reshape(batch * width, -1))
 
     def by_options() -> tuple[jax.Array, Logprobs]:
         history, length, active = before.history, before.progress.length, before.progress.active
-        if width > 1:  # penalties read speculative tokens from the history, where what is chosen replaces them
+        if width > 1:  # penalties read speculative tokens from the history; the chosen tokens replace them later
             at = jnp.where(active[:, None], length[:, None] + jnp.arange(width - 1), history.shape[1])
             history = history.at[step.rows.slot[:, None], at].set(speculative, mode="drop")
         slot, start, options, bitmask = jax.tree.map(
@@ -183,7 +183,7 @@ def _choose(
         )
         lengths = (length[:, None] + jnp.arange(width)).reshape(-1)
         tokens = sample(logits, history, slot, lengths, options, bitmask, processors, vocab=model.cfg.vocab)
-        at = jnp.arange(batch * width) // width, lengths - start  # those of tokens that do not stay are overwritten
+        at = jnp.arange(batch * width) // width, lengths - start  # rejected tokens' places are overwritten later
         return tokens, record_logprobs(options.logprobs, logits, tokens, at, before.logprobs)
 
     with jax.named_scope("sample"):
@@ -202,7 +202,7 @@ def finish_step(
     *,
     width: int,
 ) -> tuple[Slots, DecodeOutput]:
-    """The slots after a step's passes, and its results; width: how many tokens a row can have got."""
+    """Return the slots after a step's passes, and its results; width: the most tokens that a row can have got."""
     slot, produced = step.rows.slot, after.progress.length - step.start
     slots = with_progress(slots._replace(history=after.history), slot, after.progress, produced > 0)
     tokens = after.history[slot[:, None], step.start[:, None] + jnp.arange(width)]

@@ -1,4 +1,4 @@
-"""`zeros`: what the device starts with, made there in one call, whatever the number of layers."""
+"""`zeros`: the initial arrays, made on the device in one call, whatever the number of layers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from jaxinfer.compiled import ProgramSpec, Sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Zeros(Sizes):
-    """None: the shapes are in `static`."""
+    """No sizes: the shapes are in `static`."""
 
     program = "zeros"
 
 
 def build(static: Any, sizes: Zeros) -> Callable[..., Any]:
-    """The function without arguments that returns zeros of these shapes."""
+    """Return the function without arguments that returns zeros of these shapes."""
 
     def zeros() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.sharding.shard_shape(x.shape), x.dtype), static)
@@ -27,7 +27,7 @@ def build(static: Any, sizes: Zeros) -> Callable[..., Any]:
 
 
 def spec(shapes: Any) -> ProgramSpec[Zeros, Any]:
-    """The program of these shapes, a pytree of `jax.ShapeDtypeStruct`s, which say where the arrays will live."""
+    """Return the spec for these shapes, a pytree of `jax.ShapeDtypeStruct`s, which say where the arrays will live."""
     return ProgramSpec(
         sizes=Zeros,
         build=build,
