@@ -11,11 +11,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = sorted(path.name for path in (ROOT / "jaxinfer").iterdir() if path.is_dir() and path.name != "__pycache__")
 PENDING = {
     "models",
-    "experts",
     "elastic",
-    "evaluation",
-    "serving",
-    "streaming",
     "pallas_kernels",
     "sharding",
     "checkpoints",
