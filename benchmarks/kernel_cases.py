@@ -1,19 +1,21 @@
-"""Every operation with a kernel, at the shapes of real models: the cases that are lowered, compiled and tabulated.
+"""Every operation with a kernel: the cases that are lowered, compiled, tabulated, timed and checked.
 
-Cases have shapes only, no data. A case states how many kernels its call takes, how many bytes it must move and how many
-FLOPs its matmuls have. Dimension letters are those of the operations' modules.
+A builder for each operation makes its cases from sizes. `every_case` has the shapes of real models; `gpu/cases.py` has
+what the GPU benchmark times and checks. Dimension letters are those of the operations' modules.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu import references
+from benchmarks.gpu.tolerances import tolerance
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.presets import preset
 from jaxinfer.pallas_kernels import (
@@ -30,42 +32,97 @@ from jaxinfer.pallas_kernels import (
     quantized_matmul,
     small_batch_linear,
 )
-from jaxinfer.pallas_kernels.weights import GROUP, NIBBLES, Weights
+from jaxinfer.pallas_kernels import weights as formats
+from jaxinfer.pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.weights import Weights
 
 PAGE_SIZE = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+def _whole(result: Any, *_args: Any) -> Any:
+    return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
     """One operation at one shape.
 
     Attributes:
       op, name: the operation, and a description of the shape.
-      call, args: a function, and the shapes of its arguments.
-      bytes: the minimum memory traffic. flops: bfloat16 FLOPs; an int8 operation counts half.
+      call: a function. make: makes its arguments from a random key; traceable.
+      traffic: counts the bytes of the minimum memory traffic, from the arguments' shapes.
+      flops: bfloat16 FLOPs; `quantized_matmul`, in int8, counts half.
       kernels: the number of Mosaic kernels. others: the number of XLA's own kernels besides.
       rows: tokens, which determine XLA's compiler options.
-      donated: the argument that the call updates in place.
+      operands: the dtype of the matmul's operands.
+      state: the argument that the call updates in place and returns as its second result.
+      reference: the result in float64, from numpy arrays; leaves after those it returns are not compared.
+      compared: makes what is compared from the call's result and the arguments.
+      tolerance: maximum error of each result (`numerics.error`), from `tolerances.py`.
     """
 
     op: str
     name: str
     call: Callable[..., Any]
-    args: tuple[Any, ...]
-    bytes: int
+    make: Callable[[jax.Array], tuple[Any, ...]]
+    traffic: Callable[[tuple[Any, ...]], int]
     flops: int = 0
     kernels: int = 1
     others: int = 0
     rows: int = 1
-    donated: tuple[int, ...] = ()
+    operands: str = "bfloat16"
+    state: int | None = None
+    reference: Callable[..., Any]
+    compared: Callable[..., Any] = _whole
+    tolerance: float
+
+    @functools.cached_property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments' shapes."""
+        return jax.eval_shape(self.make, jax.eval_shape(jax.random.key, 0))
+
+    @property
+    def bytes(self) -> int:
+        """The minimum memory traffic."""
+        return self.traffic(self.args)
+
+    @property
+    def weight_dtype(self) -> np.dtype:
+        """The weight dtype that the engine would pass to `compiler_options`."""
+        return np.dtype(self.operands)
 
     @property
     def title(self) -> str:
+        """The operation and the shape."""
         return f"{self.op}: {self.name}"
 
 
+class Heads(NamedTuple):
+    """The query heads of an attention, its KV heads, and the size of a head."""
+
+    q: int
+    kv: int
+    head_dim: int
+
+
+class Choices(NamedTuple):
+    """The tokens of an MoE layer, its experts, and how many of them each token chooses."""
+
+    tokens: int
+    experts: int
+    k: int
+
+    @property
+    def rows(self) -> int:
+        """The rows of all experts."""
+        return self.tokens * self.k
+
+
+# The shapes of real models
+
+
 def every_case() -> Iterator[Case]:
-    """Yield all cases, grouped by operation."""
+    """Yield the cases of real models, grouped by operation."""
     for model, fmt, rows in (
         ("llama3-8b", "bfloat16", 1),
         ("llama3-8b", "bfloat16", 16),
@@ -77,9 +134,12 @@ def every_case() -> Iterator[Case]:
         ("gpt2-1.5b", "bfloat16", 1),
         ("gpt2-1.5b", "int8", 1),
     ):
-        yield from linear_layers(model, rows, fmt)
-    for rows in (64, 2048):
-        yield from quantized("llama3-8b", rows)
+        yield from _decoder_layer(model, rows, fmt)
+    config = preset("llama3-8b")
+    for rows in (64, 2048):  # the first linear layer of an MLP, with more rows than the small-batch kernel supports
+        name = f"llama3-8b, {rows} rows"
+        yield from quantizing(rows, config.embed, name=name)
+        yield quantized(rows, 2 * config.mlp.hidden, config.embed, name=f"{name}, up")
     for model, batch, tokens, context, dtype in (
         ("llama3-8b", 1, 1, 2048, "bfloat16"),
         ("llama3-8b", 1, 1, 8192, "int8"),
@@ -89,7 +149,9 @@ def every_case() -> Iterator[Case]:
         ("gpt-j-6b", 8, 1, 2048, "int8"),
         ("gpt2-1.5b", 1, 1, 1024, "bfloat16"),
     ):
-        yield decode(model, batch, tokens, context, dtype)
+        heads, rotary = _heads(preset(model)), preset(model).positions.rotary_dim or 0
+        name, int8 = f"{model}, {batch} x {tokens}, context {context}, {dtype}", dtype == "int8"
+        yield decoding(batch, tokens, context, heads, rotary=rotary, int8=int8, full=True, name=name)
     for model, tokens, dtype in (
         ("llama3-8b", 2048, "bfloat16"),
         ("llama3-8b", 8192, "int8"),
@@ -97,222 +159,485 @@ def every_case() -> Iterator[Case]:
         ("gpt-j-6b", 2048, "int8"),
         ("gpt2-1.5b", 1024, "bfloat16"),
     ):
-        yield prefill(model, tokens, dtype)
-    yield encode("ViT-B/16", 32, 197, 12, 64)
+        heads, name = _heads(preset(model)), f"{model}, {tokens} tokens, {dtype}"
+        yield prefill(1, tokens, tokens, heads, int8=dtype == "int8", full=True, name=name)
+    yield encoding(32, 197, 12, 64, full=True, name="ViT-B/16, 32 x 197")
     for tokens in (1, 16, 512):
-        yield from experts("Mixtral-8x7B", tokens, experts=8, k=2, embed=4096, hidden=14_336)
-    yield merge("ViT-B/16", 32, 197, 768, r=16)
+        name = f"Mixtral-8x7B, {tokens} {'token' if tokens == 1 else 'tokens'}"
+        choices, embed, hidden = Choices(tokens, experts=8, k=2), 4096, 14_336
+        yield gating(choices, name=name)
+        yield permuting(choices, embed, name=name)
+        yield expert_matmul(choices, 2 * hidden, embed, name=f"{name}, up")
+        yield expert_matmul(choices, embed, hidden, name=f"{name}, down")
+        yield unpermuting(choices, embed, name=name)
+    yield merging(32, 197, 768, r=16, name="ViT-B/16, 32 x 197, 16 merged")
 
 
-def linear_layers(model: str, rows: int, fmt: str) -> Iterator[Case]:
-    """Yield the linear layers of a decoder layer, with the operations fused into them, and the head."""
-    config = preset(model)
+def _decoder_layer(model: str, rows: int, fmt: str) -> Iterator[Case]:
+    """Yield the linear layers of a decoder layer, with what is fused into them, and the head."""
+    config, heads = preset(model), _heads(preset(model))
     embed, hidden, gated = config.embed, config.mlp.hidden, config.mlp.gated
-    heads, kv = _heads(config)
-    norm = _float((embed,), "float32"), None if model == "llama3-8b" else _float((embed,), "float32")
+    shifted = model != "llama3-8b"
+
+    def name(layer: str) -> str:
+        return f"{model} {layer}, {fmt}, {rows} {'row' if rows == 1 else 'rows'}"
+
+    qkv, up = (heads.q + 2 * heads.kv) * heads.head_dim, hidden * (2 if gated else 1)
     fused = {"activation": config.mlp.activation.value, "gated": gated}
-    residual = _float((rows, embed))
-
-    def case(op: str, name: str, call: Callable, x: int, outputs: int, *extra: Any, others: int = 0) -> Case:
-        args = _float((rows, x)), _weights(outputs, x, fmt), *extra
-        return Case(
-            op=op,
-            name=f"{model} {name}, {fmt}, {rows} {'row' if rows == 1 else 'rows'}",
-            call=call,
-            args=args,
-            bytes=_bytes(args) + 2 * rows * outputs,
-            flops=2 * rows * outputs * x,
-            others=others,
-            rows=rows,
-        )
-
-    def normed(x: jax.Array, weights: Weights, norm: Any, **fused: Any) -> jax.Array:
-        scale, shift = norm
-        return norm_linear(x, scale, shift, weights, eps=1e-5, **fused)
-
-    yield case("norm_linear", "qkv", normed, embed, heads + 2 * kv, norm)
-    yield case("linear_residual", "out", linear_residual, heads, embed, residual)
-    up = functools.partial(normed, **fused)
-    yield case("norm_linear", "up", up, embed, hidden * (2 if gated else 1), norm)
-    yield case("linear_residual", "down", linear_residual, hidden, embed, residual)
-    others = 1 if config.vocab % 8 else 0  # slices the result, which TMA writes in rows of a multiple of 16 bytes
-    others += 1 if fmt == "int8" and config.vocab % 64 else 0  # pads the scales to a multiple of TILE_N
-    yield case("small_batch_linear", "head", small_batch_linear, embed, config.vocab, others=others)
+    yield normed(name("qkv"), rows, qkv, embed, fmt, shifted=shifted)
+    yield residual(name("out"), rows, embed, heads.q * heads.head_dim, fmt)
+    yield normed(name("up"), rows, up, embed, fmt, shifted=shifted, **fused)
+    yield residual(name("down"), rows, embed, hidden, fmt)
+    yield linear(name("head"), rows, config.vocab, embed, fmt)
 
 
-def quantized(model: str, rows: int) -> Iterator[Case]:
-    """Yield the first linear layer of an MLP in int8, with more rows than the small-batch kernel supports."""
-    config = preset(model)
-    inputs, outputs = config.embed, 2 * config.mlp.hidden
-    x, norm = _float((rows, inputs)), _float((inputs,), "float32")
-    q, q_scale = _float((rows, inputs), "int8"), _float((rows, 1), "float32")
-    weights = _weights(outputs, inputs, "int8")
-    case = functools.partial(Case, rows=rows)
-    name = f"{model}, {rows} rows"
-    yield case(op="quantize_rows", name=name, call=quantize_rows, args=(x,), bytes=_bytes((x, q, q_scale)))
+def _heads(config: DecoderConfig) -> Heads:
+    return Heads(config.attention.q_heads, config.attention.kv_heads, config.attention.head_dim)
 
-    def normed(x: jax.Array, norm: jax.Array) -> Any:
-        return norm_quantize(x, norm, None, eps=1e-5)
 
-    yield case(op="norm_quantize", name=name, call=normed, args=(x, norm), bytes=_bytes((x, q, q_scale, norm)))
-    args = q, q_scale, *weights
-    yield case(
-        op="quantized_matmul",
-        name=f"{name}, up",
-        call=functools.partial(quantized_matmul, dtype=x.dtype),
-        args=args,
-        bytes=_bytes(args) + 2 * rows * outputs,
-        flops=rows * outputs * inputs,  # half, since int8 has twice the rate of bfloat16
+# Linear layers
+
+
+def linear(name: str, rows: int, outputs: int, inputs: int, fmt: str) -> Case:
+    """Make a case of a linear layer without fusion."""
+    return _linear("small_batch_linear", name, rows, outputs, inputs, fmt, small_batch_linear, references.linear)
+
+
+def normed(
+    name: str,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    fmt: str,
+    *,
+    shifted: bool = False,
+    biased: bool = False,
+    **fused: Any,
+) -> Case:
+    """Make a case of a linear layer after RMSNorm, or LayerNorm if `shifted`; `fused`: its activation and gate."""
+
+    def call(x: jax.Array, weights: Weights, scale: jax.Array, shift: Any, bias: Any, **options: Any) -> jax.Array:
+        return norm_linear(x, scale, shift, weights, bias, **options)
+
+    extra = (inputs,), (inputs,) if shifted else None, (outputs,) if biased else None
+    reference, options = references.norm_linear, {"eps": 1e-5} | fused
+    return _linear("norm_linear", name, rows, outputs, inputs, fmt, call, reference, *extra, **options)
+
+
+def residual(name: str, rows: int, outputs: int, inputs: int, fmt: str, *, biased: bool = False) -> Case:
+    """Make a case of a linear layer whose result is added to a residual."""
+    call, reference, bias = linear_residual, references.linear_residual, (outputs,) if biased else None
+    return _linear("linear_residual", name, rows, outputs, inputs, fmt, call, reference, (rows, outputs), bias)
+
+
+def _linear(
+    op: str,
+    name: str,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    fmt: str,
+    call: Callable[..., Any],
+    reference: Callable[..., Any],
+    *extra: tuple[int, ...] | None,
+    **options: Any,
+) -> Case:
+    """Make a case of a linear layer; `extra`: the shapes of the arguments after rows and weights."""
+    dtype = jnp.dtype(fmt if fmt in ("float32", "float16") else "bfloat16")
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, w, *keys = jax.random.split(key, 2 + len(extra))
+        rest = [
+            None if shape is None else _normal(k, shape, jnp.float32 if len(shape) == 1 else dtype)
+            for k, shape in zip(keys, extra, strict=True)
+        ]
+        return _normal(x, (rows, inputs), dtype), _weights(w, outputs, inputs, fmt), *rest
+
+    others = 1 if outputs % 8 else 0  # slices the result, which TMA writes in rows of a multiple of 16 bytes
+    others += 1 if fmt == "int8" and outputs % 64 else 0  # pads the scales to a multiple of TILE_N
+    return Case(
+        op=op,
+        name=name,
+        call=functools.partial(call, **options),
+        make=make,
+        traffic=lambda args: _bytes(args) + rows * outputs * dtype.itemsize,
+        flops=2 * rows * outputs * inputs,
+        others=others,
+        rows=rows,
+        operands="int8" if fmt == "int8" else "bfloat16",
+        reference=functools.partial(reference, **options),
+        # A normalised row is rounded, and fallbacks also round between the linear layer and what follows it.
+        tolerance=tolerance(
+            dtype.name,
+            roundings=4 if extra else 1,
+            products=0 if fmt == "int8" else inputs,
+            passes=6 if fmt == "float32" else 1,
+        ),
     )
 
 
-def decode(model: str, batch: int, tokens: int, context: int, dtype: str) -> Case:
-    """Make a case of decode attention: the newest tokens of some rows over their pages."""
-    config = preset(model)
-    attention, (heads, kv) = config.attention, _heads(config)
-    rotary = config.positions.rotary_dim or 0
-    angles = _float((batch, tokens, 1, rotary // 2), "float32")
-    pages = _pages(config, batch * context, dtype)
+def quantizing(rows: int, inputs: int, *, name: str = "") -> Iterator[Case]:
+    """Yield cases of the quantisation of rows to int8, without and with a norm."""
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, scale = jax.random.split(key)
+        return _normal(x, (rows, inputs)), _normal(scale, (inputs,), jnp.float32)
+
+    case = functools.partial(
+        Case,
+        name=name or f"{rows} x {inputs}",
+        kernels=0 if inputs % 128 else 1,  # other rows run as plain XLA
+        rows=rows,
+        compared=lambda result, *_args: result[0].astype(jnp.float32) * result[1],
+        # Both round as the kernel does. Where an error of float32 decides, an element may be a step off, which is of
+        # the size of two roundings to bfloat16.
+        tolerance=tolerance("bfloat16", roundings=2),
+    )
+    written = rows * (inputs + 4)
+    yield case(
+        op="quantize_rows",
+        call=quantize_rows,
+        make=lambda key: make(key)[:1],
+        traffic=lambda args: _bytes(args) + written,
+        reference=references.rounded_rows,
+    )
+    yield case(
+        op="norm_quantize",
+        call=lambda x, scale: norm_quantize(x, scale, None, eps=1e-5),
+        make=make,
+        traffic=lambda args: _bytes(args) + written,
+        reference=lambda x, scale: references.rounded_rows(references.normalized(x, scale, None, eps=1e-5)),
+    )
+
+
+def quantized(rows: int, outputs: int, inputs: int, *, name: str = "") -> Case:
+    """Make a case of the W8A8 matmul."""
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, w = jax.random.split(key)
+        return *formats.quantize_rows(_normal(x, (rows, inputs))), *_weights(w, outputs, inputs, "int8")
+
+    def reference(q: np.ndarray, q_scale: np.ndarray, weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return (q.astype(np.float64) @ weight.astype(np.float64).T) * q_scale * scale
+
+    return Case(
+        op="quantized_matmul",
+        name=name or f"{rows} x {inputs} by {outputs}",
+        call=functools.partial(quantized_matmul, dtype=jnp.bfloat16),
+        make=make,
+        traffic=lambda args: _bytes(args) + 2 * rows * outputs,
+        flops=rows * outputs * inputs,  # half, since int8 has twice the rate of bfloat16
+        rows=rows,
+        operands="int8",
+        reference=reference,
+        tolerance=tolerance("bfloat16"),
+    )
+
+
+# Attention
+
+
+def decoding(
+    batch: int,
+    tokens: int,
+    context: int,
+    heads: Heads,
+    *,
+    rotary: int,
+    int8: bool = False,
+    alibi: bool = False,
+    full: bool = False,
+    name: str = "",
+    **options: Any,
+) -> Case:
+    """Make a case of decode attention, with rotary embedding and the write to the cache."""
+    options |= {"alibi": _slopes(heads.q)} if alibi else {}
+    scale = heads.head_dim**-0.5
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, cache, angle = jax.random.split(key, 3)
+        angles = jax.random.uniform(angle, (batch, tokens, 1, rotary // 2), maxval=6.0)
+        qkv = _normal(x, (batch, tokens, (heads.q + 2 * heads.kv) * heads.head_dim))
+        cos_sin = (jnp.cos(angles), jnp.sin(angles)) if rotary else None
+        return qkv, *_cache(cache, batch, tokens, context, heads, int8=int8, full=full), cos_sin
 
     def call(qkv: jax.Array, pages: KVPages, table: jax.Array, positions: jax.Array, rotary: Any) -> Any:
-        return cached_attention(qkv, pages, table, positions, rotary=rotary, scale=attention.head_dim**-0.5)
+        return cached_attention(qkv, pages, table, positions, rotary=rotary, scale=scale, **options)
 
     return Case(
         op="decode_attention",
-        name=f"{model}, {batch} x {tokens}, context {context}, {dtype}",
+        name=name or _attention_name(batch, tokens, context, heads, int8, options),
         call=call,
-        args=(
-            _float((batch, tokens, heads + 2 * kv)),
-            pages,
-            _integers(batch, context // PAGE_SIZE),
-            _integers(batch, tokens),
-            (angles, angles) if rotary else None,
-        ),
-        bytes=_bytes(pages),
-        flops=4 * batch * tokens * context * heads,
+        make=make,
+        traffic=lambda args: _bytes(args[1]),
+        flops=4 * batch * tokens * context * heads.q * heads.head_dim,
         rows=batch * tokens,
-        donated=(1,),
+        state=1,
+        reference=functools.partial(references.decode_attention, scale=scale, **options),
+        tolerance=_attention_tolerance(context, heads.head_dim),
     )
 
 
-def prefill(model: str, tokens: int, dtype: str) -> Case:
-    """Make a case of prefill attention: a prompt over its pages."""
-    config = preset(model)
-    attention, (heads, _) = config.attention, _heads(config)
-    args = (
-        _float((1, tokens, attention.q_heads, attention.head_dim)),
-        _pages(config, tokens, dtype),
-        _integers(1, tokens // PAGE_SIZE),
-        _integers(1, tokens),
-    )
+def prefill(
+    batch: int,
+    tokens: int,
+    context: int,
+    heads: Heads,
+    *,
+    int8: bool = False,
+    alibi: bool = False,
+    full: bool = False,
+    name: str = "",
+    **options: Any,
+) -> Case:
+    """Make a case of prefill attention: the last chunk of some prompts over their pages."""
+    options |= {"alibi": _slopes(heads.q)} if alibi else {}
+    scale = heads.head_dim**-0.5
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, cache = jax.random.split(key)
+        q = _normal(x, (batch, tokens, heads.q, heads.head_dim))
+        return q, *_cache(cache, batch, tokens, context, heads, int8=int8, full=full)
+
     return Case(
         op="paged_attention",
-        name=f"{model}, {tokens} tokens, {dtype}",
-        call=functools.partial(paged_attention, scale=attention.head_dim**-0.5),
-        args=args,
-        bytes=_bytes(args) + 2 * tokens * heads,
-        flops=2 * tokens**2 * heads,
-        rows=tokens,
+        name=name or _attention_name(batch, tokens, context, heads, int8, options),
+        call=functools.partial(paged_attention, scale=scale, **options),
+        make=make,
+        traffic=lambda args: _bytes(args) + _bytes(args[0]),
+        flops=2 * batch * tokens * (2 * context - tokens) * heads.q * heads.head_dim,
+        rows=batch * tokens,
+        reference=functools.partial(references.paged_attention, scale=scale, **options),
+        tolerance=_attention_tolerance(context, heads.head_dim),
     )
 
 
-def encode(model: str, batch: int, tokens: int, heads: int, head_dim: int) -> Case:
-    """Make a case of encoder attention, where every token sees every other; compiled without cuDNN."""
-    q = _float((batch, tokens, heads, head_dim))
+def encoding(
+    batch: int, tokens: int, heads: int, head_dim: int, *, merged: bool = False, full: bool = False, name: str = ""
+) -> Case:
+    """Make a case of encoder attention, where every token sees every other; compiled without cuDNN.
+
+    Args:
+      merged: whether keys have sizes. full: whether all rows have `tokens`, not different lengths.
+    """
+    scale = head_dim**-0.5
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        q, k, v = (_normal(part, (batch, tokens, heads, head_dim)) for part in jax.random.split(key, 3))
+        lengths = _lengths(batch, tokens, 1, full=full)
+        index = jnp.arange(tokens, dtype=jnp.int32)
+        real = index < lengths[:, None]
+        sizes = jnp.where(real, 1.0 + index % 5, 0.0)
+        return q, k, v, jnp.where(real, index, -1), sizes if merged else lengths
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, seen: jax.Array) -> jax.Array:
+        lengths, key_sizes = (None, seen) if merged else (seen, None)
+        return attention(q, k, v, positions, lengths, key_sizes=key_sizes, scale=scale, causal=False)
+
+    def without_padding(result: jax.Array, *args: jax.Array) -> jax.Array:
+        return jnp.where((args[3] >= 0)[..., None, None], result, 0)  # results for padding are arbitrary
+
     return Case(
         op="attention",
-        name=f"{model}, {batch} x {tokens}",
-        call=functools.partial(attention, scale=head_dim**-0.5, causal=False),
-        args=(q, q, q, _integers(batch, tokens), _integers(batch)),
-        bytes=4 * _bytes(q),
+        name=name or f"{batch} x {tokens}, {heads} heads of {head_dim}" + ", sizes" * merged,
+        call=call,
+        make=make,
+        traffic=lambda args: 4 * _bytes(args[0]),
         flops=4 * batch * tokens**2 * heads * head_dim,
-        others=4,  # pads queries, keys and values to a multiple of 8 tokens; slices the result
+        kernels=0 if merged else 1,  # only cuDNN takes sizes
+        others=4 if tokens % 8 else 0,  # pads queries, keys and values to a multiple of 8 tokens; slices the result
         rows=batch * tokens,
+        reference=functools.partial(references.attention, scale=scale),
+        compared=without_padding,
+        # cuDNN takes the logarithms of sizes, up to log(5), in bfloat16: exp magnifies their roundings as much.
+        tolerance=_attention_tolerance(tokens, head_dim, roundings=7 if merged else 4),
     )
 
 
-def experts(model: str, tokens: int, *, experts: int, k: int, embed: int, hidden: int) -> Iterator[Case]:
-    """Yield the operations of an MoE layer."""
-    rows = tokens * k
-    name = f"{model}, {tokens} {'token' if tokens == 1 else 'tokens'}"
-    routing = moe.Routing(
-        experts=_integers(tokens, k),
-        weights=_float((tokens, k), "float32"),
-        rows=_integers(tokens, k),
-        tokens=_integers(rows),
-        offsets=_integers(experts),
-        sizes=_integers(experts),
-    )
-    logits, x, y = _float((tokens, experts), "float32"), _float((tokens, embed)), _float((rows, embed))
-    case = functools.partial(Case, rows=tokens)
-    yield case(
+def _cache(
+    key: jax.Array, batch: int, tokens: int, context: int, heads: Heads, *, int8: bool, full: bool
+) -> tuple[KVPages, jax.Array, jax.Array]:
+    """Make random pages, a page table, and the positions of the last tokens of its rows.
+
+    Args:
+      full: whether rows are as long as the context, and their pages in order; else they have different lengths, and
+        the pages any order.
+    """
+    k, v, order = jax.random.split(key, 3)
+    count = -(-context // PAGE_SIZE)
+    pages = [_normal(x, (batch * count, PAGE_SIZE, heads.kv, heads.head_dim)) for x in (k, v)]
+    pool = jnp.arange(batch * count) if full else jax.random.permutation(order, batch * count)
+    lengths = _lengths(batch, context, max(context // 2, tokens), full=full)
+    positions = lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)
+    cache = KVPages(*pages)
+    if int8:
+        scales = [jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(1, 3)) / 127 for x in pages]
+        rounded = [jnp.round(x / s[:, None, :, None]).astype(jnp.int8) for x, s in zip(pages, scales, strict=True)]
+        cache = KVPages(*rounded, *scales)
+    return cache, pool.reshape(batch, count).astype(jnp.int32), positions
+
+
+def _lengths(rows: int, longest: int, shortest: int, *, full: bool) -> jax.Array:
+    """Return the lengths of rows: all the longest if `full`, else in equal steps down to the shortest."""
+    if full:
+        return jnp.full(rows, longest, jnp.int32)
+    return jnp.linspace(longest, shortest, rows).astype(jnp.int32)
+
+
+def _attention_tolerance(context: int, head_dim: int, *, roundings: int = 4) -> float:
+    """Compute the tolerance of attention.
+
+    Queries, keys, softmax weights and the result are rounded; scores are sums over a head, results over all keys.
+    """
+    return tolerance("bfloat16", roundings=roundings, products=head_dim + context)
+
+
+def _slopes(heads: int) -> np.ndarray:
+    """Return ALiBi's slopes, for a power of two of heads."""
+    return np.float32(2.0) ** (-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
+
+
+def _attention_name(batch: int, tokens: int, context: int, heads: Heads, int8: bool, options: Mapping[str, Any]) -> str:
+    described = [f", {name} {value}" if name != "alibi" else ", ALiBi" for name, value in options.items()]
+    sizes = f"{batch} x {tokens}, context {context}, {heads.q}/{heads.kv} heads of {heads.head_dim}"
+    return "".join([sizes, ", int8" * int8, *described])
+
+
+# Mixtures of experts
+
+
+def gating(choices: Choices, *, capacity: int | None = None, name: str = "") -> Case:
+    """Make a case of the choice of experts; those beyond an expert's capacity are dropped."""
+    tokens, experts, k = choices
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        return (_normal(key, (tokens, experts), jnp.float32),)
+
+    return Case(
         op="top_k_gating",
-        name=name,
-        call=functools.partial(moe.top_k_gating, k=k),
-        args=(logits,),
-        bytes=_bytes((logits, routing)),
+        name=name or _choices_name(choices) + ("" if capacity is None else f", capacity {capacity}"),
+        call=functools.partial(moe.top_k_gating, k=k, capacity=capacity),
+        make=make,
+        traffic=lambda _args: 4 * (tokens * experts + 4 * choices.rows + 2 * experts),  # the logits, and a Routing
         kernels=1 if tokens <= 64 else 2,
+        rows=tokens,
+        reference=functools.partial(references.top_k_gating, k=k, capacity=capacity),
+        tolerance=tolerance("float32", roundings=64, products=experts),  # exp of up to 8 magnifies errors 8 times
     )
-    yield case(op="permute", name=name, call=moe.permute, args=(x, routing), bytes=_bytes(y) * 2)
-    for projection, outputs, inputs in (("up", 2 * hidden, embed), ("down", embed, hidden)):
-        weights = _float((experts, outputs, inputs))
-        read = _bytes(weights) * min(experts, rows) // experts
-        yield case(
-            op="grouped_matmul",
-            name=f"{name}, {projection}",
-            call=moe.grouped_matmul,
-            args=(_float((rows, inputs)), weights, routing.offsets, routing.sizes),
-            bytes=read + 2 * rows * (inputs + outputs),
-            flops=2 * rows * outputs * inputs,
-            others=1 if rows % 8 else 0,  # pads rows to a multiple of 8
-        )
-    yield case(op="unpermute", name=name, call=moe.unpermute, args=(y, routing), bytes=_bytes((y, x)))
 
 
-def merge(model: str, batch: int, tokens: int, embed: int, *, r: int) -> Case:
-    x, sizes, metric = _float((batch, tokens, embed)), _float((batch, tokens), "float32"), _float((batch, tokens, 64))
+def permuting(choices: Choices, embed: int, *, name: str = "") -> Case:
+    """Make a case of the copy of tokens to the rows of their experts."""
+    make = _routed(choices, choices.tokens, embed)
+    return Case(
+        op="permute",
+        name=name or _choices_name(choices),
+        call=moe.permute,
+        make=make,
+        traffic=lambda _args: 2 * 2 * choices.rows * embed,
+        rows=choices.tokens,
+        reference=references.permute,
+        tolerance=tolerance("float64"),  # copies
+    )
+
+
+def unpermuting(choices: Choices, embed: int, *, name: str = "") -> Case:
+    """Make a case of the weighted sum of the rows of each token."""
+    make = _routed(choices, choices.rows, embed)
+    return Case(
+        op="unpermute",
+        name=name or _choices_name(choices),
+        call=moe.unpermute,
+        make=make,
+        traffic=lambda _args: 2 * (choices.rows + choices.tokens) * embed,
+        rows=choices.tokens,
+        reference=references.unpermute,
+        tolerance=tolerance("bfloat16", products=choices.k),
+    )
+
+
+def expert_matmul(choices: Choices, outputs: int, inputs: int, *, name: str = "") -> Case:
+    """Make a case of a linear layer with a matrix for each expert."""
+    (tokens, experts, _), rows = choices, choices.rows
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, routing = _routed(choices, rows, inputs)(key)
+        weights = _normal(jax.random.fold_in(key, 1), (experts, outputs, inputs), scale=inputs**-0.5)
+        return x, weights, routing.offsets, routing.sizes
+
+    return Case(
+        op="grouped_matmul",
+        name=name or _choices_name(choices),
+        call=moe.grouped_matmul,
+        make=make,
+        traffic=lambda _args: 2 * (min(experts, rows) * outputs * inputs + rows * (inputs + outputs)),
+        flops=2 * rows * outputs * inputs,
+        others=1 if rows % 8 else 0,  # pads rows to a multiple of 8
+        rows=tokens,
+        reference=references.grouped_matmul,
+        tolerance=tolerance("bfloat16", products=inputs),
+    )
+
+
+def _routed(choices: Choices, count: int, width: int) -> Callable[[jax.Array], tuple[jax.Array, moe.Routing]]:
+    """Return what makes `count` random rows, and the routing of random logits."""
+
+    def make(key: jax.Array) -> tuple[jax.Array, moe.Routing]:
+        x, logits = jax.random.split(key)
+        with without_kernels():
+            routing = moe.top_k_gating(_normal(logits, (choices.tokens, choices.experts), jnp.float32), choices.k)
+        return _normal(x, (count, width)), routing
+
+    return make
+
+
+def _choices_name(choices: Choices) -> str:
+    return f"{choices.tokens} tokens, {choices.k} of {choices.experts} experts"
+
+
+# Token merging
+
+
+def merging(batch: int, tokens: int, embed: int, *, r: int, padding: bool = False, name: str = "") -> Case:
+    """Make a case of token merging.
+
+    The metric's elements are 1 and -1, so that similarities are exact in every dtype: the choice of pairs depends on no
+    rounding, and ties are frequent.
+
+    Args:
+      padding: whether rows end in 0, 1, 2, ... tokens of size 0.
+    """
+
+    def make(key: jax.Array) -> tuple[Any, ...]:
+        x, metric = jax.random.split(key)
+        sizes = 1.0 + jnp.arange(batch * tokens, dtype=jnp.float32).reshape(batch, tokens) % 3
+        if padding:
+            sizes = jnp.where(jnp.arange(tokens) < tokens - jnp.arange(batch)[:, None], sizes, 0.0)
+        signs = jax.random.rademacher(metric, (batch, tokens, 64), jnp.bfloat16)
+        return _normal(x, (batch, tokens, embed)), sizes, signs
+
     return Case(
         op="merge_tokens",
-        name=f"{model}, {batch} x {tokens}, {r} merged",
+        name=name or f"{batch} x {tokens} x {embed}, {r} merged" + ", padding" * padding,
         call=functools.partial(merge_tokens, r=r),
-        args=(x, sizes, metric),
-        bytes=_bytes((x, sizes, metric)) + 2 * batch * (tokens - r) * embed,
+        make=make,
+        traffic=lambda args: _bytes(args) + 2 * batch * (tokens - r) * embed,
         kernels=2,
         others=4,  # normalises and pads the metric's even and odd rows; pads and slices the sizes
         rows=batch * tokens,
+        reference=functools.partial(references.merge_tokens, r=r),
+        tolerance=tolerance("bfloat16", products=tokens),
     )
 
 
-def _heads(config: DecoderConfig) -> tuple[int, int]:
-    """Return the total features of the query heads, and of the KV heads."""
-    attention = config.attention
-    return attention.q_heads * attention.head_dim, attention.kv_heads * attention.head_dim
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.bfloat16, scale: float = 1.0) -> jax.Array:
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
-def _float(shape: tuple[int, ...], dtype: str = "bfloat16") -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def _integers(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _weights(outputs: int, inputs: int, fmt: str) -> Weights:
-    match fmt:
-        case "int8":
-            return Weights(_float((outputs, inputs), "int8"), _float((outputs,), "float32"))
-        case "fp8":
-            return Weights(_float((outputs, inputs), "float8_e4m3fn"), _float((outputs,), "float32"))
-        case "int4":
-            return Weights(_float((outputs, inputs // NIBBLES), "uint16"), _float((inputs // GROUP, outputs)))
-        case _:
-            return Weights(_float((outputs, inputs), fmt))
-
-
-def _pages(config: DecoderConfig, tokens: int, dtype: str) -> KVPages:
-    kv_heads, head_dim = config.attention.kv_heads, config.attention.head_dim
-    count = tokens // PAGE_SIZE
-    return KVPages.shapes(count, PAGE_SIZE, kv_heads, head_dim, np.dtype(jnp.bfloat16), int8=dtype == "int8")
+def _weights(key: jax.Array, outputs: int, inputs: int, fmt: str) -> Weights:
+    """Make random weights, scaled such that outputs for normal inputs are about normal."""
+    matrix = _normal(key, (outputs, inputs), jnp.float32, inputs**-0.5)
+    return formats.quantize(matrix, fmt) if fmt in ("int8", "int4", "fp8") else Weights(matrix.astype(fmt))
 
 
 def _bytes(tree: Any) -> int:

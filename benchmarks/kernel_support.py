@@ -32,7 +32,7 @@ def support_of(gpu: GPU) -> Support:
     with targeting(gpu):
         available = kernels_available()
         for case in every_case():
-            reason = _refusal(case) if available else "kernels need sm_90 or newer"
+            reason = refusal(case) if available else "kernels need sm_90 or newer"
             support.setdefault(case.op, {})[case.name] = reason
     return support
 
@@ -45,8 +45,8 @@ def _launch(*_args: object, **_options: object) -> None:
     raise _LaunchedError
 
 
-def _refusal(case: Case) -> str | None:
-    """Return why the case runs as plain XLA.
+def refusal(case: Case) -> str | None:
+    """Return why the case runs as plain XLA, or None.
 
     Stops at the kernel's launch, whose body takes most of the time to trace.
     """
@@ -84,6 +84,7 @@ def _cell(cases: Mapping[str, str | None], notes: list[str]) -> str:
 
 
 def main() -> None:
+    """Print the table, and put it into the page on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the table into docs/kernels.md")
     options = parser.parse_args()

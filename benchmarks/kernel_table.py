@@ -92,7 +92,8 @@ class Row:
 def compile_case(case: Case) -> TargetReport:
     """Compile the case as a separate program, with the compiler options of the engine's programs."""
     options = compiler_options("gpu", rows=case.rows, dtype=np.dtype(jnp.bfloat16))
-    return compile_for(TARGET, case.call, case.args, donate=case.donated, options=options, resources=True)
+    donated = () if case.state is None else (case.state,)
+    return compile_for(TARGET, case.call, case.args, donate=donated, options=options, resources=True)
 
 
 def rows_of(case: Case) -> list[Row]:
@@ -175,6 +176,7 @@ def put_into_page(module: str, table: str) -> None:
 
 
 def main() -> None:
+    """Compile the cases, print their table, and write it where the options say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", action="append", choices=LIMITS, default=[], help="only this operation")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")

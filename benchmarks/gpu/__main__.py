@@ -30,6 +30,7 @@ def read_parts(text: str) -> list[str]:
 
 
 def options() -> argparse.Namespace:
+    """Read the options of the command line, with the defaults that depend on others."""
     results = Path(__file__).parents[1] / "results" / "gpu"
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -51,6 +52,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run the benchmark, with the environment that JAX must find at import."""
     args = options()
     if args.dry_run:
         os.environ["JAX_PLATFORMS"] = "cpu"

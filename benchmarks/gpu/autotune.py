@@ -12,10 +12,10 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.gpu.cases import Case
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.timing import Arguments, Effort, Plan, Repeated, compile_all, interleave
+from benchmarks.kernel_cases import Case
 from benchmarks.report import Report
 from jaxinfer.disk_cache import write_atomically
 from jaxinfer.pallas_kernels.mosaic import tuning
@@ -54,7 +54,7 @@ def keys(case: Case) -> list[tuple[str, str]]:
     """List the (operation, key) pairs that this case looks up, for operations that are tuned."""
     trial = Trial()
     with trial.active():
-        jax.eval_shape(case.call, *case.shapes)
+        jax.eval_shape(case.call, *case.args)
     return [key for key in dict.fromkeys(trial.lookups) if key[0] in SEARCHED]
 
 

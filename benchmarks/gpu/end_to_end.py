@@ -67,6 +67,7 @@ class Item:
 
     @property
     def title(self) -> str:
+        """The model, its format and the batch."""
         return f"{self.model}, {self.fmt}, batch {self.batch}" + ("" if self.ways is COMPARED else ", breakdown")
 
 
@@ -104,6 +105,7 @@ class Bench:
         self._loaded: tuple[tuple[str, str], Model] | None = None
 
     def measure(self, item: Item) -> None:
+        """Measure one item, and report its times and whether all ways generate alike."""
         print(f"end to end: {item.title}", flush=True)
         model = self._model(item)
         with ThreadPoolExecutor() as pool:

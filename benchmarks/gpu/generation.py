@@ -127,6 +127,7 @@ class Generation:
             self._options[spec.name]["xla_gpu_enable_command_buffer"] = ""
 
     def compile(self) -> None:
+        """Compile the programs."""
         for name, lowered in self._lowered.items():
             self._programs[name] = lowered.compile(self._options[name])
 

@@ -9,11 +9,12 @@ import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks.gpu.cases import Case
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.clock import Clock
-from benchmarks.gpu.peer import AbsentError, Peer
+from benchmarks.gpu.others import OTHERS
+from benchmarks.gpu.peer import AbsentError, Peer, torch_request
 from benchmarks.gpu.timing import Arguments, Effort, Plan, Repeated, Round, compile_all, interleave
+from benchmarks.kernel_cases import Case
 from benchmarks.report import Report
 from jaxinfer.pallas_kernels.dispatch import without_kernels
 
@@ -80,7 +81,7 @@ def _lowered(case: Case, plan: Plan, report: Report) -> dict[str, Repeated]:
     if not programs[OURS].has_kernel:
         report.row(part="kernels", op=case.op, case=case.name, way=OURS, absent="not supported by the kernel")
         del programs[OURS]
-    for way, call in case.others.items():
+    for way, call in OTHERS.get(case.op, {}).items():
         try:
             programs[way] = Repeated(case, plan, call)
         except Exception as error:  # any error of the other library
@@ -92,9 +93,9 @@ def _lowered(case: Case, plan: Plan, report: Report) -> dict[str, Repeated]:
 def _times(case: Case, programs: dict[str, Repeated], peer: Peer, report: Report, effort: Effort) -> dict[str, Any]:
     arguments = Arguments.make(case, next(iter(programs.values())).plan)
     ways: dict[str, Round] = {way: program.round(arguments, effort) for way, program in programs.items()}
-    if case.torch is not None:
+    if (request := torch_request(case)) is not None:
         try:
-            ways[TORCH] = peer.prepare(**case.torch).round()
+            ways[TORCH] = peer.prepare(**request).round()
         except AbsentError as error:
             report.row(part="kernels", op=case.op, case=case.name, way=TORCH, absent=str(error))
     times = interleave(ways, effort.rounds)

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.gpu.cases import Case
 from benchmarks.gpu.clock import Clock
+from benchmarks.kernel_cases import Case
 from benchmarks.report import Report
 from jaxinfer.pallas_kernels.dispatch import without_kernels
 
@@ -39,19 +39,18 @@ def errors(case: Case, seed: int = 0) -> tuple[float, float]:
 
 def runs_kernel(case: Case) -> bool:
     """Check whether the operation runs its kernel here, not its fallback. Always True in a dry run."""
-    lowered = jax.jit(lambda *args: case.call(*args)).lower(*case.shapes)
+    lowered = jax.jit(lambda *args: case.call(*args)).lower(*case.args)
     return jax.default_backend() != "gpu" or "mosaic_gpu" in lowered.as_text()
 
 
 def expected_of(case: Case, args: tuple[Any, ...]) -> list[np.ndarray]:
     """Compute the results in float64."""
-    assert case.reference is not None
     return _leaves(case.reference(*jax.device_get(args)))
 
 
 def error_of(case: Case, args: tuple[Any, ...], expected: list[np.ndarray]) -> float:
     """Compute the largest relative error of a case's results."""
-    actual = jax.device_get(jax.jit(lambda *args: case.call(*args))(*args))
+    actual = jax.device_get(jax.jit(lambda *args: case.compared(case.call(*args), *args))(*args))
     return max(map(error, _leaves(actual), expected))
 
 

@@ -3,6 +3,7 @@
 Each imports its library when called; a library that is not installed is reported as absent.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,3 +43,10 @@ def tokamax_ragged_dot(x: jax.Array, weights: jax.Array, offsets: jax.Array, siz
     import tokamax  # pyright: ignore[reportMissingImports]
 
     return tokamax.ragged_dot(x, jnp.swapaxes(weights, 1, 2), sizes)
+
+
+OTHERS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "paged_attention": {"cuDNN": cudnn_prefill, "tokamax": tokamax_prefill},
+    "grouped_matmul": {"ragged_dot": jax_ragged_dot, "tokamax": tokamax_ragged_dot},
+}
+"""The implementations of other libraries, by operation and library."""

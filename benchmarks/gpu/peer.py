@@ -1,12 +1,15 @@
 """PyTorch and transformers in a separate process, or the reason why they are absent."""
 
+import math
 import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.timing import Round
+from benchmarks.kernel_cases import Case
 from benchmarks.workers import PEERS, Worker
+from jaxinfer.pallas_kernels import KVPages, Weights
 
 
 class AbsentError(Exception):
@@ -35,6 +38,7 @@ class Peer:
 
     @property
     def version(self) -> str:
+        """The versions of the peer's libraries, or why it is absent."""
         return self._worker.version if self._worker else f"absent: {self._absent}"
 
     def _ask(self, **request: Any) -> dict[str, Any]:
@@ -60,6 +64,7 @@ class Peer:
             self._ask(do="forget")
 
     def close(self) -> None:
+        """End the process."""
         if self._worker is not None:
             self._worker.close()
 
@@ -71,4 +76,31 @@ class Prepared:
         self._peer, self._number = peer, number
 
     def round(self, **options: Any) -> Round:
+        """Return rounds that the peer times."""
         return lambda: self._peer.seconds(self._number, **options)
+
+
+def torch_request(case: Case) -> dict[str, Any] | None:
+    """Make the request for PyTorch's nearest: linear layers without fusion, attention over contiguous keys."""
+    weights = next((x for x in case.args if isinstance(x, Weights)), None)
+    if weights is not None:
+        outputs, inputs = weights.shape
+        fmt = {"uint16": "int4"}.get(weights.weight.dtype.name, weights.weight.dtype.name)
+        if fmt not in ("bfloat16", "int8", "int4"):
+            return None
+        return {"what": "linear", "weights": fmt, "rows": case.rows, "outputs": outputs, "inputs": inputs}
+    pages = next((x for x in case.args if isinstance(x, KVPages)), None)
+    if pages is not None and pages.k_scale is None:
+        x, table, positions = case.args[0], case.args[2], case.args[3]
+        kv_heads, head_dim = pages.k.shape[2:]
+        heads = math.prod(x.shape[2:]) // head_dim
+        return {
+            "what": "attention",
+            "batch": len(x),
+            "tokens": positions.shape[1],
+            "keys": table.shape[1] * pages.k.shape[1],
+            "q_heads": heads if x.ndim == 4 else heads - 2 * kv_heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+        }
+    return None

@@ -36,11 +36,13 @@ def matmul(x: np.ndarray, weights: Weights) -> np.ndarray:
 
 
 def linear(x: np.ndarray, weights: Weights, bias: np.ndarray | None = None) -> np.ndarray:
+    """x W^T + b."""
     y = matmul(x, weights)
     return y if bias is None else y + bias
 
 
-def linear_residual(x: np.ndarray, weights: Weights, residual: np.ndarray, bias: np.ndarray) -> np.ndarray:
+def linear_residual(x: np.ndarray, weights: Weights, residual: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """residual + (x W^T + b)."""
     return residual.astype(np.float64) + linear(x, weights, bias)
 
 
@@ -53,7 +55,10 @@ def normalized(x: np.ndarray, scale: np.ndarray, shift: np.ndarray | None, *, ep
     return y if shift is None else y + shift
 
 
-def activated(x: np.ndarray, name: str) -> np.ndarray:
+def activated(x: np.ndarray, name: str | None) -> np.ndarray:
+    """Apply an activation, if there is one."""
+    if name is None:
+        return x
     if name == "silu":
         return x / (1 + np.exp(-x))
     assert name == "gelu_tanh"
@@ -64,19 +69,17 @@ def norm_linear(
     x: np.ndarray,
     weights: Weights,
     scale: np.ndarray,
-    *rest: np.ndarray,
+    shift: np.ndarray | None,
+    bias: np.ndarray | None,
+    *,
     eps: float,
-    activation: str,
+    activation: str | None = None,
     gated: bool = False,
 ) -> np.ndarray:
     """Compute a norm, a linear layer and an activation.
 
     Normalised rows are rounded once: to int8, or else to x's dtype.
-
-    Args:
-      rest: shift and bias, for LayerNorm.
     """
-    shift, bias = rest or (None, None)
     y = normalized(x, scale, shift, eps=eps)
     y = linear(y if np.asarray(weights.weight).dtype == np.int8 else y.astype(x.dtype), weights, bias)
     return activated(y[..., ::2], activation) * y[..., 1::2] if gated else activated(y, activation)
@@ -114,6 +117,7 @@ def paged_attention(
     softcap: float | None = None,
     alibi: np.ndarray | None = None,
 ) -> np.ndarray:
+    """Attend causally from the queries of each row to the keys in its pages."""
     rows, caches = [], dequantized(pages)
     for row, taken, at in zip(q, table, positions, strict=True):
         k, v = (x[taken].reshape(-1, *x.shape[2:]) for x in caches)
@@ -192,16 +196,19 @@ def top_k_gating(logits: np.ndarray, *, k: int, capacity: int | None = None) -> 
 
 
 def permute(x: np.ndarray, routing: Routing) -> np.ndarray:
+    """Copy each row's token."""
     return x.astype(np.float64)[np.asarray(routing.tokens)]
 
 
 def unpermute(y: np.ndarray, routing: Routing) -> np.ndarray:
+    """Compute the weighted sum of the rows of each token."""
     return np.einsum(
         "nk,nkd->nd", np.asarray(routing.weights, np.float64), y.astype(np.float64)[np.asarray(routing.rows)]
     )
 
 
 def grouped_matmul(x: np.ndarray, weights: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """x W^T, with the matrix of each row's expert."""
     x, weights = x.astype(np.float64), weights.astype(np.float64)
     experts = zip(offsets, sizes, weights, strict=True)
     return np.concatenate([x[first : first + size] @ matrix.T for first, size, matrix in experts])

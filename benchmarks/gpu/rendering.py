@@ -25,7 +25,7 @@ SECTIONS = {
 
 
 def render(json_file: Path) -> Path:
-    """Write `report.md` and its plots next to the JSON; returns the page. Without matplotlib there are no plots."""
+    """Write `report.md` and its plots next to the JSON, and return the page. Without matplotlib there are no plots."""
     result = json.loads(json_file.read_text())
     rows, folder = result["rows"], json_file.parent
     command = next(row["command"] for row in rows if "command" in row)

@@ -38,6 +38,7 @@ class _SavedReport(Report):
         path.write_text("")
 
     def row(self, **fields: Any) -> None:
+        """Add a row, and append it to the file."""
         super().row(**fields)
         with self._path.open("a") as file:
             file.write(json.dumps(fields) + "\n")

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.gpu.cases import Case
+from benchmarks.kernel_cases import Case
 from jaxinfer.compiled import compiler_options
 
 LARGE = 1 << 20
@@ -58,6 +58,7 @@ class Timing:
 
     @property
     def seconds(self) -> float:
+        """The median of the rounds."""
         return statistics.median(self.rounds)
 
     @property
@@ -106,7 +107,7 @@ class Plan:
     @classmethod
     def from_case(cls, case: Case, call_seconds: float, effort: Effort) -> "Plan":
         """Plan a case whose call is expected to take `call_seconds`."""
-        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.shapes)]
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.args)]
         large = tuple(size >= LARGE for size in sizes)
         total = sum(size for size, rotates in zip(sizes, large, strict=True) if rotates)
         sets = min(-(-SETS_BYTES // total), effort.calls) if total else 1
@@ -151,6 +152,7 @@ class Repeated:
         self._executable: jax.stages.Compiled | None = None
 
     def compile(self) -> None:
+        """Compile the program with the options of the engine's."""
         self._executable = self._lowered.compile(
             serial_options(jax.default_backend(), rows=self.case.rows, dtype=self.case.weight_dtype)
         )
@@ -185,7 +187,7 @@ def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable
     def program(small: list[list[Any]], large: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
         large, results = list(large), []
         for index in range(plan.calls):
-            args = list(plan.join(small[index], large[index % plan.sets], case.shapes))
+            args = list(plan.join(small[index], large[index % plan.sets], case.args))
             result = call(*args)
             if case.state is not None:
                 result, args[case.state] = result
@@ -193,7 +195,7 @@ def repeated(case: Case, plan: Plan, call: Callable[..., Any]) -> tuple[Callable
             results.append(result)
         return results, large
 
-    small, large = plan.split(case.shapes)
+    small, large = plan.split(case.args)
     return program, ([small] * plan.calls, [large] * plan.sets)
 
 

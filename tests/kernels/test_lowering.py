@@ -1,13 +1,17 @@
 """Every kernel at every shape of the kernel table: lowered for CUDA, and compiled for an H200 (marker `aot`)."""
 
+import importlib
 import json
+from pathlib import Path
 
 import jax
 import pytest
 
 from benchmarks.kernel_cases import every_case
 from benchmarks.kernel_table import LIMITS, Row, blocks_per_sm, markdown, rows_of
+from jaxinfer import pallas_kernels
 from jaxinfer.compiled.target import Target
+from jaxinfer.pallas_kernels.dispatch import Operation
 from jaxinfer.pallas_kernels.mosaic.tuning import Trial, tables
 from jaxinfer.pallas_kernels.target import targeting
 
@@ -58,8 +62,17 @@ def test_stays_within_its_limits(op):
             assert limit.features <= set(row.features), row
 
 
-def test_every_operation_has_cases_and_limits():
-    assert {case.op for case in CASES} == set(LIMITS)
+def operations_with_a_kernel():
+    """Return the names of the operations of all rooms that a Mosaic kernel implements."""
+    files = sorted(Path(pallas_kernels.__file__).parent.glob("*/api.py"))
+    rooms = [importlib.import_module(f"{pallas_kernels.__name__}.{file.parent.name}.api") for file in files]
+    operations = [value for room in rooms for value in vars(room).values() if isinstance(value, Operation)]
+    return {operation.name for operation in operations if any(x.name == "mosaic" for x in operation.implementations)}
+
+
+def test_every_operation_with_a_kernel_has_cases_and_limits():
+    assert {case.op for case in CASES} == operations_with_a_kernel()
+    assert set(LIMITS) == operations_with_a_kernel()
     assert len({case.title for case in CASES}) == len(CASES)
 
 
