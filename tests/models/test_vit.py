@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from jaxinfer.models import ViT, WeightFormat
+from jaxinfer.models import ViT, WeightFormat, devices
 from jaxinfer.models.abstract import merge_model
 from jaxinfer.models.config import Pooling, ViTConfig
 from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
 from jaxinfer.models.presets import vision_preset
-from jaxinfer.models.vision import vit
 from tests.models import vision
 
 LABELS = tuple("abcdefg")
@@ -204,7 +203,7 @@ def test_level_0_is_the_plain_model():
 @pytest.mark.parametrize("batch", [12, 16])
 def test_large_batches(batch, monkeypatch):
     """On a CPU a program takes them in parts, here of 8."""
-    monkeypatch.setattr(vit, "BYTES_AT_ONCE", 8 * SHALLOW.tokens * SHALLOW.embed * 4)
+    monkeypatch.setattr(devices, "BYTES_AT_ONCE", 8 * SHALLOW.tokens * SHALLOW.embed * 4)
     adaptation = TokenAdaptation(prompts=PROMPTS, merges=(5, 6, 3))
 
     def features(leaves, images, prompts):

@@ -17,7 +17,8 @@ from jax import lax
 
 from jaxinfer.generation.sampling.arrays import SamplingArrays
 from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, whole
-from jaxinfer.sharding.collectives import all_gather, axis_size, local_index, local_part, pmax, pmin, psum
+from jaxinfer.pallas_kernels.sampling.api import largest_cut
+from jaxinfer.sharding.collectives import all_gather, axis_size, local_index, local_part, mesh_axes, psum
 
 CANDIDATES = 64
 """Best tokens of each device, among which the cut-offs of a split vocabulary are looked for first."""
@@ -61,23 +62,6 @@ def _float_of(keys: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ 0x7FFFFFFF, keys), jnp.float32)
 
 
-def _largest_cut(keys: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """Return the largest t for which the weights of all keys >= t sum to `target` or more; exact, by bisection.
-
-    keys: int32 [B, V]; weights: float32 [B, V]; target: float32 [B]. Returns int32 [B].
-    """
-
-    def halve(_, bounds):
-        low, high = bounds  # low reaches `target`, high does not
-        # floor((low + high) / 2), written so that it cannot overflow
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        enough = psum(jnp.sum(jnp.where(keys >= middle[:, None], weights, 0.0), axis=-1), "vocab") >= target
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    low, high = pmin(jnp.min(keys, axis=-1), "vocab"), pmax(jnp.max(keys, axis=-1), "vocab") + 1
-    return lax.fori_loop(0, 32, halve, (low, high))[0]
-
-
 class _Candidates(NamedTuple):
     """The best scores of every device that has a part of the vocabulary.
 
@@ -100,7 +84,7 @@ class _Candidates(NamedTuple):
         return cls(ordered, floor)
 
     def cut(self, weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return `_largest_cut` if it lies above the floor, int32 [B], and whether it does. weights: of the keys."""
+        """Return `largest_cut` if it lies above the floor, int32 [B], and whether it does. weights: of the keys."""
         reached = jnp.cumsum(weights, axis=-1) >= target[:, None]
         cut = jnp.take_along_axis(self.keys, jnp.argmax(reached, axis=-1)[:, None], axis=-1)[:, 0]
         return cut, jnp.any(reached, axis=-1) & (cut > self.floor)
@@ -114,16 +98,16 @@ def _cut(
     target: jax.Array,
     needed: jax.Array,
 ) -> jax.Array:
-    """Return `_largest_cut` in the rows that need it, int32 [B]: from the candidates if they have all of these.
+    """Return `largest_cut` in the rows that need it, int32 [B]: from the candidates if they have all of these.
 
     weigh: from keys to their weights.
     """
     if candidates is None:
-        return _largest_cut(keys, weigh(keys), target)
+        return largest_cut(keys, weigh(keys), target, axes=mesh_axes("vocab"))
     cut, known = candidates.cut(weigh(candidates.keys), target)
     with jax.named_scope(name):
         below = jnp.any(needed & ~known)
-        return lax.cond(below, lambda: _largest_cut(keys, weigh(keys), target), lambda: cut)
+        return lax.cond(below, lambda: largest_cut(keys, weigh(keys), target, axes=mesh_axes("vocab")), lambda: cut)
 
 
 def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:

@@ -5,11 +5,11 @@ On one device, or if the vocabulary is not split, each function works on all of 
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxinfer.generation.outputs import NO_TOKEN
 from jaxinfer.models.fitting import TOKENS_PER_WORD
+from jaxinfer.pallas_kernels.sampling.api import best
 from jaxinfer.sharding.collectives import all_gather, axis_size, local_part, local_start
 
 
@@ -32,25 +32,13 @@ def greedy(scores: jax.Array) -> jax.Array:
 
     NO_TOKEN where all scores are -inf, or one is not a number.
     """
-    score, token = _best(scores)
+    score, token = best(scores)
     if axis_size("vocab") > 1:
         token += local_start("vocab", scores.shape[-1])
         pairs = jnp.stack([lax.bitcast_convert_type(score, jnp.int32), token])
         gathered = all_gather(pairs, "vocab")  # [parts, 2, B], in the order of the tokens
-        best = lax.bitcast_convert_type(gathered[:, 0], jnp.float32)
-        part = jnp.argmax(best, axis=0)[None]
+        parts = lax.bitcast_convert_type(gathered[:, 0], jnp.float32)
+        part = jnp.argmax(parts, axis=0)[None]
         token = jnp.take_along_axis(gathered[:, 1], part, axis=0)[0]
-        score = jnp.take_along_axis(best, part, axis=0)[0]
+        score = jnp.take_along_axis(parts, part, axis=0)[0]
     return jnp.where(score > -jnp.inf, token, NO_TOKEN)
-
-
-def _best(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each row's best score, or a NaN if there is one, and its token; `jnp.argmax` gives no score."""
-
-    def better(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        wins = (left[0] > right[0]) | (left[0] != left[0])
-        first = wins | ((left[0] == right[0]) & (left[1] < right[1]))
-        return jnp.where(wins, left[0], right[0]), jnp.where(first, left[1], right[1])
-
-    tokens = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    return lax.reduce((scores, tokens), (np.float32(-np.inf), np.int32(0)), better, (scores.ndim - 1,))

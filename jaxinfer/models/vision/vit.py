@@ -9,6 +9,7 @@ from einops import rearrange
 from flax import nnx
 from jax import lax
 
+from jaxinfer.models import devices
 from jaxinfer.models.config import Pooling, ViTConfig
 from jaxinfer.models.layers.layer import TransformerLayer
 from jaxinfer.models.layers.linear import Embedding, Linear
@@ -16,10 +17,6 @@ from jaxinfer.models.layers.norm import Norm
 from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, TokenAdaptation
 from jaxinfer.models.vision.images import check_images, normalised_pixels
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.pallas_kernels.dispatch import for_gpu
-
-BYTES_AT_ONCE = 3 << 20
-"""Bytes of the tokens that a CPU takes together: the activations of more do not fit its caches (docs/cpu-speed.md)."""
 
 
 class ViT(nnx.Module):
@@ -66,9 +63,9 @@ class ViT(nnx.Module):
           adaptation: what happens to the tokens in each layer.
           prompts: those of each layer for each image, [B, layers, adaptation.prompts, D]; None if there are none.
         """
-        batch, most = len(images), BYTES_AT_ONCE // (self.cfg.tokens * self.cfg.embed * self.dtype.itemsize)
-        at_once = 1 << max(most.bit_length() - 1, 0)
-        if for_gpu() or batch <= at_once or batch % at_once:
+        batch = len(images)
+        at_once = devices.inputs_at_once(self.cfg.tokens * self.cfg.embed * self.dtype.itemsize)
+        if at_once is None or batch <= at_once or batch % at_once:
             return self._features(images, adaptation, prompts)
         parts = jax.tree.map(lambda array: array.reshape(-1, at_once, *array.shape[1:]), (images, prompts))
         return lax.map(lambda part: self._features(part[0], adaptation, part[1]), parts).reshape(batch, -1)
