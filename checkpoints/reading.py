@@ -1,6 +1,5 @@
 """Reading weights directly into the sharding and dtype in which they will be used."""
 
-import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -12,7 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.manifest import MANIFEST, Leaf, read_manifest
+from jaxinfer.checkpoints.layouts import open_checkpoint
+from jaxinfer.checkpoints.manifest import Leaf
+from jaxinfer.checkpoints.orbax_folder import OrbaxFolder
+from jaxinfer.checkpoints.single_file import SingleFile
 from jaxinfer.sharding import ShardingRules
 
 GROUP_BYTES = 128 << 20  # read at once: bounds host memory, and is enough to keep the disk busy
@@ -47,8 +49,8 @@ def stream(
       only: selects leaves by dotted path; nothing else is read. None: all.
       takes: which stored indices the dimensions of a leaf have. None: all, in order.
     """
-    path = pathlib.Path(path).resolve()
-    leaves = {name: leaf for name, leaf in read_manifest(path).leaves.items() if only is None or only(name)}
+    checkpoint = open_checkpoint(pathlib.Path(path).resolve())
+    leaves = {name: leaf for name, leaf in checkpoint.manifest.leaves.items() if only is None or only(name)}
     taken = {name: takes(name, leaf) if takes else (None,) * len(leaf.shape) for name, leaf in leaves.items()}
     targets = {}
     for name, leaf in leaves.items():
@@ -56,34 +58,16 @@ def stream(
         sharding = _place(name, leaf.axes, shape, mesh, rules or ShardingRules())
         targets[name] = jax.ShapeDtypeStruct(shape, _target_dtype(name, leaf, dtype), sharding=sharding)
     for group in _groups(targets, leaves):
-        arrays = _read(path, group, leaves, taken)
+        arrays = _read(checkpoint, group, taken)
         while arrays:
             yield arrays.popitem()  # only the caller references it
 
 
 def _read(
-    path: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct], leaves: dict[str, Leaf], taken: dict[str, Takes]
+    checkpoint: OrbaxFolder | SingleFile, targets: dict[str, jax.ShapeDtypeStruct], taken: dict[str, Takes]
 ) -> dict[str, jax.Array]:
-    """Leaves by name, each shard read once.
-
-    TensorStore reads what Orbax wrote with it. Importing Orbax takes longer than reading a small model. It goes by
-    metadata of its own, which must be what the manifest says.
-    """
-    import tensorstore as ts
-
-    state = path / "state"
-    driver = "zarr3" if json.loads((state / "_METADATA").read_text())["use_zarr3"] else "zarr"
-    files, context = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state}/"}}, ts.Context()
-    opening = {
-        name: ts.open({"driver": driver, "kvstore": {**files, "path": f"{name}/"}}, open=True, context=context)
-        for name in targets
-    }
-    stores = {name: future.result() for name, future in opening.items()}
-    for name, store in stores.items():
-        if (stored := f"{store.dtype.name}{list(store.shape)}") != str(leaves[name]):
-            raise CheckpointError(
-                f"{path}: {name} is stored as {stored}, and {MANIFEST} says {leaves[name]}; copy or convert again."
-            )
+    """Return leaves by name, each shard read once."""
+    stores = checkpoint.open_leaves(targets)
     reading = {name: _read_shards(stores[name], x, taken[name]) for name, x in targets.items()}
     arrays = {}
     for name, target in targets.items():

@@ -8,14 +8,17 @@ import pathlib
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from typing import Self
+from typing import Self, get_args
 
 import jax
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.manifest import Leaf, write_manifest
+from jaxinfer.checkpoints.layouts import Layout
+from jaxinfer.checkpoints.manifest import Leaf
+from jaxinfer.checkpoints.orbax_folder import write_manifest
 from jaxinfer.checkpoints.paths import inside
+from jaxinfer.checkpoints.single_file import SINGLE_FILE, encode_single_file, require_small
 
 GROUP_BYTES = 256 << 20  # leaves are collected up to this size, then written
 CHUNK_BYTES = 64 << 20  # largest chunk of a leaf on disk; a device reads whole chunks to get its shard
@@ -27,13 +30,19 @@ class Writer:
     Until then everything is in `.NAME.partial` next to the target. An exception removes it. If the process is killed,
     the next writer of the same target removes it. Peak memory: `GROUP_BYTES` and one leaf.
 
+    Args:
+      path: the directory, empty or not existing.
+      layout: how it is stored; "single-file" takes no more than `single_file.MAX_BYTES`.
+
     >>> with Writer("model") as writer:  # doctest: +SKIP
     ...     writer.add("head.kernel", np.zeros((10, 4), np.float32), ("vocab", "embed"))
     ...     writer.add_file("config.json", b"{}")
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path).resolve()
+    def __init__(self, path: str | os.PathLike[str], *, layout: Layout = "orbax"):
+        if layout not in get_args(Layout):
+            raise ValueError(f"layout={layout!r} is not implemented; known: {', '.join(get_args(Layout))}.")
+        self.path, self._layout = pathlib.Path(path).resolve(), layout
         self._temporary = self.path.parent / f".{self.path.name}.partial"
         self._state = self._temporary / "model"
         self._files: dict[str, bytes | pathlib.Path] = {}
@@ -62,8 +71,14 @@ class Writer:
         self._leaves[name] = Leaf(array.shape, array.dtype.name, axes)
         self._group[name] = array
         self._group_bytes += array.nbytes
+        self.check_size(self._group_bytes)
         if self._group_bytes >= GROUP_BYTES:
             self._flush()
+
+    def check_size(self, size: int) -> None:
+        """Raise CheckpointError if weights of so many bytes are too many for the layout."""
+        if self._layout == "single-file":
+            require_small(self.path, size)
 
     def add_file(self, name: str, content: bytes | pathlib.Path) -> None:
         """Store a file under a path of its own in the directory: its bytes, or a path to copy from."""
@@ -84,10 +99,23 @@ class Writer:
         self._group, self._group_bytes = {}, 0
 
     def _commit(self) -> None:
-        from orbax.checkpoint import v1 as ocp
-
         if not self._leaves:
             raise ValueError(f"{self.path}: no leaf was added.")
+        if self._layout == "single-file":
+            self._write_single_file()
+        else:
+            self._write_folder()
+        self._state.rename(self.path)
+
+    def _write_single_file(self) -> None:
+        files = {name: x if isinstance(x, bytes) else x.read_bytes() for name, x in self._files.items()}
+        content = encode_single_file(self.path, self._leaves, self._group, files)
+        self._state.mkdir()
+        (self._state / SINGLE_FILE).write_bytes(content)
+
+    def _write_folder(self) -> None:
+        from orbax.checkpoint import v1 as ocp
+
         if self._group:
             self._flush()
         ocp.partial.finalize(str(self._state))
@@ -99,7 +127,6 @@ class Writer:
             else:
                 shutil.copyfile(content, self._state / name)
         write_manifest(self._state, self._leaves)
-        self._state.rename(self.path)
 
 
 def save(
@@ -107,9 +134,11 @@ def save(
     leaves: Mapping[str, np.ndarray | jax.Array],
     axes: Mapping[str, tuple[str | None, ...]],
     files: Mapping[str, bytes | pathlib.Path],
+    *,
+    layout: Layout = "orbax",
 ) -> None:
     """Write a whole model directory at once; see `Writer`."""
-    with Writer(path) as writer:
+    with Writer(path, layout=layout) as writer:
         for name, content in files.items():
             writer.add_file(name, content)
         for name, array in leaves.items():

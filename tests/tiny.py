@@ -7,6 +7,7 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from jaxinfer.checkpoints import Layout
 from jaxinfer.models import Decoder, DecoderConfig, WeightFormat
 from jaxinfer.models.config import (
     Activation,
@@ -41,7 +42,7 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_tiny(path: Path) -> Path:
+def save_tiny(path: Path, layout: Layout = "orbax") -> Path:
     """Write the model directory; <end> is its end of text."""
     weights = WeightFormat()
     model = Decoder(CONFIG, weights, rngs=nnx.Rngs(0))
@@ -54,5 +55,5 @@ def save_tiny(path: Path) -> Path:
         "tokenizer.json": byte_tokenizer().to_str().encode(),
         "tokenizer_config.json": json.dumps({"chat_template": template}).encode(),
     }
-    save_model(path, model, family="tiny", tokenizer=files, eos_ids=(256,))
+    save_model(path, model, family="tiny", tokenizer=files, eos_ids=(256,), layout=layout)
     return path

@@ -31,7 +31,10 @@ def convert(
     ] = None,
     layout: Annotated[
         str,
-        typer.Option(help="orbax; or streaming, which also writes layers as weights='disk' reads them."),
+        typer.Option(
+            help="orbax; single-file, for a small model; or streaming, which also writes layers as weights='disk' "
+            "reads them."
+        ),
     ] = "orbax",
     mesh: MeshOption = None,
     layer_files: LayerFilesOption = None,
@@ -42,8 +45,8 @@ def convert(
     streaming, a run with the same --mesh, --dtype and --quantize finds its layers written; without --dtype those are
     written that a run without it reads on this machine: float32 on a CPU, else as stored.
     """
-    if layout not in ("orbax", "streaming"):
-        raise ValueError(f"--layout must be orbax or streaming, got {layout!r}.")
+    if layout not in ("orbax", "single-file", "streaming"):
+        raise ValueError(f"--layout must be orbax, single-file or streaming, got {layout!r}.")
     for option, value in (("--mesh", mesh), ("--layer-files", layer_files)):
         if value is not None and layout != "streaming":
             raise ValueError(f"{option} says how layers are written: add --layout streaming, or leave it out.")
@@ -60,7 +63,14 @@ def convert(
             task = bar.add_task(what, total=None)
             return lambda done, total: bar.update(task, completed=done, total=total)
 
-        description = convert_model(hf_dir, out_dir, dtype=dtype, quantize=quantize, progress=show("converting"))
+        description = convert_model(
+            hf_dir,
+            out_dir,
+            dtype=dtype,
+            quantize=quantize,
+            layout="single-file" if layout == "single-file" else "orbax",
+            progress=show("converting"),
+        )
         written = run.write_layers(out_dir, dtype, show("writing layers")) if run else ""
     stored = description.quantization or description.dtype
     typer.echo(f"{out_dir}: {description.family} {description.kind}, {stored}")

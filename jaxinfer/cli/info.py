@@ -118,7 +118,9 @@ def _vision_rows(config: "VisionConfig") -> list[tuple[str, object]]:
 
 
 def _tokenizer(directory: Path) -> str:
-    return "yes" if (directory / "tokenizer.json").is_file() else "no: token ids only"
+    from jaxinfer.checkpoints import read_file
+
+    return "no: token ids only" if read_file(directory, "tokenizer.json") is None else "yes"
 
 
 def _layer_files(directory: Path) -> str:

@@ -17,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Meta
 
+from jaxinfer.checkpoints import list_files, read_file
 from jaxinfer.generation.fields import check, shown
 
 Messages = list[dict[str, Any]]
@@ -66,13 +67,13 @@ class ChatTemplates:
     """
 
     def __init__(self, folder: Path):
-        config = read_json(folder / "tokenizer_config.json")
+        config = _read_json(folder, "tokenizer_config.json")
         self._templates = (
             _separate_files(folder)
-            or _by_name(folder / "chat_template.json", read_json(folder / "chat_template.json"))
+            or _by_name(folder / "chat_template.json", _read_json(folder, "chat_template.json"))
             or _by_name(folder / "tokenizer_config.json", config)
         )
-        self._special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+        self._special_tokens = _special_tokens(config, _read_json(folder, "special_tokens_map.json"))
 
     def render(
         self,
@@ -245,21 +246,24 @@ def _without_end(messages: Messages, render: Callable[[], str]) -> str:
 # Files
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a file's JSON object; empty without the file. Raises ValueError naming a file that holds none."""
-    if not path.exists():
+    if (content := read_file(folder, name)) is None:
         return {}
     try:
-        return check(str(path), json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
+        return check(str(folder / name), json.loads(content), dict[str, Any])
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}; fetch it again.") from error
+        raise ValueError(f"{folder / name} is not JSON: {error}; fetch it again.") from error
 
 
 def _separate_files(folder: Path) -> dict[str, str]:
-    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (default := folder / "chat_template.jinja").exists():
-        files["default"] = default
-    return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    files = {
+        Path(name).stem: name for name in list_files(folder, "additional_chat_templates") if name.endswith(".jinja")
+    }
+    contents = {name: read_file(folder, file) for name, file in files.items()}
+    if (default := read_file(folder, "chat_template.jinja")) is not None:
+        contents["default"] = default
+    return {name: content.decode() for name, content in contents.items() if content is not None}
 
 
 def _by_name(path: Path, content: dict[str, Any]) -> dict[str, str]:

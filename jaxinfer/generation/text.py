@@ -9,11 +9,13 @@ import numpy as np
 import tokenizers
 from msgspec import Meta
 
+from jaxinfer.checkpoints import read_file
 from jaxinfer.generation.chat_template import ChatOptions, ChatTemplates, Messages
 from jaxinfer.generation.fields import check, shown
 
 Prompt = str | list[int]
 """The input of a model: a text, or token ids."""
+TOKENIZER = "tokenizer.json"
 PROMPT_TOKENS = 6
 """How many of a prompt's last tokens are decoded together with the first output token."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -26,7 +28,9 @@ class Tokenizer:
     """A model directory's `tokenizer.json`, with its chat templates if it has any."""
 
     def __init__(self, folder: Path):
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        if (content := read_file(folder, TOKENIZER)) is None:
+            raise ValueError(f"{folder}: no {TOKENIZER}; send token ids, or convert the model with its tokenizer.")
+        self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
@@ -36,7 +40,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
         """Load the tokenizer of a model directory; None if it has none."""
-        return cls(folder) if (folder / "tokenizer.json").exists() else None
+        return cls(folder) if read_file(folder, TOKENIZER) is not None else None
 
     def to_json(self) -> str:
         """Return the text of its `tokenizer.json`."""

@@ -41,19 +41,29 @@ def _axes(name):
     return AXES[name.rpartition(".")[2]] if name != "int4.scale" else ("embed", "mlp")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "model"
-    checkpoints.save(path, LEAVES, {name: _axes(name) for name in LEAVES}, {"config.json": b"{}"})
+def _save(path, layout):
+    checkpoints.save(path, LEAVES, {name: _axes(name) for name in LEAVES}, {"config.json": b"{}"}, layout=layout)
     return path
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The model in many files."""
+    return _save(tmp_path_factory.mktemp("models") / "model", "orbax")
+
+
+@pytest.fixture(scope="module", params=["orbax", "single-file"])
+def model(request, tmp_path_factory):
+    """The model in both layouts."""
+    return _save(tmp_path_factory.mktemp("models") / "model", request.param)
+
+
 @pytest.fixture
-def damaged(model, tmp_path):
+def damaged(folder, tmp_path):
     """A copy that a test may change."""
-    for file in model.rglob("*"):
+    for file in folder.rglob("*"):
         if file.is_file():
-            copy = tmp_path / "model" / file.relative_to(model)
+            copy = tmp_path / "model" / file.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(file.read_bytes())
     return tmp_path / "model"
@@ -86,7 +96,17 @@ def test_manifest_describes_the_leaves(model):
     manifest = checkpoints.read_manifest(model)
     assert manifest.leaves["layers.0.kernel"] == checkpoints.Leaf((4 * WIDTH, WIDTH), "float32", ("mlp", "embed"))
     assert manifest.bytes == sum(array.nbytes for array in LEAVES.values())
-    assert checkpoints.verify_files(model) == manifest
+    read = []
+    assert checkpoints.verify_files(model, read.append) == manifest
+    assert sum(read) == sum(file.size for file in manifest.files.values())
+
+
+def test_files_are_read_by_name(model):
+    assert checkpoints.read_file(model, "config.json") == b"{}"
+    assert checkpoints.read_file(model, "tokenizer.json") is None
+    assert checkpoints.list_files(model, "templates") == []
+    assert checkpoints.is_complete(model)
+    assert not checkpoints.is_complete(model.parent)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -137,7 +157,7 @@ def test_one_layer_reads_only_its_bytes(model):
     loaded = checkpoints.load(model, only=set(selected).__contains__)
     read = _bytes_read() - before
     assert sorted(loaded) == sorted(selected)
-    assert needed <= read < needed + 64_000  # plus manifests
+    assert needed <= read < needed + 64_000  # beside manifests
     before = _bytes_read()
     checkpoints.load(model)
     assert _bytes_read() - before > LAYERS * needed
@@ -177,7 +197,9 @@ def test_damage_is_found_by_sha256(damaged):
 
 def test_not_a_model_directory(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(CheckpointError, match=r"no manifest\.json.*jaxinfer convert"):
+        with pytest.raises(
+            CheckpointError, match=r"no manifest\.json and no checkpoint\.safetensors.*jaxinfer convert"
+        ):
             checkpoints.load(path)
 
 

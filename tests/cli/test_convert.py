@@ -26,6 +26,16 @@ def test_converts(tmp_path):
     assert (tmp_path / "model" / "manifest.json").exists()
 
 
+def test_converts_to_one_file(tmp_path):
+    done = _run("convert", GOLDEN, tmp_path / "model", "--layout", "single-file")
+    assert done.exit_code == 0, done.output
+    assert [file.name for file in (tmp_path / "model").iterdir()] == ["checkpoint.safetensors"]
+    assert "llama (decoder)" in _run("info", tmp_path / "model").stdout
+    verified = _run("verify", tmp_path / "model", "--reference", GOLDEN)
+    assert verified.exit_code == 0, verified.output
+    assert "sha256 of 16 files: as in manifest.json\n15 tensors, max abs diff 0\n" in verified.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -33,6 +43,7 @@ def test_converts(tmp_path):
         ((GOLDEN, "."), "not empty; name another output directory"),
         ((GOLDEN, "model", "--dtype", "int4"), "error: dtype='int4' is not implemented; known: float32"),
         ((GOLDEN, "model", "--quantize", "int3"), "error: quantize='int3' is not implemented; known: int8"),
+        ((GOLDEN, "model", "--layout", "zip"), "error: --layout must be orbax, single-file or streaming, got 'zip'"),
         ((GOLDEN, "file/model"), "error: "),
     ],
 )

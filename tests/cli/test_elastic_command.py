@@ -33,7 +33,7 @@ def test_register_profile_classify(folders):
     assert done.exit_code == 0, done.output
     assert "Registered 'stripes', version 1, 2 classes." in done.output
     assert "+2" in done.output
-    assert (folders / "vit" / "tasks" / "stripes" / "v1" / "manifest.json").is_file()
+    assert (folders / "vit" / "tasks" / "stripes" / "v1" / "checkpoint.safetensors").is_file()
     again = run("register", *given, *options)
     assert again.exit_code == 2
     assert "error: " in again.output

@@ -39,10 +39,14 @@ SIZE = 32
 COSTS = Profile(k=1e-3, b=1e-3, max_batch=2, load={"disk": 5e-3, "host": 1e-3}, latency={1: 2e-3, 2: 3e-3})
 
 
+LAYOUTS = ("orbax", "single-file")
+"""Of classifiers in turn: experts do not know which they come from."""
+
+
 def save_classifiers(folders, size=SIZE):
     config = ResNetConfig(labels=("ok", "defect"), widths=(4,), depths=(1,), stem=4, bottleneck=False, image_size=size)
     for seed, folder in enumerate(folders):
-        save(folder, ResNet, config, "resnet", seed)
+        save(folder, ResNet, config, "resnet", seed, layout=LAYOUTS[seed % 2])
 
 
 def save_board(folder):

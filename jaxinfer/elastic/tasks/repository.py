@@ -18,6 +18,8 @@ from jaxinfer.models.layers.token_adaptation import PromptMode
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _TASK = "task.json"
+_SMALL = 8 << 20
+"""Bytes of heads and prompts up to which a task is a single file."""
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +105,7 @@ def check_name(name: str) -> None:
 
 
 class TaskRepository:
-    """Tasks on disk (OTAS, section III-A): a folder per task, in it a folder per version, an Orbax checkpoint.
+    """Tasks on disk (OTAS, section III-A): a folder per task, in it a folder per version, a checkpoint.
 
     A version appears whole or not at all; the newest serves. So a process that is killed while it registers a task
     leaves the version before it.
@@ -130,8 +132,8 @@ class TaskRepository:
             raise UnknownTaskError(f"{self.folder}: no task {name!r}; known: {', '.join(self.names()) or 'none'}.")
         folder = self.folder / name / f"v{versions[-1]}"
         try:
-            described = msgspec.json.decode((folder / _TASK).read_bytes(), type=_TaskFile)
-        except (OSError, msgspec.MsgspecError) as error:
+            described = msgspec.json.decode(checkpoints.read_file(folder, _TASK) or b"", type=_TaskFile)
+        except msgspec.MsgspecError as error:
             raise CheckpointError(f"{folder}: {_TASK} is damaged ({error}); register the task again.") from error
         leaves = {
             name: np.array(leaf) for name, leaf in checkpoints.load(folder).items()
@@ -177,9 +179,10 @@ class TaskRepository:
             leaves,
             axes={name: (None,) * leaf.ndim for name, leaf in leaves.items()},
             files={_TASK: msgspec.json.format(msgspec.json.encode(described), indent=1) + b"\n"},
+            layout="single-file" if sum(leaf.nbytes for leaf in leaves.values()) <= _SMALL else "orbax",
         )
 
     def _versions(self, folder: Path) -> list[int]:
         """List the complete versions, ascending."""
-        found = (re.fullmatch(r"v(\d+)", path.name) for path in folder.glob("v*") if (path / "manifest.json").is_file())
-        return sorted(int(match[1]) for match in found if match)
+        complete = (path.name for path in folder.glob("v*") if checkpoints.is_complete(path))
+        return sorted(int(match[1]) for match in (re.fullmatch(r"v(\d+)", name) for name in complete) if match)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.checkpoints import CheckpointError, Leaf, Writer
+from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer
 from jaxinfer.checkpoints.huggingface import SafetensorsFolder, read_json
 from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.devices import host_device
@@ -120,6 +120,7 @@ def convert(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
+    layout: Layout = "orbax",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Description:
     """Write the model in `hf_dir` as a model directory.
@@ -134,11 +135,12 @@ def convert(
       dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are.
       quantize: "int8" or "fp8" with one scale per output channel; "int4" with one scale per 128 inputs of each
         channel. In int4, embeddings and matrices whose inputs are not a multiple of 128 are stored in int8.
+      layout: "orbax", or "single-file" for a small model.
       progress: called with the bytes written so far and the total.
     """
     require_choice("dtype", dtype, (None, *DTYPES))
     wanted = parse_quantization(quantize)
-    writer = Writer(out_dir)  # refuses an occupied directory
+    writer = Writer(out_dir, layout=layout)  # refuses an occupied directory
     source = HuggingFaceModel(hf_dir)
     description = Description(
         family=source.model_type,
@@ -153,6 +155,7 @@ def convert(
         files = tokenizer_files(source.path, source.model_type, source.config.vocab)
     leaves = canonical_leaves(source.config, description.stored)
     total = sum(leaf.bytes for leaf in leaves.values())
+    writer.check_size(total)
     _check_disk(writer.path, total)
     with writer:
         for name, content in files.items():

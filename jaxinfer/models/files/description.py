@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import jax.numpy as jnp
 import msgspec
 
-from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints import CheckpointError, read_file
 from jaxinfer.models.config import (
     ConvolutionalConfig,
     DecoderConfig,
@@ -89,13 +89,13 @@ class Description:
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> "Description":
         """Read `config.json`. Raises CheckpointError for anything that this version does not know."""
-        file = pathlib.Path(folder) / CONFIG
-        if not file.is_file():
+        file, content = pathlib.Path(folder) / CONFIG, read_file(folder, CONFIG)
+        if content is None:
             raise CheckpointError(
                 f"{folder}: no {CONFIG}; make a model directory with `jaxinfer convert HF_DIR OUT_DIR`."
             )
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=_ConfigFile)
+            found = msgspec.json.decode(content, type=_ConfigFile)
             config = msgspec.convert(found.config, KINDS[found.kind])
             if unknown := sorted(_unknown_fields(found.config, msgspec.to_builtins(config), "config")):
                 raise ValueError(f"unknown fields {', '.join(unknown)}")

@@ -1,6 +1,6 @@
 """From a model directory to a model on its devices, and back.
 
-`config.json` says what the model is (`Description`); the Orbax checkpoint has its leaves.
+`config.json` says what the model is (`Description`); the checkpoint has its leaves.
 Loading takes one leaf at a time: it places the leaf where it will be used and quantises it if asked to.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from jaxinfer import checkpoints
-from jaxinfer.checkpoints import CheckpointError, Leaf, Manifest
+from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Manifest
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.models import devices
 from jaxinfer.models.config import ModelConfig, TransformerConfig
@@ -243,6 +243,7 @@ def save_model(
     tokenizer: Mapping[str, bytes | pathlib.Path] | None = None,
     bos_id: int | None = None,
     eos_ids: tuple[int, ...] = (),
+    layout: Layout = "orbax",
 ) -> None:
     """Write a float model as a model directory. The directory must be empty or not exist.
 
@@ -252,6 +253,7 @@ def save_model(
       tokenizer: further files of the directory by name, such as {"tokenizer.json": b"..."}.
       bos_id: the token that begins a text.
       eos_ids: the tokens that end one.
+      layout: "orbax", or "single-file" for a small model.
     """
     variables = _abstract().variables(model)
     if any(quantized_format(variable.dtype) for variable in variables.values()):
@@ -266,6 +268,7 @@ def save_model(
         arrays,
         axes={name: leaf.axes for name, leaf in leaves.items()},
         files={CONFIG: description.to_json(), **(tokenizer or {})},
+        layout=layout,
     )
 
 
