@@ -19,7 +19,8 @@ from examples.train_elastic_vit import DIVISION, SEEDED_TASKS, SEEDS
 from jaxinfer.elastic import Dataset, LevelAccuracy, Service, load_dataset
 from jaxinfer.evaluation.elastic.measurements import which_are_right
 
-BACKBONE = ROOT / "examples" / "elastic_vit"
+BACKBONE, SEEDED = ROOT / "examples" / "elastic_vit", ROOT / "benchmarks" / "data" / "elastic_vit_seeds"
+"""The model, and its tasks that were trained once more from other seeds."""
 SWITCHES = 400
 EMBEDDING_LEVELS = (0, -2, -4, -8, -16, -32)
 TEXTS, TOKENS = 256, 128
@@ -73,9 +74,7 @@ def tasks(report: Report, args: argparse.Namespace) -> None:
 
 def _compare_seeds(report: Report, service: Service, name: str, test: Dataset, plain: np.ndarray) -> None:
     """Test the mean effect of prompts over seeds against chance."""
-    seeds = Service.from_checkpoint(
-        BACKBONE, repository=BACKBONE / "seeds", merge_levels=(-8,), schedule="constant", max_batch=64
-    )
+    seeds = Service.from_checkpoint(BACKBONE, repository=SEEDED, merge_levels=(-8,), schedule="constant", max_batch=64)
     prompts = max(service.task(name).prompts)
     answers = [which_are_right(service, name, prompts, test)]
     answers += [which_are_right(seeds, f"{name}-{seed}", prompts, test) for seed in SEEDS]

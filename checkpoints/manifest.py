@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+"""2: leaves have the names of the parameters in memory (`weight`, `gate_up`)."""
 MANIFEST = "manifest.json"
 STATE = "state"
 """The folder of the weights."""
@@ -84,7 +85,9 @@ def decode_manifest(content: bytes, file: pathlib.Path) -> Manifest:
             return msgspec.json.decode(content, type=Manifest)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: damaged ({error}); convert or copy the model again.") from error
-    raise CheckpointError(
-        f"{file}: format={found} is not known to this version (it reads {FORMAT}); "
-        "update jaxinfer or convert the model again."
-    )
+    if found < FORMAT:
+        raise CheckpointError(
+            f"{file}: format={found} is of an older jaxinfer, where weights had other names (this one reads {FORMAT}); "
+            "convert the model again, or register the task again."
+        )
+    raise CheckpointError(f"{file}: format={found} is not known to this version (it reads {FORMAT}); update jaxinfer.")

@@ -35,7 +35,7 @@ class Writer:
       layout: how it is stored; "single-file" takes no more than `single_file.MAX_BYTES`.
 
     >>> with Writer("model") as writer:  # doctest: +SKIP
-    ...     writer.add("head.kernel", np.zeros((10, 4), np.float32), ("vocab", "embed"))
+    ...     writer.add("head.weight", np.zeros((10, 4), np.float32), ("vocab", "embed"))
     ...     writer.add_file("config.json", b"{}")
     """
 

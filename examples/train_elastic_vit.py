@@ -1,16 +1,16 @@
 """Train the backbone of the elastic examples, a small vision transformer on real images of 16 x 16 pixels, and tasks.
 
-    python examples/train_elastic_vit.py --export examples/elastic_vit
-    python examples/train_elastic_vit.py --size tiny --export examples/elastic_vit_tiny
+    python examples/train_elastic_vit.py --export examples/elastic_vit --seeds benchmarks/data/elastic_vit_seeds
+    python examples/train_elastic_vit.py --size tiny --export benchmarks/data/elastic_vit_tiny
 
 The backbone learns the rotation of images (by 0, 90, 180 or 270 degrees), and for digits, alone or in squares of four,
 the digit divided by two, which no task asks for. Its images are scikit-learn's digits, a quarter of which is kept for
 tests, and crops of photos: other digits, textures and faces are new to it. Its output is the mean of its tokens: a
 class token would have read all of them in the first layer, before any is merged.
 
-Then four tasks are registered with 2, 4 and 8 prompts, and in `seeds` those of digits with 8 prompts from four more
-seeds, which show how much of a difference is chance. The other sizes, which replace the levels where models are
-switched instead, get heads alone. Existing parts are not trained again. Needs the extra `elastic`.
+Then four tasks are registered with 2, 4 and 8 prompts, and in the folder of `--seeds` those of digits with 8 prompts
+from four more seeds, which show how much of a difference is chance. The other sizes, which replace the levels where
+models are switched instead, get heads alone. Existing parts are not trained again. Needs the extra `elastic`.
 """
 
 import argparse
@@ -181,16 +181,18 @@ def train(args: argparse.Namespace, cfg: ViTConfig) -> ViT:
 
 
 def register_tasks(folder: Path, steps: int, *, prompts: Sequence[int] = PROMPTS) -> None:
-    """Register the tasks that are not registered yet; with prompts, the seeds too."""
+    """Register the tasks that are not registered yet."""
     service = Service.from_checkpoint(folder, merge_levels=None if prompts else ())
     for name in TASKS:
         if name not in service.tasks:
             dataset, training = load_dataset(name, service.config.image_size), TrainingConfig(steps=steps)
             service.register_task(name, dataset, prompts=prompts, division=DIVISION, training=training, progress=say)
-    if not prompts:
-        return
+
+
+def register_seeds(folder: Path, repository: Path, steps: int) -> None:
+    """Register tasks from other seeds, with the most prompts, in a repository of their own, unless they are there."""
     # A few programs are enough to see how much seeds differ.
-    seeds = Service.from_checkpoint(folder, repository=folder / "seeds", merge_levels=(-8,), schedule="constant")
+    seeds = Service.from_checkpoint(folder, repository=repository, merge_levels=(-8,), schedule="constant")
     for name in SEEDED_TASKS:
         for seed in SEEDS:
             if (seeded := f"{name}-{seed}") not in seeds.tasks:
@@ -210,6 +212,7 @@ def say(what: str, done: int, total: int) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--export", type=Path, required=True, help="the model directory to write")
+    parser.add_argument("--seeds", type=Path, help="a folder for tasks from other seeds (default: none are trained)")
     parser.add_argument("--size", choices=SIZES, default="base", help="of the model")
     parser.add_argument("--minutes", type=float, default=12, help="of training; sets the learning rate")
     parser.add_argument("--max-steps", type=int, default=10**9, help="stop earlier")
@@ -223,9 +226,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     if not args.export.exists():
-        save_model(args.export, train(args, SIZES[args.size]), family="vit")
+        save_model(args.export, train(args, SIZES[args.size]), family="vit", layout="single-file")
         print(f"Wrote {args.export}")
     register_tasks(args.export, args.prompt_steps, prompts=PROMPTS if args.size == "base" else ())
+    if args.seeds:
+        register_seeds(args.export, args.seeds, args.prompt_steps)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def measure_setting() -> Setting:
     levels = measure(service, tests)
     models, load_seconds = [], {}
     for index, name in enumerate(SIZES):
-        folder = BACKBONE if name == "base" else BACKBONE.with_name(f"{BACKBONE.name}_{name}")
+        folder = BACKBONE if name == "base" else DATA / f"{BACKBONE.name}_{name}"
         small = None if folder == BACKBONE else Service.from_checkpoint(folder, merge_levels=())
         models.append(levels if small is None else measure(small, tests, levels=[0]))
         load_seconds[index] = seconds_to_load(folder)

@@ -62,7 +62,7 @@ def build(static: LevelStatic, sizes: Classify) -> Callable[..., jax.Array]:
             image_prompts = None if prompts is None else prompts[tasks]
             features = model.features(images, static.adaptation, image_prompts).astype(jnp.float32)
         # Multiplying the heads of all tasks costs less than gathering each image's, and is the same for every batch.
-        logits = jnp.einsum("bd,tcd->btc", features, heads.kernel) + heads.bias
+        logits = jnp.einsum("bd,tcd->btc", features, heads.weight) + heads.bias
         return jnp.take_along_axis(logits, tasks[:, None, None], axis=1)[:, 0]
 
     return function
@@ -79,16 +79,16 @@ def task_arrays(
 
     They are zero where there is no task, or it has no such prompts; classes that do not exist are never chosen.
     """
-    kernel = np.zeros((max_tasks, max_classes, config.embed), np.float32)
+    weight = np.zeros((max_tasks, max_classes, config.embed), np.float32)
     bias = np.full((max_tasks, max_classes), -np.inf, np.float32)
     all_prompts = np.zeros((max_tasks, config.layers, prompts, config.embed), np.float32) if prompts else None
     for place, task in enumerate(tasks):
         if (head := task.heads.get(prompts)) is None:
             continue
-        kernel[place, : len(head.bias)], bias[place, : len(head.bias)] = head.kernel, head.bias
+        weight[place, : len(head.bias)], bias[place, : len(head.bias)] = head.weight, head.bias
         if all_prompts is not None:
             all_prompts[place] = task.prompts[prompts]
-    return jax.device_put((Head(kernel, bias), all_prompts))
+    return jax.device_put((Head(weight, bias), all_prompts))
 
 
 def image_bytes(config: ViTConfig) -> int:

@@ -67,23 +67,19 @@ def merge_parts(config: ModelConfig, weights: WeightFormat, parts: Mapping[str, 
 
 
 def variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
-    """The parameters by their names on disk, in the order of `jax.tree.leaves`."""
+    """The parameters by name, in the order of `jax.tree.leaves`."""
     state = model if isinstance(model, nnx.State) else nnx.state(model, nnx.Param)
     return {leaf_name(path): variable for path, variable in nnx.to_flat_state(state)}
 
 
 def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:
-    """Shape, dtype and logical axes of every leaf, by its name on disk."""
+    """Shape, dtype and logical axes of every leaf, by its name."""
     return {
         name: Leaf(variable.shape, variable.dtype.name, variable.get_metadata("axes"))
         for name, variable in variables(model).items()
     }
 
 
-# The parts of a path that are spelled differently on disk. No attribute may have a name from the right side.
-_NAMES_ON_DISK = {"weight": "kernel", "gate_up": "up"}
-
-
 def leaf_name(path: tuple[object, ...]) -> str:
-    """A parameter's name on disk, from its path: `layers.0.mlp.up.kernel` for `layers[0].mlp.gate_up.weight`."""
-    return ".".join(_NAMES_ON_DISK.get(str(part), str(part)) for part in path)
+    """Return a parameter's name from its path: `layers.0.mlp.gate_up.weight` for `layers[0].mlp.gate_up.weight`."""
+    return ".".join(map(str, path))

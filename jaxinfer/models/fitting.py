@@ -35,7 +35,7 @@ class Fitting:
     Attributes:
       original: the config of the stored model.
       config: the fitted one.
-      takes: by linear or embedding ("qkv", "out", "up", "down", "embed", "head"), what its split dimension takes;
+      takes: by linear or embedding ("qkv", "out", "gate_up", "down", "embed", "head"), what its split dimension takes;
         none for what stays as it is.
     """
 
@@ -76,7 +76,7 @@ class Fitting:
         return {
             "qkv": attention.kv_heads * (attention.group + 2) * attention.head_dim,
             "out": attention.q_heads * attention.head_dim,
-            "up": config.mlp.hidden * (2 if config.mlp.gated else 1),
+            "gate_up": config.mlp.hidden * (2 if config.mlp.gated else 1),
             "down": config.mlp.hidden,
         }.get(part, config.vocab)
 
@@ -131,7 +131,7 @@ def _fit(
     if hidden != config.mlp.hidden:
         takes["down"] = _padded(config.mlp.hidden, hidden)
         factor = 2 if config.mlp.gated else 1
-        takes["up"] = _padded(factor * config.mlp.hidden, factor * hidden)
+        takes["gate_up"] = _padded(factor * config.mlp.hidden, factor * hidden)
     vocab = config.vocab if ways["vocab"] == 1 else _round_up(config.vocab, TOKENS_PER_WORD * ways["vocab"])
     if vocab != config.vocab:
         takes["embed"] = takes["head"] = _padded(config.vocab, vocab)

@@ -70,7 +70,7 @@ def layer_of(name: str) -> int | None:
 
 
 def scale_name(name: str) -> str:
-    """The leaf with the scales of a quantised matrix: `a.kernel` -> `a.scale`."""
+    """The leaf with the scales of a quantised matrix: `a.weight` -> `a.scale`."""
     return name.rpartition(".")[0] + ".scale"
 
 

@@ -20,7 +20,7 @@ from jaxinfer.disk_cache import keys
 from jaxinfer.models.files.loading import OpenedModel
 from jaxinfer.models.leaves import leaves_of_part
 
-REVISION = 1
+REVISION = 2
 """Revision of the files' content, counted apart from that of their format.
 
 Raise it when weights are quantised, fitted to a mesh, ordered or named otherwise than before, so that files of earlier

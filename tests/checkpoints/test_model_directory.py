@@ -19,18 +19,18 @@ from jaxinfer.checkpoints import CheckpointError, Writer, reading, writing
 from jaxinfer.sharding import MeshConfig
 
 LAYERS, WIDTH = 8, 128
-AXES = {"kernel": ("mlp", "embed"), "scale": ("norm",), "codes": ("vocab", "embed")}
+AXES = {"weight": ("mlp", "embed"), "scale": ("norm",), "codes": ("vocab", "embed")}
 
 
 def _leaves():
     rng = np.random.default_rng(0)
     for i in range(LAYERS):
-        yield f"layers.{i}.kernel", rng.standard_normal((4 * WIDTH, WIDTH), np.float32)
+        yield f"layers.{i}.weight", rng.standard_normal((4 * WIDTH, WIDTH), np.float32)
         yield f"layers.{i}.scale", rng.standard_normal(WIDTH, np.float32)
-    yield "head.kernel", rng.standard_normal((6, WIDTH)).astype(ml_dtypes.bfloat16)
+    yield "head.weight", rng.standard_normal((6, WIDTH)).astype(ml_dtypes.bfloat16)
     yield "embed.codes", rng.integers(-127, 128, (10, WIDTH), np.int8)
-    yield "fp8.kernel", rng.normal(size=(4, WIDTH)).astype(ml_dtypes.float8_e4m3fn)
-    yield "int4.kernel", rng.integers(0, 2**16, (4, WIDTH), np.uint16)
+    yield "fp8.weight", rng.normal(size=(4, WIDTH)).astype(ml_dtypes.float8_e4m3fn)
+    yield "int4.weight", rng.integers(0, 2**16, (4, WIDTH), np.uint16)
     yield "int4.scale", rng.normal(size=(2, 4)).astype(ml_dtypes.bfloat16)
 
 
@@ -94,7 +94,7 @@ def test_few_files_and_nothing_beside_them(model):
 
 def test_manifest_describes_the_leaves(model):
     manifest = checkpoints.read_manifest(model)
-    assert manifest.leaves["layers.0.kernel"] == checkpoints.Leaf((4 * WIDTH, WIDTH), "float32", ("mlp", "embed"))
+    assert manifest.leaves["layers.0.weight"] == checkpoints.Leaf((4 * WIDTH, WIDTH), "float32", ("mlp", "embed"))
     assert manifest.bytes == sum(array.nbytes for array in LEAVES.values())
     read = []
     assert checkpoints.verify_files(model, read.append) == manifest
@@ -125,23 +125,23 @@ def manifest_bytes() -> int:
 
 def test_dtype_casts_float_matrices_only(model):
     loaded = checkpoints.load(model, dtype=jnp.bfloat16)
-    assert loaded["layers.0.kernel"].dtype == loaded["head.kernel"].dtype == jnp.bfloat16
+    assert loaded["layers.0.weight"].dtype == loaded["head.weight"].dtype == jnp.bfloat16
     assert loaded["layers.0.scale"].dtype == jnp.float32
     assert loaded["embed.codes"].dtype == jnp.int8
-    for name in ("fp8.kernel", "int4.kernel", "int4.scale"):
+    for name in ("fp8.weight", "int4.weight", "int4.scale"):
         assert loaded[name].dtype == LEAVES[name].dtype
-    expected = LEAVES["layers.0.kernel"].astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(np.asarray(loaded["layers.0.kernel"]), expected)
+    expected = LEAVES["layers.0.weight"].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(loaded["layers.0.weight"]), expected)
 
 
 def test_straight_into_a_sharding(model):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
     loaded = checkpoints.load(model, mesh=mesh)
-    kernel = loaded["layers.3.kernel"]
-    assert kernel.sharding.spec == P("tensor", None)
-    assert {shard.data.shape for shard in kernel.addressable_shards} == {(2 * WIDTH, WIDTH)}
-    assert len(kernel.addressable_shards) == 4
-    np.testing.assert_array_equal(np.asarray(kernel), LEAVES["layers.3.kernel"])
+    weight = loaded["layers.3.weight"]
+    assert weight.sharding.spec == P("tensor", None)
+    assert {shard.data.shape for shard in weight.addressable_shards} == {(2 * WIDTH, WIDTH)}
+    assert len(weight.addressable_shards) == 4
+    np.testing.assert_array_equal(np.asarray(weight), LEAVES["layers.3.weight"])
 
 
 def test_a_leaf_that_does_not_divide_is_named(model):
@@ -207,8 +207,13 @@ def test_not_a_model_directory(tmp_path):
     ("content", "message"),
     [
         (b"{", "damaged"),
-        (b'{"format": 1}', "damaged"),
-        (b'{"format": 9, "leaves": {}, "files": {}}', "format=9 is not known"),
+        (b'{"format": 2}', "damaged"),
+        (b"[]", "damaged"),
+        (
+            b'{"format": 1, "leaves": {"a.kernel": {}}}',
+            "format=1 is of an older jaxinfer, .* convert the model again, or",
+        ),
+        (b'{"format": 9, "leaves": {}, "files": {}}', "format=9 is not known .*; update jaxinfer"),
     ],
 )
 def test_damaged_manifest(tmp_path, content, message):
@@ -328,9 +333,9 @@ def test_names_of_files_do_not_lead_out_of_the_directory(damaged, name):
 @pytest.mark.parametrize(("change"), [{"shape": [4 * WIDTH, 2 * WIDTH]}, {"dtype": "bfloat16"}], ids=str)
 def test_what_is_stored_is_what_the_manifest_says(damaged, change):
     manifest = msgspec.json.decode((damaged / "manifest.json").read_bytes())
-    manifest["leaves"]["layers.0.kernel"].update(change)
+    manifest["leaves"]["layers.0.weight"].update(change)
     (damaged / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    with pytest.raises(CheckpointError, match=r"layers\.0\.kernel is stored as float32\[512, 128\], and manifest.json"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.weight is stored as float32\[512, 128\], and manifest.json"):
         checkpoints.load(damaged)
 
 

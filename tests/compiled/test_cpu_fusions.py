@@ -30,7 +30,7 @@ SERVICE = """
 import numpy as np
 from jaxinfer.elastic import Service
 
-with Service.from_checkpoint("examples/elastic_vit_tiny", merge_levels=(-4,), max_batch=2) as service:
+with Service.from_checkpoint("benchmarks/data/elastic_vit_tiny", merge_levels=(-4,), max_batch=2) as service:
     images = np.zeros((2, service.config.image_size, service.config.image_size, 3), np.uint8)
     for level in service.levels:
         print(level, service.classify(images, "digits", level=level))

@@ -57,7 +57,7 @@ def probabilities(rows):
 def test_answers_are_the_models_own(service, level):
     task, images = service.task("stripes"), stripes(5, seed=3).images
     head = task.heads[max(level, 0)]
-    wanted = logits(tiny_vit(), service.adaptation(level), images, head.kernel, head.bias, task.prompts.get(level))
+    wanted = logits(tiny_vit(), service.adaptation(level), images, head.weight, head.bias, task.prompts.get(level))
     answers = service.classify(images, "stripes", level)
     np.testing.assert_allclose([a.probabilities for a in answers], probabilities(wanted), atol=1e-5)
     assert [a.label for a in answers] == [task.labels[i] for i in wanted.argmax(1)]
@@ -478,7 +478,7 @@ def test_isolated_tokens_are_protected(vit, registered, options):
     """Another way to merge: another answer, and a profile of the other way does not stand for it."""
     protecting = Service.from_checkpoint(vit, repository=registered, protect_isolated=0.9, **options)
     images, task = stripes(4, seed=3).images, protecting.task("stripes")
-    wanted = logits(tiny_vit(), protecting.adaptation(-4), images, task.heads[0].kernel, task.heads[0].bias)
+    wanted = logits(tiny_vit(), protecting.adaptation(-4), images, task.heads[0].weight, task.heads[0].bias)
     found = [answer.probabilities for answer in protecting.classify(images, "stripes", -4)]
     np.testing.assert_allclose(found, probabilities(wanted), atol=1e-5)
     assert protecting.adaptation(-4).protect_isolated == 0.9

@@ -50,9 +50,9 @@ def stripes(count=120, seed=0, names=("rows", "columns")):
     return Dataset(images.astype(np.uint8), labels, names)
 
 
-def logits(model, adaptation, images, kernel, bias, prompts=None):
+def logits(model, adaptation, images, weight, bias, prompts=None):
     """What a task's head gives, straight from the model."""
     if prompts is not None:
         prompts = np.broadcast_to(prompts, (len(images), *prompts.shape))
     features = jax.jit(model.features, static_argnums=1)(images, adaptation, prompts)
-    return np.asarray(features) @ kernel.T + bias
+    return np.asarray(features) @ weight.T + bias

@@ -5,11 +5,11 @@ Runs in an environment of its own, never in the tests:
     python3.11 -m venv /tmp/goldens && /tmp/goldens/bin/pip install torch transformers==5.23.0 safetensors
     /tmp/goldens/bin/python tests/goldens/make_goldens.py [NAME ...]
 
-Each golden is a directory beside this file with `config.json`, `model.safetensors` and `expected.safetensors`:
-`tokens` (and for encoders `token_types`), int32 [B, T] filled with zeros behind `lengths` [B], and `logits`
-(decoders) or `hidden` (encoders), float32 [sum of lengths, V or D]. Every row is run by itself, so nothing of ours
-depends on how `transformers` treats padding. One decoder also has `beams.json`: `SEARCHES` after each of its rows, with
-the token ids and scores of all beams, best first.
+Each golden is a directory beside this file with `config.json` and `model.safetensors`. In the `expected.safetensors` of
+all of them it has `tokens` (and for encoders `token_types`), int32 [B, T] filled with zeros behind `lengths` [B], and
+`logits` (decoders) or `hidden` (encoders), float32 [sum of lengths, V or D]. Every row is run by itself, so nothing of
+ours depends on how `transformers` treats padding. One decoder also has `beams.json`: `SEARCHES` after each of its rows,
+with the token ids and scores of all beams, best first.
 """
 
 import json
@@ -19,6 +19,7 @@ import sys
 
 import torch
 import transformers
+from expected import write_expected
 from safetensors.torch import load_file, save_file
 
 HERE = pathlib.Path(__file__).parent
@@ -309,7 +310,7 @@ def make(name: str, seed: int) -> None:
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
     rewrite(directory, options)
-    save_file(expected, directory / "expected.safetensors")
+    write_expected(directory, {name: tensor.numpy() for name, tensor in expected.items()})
     if options.get("beams"):
         prompts = [tokens[row : row + 1, :length].long() for row, length in enumerate(LENGTHS)]
         searches = [search(model, prompt, options) for options in SEARCHES for prompt in prompts]

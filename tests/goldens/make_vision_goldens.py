@@ -12,8 +12,8 @@ is copied), which needs an old huggingface-hub.
     /tmp/yolov5/bin/python tests/goldens/make_vision_goldens.py yolov5
 
 Each golden is a directory in vision/ with the checkpoint (`model.safetensors`; from `transformers`, and once from timm,
-beside `config.json`) and `expected.safetensors`: `images`, uint8 [B, H, W, 3], and `logits` [B, classes] or
-`predictions` [B, candidates, 5 + classes] in float32, of images that are not resized.
+beside `config.json`). In the `expected.safetensors` of all of them it has `images`, uint8 [B, H, W, 3], and `logits`
+[B, classes] or `predictions` [B, candidates, 5 + classes] in float32, of images that are not resized.
 """
 
 import pathlib
@@ -21,6 +21,7 @@ import shutil
 import sys
 
 import torch
+from expected import write_expected
 from safetensors.torch import save_file
 
 HERE = pathlib.Path(__file__).parent / "vision"
@@ -128,7 +129,7 @@ def write(name: str, tensors: dict, images: torch.Tensor, **outputs: torch.Tenso
     directory.mkdir(parents=True, exist_ok=True)
     if tensors:
         save_file({key: value.contiguous() for key, value in tensors.items()}, directory / "model.safetensors")
-    save_file({"images": images, **{k: v.contiguous() for k, v in outputs.items()}}, directory / "expected.safetensors")
+    write_expected(directory, {"images": images.numpy(), **{name: x.numpy() for name, x in outputs.items()}})
     size = sum(file.stat().st_size for file in directory.iterdir())
     print(f"{name:24} {size / 1e3:6.1f} kB  largest output {max(v.abs().max() for v in outputs.values()):.2f}")
 

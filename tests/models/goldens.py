@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from jaxinfer.models import Decoder, DecoderConfig, Encoder, KVPages, ModelConfig, WeightFormat
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.families import family_of, plan
+from tests.goldens.expected import read_expected
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
 NAMES = sorted(path.parent.name for path in DIRECTORY.glob("*/config.json"))
@@ -45,7 +46,7 @@ def load(name: str) -> Golden:
     config = family.config(hf)
     sources = plan(family, config, {key: tensor.shape for key, tensor in tensors.items()})
     leaves = {leaf: source.combine(*(tensors[key] for key in source.names)) for leaf, source in sources.items()}
-    expected = load_file(directory / "expected.safetensors")
+    expected = read_expected(directory)
     tokens, lengths = expected["tokens"], expected["lengths"]
     places = np.arange(tokens.shape[1], dtype=np.int32)[None]
     return Golden(

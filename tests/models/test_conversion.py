@@ -107,10 +107,10 @@ def test_int4_holds_whole_groups_of_inputs(tmp_path):
     convert(tmp_path / "hf", tmp_path / "model", quantize="int4")
     leaves = {name: str(leaf) for name, leaf in checkpoints.read_manifest(tmp_path / "model").leaves.items()}
     assert leaves["embed.table"] == "int8[256, 128]"
-    assert leaves["layers.0.mlp.down.kernel"] == "int8[128, 320]"
+    assert leaves["layers.0.mlp.down.weight"] == "int8[128, 320]"
     assert leaves["layers.0.mlp.down.scale"] == "float32[128]"
-    assert leaves["layers.0.mlp.up.kernel"] == "uint16[640, 32]"
-    assert leaves["layers.0.mlp.up.scale"] == "bfloat16[1, 640]"
+    assert leaves["layers.0.mlp.gate_up.weight"] == "uint16[640, 32]"
+    assert leaves["layers.0.mlp.gate_up.scale"] == "bfloat16[1, 640]"
 
 
 def test_sharded_index(hf, out, tmp_path):
@@ -253,7 +253,7 @@ def test_values_beyond_float16(hf, out):
     tensors = load_file(hf / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1e8
     save_file(tensors, hf / "model.safetensors")
-    _refuses(hf, out, r"head\.kernel contains values beyond float16; convert with --dtype bfloat16", dtype="float16")
+    _refuses(hf, out, r"head\.weight contains values beyond float16; convert with --dtype bfloat16", dtype="float16")
 
 
 def test_truncated_weights(hf, out):

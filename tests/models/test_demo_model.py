@@ -43,10 +43,10 @@ def test_the_same_leaf_names(tmp_path):
     leaves = read_manifest(tmp_path / "model").leaves
     assert leaves.keys() == read_manifest(DEMO).leaves.keys()
     assert {name for name in leaves if name.startswith("layers.0.")} == {
-        "layers.0.attention.out.kernel",
-        "layers.0.attention.qkv.kernel",
+        "layers.0.attention.out.weight",
+        "layers.0.attention.qkv.weight",
         "layers.0.attention_norm.scale",
-        "layers.0.mlp.down.kernel",
-        "layers.0.mlp.up.kernel",
+        "layers.0.mlp.down.weight",
+        "layers.0.mlp.gate_up.weight",
         "layers.0.mlp_norm.scale",
     }

@@ -76,7 +76,7 @@ def test_hidden_width_and_vocabulary_are_padded():
     config = dataclasses.replace(CONFIG, mlp=dataclasses.replace(CONFIG.mlp, hidden=50))
     fitting = fitted(config, 4)
     assert (fitting.config.mlp.hidden, fitting.config.vocab, fitting.config.vocab_rows) == (52, 257, 384)
-    assert list(fitting.take("up", np.ones(100), 0)) == [1] * 100 + [0] * 4  # gate and up alternate
+    assert list(fitting.take("gate_up", np.ones(100), 0)) == [1] * 100 + [0] * 4  # gate and up alternate
     assert list(fitting.take("down", np.ones(50), 0)) == [1] * 50 + [0] * 2
     assert fitting.take("head", np.ones((257, 2)), 0).sum() == 514
 
@@ -95,8 +95,8 @@ def test_int4_groups_stay_whole():
     assert fitting.config.mlp.hidden == 512  # two groups on each device
     assert fitting.config.attention.q_heads == 8
     words, scales = Leaf((32, 96), "uint16", ("embed", "mlp")), Leaf((3, 32), "bfloat16", ("mlp", "embed"))
-    assert fitting.of_leaf("layers.0.mlp.down.kernel", words)[0] is None
-    assert list(fitting.of_leaf("layers.0.mlp.down.kernel", words)[1]) == [*range(96)] + [-1] * 32
+    assert fitting.of_leaf("layers.0.mlp.down.weight", words)[0] is None
+    assert list(fitting.of_leaf("layers.0.mlp.down.weight", words)[1]) == [*range(96)] + [-1] * 32
     assert list(fitting.of_leaf("layers.0.mlp.down.scale", scales)[0]) == [0, 1, 2, -1]
 
 

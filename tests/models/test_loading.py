@@ -119,7 +119,7 @@ def test_on_a_mesh_the_same_numbers(saved, tmp_path, quantize):
     whole = load_model(saved, quantize=quantize)
     split = load_model(saved, mesh=tmp_path / "mesh.toml", quantize=quantize)
     assert split.mesh is not None
-    up = _leaves(split.state)["layers.0.mlp.up.kernel"]
+    up = _leaves(split.state)["layers.0.mlp.gate_up.weight"]
     assert {shard.data.shape for shard in up.addressable_shards} == {(48, 32)}
     # A split sum rounds differently, and int8 activations may then fall on the other side of a step.
     np.testing.assert_allclose(_hidden(whole), _hidden(split), atol=1e-5 if quantize is None else 2e-2)
@@ -147,7 +147,7 @@ def test_formats_of_a_model_that_int4_divides(tmp_path, quantize, close):
     difference = np.linalg.norm(_hidden(exact) - _hidden(rounded)) / np.linalg.norm(_hidden(exact))
     assert close / 5 < difference < close
     np.testing.assert_allclose(_hidden(rounded), _hidden(split), atol=2e-2 if quantize == "int8" else 1e-4)
-    down = _leaves(split.state)["layers.0.mlp.down.kernel"]
+    down = _leaves(split.state)["layers.0.mlp.down.weight"]
     assert {shard.data.shape for shard in down.addressable_shards} == {(256, 64 if quantize == "int4" else 256)}
 
 
@@ -206,20 +206,20 @@ def test_a_hugging_face_directory_is_not_a_model_directory():
 
 def test_all_leaves_that_do_not_fit_are_listed(copy, original, tmp_path):
     leaves, axes = checkpoints.load(copy), checkpoints.read_manifest(copy).leaves
-    del leaves["layers.2.mlp.down.kernel"], leaves["final_norm.scale"]
-    leaves["head.kernel"] = leaves["head.kernel"][:-1]
-    leaves["layers.0.mlp.up.kernel"] = leaves["layers.0.mlp.up.kernel"].astype(jnp.bfloat16)
+    del leaves["layers.2.mlp.down.weight"], leaves["final_norm.scale"]
+    leaves["head.weight"] = leaves["head.weight"][:-1]
+    leaves["layers.0.mlp.gate_up.weight"] = leaves["layers.0.mlp.gate_up.weight"].astype(jnp.bfloat16)
     names = {name: axes[name].axes for name in leaves}
-    leaves["surprise.kernel"], names["surprise.kernel"] = jnp.zeros((2, 2)), ("mlp", "embed")
+    leaves["surprise.weight"], names["surprise.weight"] = jnp.zeros((2, 2)), ("mlp", "embed")
     checkpoints.save(tmp_path / "bad", leaves, names, {"config.json": copy / "config.json"})
     with pytest.raises(CheckpointError) as error:
         load_model(tmp_path / "bad")
     message = str(error.value)
-    assert "2 missing: final_norm.scale, layers.2.mlp.down.kernel" in message
-    assert "1 unexpected: surprise.kernel" in message
+    assert "2 missing: final_norm.scale, layers.2.mlp.down.weight" in message
+    assert "1 unexpected: surprise.weight" in message
     assert "2 mis-shaped" in message
-    assert "head.kernel is float32[63, 32], not float32[64, 32]" in message
-    assert "layers.0.mlp.up.kernel is bfloat16[96, 32], not float32[96, 32]" in message
+    assert "head.weight is float32[63, 32], not float32[64, 32]" in message
+    assert "layers.0.mlp.gate_up.weight is bfloat16[96, 32], not float32[96, 32]" in message
     assert "\n" not in message
 
 
@@ -341,7 +341,7 @@ def test_each_device_asks_for_its_own_part_alone(model_dir, monkeypatch, tensor)
     read_bytes = 0
     for name, leaf in stored.items():
         size = math.prod(leaf.shape)
-        if name.endswith("qkv.kernel"):  # each copy of a KV head has its key and value
+        if name.endswith("qkv.weight"):  # each copy of a KV head has its key and value
             size += (copies - 1) * 2 * 2 * attention.head_dim * leaf.shape[1]
         read_bytes += size
     assert sum(asked) == read_bytes

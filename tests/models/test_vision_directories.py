@@ -74,7 +74,7 @@ def test_vision_transformers_in_int8(tmp_path):
     pictures = vision.images(2, 32, 32, 3)
     save_model(tmp_path / "model", exact, family="test")
     loaded = load_model(tmp_path / "model", quantize="int8")
-    assert loaded.leaves["layers.0.mlp.up.kernel"].dtype == jnp.int8
+    assert loaded.leaves["layers.0.mlp.gate_up.weight"].dtype == jnp.int8
     rounded = nnx.merge(loaded.graphdef, loaded.state)
     expected = vision.run(exact.logits, pictures)
     np.testing.assert_allclose(vision.run(rounded.logits, pictures), expected, atol=0.02 * np.abs(expected).max())

@@ -21,6 +21,7 @@ from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.models.files.verification import compare_outputs, compare_tensors
 from jaxinfer.models.presets import vision_preset
+from tests.goldens.expected import read_expected
 from tests.models import vision
 
 SIZE = 64  # of the goldens' images
@@ -36,7 +37,7 @@ def read(name: str):
     shapes = vision.shapes(config)
     assert {leaf: array.shape for leaf, array in leaves.items()} == {leaf: shapes[leaf].shape for leaf in shapes}
     model = merge_model(config, vision.FLOAT32, [leaves[leaf] for leaf in shapes])
-    return model, load_file(vision.DIRECTORY / name / "expected.safetensors")
+    return model, read_expected(vision.DIRECTORY / name)
 
 
 @pytest.mark.parametrize("name", [name for name in vision.GOLDENS if not name.startswith("yolov5")])
@@ -360,7 +361,7 @@ def test_heads_of_timm(tmp_path):
 def test_a_vit_s_outputs_are_compared(tmp_path):
     for name in ("vit_odd", "timm_vit_average"):
         convert(vision.DIRECTORY / name, tmp_path / name)
-        report = compare_outputs(tmp_path / name, vision.DIRECTORY / name / "expected.safetensors")
+        report = compare_outputs(tmp_path / name, _written(tmp_path, **read_expected(vision.DIRECTORY / name)))
         assert report.max_abs_diff < 1e-4
 
 
@@ -396,7 +397,7 @@ def test_quantisation_is_refused(tmp_path):
 def test_outputs_are_compared(tmp_path):
     golden = vision.DIRECTORY / "torchvision_basic"
     convert(golden, tmp_path / "model")
-    resized = load_file(golden / "expected.safetensors")  # at the golden's size, not the converted model's
+    resized = read_expected(golden)  # at the golden's size, not the converted model's
     with pytest.raises(CheckpointError, match=r"contains \['images'\]; needs images and logits"):
         compare_outputs(tmp_path / "model", _written(tmp_path, images=resized["images"]))
     with pytest.raises(CheckpointError, match=r"outputs of shape \[2, 2\] do not fit the model's \[2, 3\]"):

@@ -36,7 +36,7 @@ def leaves_of(config: ViTConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name.endswith(".kernel"):
+        if name.endswith(".weight"):
             return rng.normal(0, shape[1] ** -0.5, shape)
         if name.endswith(".scale"):
             return rng.uniform(0.5, 1.5, shape)
@@ -69,7 +69,7 @@ class Reference:
         self.leaves = {name: leaf.astype(np.float64) for name, leaf in leaves_of(config).items()}
 
     def linear(self, name, x):
-        return x @ self.leaves[f"{name}.kernel"].T + self.leaves[f"{name}.bias"]
+        return x @ self.leaves[f"{name}.weight"].T + self.leaves[f"{name}.bias"]
 
     def norm(self, name, x):
         centred = x - x.mean(-1, keepdims=True)
@@ -100,7 +100,7 @@ class Reference:
         return self.linear(f"layers.{layer}.attention.out", np.concatenate(mixed, axis=1)), np.mean(keys, axis=0)
 
     def feed_forward(self, layer, x):
-        hidden = self.linear(f"layers.{layer}.mlp.up", self.norm(f"layers.{layer}.mlp_norm", x))
+        hidden = self.linear(f"layers.{layer}.mlp.gate_up", self.norm(f"layers.{layer}.mlp_norm", x))
         return self.linear(f"layers.{layer}.mlp.down", 0.5 * hidden * (1 + erf(hidden / np.sqrt(2))))
 
     def logits(self, image, merges=(), prompts=None, mode=PromptMode.REPLACE):

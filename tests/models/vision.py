@@ -13,7 +13,7 @@ from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormC
 from jaxinfer.models.leaves import canonical_leaves
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens/vision"
-GOLDENS = sorted(path.parent.name for path in DIRECTORY.glob("*/expected.safetensors"))
+GOLDENS = sorted(path.parent.name for path in DIRECTORY.glob("*/model.safetensors"))
 
 CLASSIFIER = ResNetConfig(
     labels=("ok", "scratch", "dent"), stem=8, widths=(16, 32), depths=(1, 2), bottleneck=True, image_size=32

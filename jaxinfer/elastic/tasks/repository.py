@@ -28,11 +28,11 @@ class Head:
     """A linear layer from features to the logits of a task's classes.
 
     Attributes:
-      kernel: float32 [classes, D].
+      weight: float32 [classes, D].
       bias: float32 [classes].
     """
 
-    kernel: np.ndarray
+    weight: np.ndarray
     bias: np.ndarray
 
 
@@ -75,7 +75,7 @@ class Task:
 
     def __post_init__(self) -> None:
         for n, head in self.heads.items():
-            trained = {"kernel": head.kernel, "bias": head.bias}
+            trained = {"weight": head.weight, "bias": head.bias}
             if n:
                 trained["prompts"] = self.prompts[n]
             for what, values in trained.items():
@@ -84,7 +84,7 @@ class Task:
                         f"task {self.name!r}: the {what} trained for {n} prompts have values that are not finite; "
                         "register it again, with a lower TrainingConfig.learning_rate."
                     )
-            if len(head.kernel) != len(self.labels) or len(head.bias) != len(self.labels):
+            if len(head.weight) != len(self.labels) or len(head.bias) != len(self.labels):
                 raise ElasticError(f"task {self.name!r} has {len(self.labels)} labels and {len(head.bias)} logits.")
 
 
@@ -144,7 +144,7 @@ class TaskRepository:
             labels=described.labels,
             backbone=described.backbone,
             prompt_mode=described.prompt_mode,
-            heads={n: Head(leaves[f"heads.{n}.kernel"], leaves[f"heads.{n}.bias"]) for n in sorted(heads)},
+            heads={n: Head(leaves[f"heads.{n}.weight"], leaves[f"heads.{n}.bias"]) for n in sorted(heads)},
             prompts={int(n.split(".")[1]): leaves[n] for n in sorted(leaves) if n.startswith("prompts.")},
             accuracy={found.adaptation: found for found in described.accuracy.values()},
             division=described.division,
@@ -165,7 +165,7 @@ class TaskRepository:
         """Add a version of a task. Raises CheckpointError if it exists."""
         leaves: dict[str, np.ndarray] = {}
         for n, head in task.heads.items():
-            leaves |= {f"heads.{n}.kernel": head.kernel, f"heads.{n}.bias": head.bias}
+            leaves |= {f"heads.{n}.weight": head.weight, f"heads.{n}.bias": head.bias}
         leaves |= {f"prompts.{n}": prompts for n, prompts in task.prompts.items()}
         described = _TaskFile(
             labels=task.labels,

@@ -131,7 +131,7 @@ class Trainer:
         initial = 0.02 * rng.standard_normal((config.layers, prompts, config.embed))
         params: Mapping[str, Any] = {
             "prompts": jnp.asarray(initial, jnp.float32),
-            "kernel": jnp.zeros_like(head.kernel),  # added to the head, as a share
+            "weight": jnp.zeros_like(head.weight),  # added to the head, as a share
             "bias": jnp.zeros_like(head.bias),
         }
         step, optimizer = _prompt_step(
@@ -141,14 +141,14 @@ class Trainer:
         total = -(-options.steps // STEPS_AT_ONCE)
         for done in range(total):
             drawn = rng.integers(0, len(images), (STEPS_AT_ONCE, options.batch))
-            params, state = step(params, state, self._leaves, head.kernel, head.bias, images[drawn], labels[drawn])
+            params, state = step(params, state, self._leaves, head.weight, head.bias, images[drawn], labels[drawn])
             jax.block_until_ready(params)  # otherwise progress would run ahead
             progress(min((done + 1) * STEPS_AT_ONCE, options.steps), options.steps)
-        kernel, bias = (
+        weight, bias = (
             np.array(start + options.head_rate * params[name])
-            for name, start in (("kernel", head.kernel), ("bias", head.bias))
+            for name, start in (("weight", head.weight), ("bias", head.bias))
         )
-        return np.array(params["prompts"]), Head(kernel, bias)
+        return np.array(params["prompts"]), Head(weight, bias)
 
 
 def fit_head(features: np.ndarray, labels: np.ndarray, classes: int, *, seed: int = 0) -> Head:
@@ -164,22 +164,22 @@ def fit_head(features: np.ndarray, labels: np.ndarray, classes: int, *, seed: in
     scores = []
     for penalty in _PENALTIES:
         head = _fit(features[rest], labels[rest], classes, penalty)
-        logits = features[tried] @ head.kernel.T + head.bias
+        logits = features[tried] @ head.weight.T + head.bias
         losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), jnp.asarray(labels[tried]))
         scores.append(float(jnp.sum(losses)))
     return _fit(features, labels, classes, _PENALTIES[int(np.argmin(scores))])
 
 
 def _fit(features: np.ndarray, labels: np.ndarray, classes: int, penalty: float) -> Head:
-    kernel, bias = _minimise(jnp.asarray(features), jnp.asarray(labels), jnp.float32(penalty), classes=classes)
-    return Head(np.array(kernel), np.array(bias))
+    weight, bias = _minimise(jnp.asarray(features), jnp.asarray(labels), jnp.float32(penalty), classes=classes)
+    return Head(np.array(weight), np.array(bias))
 
 
 @functools.partial(jax.jit, static_argnames=("classes", "steps"))
 def _minimise(
     features: jax.Array, labels: jax.Array, penalty: jax.Array, *, classes: int, steps: int = 200
 ) -> tuple[jax.Array, jax.Array]:
-    """Minimise the loss by L-BFGS; return kernel [classes, D] and bias [classes]."""
+    """Minimise the loss by L-BFGS; return weight [classes, D] and bias [classes]."""
     # Features of unit deviation give a penalty the same meaning for every backbone.
     mean, deviation = jnp.mean(features, axis=0), jnp.std(features, axis=0) + 1e-6
     scaled = (features - mean) / deviation
@@ -199,9 +199,9 @@ def _minimise(
         return (optax.apply_updates(params, updates), state), None
 
     start = (jnp.zeros((classes, features.shape[1])), jnp.zeros(classes))
-    ((kernel, bias), _), _ = jax.lax.scan(step, (start, solver.init(start)), length=steps)
-    kernel = kernel / deviation
-    return kernel, bias - kernel @ mean
+    ((weight, bias), _), _ = jax.lax.scan(step, (start, solver.init(start)), length=steps)
+    weight = weight / deviation
+    return weight, bias - weight @ mean
 
 
 @functools.cache
@@ -221,18 +221,18 @@ def _prompt_step(
     schedule = optax.cosine_decay_schedule(options.learning_rate, options.steps)
     optimizer = optax.adam(schedule)
 
-    def loss(params: Any, leaves: Leaves, kernel: jax.Array, bias: jax.Array, images: Any, labels: Any) -> jax.Array:
+    def loss(params: Any, leaves: Leaves, weight: jax.Array, bias: jax.Array, images: Any, labels: Any) -> jax.Array:
         prompts = jnp.broadcast_to(params["prompts"], (len(images), *params["prompts"].shape))
         features = merge_model(config, weights, leaves).features(images, adaptation, prompts).astype(jnp.float32)
-        kernel = kernel + options.head_rate * params["kernel"]
-        logits = features @ kernel.T + bias + options.head_rate * params["bias"]
+        weight = weight + options.head_rate * params["weight"]
+        logits = features @ weight.T + bias + options.head_rate * params["bias"]
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
     @jax.jit
-    def steps(params: Any, state: Any, leaves: Leaves, kernel: Any, bias: Any, images: Any, labels: Any) -> Any:
+    def steps(params: Any, state: Any, leaves: Leaves, weight: Any, bias: Any, images: Any, labels: Any) -> Any:
         def step(carry: Any, batch: Any) -> tuple[Any, None]:
             params, state = carry
-            gradient = jax.grad(loss)(params, leaves, kernel, bias, *batch)
+            gradient = jax.grad(loss)(params, leaves, weight, bias, *batch)
             updates, state = optimizer.update(gradient, state, params)
             return (optax.apply_updates(params, updates), state), None
 

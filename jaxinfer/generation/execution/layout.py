@@ -25,7 +25,7 @@ from jaxinfer.models.leaves import canonical_leaves, leaves_of_part
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
 
-LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "gate_up": "mlp.up", "down": "mlp.down"}
+LINEARS = {"qkv": "attention.qkv", "out": "attention.out", "gate_up": "mlp.gate_up", "down": "mlp.down"}
 """The fields of `LayerAdapters` -> their linears in a layer."""
 ADAPTER_AXES = {"qkv": ("heads", None), "out": (None, "heads"), "gate_up": ("mlp", None), "down": (None, "mlp")}
 """The logical axes of outputs and inputs of the linears in `LayerAdapters`."""

@@ -5,7 +5,7 @@ writes one pair for each projection of the original model; here several projecti
 in another order. The adapter of a linear made of P projections stacks their A, and gives the B of each its own block
 of columns, with the rows in our order. One pair then computes the deltas of all P projections.
 
-Start at `read_adapter`. Linears are named as on disk, without `.kernel`: `layers.0.attention.qkv`.
+Start at `read_adapter`. Linears are named as on disk, without `.weight`: `layers.0.attention.qkv`.
 """
 
 import dataclasses
@@ -135,13 +135,13 @@ def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
     shapes = {
         "attention.qkv": (attention.kv_heads * (attention.group + 2) * attention.head_dim, embed),
         "attention.out": (embed, attention.q_heads * attention.head_dim),
-        "mlp.up": (2 * hidden if config.mlp.gated else hidden, embed),
+        "mlp.gate_up": (2 * hidden if config.mlp.gated else hidden, embed),
         "mlp.down": (embed, hidden),
     }
     sources, linears = _family(family).sources(config), {}
     for layer in range(config.layers):
         for kind, (rows, inputs) in shapes.items():
-            source = sources[f"layers.{layer}.{kind}.kernel"]
+            source = sources[f"layers.{layer}.{kind}.weight"]
             outputs = tuple(math.prod(shape) // inputs for shape in source.shapes)
             if sum(outputs) != rows:
                 raise ValueError(
@@ -154,7 +154,7 @@ def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
                 tensors=source.names,
                 outputs=outputs,
                 inputs=inputs,
-                order=source.combine(*numbers),  # it reorders vectors as it reorders the rows of kernels
+                order=source.combine(*numbers),  # it reorders vectors as it reorders the rows of weights
                 inputs_first=any(shape[1] != inputs for shape in source.shapes),
             )
     return linears

@@ -73,7 +73,7 @@ def sources(config: EncoderConfig) -> dict[str, Source]:
             )
             | linear(f"{ours}.attention.out", (f"{theirs}.attention.output.dense",), (embed,), embed, bias=True)
             | norm(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm", embed, bias=True)
-            | linear(f"{ours}.mlp.up", (f"{theirs}.intermediate.dense",), (hidden,), embed, bias=True)
+            | linear(f"{ours}.mlp.gate_up", (f"{theirs}.intermediate.dense",), (hidden,), embed, bias=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.output.dense",), (embed,), hidden, bias=True)
             | norm(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm", embed, bias=True)
         )

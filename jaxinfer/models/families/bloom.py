@@ -48,7 +48,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         | norm("final_norm", "ln_f", embed, bias=True)
     )
     if not config.tied:
-        found |= table("head.kernel", "lm_head.weight", config.vocab, embed)
+        found |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
         found |= (
@@ -62,7 +62,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             )
             | linear(f"{ours}.attention.out", (f"{theirs}.self_attention.dense",), (embed,), embed, bias=True)
             | norm(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", embed, bias=True)
-            | linear(f"{ours}.mlp.up", (f"{theirs}.mlp.dense_h_to_4h",), (hidden,), embed, bias=True)
+            | linear(f"{ours}.mlp.gate_up", (f"{theirs}.mlp.dense_h_to_4h",), (hidden,), embed, bias=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.dense_4h_to_h",), (embed,), hidden, bias=True)
         )
     return found

@@ -61,7 +61,7 @@ def _sources(config: EncoderConfig) -> dict[str, Source]:
             )
             | linear(f"{ours}.attention.out", (out,), (embed,), embed, bias=True)
             | norm(f"{ours}.attention_norm", f"{theirs}.sa_layer_norm", embed, bias=True)
-            | linear(f"{ours}.mlp.up", (f"{theirs}.ffn.lin1",), (hidden,), embed, bias=True)
+            | linear(f"{ours}.mlp.gate_up", (f"{theirs}.ffn.lin1",), (hidden,), embed, bias=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.ffn.lin2",), (embed,), hidden, bias=True)
             | norm(f"{ours}.mlp_norm", f"{theirs}.output_layer_norm", embed, bias=True)
         )

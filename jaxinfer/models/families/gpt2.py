@@ -59,7 +59,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         | norm("final_norm", "ln_f", embed, bias=True)
     )
     if not config.tied:
-        found |= table("head.kernel", "lm_head.weight", config.vocab, embed)
+        found |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
         found |= (
@@ -75,7 +75,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             )
             | linear(f"{ours}.attention.out", (f"{theirs}.attn.c_proj",), (embed,), embed, bias=True, conv1d=True)
             | norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", embed, bias=True)
-            | linear(f"{ours}.mlp.up", (f"{theirs}.mlp.c_fc",), (hidden,), embed, bias=True, conv1d=True)
+            | linear(f"{ours}.mlp.gate_up", (f"{theirs}.mlp.c_fc",), (hidden,), embed, bias=True, conv1d=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.c_proj",), (embed,), hidden, bias=True, conv1d=True)
         )
     return found

@@ -63,7 +63,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         | norm("final_norm", "ln_f", embed, bias=True)
     )
     if not config.tied:
-        found |= table("head.kernel", "lm_head.weight", config.vocab, embed)
+        found |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
         q, k, v, out = (f"{theirs}.attn.attention.{part}_proj" for part in ("q", "k", "v", "out"))
@@ -79,7 +79,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             )
             | linear(f"{ours}.attention.out", (out,), (embed,), embed, bias=True)
             | norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", embed, bias=True)
-            | linear(f"{ours}.mlp.up", (f"{theirs}.mlp.c_fc",), (hidden,), embed, bias=True)
+            | linear(f"{ours}.mlp.gate_up", (f"{theirs}.mlp.c_fc",), (hidden,), embed, bias=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.c_proj",), (embed,), hidden, bias=True)
         )
     return found

@@ -38,7 +38,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         "final_norm", "final_layer_norm", embed, bias=True
     )
     if not config.tied:
-        found |= table("head.kernel", "embed_out.weight", config.vocab, embed)
+        found |= table("head.weight", "embed_out.weight", config.vocab, embed)
     for i in range(config.layers):
         layer = f"layers.{i}"
         found |= (
@@ -52,7 +52,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             )
             | linear(f"{layer}.attention.out", (f"{layer}.attention.dense",), (embed,), embed, bias=attention.out_bias)
             | norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed, bias=True)
-            | linear(f"{layer}.mlp.up", (f"{layer}.mlp.dense_h_to_4h",), (hidden,), embed, bias=True)
+            | linear(f"{layer}.mlp.gate_up", (f"{layer}.mlp.dense_h_to_4h",), (hidden,), embed, bias=True)
             | linear(f"{layer}.mlp.down", (f"{layer}.mlp.dense_4h_to_h",), (embed,), hidden, bias=True)
         )
     return found

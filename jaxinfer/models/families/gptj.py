@@ -70,7 +70,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)
             | linear(f"{ours}.attention.qkv", (q, k, v), qkv_rows(attention), embed, bias=False, combine=joined)
             | linear(f"{ours}.attention.out", (out,), (embed,), embed, bias=False)
-            | linear(f"{ours}.mlp.up", (f"{theirs}.mlp.fc_in",), (hidden,), embed, bias=True)
+            | linear(f"{ours}.mlp.gate_up", (f"{theirs}.mlp.fc_in",), (hidden,), embed, bias=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.fc_out",), (embed,), hidden, bias=True)
         )
     return found

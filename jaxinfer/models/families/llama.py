@@ -60,7 +60,7 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
     found = table("embed.table", "embed_tokens.weight", config.vocab, embed) | norm("final_norm", "norm", embed)
     if not config.tied:
-        found |= table("head.kernel", "lm_head.weight", config.vocab, embed)
+        found |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         layer = f"layers.{i}"
         q, k, v = (f"{layer}.self_attn.{part}_proj" for part in "qkv")
@@ -83,7 +83,9 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
                 bias=attention.out_bias,
             )
             | norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed)
-            | linear(f"{layer}.mlp.up", (gate, up), (hidden, hidden), embed, bias=config.mlp.bias, combine=alternate)
+            | linear(
+                f"{layer}.mlp.gate_up", (gate, up), (hidden, hidden), embed, bias=config.mlp.bias, combine=alternate
+            )
             | linear(f"{layer}.mlp.down", (f"{layer}.mlp.down_proj",), (embed,), hidden, bias=config.mlp.bias)
         )
         if attention.qk_norm:

@@ -159,7 +159,7 @@ def linear(
         def join_weights(*weights: np.ndarray) -> np.ndarray:
             return combine(*(weight.T for weight in weights))
 
-    found = {f"{leaf}.kernel": Source(tuple(f"{name}.weight" for name in names), shapes, join_weights)}
+    found = {f"{leaf}.weight": Source(tuple(f"{name}.weight" for name in names), shapes, join_weights)}
     if bias:
         rows = tuple((n,) for n in outputs)
         found[f"{leaf}.bias"] = Source(tuple(f"{name}.bias" for name in names), rows, combine)

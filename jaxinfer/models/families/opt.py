@@ -60,7 +60,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     if config.final_norm:
         found |= norm("final_norm", "final_layer_norm", embed, bias=True)
     if not config.tied:
-        found |= table("head.kernel", "lm_head.weight", config.vocab, width)
+        found |= table("head.weight", "lm_head.weight", config.vocab, width)
     for i in range(config.layers):
         layer = f"layers.{i}"
         q, k, v, out = (f"{layer}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
@@ -76,7 +76,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             )
             | linear(f"{layer}.attention.out", (out,), (embed,), embed, bias=attention.out_bias)
             | norm(f"{layer}.mlp_norm", f"{layer}.final_layer_norm", embed, bias=True)
-            | linear(f"{layer}.mlp.up", (f"{layer}.fc1",), (mlp.hidden,), embed, bias=mlp.bias)
+            | linear(f"{layer}.mlp.gate_up", (f"{layer}.fc1",), (mlp.hidden,), embed, bias=mlp.bias)
             | linear(f"{layer}.mlp.down", (f"{layer}.fc2",), (embed,), mlp.hidden, bias=mlp.bias)
         )
     return found

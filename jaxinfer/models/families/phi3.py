@@ -33,7 +33,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             bias=False,
             combine=by_kv_head_from_fused(attention),
         ) | linear(
-            f"{layer}.mlp.up",
+            f"{layer}.mlp.gate_up",
             (f"{layer}.mlp.gate_up_proj",),
             (2 * hidden,),
             embed,

@@ -16,14 +16,14 @@ def normalised_conv(
 ) -> dict[str, Source]:
     """One convolution of ours from theirs, which has no bias, and the batch normalisation of its outputs.
 
-    With scale g, shift b, mean m and variance v of an output channel, and f = g / sqrt(v + eps), the kernel is f W and
+    With scale g, shift b, mean m and variance v of an output channel, and f = g / sqrt(v + eps), the weight is f W and
     the bias b - f m, computed in float32.
     """
 
     def factor(scale: np.ndarray, variance: np.ndarray) -> np.ndarray:
         return scale.astype(np.float32) / np.sqrt(variance.astype(np.float32) + np.float32(eps))
 
-    def kernel(weight: np.ndarray, scale: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    def fold(weight: np.ndarray, scale: np.ndarray, variance: np.ndarray) -> np.ndarray:
         return outputs_last(weight.astype(np.float32)) * factor(scale, variance)
 
     def bias(scale: np.ndarray, variance: np.ndarray, shift: np.ndarray, mean: np.ndarray) -> np.ndarray:
@@ -32,8 +32,8 @@ def normalised_conv(
     scale, shift, mean, variance = (f"{norm}.{part}" for part in ("weight", "bias", "running_mean", "running_var"))
     per_channel = (outputs,)
     return {
-        f"{leaf}.kernel": Source(
-            (f"{conv}.weight", scale, variance), ((outputs, inputs, size, size), per_channel, per_channel), kernel
+        f"{leaf}.weight": Source(
+            (f"{conv}.weight", scale, variance), ((outputs, inputs, size, size), per_channel, per_channel), fold
         ),
         f"{leaf}.bias": Source((scale, variance, shift, mean), (per_channel,) * 4, bias),
     }

@@ -53,7 +53,7 @@ def vit_sources(config: ViTConfig, names: Names) -> dict[str, Source]:
     if len(names.qkv) == 1:
         rows, join = (sum(rows),), by_kv_head_from_fused(attention)
     found = {
-        "patches.kernel": Source((f"{names.patches}.weight",), ((embed, 3, side, side),), _by_pixel),
+        "patches.weight": Source((f"{names.patches}.weight",), ((embed, 3, side, side),), _by_pixel),
         "patches.bias": Source((f"{names.patches}.bias",), ((embed,),), only),
         "class_token.table": Source((names.class_token,), ((1, 1, embed),), _first),
         "positions.table": Source((names.positions,), ((1, config.tokens, embed),), _first),
@@ -66,7 +66,7 @@ def vit_sources(config: ViTConfig, names: Names) -> dict[str, Source]:
             | linear(f"{ours}.attention.qkv", qkv, rows, embed, bias=attention.qkv_bias, combine=join)
             | linear(f"{ours}.attention.out", (f"{theirs}.{names.out}",), (embed,), width, bias=True)
             | norm(f"{ours}.mlp_norm", f"{theirs}.{names.mlp_norm}", embed, bias=True)
-            | linear(f"{ours}.mlp.up", (f"{theirs}.{names.up}",), (hidden,), embed, bias=True)
+            | linear(f"{ours}.mlp.gate_up", (f"{theirs}.{names.up}",), (hidden,), embed, bias=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.{names.down}",), (embed,), hidden, bias=True)
         )
     return (

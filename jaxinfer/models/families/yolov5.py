@@ -44,7 +44,7 @@ def _sources(config: YoloConfig) -> dict[str, Source]:
         found |= normalised_conv(leaf, f"{name}.conv", f"{name}.bn", outputs, inputs, size, eps=EPS)
     outputs = len(config.anchors[0]) * (5 + len(config.labels))
     for i, width in enumerate(config.widths[2:]):
-        found[f"heads.{i}.kernel"] = Source((f"24.m.{i}.weight",), ((outputs, width, 1, 1),), outputs_last)
+        found[f"heads.{i}.weight"] = Source((f"24.m.{i}.weight",), ((outputs, width, 1, 1),), outputs_last)
         found[f"heads.{i}.bias"] = Source((f"24.m.{i}.bias",), ((outputs,),), only)
     return found
 

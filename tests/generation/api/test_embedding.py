@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 from jaxinfer.generation import LLM, Embedder, PoolingParams, SamplingParams
 from jaxinfer.generation.engine.buckets import EncoderBuckets
@@ -17,6 +16,7 @@ from jaxinfer.generation.engine.encoder_scheduler import EncoderScheduler
 from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.params import MAX_PRIORITY
 from jaxinfer.models.files.conversion import convert
+from tests.goldens.expected import read_expected
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "goldens" / "roberta_plain"
 LONG = list(b"a text of several pieces, each of sixteen tokens, and several pages")
@@ -54,7 +54,7 @@ def encoder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def golden():
     """Prompts, and the vectors that follow from the hidden vectors of `transformers`."""
-    expected = load_file(GOLDEN / "expected.safetensors")
+    expected = read_expected(GOLDEN)
     prompts = [row[:length].tolist() for row, length in zip(expected["tokens"], expected["lengths"], strict=True)]
     hidden = np.split(expected["hidden"], np.cumsum(expected["lengths"])[:-1])
     return prompts, np.array([unit(rows.mean(axis=0)) for rows in hidden])

@@ -61,7 +61,7 @@ def reference(llm, adapter):
     merged = {
         path: variable.replace(variable[...] + layers[name].b @ layers[name].a)
         for path, variable in state.items()
-        if (name := leaf_name(path).removesuffix(".kernel")) in layers
+        if (name := leaf_name(path).removesuffix(".weight")) in layers
     }
     states = {None: llm.model.state, "adapter": nnx.from_flat_state(state | merged)}
 

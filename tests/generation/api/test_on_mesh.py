@@ -36,7 +36,7 @@ def pair(processing_llm, model_dir):
 def test_leaves_and_caches_are_split(pair):
     _, llm = pair
     leaves = llm.model.leaves
-    for name, axis in (("layers.0.attention.qkv.kernel", 0), ("layers.1.mlp.down.kernel", 1), ("embed.table", 0)):
+    for name, axis in (("layers.0.attention.qkv.weight", 0), ("layers.1.mlp.down.weight", 1), ("embed.table", 0)):
         assert leaves[name].addressable_shards[0].data.shape[axis] == leaves[name].shape[axis] // 4
     caches = jax.tree.leaves(llm.engine.executor._state.caches)
     assert all(c.addressable_shards[0].data.shape[2] == 1 for c in caches)  # one of four copies of two KV heads

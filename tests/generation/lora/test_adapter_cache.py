@@ -16,7 +16,7 @@ from tests.tiny import CONFIG
 NAMES = ("a", "b", "c", "d", "e")
 RANK = 4
 UP = "model.layers.0.mlp.up_proj"
-ONE_ADAPTER = 4 * sum(rows * columns for rows, columns in adapter_shapes("tiny", CONFIG, RANK)["layers.0.mlp.up"])
+ONE_ADAPTER = 4 * sum(rows * columns for rows, columns in adapter_shapes("tiny", CONFIG, RANK)["layers.0.mlp.gate_up"])
 
 
 def save(folder, rank=2):
@@ -99,8 +99,10 @@ def test_an_upload_is_the_padded_adapter(folders):
     [(place, adapter)] = cache.take_uploads()
     assert (place, adapter.max_rank) == (index, RANK)
     expected = read_adapter(folders["c"], "tiny", CONFIG, max_rank=RANK)
-    assert adapter.layers.keys() == expected.layers.keys() == {"layers.0.mlp.up"}
-    for actual, wanted in zip(adapter.layers["layers.0.mlp.up"], expected.layers["layers.0.mlp.up"], strict=True):
+    assert adapter.layers.keys() == expected.layers.keys() == {"layers.0.mlp.gate_up"}
+    for actual, wanted in zip(
+        adapter.layers["layers.0.mlp.gate_up"], expected.layers["layers.0.mlp.gate_up"], strict=True
+    ):
         np.testing.assert_array_equal(actual, wanted)
 
 

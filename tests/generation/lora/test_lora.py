@@ -61,12 +61,12 @@ def adapted(model_dir, folders):
 
 
 def merged(model: LoadedModel, folder) -> nnx.State:
-    """The model's state with an adapter added to its kernels."""
+    """The model's state with an adapter added to its weights."""
     assert isinstance(model.config, DecoderConfig)
     layers = read_adapter(folder, "tiny", model.config).layers if folder else {}
     state = dict(nnx.to_flat_state(model.state))
     for path, variable in state.items():
-        name = leaf_name(path).removesuffix(".kernel")
+        name = leaf_name(path).removesuffix(".weight")
         if name in layers:
             state[path] = variable.replace(variable[...] + layers[name].b @ layers[name].a)
     return nnx.from_flat_state(state)

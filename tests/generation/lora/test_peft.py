@@ -18,7 +18,7 @@ from tests.peft import random_pair, save_adapter
 from tests.tiny import CONFIG
 
 RANK = 3
-KINDS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+KINDS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 
 
 def sources_of(name: str):
@@ -30,7 +30,7 @@ def sources_of(name: str):
     config = family.config(hf)
     sources = plan(family, config, {key: tensor.shape for key, tensor in tensors.items()})
     linears = {f"layers.{i}.{kind}" for i in range(config.layers) for kind in KINDS}
-    return hf["model_type"], config, tensors, {name: sources[f"{name}.kernel"] for name in linears}
+    return hf["model_type"], config, tensors, {name: sources[f"{name}.weight"] for name in linears}
 
 
 def pairs_for(tensors: dict, sources: dict[str, Source], *, conv1d: bool, fraction: float = 1.0, rank: int = RANK):
@@ -54,19 +54,19 @@ def merged(tensors: dict, pairs: dict, scale_of, *, conv1d: bool) -> dict:
 
 
 def assert_deltas(adapter, sources, before, after):
-    """Each linear's kernel and its delta are the kernel converted from the merged tensors."""
+    """Each linear's weight and its delta are the weight converted from the merged tensors."""
     for name, source in sources.items():
-        kernel, wanted = (source.combine(*(tensors[key] for key in source.names)) for tensors in (before, after))
+        weight, wanted = (source.combine(*(tensors[key] for key in source.names)) for tensors in (before, after))
         if name in adapter.layers:
             a, b = adapter.layers[name]
             assert a.dtype == b.dtype == np.float32
-            kernel = kernel + b @ a
-        np.testing.assert_allclose(kernel, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+            weight = weight + b @ a
+        np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
 @pytest.mark.parametrize("name", goldens.DECODERS)
-def test_kernels_become_those_of_the_merged_model(name, fraction, tmp_path):
+def test_weights_become_those_of_the_merged_model(name, fraction, tmp_path):
     family, config, tensors, sources = sources_of(name)
     conv1d = family == "gpt2"
     pairs = pairs_for(tensors, sources, conv1d=conv1d, fraction=fraction)
@@ -95,7 +95,7 @@ def test_shapes_are_those_of_the_model_s_linears_and_of_padded_adapters(name, tm
     exact, padded = read_adapter(folder, family, config), read_adapter(folder, family, config, max_rank=5)
     assert (exact.max_rank, padded.max_rank) == (RANK, 5)
     for linear, (a_shape, b_shape) in shapes.items():
-        assert (b_shape[0], a_shape[1]) == leaves[f"{linear}.kernel"]
+        assert (b_shape[0], a_shape[1]) == leaves[f"{linear}.weight"]
         a, b = padded.layers[linear]
         assert (a.shape, b.shape) == (a_shape, b_shape)
         blocks = a.reshape(-1, 5, a.shape[1])
@@ -179,7 +179,7 @@ def test_spellings_and_dtypes_of_the_tensors(folder):
     without_prefix = read_adapter(folder, "llama", CONFIG)
     edit_tensors(folder, lambda name, tensor: (name, tensor.astype(ml_dtypes.bfloat16)))
     halves = read_adapter(folder, "llama", CONFIG)
-    assert plain.layers.keys() == {"layers.0.mlp.up", "layers.1.attention.qkv"}
+    assert plain.layers.keys() == {"layers.0.mlp.gate_up", "layers.1.attention.qkv"}
     for linear, pair in plain.layers.items():
         for other in (for_base, without_prefix):
             np.testing.assert_array_equal(pair.a, other.layers[linear].a)
@@ -194,7 +194,7 @@ def test_a_family_of_the_author_s_takes_llama_s_names_if_they_fit(folder):
     ungated = {"mlp": MlpConfig(hidden=48, activation=Activation.RELU)}
     config = type(CONFIG)(**{**vars(CONFIG), **ungated})
     with pytest.raises(
-        ValueError, match=r"family='tiny': this model's mlp\.up has 48 outputs, .*up_proj.* have 96.*llama"
+        ValueError, match=r"family='tiny': this model's mlp\.gate_up has 48 outputs, .*up_proj.* have 96.*llama"
     ):
         read_adapter(folder, "tiny", config)
 
