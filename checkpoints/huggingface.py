@@ -50,10 +50,10 @@ class SafetensorsFolder:
         self.path = pathlib.Path(path)
         self.tensors: dict[str, TensorInfo] = {}
         for file, expected in _shards(self.path).items():
-            found = _read_header(file)
-            if missing := sorted(expected - found.keys()):
+            header = _read_header(file)
+            if missing := sorted(expected - header.keys()):
                 raise CheckpointError(f"{file}: lacks {', '.join(missing)}, which {INDEX} lists; fetch it again.")
-            self.tensors |= found
+            self.tensors |= header
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -61,7 +61,7 @@ class SafetensorsFolder:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """A copy of one tensor."""
+        """Return a copy of one tensor."""
         tensor = self.tensors[name]
         if tensor.dtype not in _DTYPES.values():
             raise CheckpointError(
@@ -73,7 +73,7 @@ class SafetensorsFolder:
 
 
 def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; empty if an optional file does not exist."""
+    """Return the object in a JSON file; empty if an optional file does not exist."""
     if not path.is_file():
         if required:
             raise CheckpointError(f"{path}: no such file; a Hugging Face directory needs it.")
@@ -85,7 +85,7 @@ def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
 
 
 def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
-    """Each safetensors file, and the names that the index expects in it."""
+    """Return each safetensors file, and the names that the index expects in it."""
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}: not a safetensors file; {_CONVERT_PICKLE}.")

@@ -89,7 +89,7 @@ class LayersManifest:
     checksum: int = 0
 
     def encoded(self) -> bytes:
-        """All but the checksum, as JSON."""
+        """Return all but the checksum, as JSON."""
         return msgspec.json.encode(dataclasses.replace(self, checksum=0))
 
 
@@ -126,12 +126,12 @@ class LayerFiles:
             raise CheckpointError(
                 f"{self.folder}: has {len(self.layers)} layers, and the model has {len(layers)}; {self._remedy}."
             )
-        for index, (wanted, layer) in enumerate(zip(layers, self.layers, strict=True)):
+        for index, (shapes, layer) in enumerate(zip(layers, self.layers, strict=True)):
             stored = [(leaf.name, leaf.dtype, leaf.shape, _ends(leaf, layer)) for leaf in layer.leaves]
-            expected = [(name, x.dtype.name, x.shape, _divided(x)) for name, x in wanted.items()]
+            expected = [(name, x.dtype.name, x.shape, _divided(x)) for name, x in shapes.items()]
             if stored != expected:
-                found = next((a for a, b in itertools.zip_longest(stored, expected) if a != b), None)
-                what = "lacks a leaf" if found is None else f"{found[0]} {found[1]}{list(found[2])} is not the model's"
+                other = next((a for a, b in itertools.zip_longest(stored, expected) if a != b), None)
+                what = "lacks a leaf" if other is None else f"{other[0]} {other[1]}{list(other[2])} is not the model's"
                 raise CheckpointError(f"layer {index}: {self.folder / layer.file}: {what}; {self._remedy}.")
 
     @property
@@ -140,11 +140,11 @@ class LayerFiles:
         return max(layer.bytes for layer in self.layers)
 
     def blocks(self, layer: int) -> range:
-        """The offsets of a layer's blocks."""
+        """Return the offsets of a layer's blocks."""
         return range(0, self.layers[layer].bytes, self._block_bytes)
 
     def describe(self, layer: int, offset: int) -> str:
-        """A block of a layer, as errors name it."""
+        """Return a block of a layer, as errors name it."""
         stored = self.layers[layer]
         end = min(offset + self._block_bytes, stored.bytes)
         return f"layer {layer}: {self.folder / stored.file}, bytes {offset} to {end}"
@@ -159,7 +159,7 @@ class LayerFiles:
         """
         stored, given_up = self.layers[layer], given_up or threading.Event()
         part = buffer[offset : min(offset + self._block_bytes, stored.bytes)]
-        wanted, problem = stored.crc32c[offset // self._block_bytes], ""
+        checksum, problem = stored.crc32c[offset // self._block_bytes], ""
         for attempt in range(ATTEMPTS):
             if attempt:
                 if given_up.wait(FIRST_DELAY * 2 ** (attempt - 1)):
@@ -170,13 +170,13 @@ class LayerFiles:
             except OSError as error:
                 problem = f"cannot be read ({error.strerror or error}); check the disk"
                 continue
-            if crc32c.crc32c(part) == wanted:
+            if crc32c.crc32c(part) == checksum:
                 return
             problem = f"is damaged: its crc32c differs; {self._remedy}"
         raise CheckpointError(f"{self.describe(layer, offset)}: {problem}.")
 
     def views(self, layer: int, buffer: np.ndarray) -> list[dict[tuple[int, ...], np.ndarray]]:
-        """The slices of each leaf of a layer by where they begin, as views of a buffer (uint8) that it was read to."""
+        """Return the slices of each leaf by where they begin, as views of a buffer (uint8) that has the layer."""
 
         def view(leaf: StoredLeaf, part: StoredSlice) -> np.ndarray:
             dtype = np.dtype(leaf.dtype)
@@ -187,7 +187,7 @@ class LayerFiles:
 
 
 def _problem(file: pathlib.Path, size: int) -> str | None:
-    """Why this cannot be a file of so many bytes that `write_layers` wrote."""
+    """Return why this cannot be a file of so many bytes that `write_layers` wrote."""
     try:
         status = file.lstat()
     except FileNotFoundError:
@@ -198,14 +198,14 @@ def _problem(file: pathlib.Path, size: int) -> str | None:
 
 
 def _ends(leaf: StoredLeaf, layer: StoredLayer) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Where the slices of a leaf that are in the file begin in the leaf, and their shapes."""
+    """Return where the slices of a leaf that are in the file begin in the leaf, and their shapes."""
     item = np.dtype(leaf.dtype).itemsize
     fit = [0 <= s.offset <= layer.bytes - math.prod(s.shape) * item and not s.offset % ALIGNMENT for s in leaf.slices]
     return {(part.start, part.shape) for part, fits in zip(leaf.slices, fit, strict=True) if fits}
 
 
 def _divided(array: jax.ShapeDtypeStruct) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Where the parts of an array on its devices begin, and their shapes."""
+    """Return where the parts of an array on its devices begin, and their shapes."""
     assert array.sharding is not None, "leaves are placed"
     shape = array.sharding.shard_shape(array.shape)
     return {(slice_start(part), shape) for part in array.sharding.addressable_devices_indices_map(array.shape).values()}
@@ -249,7 +249,7 @@ def _drop_pages(handle: int, offset: int, size: int) -> None:
 
 
 def _open(file: pathlib.Path) -> tuple[int, bool]:
-    """A file for reading, past the page cache where the file system can; and whether it can."""
+    """Open a file for reading, past the page cache where the file system can; also return whether it can."""
     try:
         return os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0)), hasattr(os, "O_DIRECT")
     except OSError as error:
@@ -259,12 +259,12 @@ def _open(file: pathlib.Path) -> tuple[int, bool]:
 
 
 def slice_start(index: Any) -> tuple[int, ...]:
-    """Where a device's part of an array (a tuple of slices) begins, by which `LayerFiles.views` finds it."""
+    """Return where a device's part of an array (slices) begins, by which `LayerFiles.views` finds it."""
     return tuple(part.start or 0 for part in index)
 
 
 def aligned(size: int) -> int:
-    """The least multiple of `ALIGNMENT` that has room for so many bytes.
+    """Return the least multiple of `ALIGNMENT` that has room for so many bytes.
 
     >>> aligned(5000)
     8192
@@ -273,7 +273,7 @@ def aligned(size: int) -> int:
 
 
 def aligned_buffer(size: int) -> np.ndarray:
-    """uint8 [size], zero, beginning at a page; its pages are given back when the last array over it is gone.
+    """Return uint8 [size], zero, beginning at a page; its pages are given back when the last array over it is gone.
 
     From a block on they are huge where the system has such. A disk takes a request of a limited number of pieces of
     memory, which pages are unless they happen to follow each other: reads of huge ones are 1.2 to 3 times as fast.
@@ -337,9 +337,9 @@ def write_layers(
 
 def _write_layer(folder: pathlib.Path, name: str, leaves: Mapping[str, jax.Array]) -> StoredLayer:
     """Write a layer's file: first what every device has, then the slices of one device after the other."""
-    slices = [(rank, *found) for leaf, array in leaves.items() for rank, found in enumerate(_slices(leaf, array))]
+    slices = [(rank, *part) for leaf, array in leaves.items() for rank, part in enumerate(_slices(leaf, array))]
     size, placed = 0, []
-    for _, leaf, start, part in sorted(slices, key=lambda found: found[0]):
+    for _, leaf, start, part in sorted(slices, key=lambda part: part[0]):
         placed.append((leaf, part, StoredSlice(start=start, shape=part.shape, offset=size)))
         size += aligned(part.nbytes)
     buffer = aligned_buffer(size)
@@ -365,7 +365,7 @@ def _write_layer(folder: pathlib.Path, name: str, leaves: Mapping[str, jax.Array
 
 
 def _slices(leaf: str, array: jax.Array) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
-    """The different slices of an array on its devices: its leaf, where each begins, and its values."""
+    """Yield the different slices of an array on its devices: its leaf, where each begins, and its values."""
     parts = {slice_start(shard.index): shard.data for shard in array.addressable_shards}
     for start, part in sorted(parts.items()):
         yield leaf, start, np.asarray(part)
@@ -382,12 +382,12 @@ def _write(file: pathlib.Path, content: bytes | memoryview) -> None:
 
 
 def describe_layers(folder: pathlib.Path) -> str:
-    """What the files in a folder are of. Raises CheckpointError for a folder that `LayerFiles` would not take."""
+    """Return the model and format of a folder's files. Raises CheckpointError if `LayerFiles` would not take it."""
     return _read_manifest(folder).about
 
 
 class _Format(msgspec.Struct):
-    """What every version of `layers.json` has."""
+    """The part of `layers.json` that is the same in every version."""
 
     format: int
 
@@ -396,9 +396,9 @@ def _read_manifest(folder: pathlib.Path) -> LayersManifest:
     file = folder / MANIFEST
     try:
         content = file.read_bytes()
-        if (found := msgspec.json.decode(content, type=_Format).format) != FORMAT:
+        if (version := msgspec.json.decode(content, type=_Format).format) != FORMAT:
             raise CheckpointError(
-                f"{file}: format={found} is not known to this version (it reads {FORMAT}); remove {folder}."
+                f"{file}: format={version} is not known to this version (it reads {FORMAT}); remove {folder}."
             )
         manifest = msgspec.json.decode(content, type=LayersManifest)
     except (OSError, msgspec.MsgspecError) as error:

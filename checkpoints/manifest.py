@@ -72,7 +72,7 @@ def encode_manifest(leaves: dict[str, Leaf], files: dict[str, File]) -> bytes:
 
 
 class _Format(msgspec.Struct):
-    """What every version of `manifest.json` has."""
+    """The part of `manifest.json` that is the same in every version."""
 
     format: int
 
@@ -80,14 +80,15 @@ class _Format(msgspec.Struct):
 def decode_manifest(content: bytes, file: pathlib.Path) -> Manifest:
     """Return the manifest that `file` has. Raises CheckpointError if it is damaged, or of another version."""
     try:
-        found = msgspec.json.decode(content, type=_Format).format
-        if found == FORMAT:
+        version = msgspec.json.decode(content, type=_Format).format
+        if version == FORMAT:
             return msgspec.json.decode(content, type=Manifest)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: damaged ({error}); convert or copy the model again.") from error
-    if found < FORMAT:
+    reads = f"format={version} and this version reads {FORMAT}"
+    if version < FORMAT:
         raise CheckpointError(
-            f"{file}: format={found} is of an older jaxinfer, where weights had other names (this one reads {FORMAT}); "
-            "convert the model again, or register the task again."
+            f"{file}: {reads}: an older jaxinfer wrote it, with other names of weights; convert the model again, or "
+            "register the task again."
         )
-    raise CheckpointError(f"{file}: format={found} is not known to this version (it reads {FORMAT}); update jaxinfer.")
+    raise CheckpointError(f"{file}: {reads}; update jaxinfer.")

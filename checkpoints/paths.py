@@ -6,7 +6,7 @@ from jaxinfer.checkpoints.errors import CheckpointError
 
 
 def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """The file of a folder that has this name, such as "state/_METADATA".
+    """Return the file of a folder that has this name, such as "state/_METADATA".
 
     Links are followed, since caches of downloads are made of them; who can make them can write anything there.
     Raises CheckpointError for a name that leads out of the folder.

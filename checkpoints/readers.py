@@ -48,7 +48,7 @@ class Readers:
         return task
 
     def result[Made](self, task: Future[Made], what: str) -> Made:
-        """What a task has returned, or its error.
+        """Return the result of a task, or raise its error.
 
         Raises CheckpointError, which names `what` it reads, if that takes more than `READ_SECONDS`, or after `close`.
         """
@@ -63,7 +63,7 @@ class Readers:
         return task.result()
 
     def _since(self, task: Future[Any]) -> float:
-        """When a task began; of one that waits for a thread, when the newest of those began that it waits for."""
+        """Return when a task began; for one that waits for a thread, when the newest began that it waits for."""
         begun = self._begun.get(task)
         if begun is None:
             others = list(self._begun.values())
@@ -96,10 +96,10 @@ def _do(task: Future[Any], read: Callable[[], Any], begun: dict[Future[Any], flo
         return
     begun[task] = time.monotonic()
     try:
-        found = read()
+        result = read()
     except BaseException as error:
         task.set_exception(error)
     else:
-        task.set_result(found)
+        task.set_result(result)
     finally:
         del begun[task]

@@ -25,7 +25,7 @@ Takes = tuple[np.ndarray | None, ...]
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> dict[str, jax.Array]:
-    """The weights of a model directory by dotted path; options as in `stream`."""
+    """Return the weights of a model directory by dotted path; options as in `stream`."""
     return dict(stream(path, **options))
 
 
@@ -38,7 +38,7 @@ def stream(
     only: Callable[[str], bool] | None = None,
     takes: Callable[[str, Leaf], Takes] | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Weights one after the other, for a caller that converts each and drops the original.
+    """Yield weights one after the other, for a caller that converts each and drops the original.
 
     Args:
       path: a model directory.
@@ -105,7 +105,7 @@ def _read_part(store: Any, part: tuple[slice, ...], takes: Takes) -> Callable[[]
 
 
 def _key(part: Any) -> tuple:
-    """A part of an array, as the key of a dictionary: before Python 3.13 slices have no hash."""
+    """Return a part of an array as the key of a dictionary: before Python 3.13 slices have no hash."""
     return tuple((axis.start, axis.stop) for axis in part)
 
 

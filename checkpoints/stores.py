@@ -46,14 +46,14 @@ class Fetch(Protocol):
         ...
 
     def arrays(self) -> list[jax.Array]:
-        """Its leaves on the devices, in the order in which programs take them; waits for a disk.
+        """Return its leaves on the devices, in the order in which programs take them; waits for a disk.
 
         Raises CheckpointError if it cannot be read, or not in time.
         """
         ...
 
     def settle(self) -> list[jax.Array]:
-        """The same when they are there, for use until `release`, however long that is."""
+        """Return its leaves when they are there, for use until `release`, however long that is."""
         ...
 
     def release(self) -> None:
@@ -145,7 +145,7 @@ class _FromHost:
 
 
 def _ended(arrays: list[jax.Array]) -> float:
-    """When the arrays were there."""
+    """Return when the arrays were there."""
     jax.block_until_ready(arrays)
     return time.perf_counter()
 
@@ -173,12 +173,12 @@ class HostStore(LayerStore):
 
 
 def _bytes(array: jax.Array) -> int:
-    """What its parts take on all devices together."""
+    """Return the bytes of an array's parts on all devices together."""
     return sum(shard.data.nbytes for shard in array.addressable_shards)
 
 
 def to_host(array: jax.Array) -> jax.Array:
-    """The array in the host's memory, divided as it is on the devices, whose copy is freed."""
+    """Return the array in the host's memory, divided as on the devices, whose copy is freed."""
     moved = jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
     moved.block_until_ready()
     array.delete()
@@ -206,7 +206,7 @@ class _FromDisk:
         ]
 
     def _read(self, offset: int, view: memoryview) -> tuple[float, float]:
-        """Read a block; when it was there, and what it took of the CPU."""
+        """Read a block; return when it was there, and the seconds that reading it took of the CPU."""
         begun = time.thread_time()
         self._store.files.read_block(self._layer, offset, view, given_up=self._given_up)
         return time.perf_counter(), time.thread_time() - begun
@@ -223,8 +223,8 @@ class _FromDisk:
         if self._arrays is None:
             files, readers = self._store.files, self._store.staging.readers
             blocks = zip(self._blocks, files.blocks(self._layer), strict=True)
-            found = [readers.result(block, files.describe(self._layer, offset)) for block, offset in blocks]
-            ends, cpu_seconds = zip(*found, strict=True)
+            reads = [readers.result(block, files.describe(self._layer, offset)) for block, offset in blocks]
+            ends, cpu_seconds = zip(*reads, strict=True)
             self.interval, self.cpu_seconds = (self._begun, max(ends)), sum(cpu_seconds)
             assert self._buffer is not None
             views = files.views(self._layer, self._buffer)
@@ -240,7 +240,7 @@ class _FromDisk:
         self._give_back()
 
     def settle(self) -> list[jax.Array]:
-        """The arrays when they are there, to stay: a buffer that is not their memory is free for the next layer."""
+        """Return the arrays when they are there; a buffer that is not their memory is free for the next layer."""
         arrays = jax.block_until_ready(self.arrays())
         if not self._store.aliases:
             self._give_back()
@@ -258,7 +258,7 @@ def _arrays(
     leaves: Sequence[dict[tuple[int, ...], np.ndarray]],
     shardings: Sequence[Sharding],
 ) -> list[jax.Array]:
-    """The arrays whose parts are on the host, by where they begin, on their devices; on a CPU they are the parts."""
+    """Return arrays, placed on their devices, from their parts by where they begin; on a CPU they are the parts."""
     if all(len(sharding.device_set) == 1 for sharding in shardings):
         return jax.device_put([next(iter(parts.values())) for parts in leaves], list(shardings))  # one call for all
     return [_array(*leaf) for leaf in zip(shapes, leaves, shardings, strict=True)]
@@ -290,7 +290,7 @@ class Staging:
         self._changed = threading.Condition()
 
     def take(self, size: int) -> np.ndarray:
-        """A buffer of exactly this size; what was in it is undefined."""
+        """Return a buffer of exactly this size; what was in it is undefined."""
         with self._changed:
             self._changed.wait_for(lambda: self._place(size) is not None or not self._late, TAKE_SECONDS)
             if (place := self._place(size)) is not None:

@@ -147,9 +147,9 @@ def save(
 
 @contextlib.contextmanager
 def sole_owner(directory: pathlib.Path, *, wait: bool = False) -> Iterator[pathlib.Path]:
-    """An empty directory that no other process and no other user writes to, removed at the end.
+    """Yield an empty directory that no other process and no other user writes to, removed at the end.
 
-    What a killed process has left in it is deleted; nothing is that links lead to.
+    If a killed process has left anything in it, that is deleted; nothing is that links lead to.
 
     Args:
       wait: for another process that has it, rather than raise CheckpointError.
@@ -198,7 +198,7 @@ def _locked(directory: pathlib.Path, *, wait: bool) -> Iterator[int]:
 
 
 def _open_own(directory: pathlib.Path) -> int:
-    """A directory of this user's, closed to others. Raises CheckpointError if it is not one."""
+    """Open a directory of this user's, closed to others. Raises CheckpointError if it is not one."""
     try:
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What model programs exchange between devices, by logical axis.
+"""The exchange between the devices of a model program, by logical axis.
 
 A model program is traced inside `jax.shard_map`: every array is this device's part of it. A layer that has summed over
 a split axis adds the parts up by `psum("heads")`, whatever mesh axes the rules map it to. Without a mesh, and where an
@@ -20,12 +20,12 @@ _rules = jax.make_user_context(ShardingRules())
 
 
 def use_rules(rules: ShardingRules) -> contextlib.AbstractContextManager[None]:
-    """The rules by which what this thread traces inside was split."""
+    """Trace inside by these rules, by which what programs take was split."""
     return _rules(rules)
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
-    """The mesh axes of more than one device that a logical axis is split over in the program being traced."""
+    """Return the mesh axes of more than one device that a logical axis is split over in the program being traced."""
     mesh = get_abstract_mesh()
     manual = {
         name
@@ -36,43 +36,43 @@ def mesh_axes(axis: str) -> tuple[str, ...]:
 
 
 def axis_size(axis: str) -> int:
-    """How many parts a logical axis has."""
+    """Return how many parts a logical axis has."""
     sizes = get_abstract_mesh().shape
     return math.prod(sizes[name] for name in mesh_axes(axis))
 
 
 def axis_index(axis: str) -> jax.Array:
-    """Which part this device has: int32 [], from 0."""
+    """Return which part this device has: int32 [], from 0."""
     names = mesh_axes(axis)
     return lax.axis_index(names) if names else jnp.zeros((), jnp.int32)
 
 
 def psum(x: jax.Array, axis: str) -> jax.Array:
-    """The sum of x over the devices that have the other parts of an axis."""
+    """Return the sum of x over the devices that have the other parts of an axis."""
     names = mesh_axes(axis)
     return lax.psum(x, names) if names else x
 
 
 def pmax(x: jax.Array, axis: str) -> jax.Array:
-    """The largest x of these devices, element by element."""
+    """Return the largest x of these devices, element by element."""
     names = mesh_axes(axis)
     return lax.pmax(x, names) if names else x
 
 
 def pmin(x: jax.Array, axis: str) -> jax.Array:
-    """The smallest."""
+    """Return the smallest x of these devices, element by element."""
     names = mesh_axes(axis)
     return lax.pmin(x, names) if names else x
 
 
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
-    """x of each of these devices: [...] -> [parts, ...]."""
+    """Return x of each of these devices: [...] -> [parts, ...]."""
     names = mesh_axes(axis)
     return lax.all_gather(x, names) if names else x[None]
 
 
 def gather_fetched(x: jax.Array, axes: Sequence[str | None], shape: Sequence[int]) -> jax.Array:
-    """A weight of this shape that came to the devices as `ShardingRules.fetch_sharding` says, as they use it."""
+    """Return a weight of this shape that came to the devices as `ShardingRules.fetch_sharding` says, as they use it."""
     mesh = get_abstract_mesh()
     is_whole = not any(mesh_axes(axis) for axis in axes if axis is not None)
     if is_shared(is_whole, shape, math.prod(mesh.shape.values())):
@@ -81,18 +81,18 @@ def gather_fetched(x: jax.Array, axes: Sequence[str | None], shape: Sequence[int
 
 
 def local_start(axis: str, size: int) -> jax.Array:
-    """The index in a split dimension at which this device's part begins, of `size` on each: int32 []."""
+    """Return the index in a split dimension at which this device's part begins, of `size` on each: int32 []."""
     return axis_index(axis) * size
 
 
 def local_index(index: jax.Array, axis: str, size: int) -> jax.Array:
-    """Where indices of a split dimension are in this device's part, of `size`; `size` if elsewhere or below 0."""
+    """Return where indices of a split dimension are in this device's part, of `size`; else, or below 0, `size`."""
     local = index - local_start(axis, size)
     return jnp.where((local >= 0) & (local < size), local, size)
 
 
 def local_part(x: jax.Array, axis: str, dim: int = 0) -> jax.Array:
-    """This device's part of a dimension of an array that all devices have whole."""
+    """Return this device's part of a dimension of an array that all devices have whole."""
     parts = axis_size(axis)
     if parts == 1:
         return x

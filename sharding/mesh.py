@@ -50,7 +50,7 @@ class MeshConfig:
         return math.prod(getattr(self, axis) for axis in self.AXES)
 
     def build(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-        """The mesh over `devices`, or over the first `size` devices of this process's backend."""
+        """Return the mesh over `devices`, or over the first `size` devices of this process's backend."""
         if devices is None:
             devices = jax.devices()[: self.size]
         if len(devices) != self.size:
@@ -62,7 +62,7 @@ class MeshConfig:
         return jax.make_mesh(shape, self.AXES, (AxisType.Auto,) * len(shape), devices=devices)
 
     def abstract(self) -> jax.sharding.AbstractMesh:
-        """The mesh without devices, for planning on a machine that has fewer."""
+        """Return the mesh without devices, for planning on a machine that has fewer."""
         return jax.sharding.AbstractMesh(tuple(getattr(self, axis) for axis in self.AXES), self.AXES)
 
     @classmethod
@@ -82,7 +82,7 @@ class MeshConfig:
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any], *, source: str) -> Self:
-        """From the sizes of axes by name; every error begins with `source`."""
+        """Make a config from the sizes of axes by name; every error begins with `source`."""
         if unknown := sorted(set(fields) - set(cls.AXES)):
             raise ValueError(f"{source}: unknown field {unknown[0]!r}; known: {', '.join(cls.AXES)}.")
         try:
@@ -153,6 +153,6 @@ def _read_tables(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     tables = {name: table for name, table in document.items() if isinstance(table, dict)}
     known = document.keys() <= {"mesh", "rules", "memory"} and tables.keys() == document.keys()
     if not known or not tables.keys() & {"mesh", "memory"} or ("rules" in tables and "mesh" not in tables):
-        found = sorted(document)
-        raise ValueError(f"{path}: expected a table [mesh], and perhaps [rules] and [memory]; found {found}.")
+        tables = sorted(document)
+        raise ValueError(f"{path}: expected a table [mesh], and perhaps [rules] and [memory]; found {tables}.")
     return tables

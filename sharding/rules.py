@@ -59,7 +59,7 @@ class ShardingRules:
             )
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """The mesh axes that a logical axis is split over. Raises ValueError for an unknown one."""
+        """Return the mesh axes that a logical axis is split over. Raises ValueError for an unknown one."""
         known = [field.name for field in dataclasses.fields(self)]
         if axis not in known:
             raise ValueError(f"Unknown axes {[axis]}; known: {sorted(known)}.")
@@ -67,7 +67,7 @@ class ShardingRules:
         return (value,) if isinstance(value, str) else value or ()
 
     def ways(self, mesh: Mesh | AbstractMesh, axis: str) -> int:
-        """How many parts a logical axis has on a mesh. Raises ValueError if the rules name an axis it has not."""
+        """Return how many parts a logical axis has on a mesh. Raises ValueError if the rules name an axis it lacks."""
         names = self.mesh_axes(axis)
         if unknown := [name for name in names if name not in mesh.shape]:
             raise ValueError(
@@ -77,7 +77,7 @@ class ShardingRules:
         return math.prod(mesh.shape[name] for name in names)
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """The PartitionSpec of an array with these logical axes (None: a dimension that is not split)."""
+        """Return the PartitionSpec of an array with these logical axes (None: a dimension that is not split)."""
         mapped = [() if axis is None else self.mesh_axes(axis) for axis in axes]
         used = [name for names in mapped for name in names]
         if len(set(used)) != len(used):
@@ -85,7 +85,7 @@ class ShardingRules:
         return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in mapped))
 
     def sharding(self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Where an array of this shape lives. A dimension that does not divide is an error, never a silent copy."""
+        """Return where an array of this shape lives. A dimension that does not divide is an error, never a copy."""
         if len(axes) != len(shape):
             raise ValueError(f"axes {tuple(axes)} do not fit shape {tuple(shape)}: one name per dimension.")
         for axis, size in zip(axes, shape, strict=True):
@@ -100,7 +100,7 @@ class ShardingRules:
     def fetch_sharding(
         self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]
     ) -> NamedSharding:
-        """Where a weight comes to the devices while it is on its way from the host or a disk.
+        """Return where a weight comes to the devices while it is on its way from the host or a disk.
 
         As `sharding` says; but a matrix that every device will have whole comes to each in a part, so that no byte
         comes twice, and `collectives.gather_fetched` makes it whole (DeepSpeed Inference, section VI-B).
@@ -112,7 +112,7 @@ class ShardingRules:
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> Self:
-        """From names: {"heads": "tensor", "mlp": ["expert", "tensor"], "vocab": []}; an empty list splits nothing.
+        """Make rules from names: {"heads": "tensor", "mlp": ["expert", "tensor"], "vocab": []}; [] splits nothing.
 
         Raises ValueError for an unknown name, and for what the class refuses.
         """
@@ -123,5 +123,5 @@ class ShardingRules:
 
 
 def is_shared(is_whole: bool, shape: Sequence[int], devices: int) -> bool:
-    """Whether a weight of this shape, whole on every device if `is_whole`, comes to each in a part."""
+    """Return whether a weight of this shape, whole on every device if `is_whole`, comes to each in a part."""
     return is_whole and devices > 1 and len(shape) > 1 and shape[0] % devices == 0

@@ -24,7 +24,7 @@ Model = Decoder | Encoder | ResNet | Yolo | ViT
 
 
 def build_model(config: ModelConfig, weights: WeightFormat, *, rngs: nnx.Rngs) -> Model:
-    """The model of a config, with random weights."""
+    """Return the model of a config, with random weights."""
     match config:
         case DecoderConfig():
             return Decoder(config, weights, rngs=rngs)
@@ -39,41 +39,41 @@ def build_model(config: ModelConfig, weights: WeightFormat, *, rngs: nnx.Rngs) -
 
 
 def abstract_model(config: ModelConfig, weights: WeightFormat) -> Model:
-    """The model with shapes in place of arrays."""
+    """Return the model with shapes in place of arrays."""
     return nnx.eval_shape(lambda: build_model(config, weights, rngs=nnx.Rngs(0)))
 
 
 @functools.cache
 def split_model(config: ModelConfig, weights: WeightFormat) -> tuple[nnx.GraphDef, nnx.State]:
-    """The abstract model's graph, and the shapes of its leaves."""
+    """Return the abstract model's graph, and the shapes of its leaves."""
     return nnx.split(abstract_model(config, weights))
 
 
 def state_of(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Array]) -> nnx.State:
-    """The state that has these leaves, in the order of `describe_leaves`."""
+    """Return the state that has these leaves, in the order of `describe_leaves`."""
     return jax.tree.unflatten(jax.tree.structure(split_model(config, weights)[1]), leaves)
 
 
 def merge_model(config: ModelConfig, weights: WeightFormat, leaves: Iterable[jax.Array]) -> Any:
-    """The model with these leaves, in the order of `describe_leaves`."""
+    """Return the model with these leaves, in the order of `describe_leaves`."""
     return nnx.merge(split_model(config, weights)[0], state_of(config, weights, leaves))
 
 
 def merge_parts(config: ModelConfig, weights: WeightFormat, parts: Mapping[str, jax.Array]) -> Any:
-    """The model with these leaves by name, and shapes alone in place of the others."""
+    """Return the model with these leaves by name, and shapes alone in place of the others."""
     graph, state = split_model(config, weights)
     leaves = [parts.get(name, leaf) for name, leaf in zip(variables(state), jax.tree.leaves(state), strict=True)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
 
 def variables(model: nnx.Module | nnx.State) -> dict[str, nnx.Variable]:
-    """The parameters by name, in the order of `jax.tree.leaves`."""
+    """Return the parameters by name, in the order of `jax.tree.leaves`."""
     state = model if isinstance(model, nnx.State) else nnx.state(model, nnx.Param)
     return {leaf_name(path): variable for path, variable in nnx.to_flat_state(state)}
 
 
 def describe_leaves(model: nnx.Module | nnx.State) -> dict[str, Leaf]:
-    """Shape, dtype and logical axes of every leaf, by its name."""
+    """Return shape, dtype and logical axes of every leaf, by its name."""
     return {
         name: Leaf(variable.shape, variable.dtype.name, variable.get_metadata("axes"))
         for name, variable in variables(model).items()

@@ -1,6 +1,6 @@
 """Fit a model to a mesh: the config and the leaves that divide over its devices, with the results of the original.
 
-What does not divide is padded with zeros: attention heads, the MLP's hidden width, rows of the vocabulary. A KV head
+Sizes that do not divide are padded with zeros: attention heads, the MLP's hidden width, the vocabulary. A KV head
 that more devices need than one is copied, and its queries are shared out between the copies. This happens to shapes
 before loading and to indices while reading, so that layers and programs know nothing of it.
 """
@@ -19,7 +19,7 @@ from jaxinfer.pallas_kernels.weights import GROUP, QuantizedFormat
 from jaxinfer.sharding import ShardingRules
 
 TOKENS_PER_WORD = 32
-"""Of a bitmask of the vocabulary, whose words are divided too."""
+"""Tokens in a word of a bitmask of the vocabulary, whose words are divided too."""
 
 SPLIT = ("heads", "mlp", "vocab")
 """The logical axes that are fitted; a leaf has at most one of them."""
@@ -44,7 +44,7 @@ class Fitting:
     takes: Mapping[str, Take] = dataclasses.field(default_factory=dict)
 
     def of_leaf(self, name: str, stored: Leaf) -> tuple[Take | None, ...]:
-        """What each dimension of a stored leaf takes; None: all, as it is. Raises ValueError for split int4 groups."""
+        """Return the take of each dimension of a stored leaf; None: all. Raises ValueError if int4 groups are split."""
         part = name.split(".")[-2]
         if (take := self.takes.get(part)) is None:
             return (None,) * len(stored.shape)
@@ -55,7 +55,7 @@ class Fitting:
         )
 
     def take(self, part: str, array: np.ndarray, dim: int) -> np.ndarray:
-        """The fitted form of an array on the host whose dimension `dim` is the split one of a linear."""
+        """Return the fitted form of an array on the host whose dimension `dim` is the split one of a linear."""
         take = self.takes.get(part)
         if take is None:
             return array
@@ -64,12 +64,12 @@ class Fitting:
         return np.take(array, np.maximum(take, 0), axis=dim) * (take >= 0).reshape(shape).astype(array.dtype)
 
     def size(self, part: str) -> int:
-        """The size of the dimension of a linear or embedding that can be split."""
+        """Return the size of the dimension of a linear or embedding that can be split."""
         take = self.takes.get(part)
         return self.stored_size(part) if take is None else len(take)
 
     def stored_size(self, part: str) -> int:
-        """The size of the dimension of a linear or embedding that can be split, in the stored model."""
+        """Return the size of the dimension of a linear or embedding that can be split, in the stored model."""
         config = self.original
         assert not isinstance(config, VisionConfig)
         attention = config.attention
@@ -152,7 +152,7 @@ def _fit(
 def _fit_heads(
     attention: AttentionConfig, ways: int, weights: WeightFormat
 ) -> tuple[AttentionConfig, dict[str, Take] | None]:
-    """The attention whose KV heads divide, with the fewest heads to compute; None if it is the same."""
+    """Return the attention whose KV heads divide, with the fewest heads to compute; None if it is the same."""
 
     def size(copies: int) -> tuple[int, int]:
         group = -(-attention.group // copies)
@@ -169,9 +169,9 @@ def _fit_heads(
     queries = np.full((kv_heads, group), -1)
     keys = np.full(kv_heads, -1)
     for head in range(attention.kv_heads):
-        own = np.arange(attention.group) + head * attention.group
+        group_queries = np.arange(attention.group) + head * attention.group
         for copy in range(copies):
-            part = own[copy * group : (copy + 1) * group]
+            part = group_queries[copy * group : (copy + 1) * group]
             queries[head * copies + copy, : len(part)] = part
             keys[head * copies + copy] = head
     slopes = attention.slopes
@@ -194,18 +194,18 @@ def _fit_heads(
 
 
 def _row(query: int, attention: AttentionConfig) -> int:
-    """Where a query head is in qkv, in units of heads."""
+    """Return where a query head is in qkv, in units of heads."""
     return -1 if query < 0 else query + 2 * (query // attention.group)
 
 
 def _features(heads: np.ndarray, head_dim: int) -> Take:
-    """The features of some heads; -1 stays -1."""
+    """Return the features of some heads; -1 stays -1."""
     features = heads[:, None] * head_dim + np.arange(head_dim)
     return np.where(heads[:, None] < 0, -1, features).reshape(-1)
 
 
 def _fit_width(size: int, ways: int, weights: WeightFormat) -> int:
-    """The least width of at least `size` inputs that divides."""
+    """Return the least width of at least `size` inputs that divides."""
     fitted = _round_up(size, ways)
     while not _fits(size, fitted, ways, weights):
         fitted += ways
@@ -213,7 +213,7 @@ def _fit_width(size: int, ways: int, weights: WeightFormat) -> int:
 
 
 def _fits(size: int, fitted: int, ways: int, weights: WeightFormat) -> bool:
-    """Whether a matrix keeps its format with this many inputs, and int4 groups are whole on every device."""
+    """Return whether a matrix keeps its format with this many inputs, and int4 groups are whole on every device."""
     fmt = weights.of_matrix(size)
     return weights.of_matrix(fitted) == fmt and (fmt != "int4" or fitted // ways % GROUP == 0)
 
@@ -227,7 +227,7 @@ def _padded(size: int, fitted: int) -> Take:
 
 
 def _in_groups(name: str, take: Take, size: int, stored: int) -> Take:
-    """A take of `size` elements, for a dimension that stores them in `stored` words or groups."""
+    """Return a take of `size` elements, for a dimension that stores them in `stored` words or groups."""
     if stored == size:
         return take
     groups = take.reshape(-1, GROUP)

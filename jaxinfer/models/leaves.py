@@ -1,4 +1,4 @@
-"""What leaves a model has: their names, shapes, dtypes and axes."""
+"""The leaves that a model has: their names, shapes, dtypes and axes."""
 
 import functools
 import json
@@ -16,12 +16,12 @@ from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
 MAX_BYTES = 16 << 20
-"""Of all descriptions on disk together."""
+"""The room for all descriptions on disk together."""
 
 
 @functools.cache
 def canonical_leaves(config: ModelConfig, weights: WeightFormat) -> Mapping[str, Leaf]:
-    """The leaves of a model in this format, by name, in the order in which programs take them.
+    """Return the leaves of a model in this format, by name, in the order in which programs take them.
 
     The model itself says what they are, which takes building it without arrays; so the answer is kept on disk.
     """
@@ -50,7 +50,7 @@ def _read(content: bytes) -> dict[str, Leaf]:
 
 
 def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context: int) -> dict[str, Leaf]:
-    """Keys and values of `batch` requests of `context` tokens, as leaves; an encoder has none."""
+    """Return keys and values of `batch` requests of `context` tokens, as leaves; an encoder has none."""
     if not isinstance(config, DecoderConfig):
         return {}
     shape = (batch, context, config.attention.kv_heads, config.attention.head_dim)
@@ -59,21 +59,21 @@ def cache_leaves(config: ModelConfig, weights: WeightFormat, batch: int, context
 
 
 def leaves_of_part(config: ModelConfig, weights: WeightFormat, layer: int | None) -> dict[str, Leaf]:
-    """Those of `canonical_leaves` that belong to a layer, or to none: what is there once; in the same order."""
+    """Return the leaves that belong to a layer, or to none: what is there once; in the order of `canonical_leaves`."""
     return {name: leaf for name, leaf in canonical_leaves(config, weights).items() if layer_of(name) == layer}
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a leaf belongs to, by its name; None for embeddings, the head and what else is there once."""
+    """Return the layer that a leaf belongs to; None for embeddings, the head and what else is there once."""
     first, *rest = name.split(".")
     return int(rest[0]) if first == "layers" else None
 
 
 def scale_name(name: str) -> str:
-    """The leaf with the scales of a quantised matrix: `a.weight` -> `a.scale`."""
+    """Return the leaf with the scales of a quantised matrix: `a.weight` -> `a.scale`."""
     return name.rpartition(".")[0] + ".scale"
 
 
 def quantized_format(dtype: jax.typing.DTypeLike) -> QuantizedFormat | None:
-    """The format whose matrices have this dtype; None for a float."""
+    """Return the format whose matrices have this dtype; None for a float."""
     return next((name for name, stored in STORED_AS.items() if stored == jnp.dtype(dtype)), None)

@@ -211,9 +211,9 @@ def test_not_a_model_directory(tmp_path):
         (b"[]", "damaged"),
         (
             b'{"format": 1, "leaves": {"a.kernel": {}}}',
-            "format=1 is of an older jaxinfer, .* convert the model again, or",
+            "format=1 and this version reads 2: .* convert the model again, or",
         ),
-        (b'{"format": 9, "leaves": {}, "files": {}}', "format=9 is not known .*; update jaxinfer"),
+        (b'{"format": 9, "leaves": {}, "files": {}}', "format=9 and this version reads 2; update jaxinfer"),
     ],
 )
 def test_damaged_manifest(tmp_path, content, message):

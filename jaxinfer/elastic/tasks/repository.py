@@ -146,7 +146,7 @@ class TaskRepository:
             prompt_mode=described.prompt_mode,
             heads={n: Head(leaves[f"heads.{n}.weight"], leaves[f"heads.{n}.bias"]) for n in sorted(heads)},
             prompts={int(n.split(".")[1]): leaves[n] for n in sorted(leaves) if n.startswith("prompts.")},
-            accuracy={found.adaptation: found for found in described.accuracy.values()},
+            accuracy={level.adaptation: level for level in described.accuracy.values()},
             division=described.division,
             version=versions[-1],
         )

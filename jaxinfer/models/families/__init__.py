@@ -46,7 +46,7 @@ STATE_DICTS: tuple[Family, ...] = (timm_vit.FAMILY, torchvision_resnet.FAMILY, y
 
 
 def family_of(hf_config: Mapping[str, object]) -> Family:
-    """The family of a `config.json`, by its `model_type`."""
+    """Return the family of a `config.json`, by its `model_type`."""
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
@@ -56,7 +56,7 @@ def family_of(hf_config: Mapping[str, object]) -> Family:
 
 
 def recognise(shapes: Mapping[str, Shape]) -> tuple[Family, ModelConfig] | None:
-    """The family of a state dict and the config of its model, by names and shapes alone; None if it is of none."""
+    """Return the family of a state dict and its model's config, by names and shapes alone; None if it is of none."""
     for family in STATE_DICTS:
         plain = {family.plain_name(name): shape for name, shape in shapes.items()}
         if family.mark in plain:
@@ -65,19 +65,19 @@ def recognise(shapes: Mapping[str, Shape]) -> tuple[Family, ModelConfig] | None:
 
 
 def is_timm(hf_config: Mapping[str, object]) -> bool:
-    """Whether a `config.json` is of a timm directory."""
+    """Return whether a `config.json` is of a timm directory."""
     return timm_vit.ARCHITECTURE in hf_config and "model_type" not in hf_config
 
 
 def family_of_timm(hf_config: Mapping[str, object], shapes: Mapping[str, Shape]) -> tuple[Family, ModelConfig]:
-    """The family of a timm directory and the config of its model."""
-    found = recognise(shapes)
-    if found is None or not isinstance(found[1], ViTConfig):
+    """Return the family of a timm directory and the config of its model."""
+    recognised = recognise(shapes)
+    if recognised is None or not isinstance(recognised[1], ViTConfig):
         raise ValueError(
             f"config.json: {timm_vit.ARCHITECTURE}={hf_config[timm_vit.ARCHITECTURE]!r} is not implemented; of timm's "
             "models vit_* and deit_* are."
         )
-    return found[0], timm_vit.with_directory(found[1], hf_config)
+    return recognised[0], timm_vit.with_directory(recognised[1], hf_config)
 
 
 __all__ = ["FAMILIES", "STATE_DICTS", "Family", "Source", "family_of", "family_of_timm", "is_timm", "plan", "recognise"]

@@ -16,7 +16,7 @@ from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear,
 
 
 def encoder_config(hf: Mapping[str, object], *, offset: int) -> EncoderConfig:
-    """What BERT and RoBERTa configs have in common; `offset`: unused rows at the start of the position table."""
+    """Return the config of BERT or RoBERTa; `offset`: unused rows at the start of the position table."""
     fields = Fields(hf)
     fields.expect("is_decoder", False)
     fields.expect("position_embedding_type", "absolute")
@@ -49,20 +49,20 @@ def _config(hf: Mapping[str, object]) -> EncoderConfig:
 
 
 def sources(config: EncoderConfig) -> dict[str, Source]:
-    """The tensors of BERT and RoBERTa."""
+    """Return the tensors of BERT and RoBERTa."""
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
     rows = config.context + config.positions.offset
-    found = (
+    sources = (
         table("embed.table", "embeddings.word_embeddings.weight", config.vocab, embed)
         | table("positions.table", "embeddings.position_embeddings.weight", rows, embed)
         | norm("embed_norm", "embeddings.LayerNorm", embed, bias=True)
     )
     if config.token_types:
-        found |= table("token_types.table", "embeddings.token_type_embeddings.weight", config.token_types, embed)
+        sources |= table("token_types.table", "embeddings.token_type_embeddings.weight", config.token_types, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"encoder.layer.{i}"
         q, k, v = (f"{theirs}.attention.self.{part}" for part in ("query", "key", "value"))
-        found |= (
+        sources |= (
             linear(
                 f"{ours}.attention.qkv",
                 (q, k, v),
@@ -77,7 +77,7 @@ def sources(config: EncoderConfig) -> dict[str, Source]:
             | linear(f"{ours}.mlp.down", (f"{theirs}.output.dense",), (embed,), hidden, bias=True)
             | norm(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm", embed, bias=True)
         )
-    return found
+    return sources
 
 
 FAMILY = Family(

@@ -42,16 +42,16 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    found = (
+    sources = (
         table("embed.table", "word_embeddings.weight", config.vocab, embed)
         | norm("embed_norm", "word_embeddings_layernorm", embed, bias=True)
         | norm("final_norm", "ln_f", embed, bias=True)
     )
     if not config.tied:
-        found |= table("head.weight", "lm_head.weight", config.vocab, embed)
+        sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
-        found |= (
+        sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.input_layernorm", embed, bias=True)
             | linear(  # already by head: its query, its key, its value
                 f"{ours}.attention.qkv",
@@ -65,7 +65,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             | linear(f"{ours}.mlp.gate_up", (f"{theirs}.mlp.dense_h_to_4h",), (hidden,), embed, bias=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.dense_4h_to_h",), (embed,), hidden, bias=True)
         )
-    return found
+    return sources
 
 
 FAMILY = Family(

@@ -42,7 +42,7 @@ def _config(hf: Mapping[str, object]) -> EncoderConfig:
 
 def _sources(config: EncoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    found = (
+    sources = (
         table("embed.table", "embeddings.word_embeddings.weight", config.vocab, embed)
         | table("positions.table", "embeddings.position_embeddings.weight", config.context, embed)
         | norm("embed_norm", "embeddings.LayerNorm", embed, bias=True)
@@ -50,7 +50,7 @@ def _sources(config: EncoderConfig) -> dict[str, Source]:
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"transformer.layer.{i}"
         q, k, v, out = (f"{theirs}.attention.{part}_lin" for part in ("q", "k", "v", "out"))
-        found |= (
+        sources |= (
             linear(
                 f"{ours}.attention.qkv",
                 (q, k, v),
@@ -65,7 +65,7 @@ def _sources(config: EncoderConfig) -> dict[str, Source]:
             | linear(f"{ours}.mlp.down", (f"{theirs}.ffn.lin2",), (embed,), hidden, bias=True)
             | norm(f"{ours}.mlp_norm", f"{theirs}.output_layer_norm", embed, bias=True)
         )
-    return found
+    return sources
 
 
 FAMILY = Family(

@@ -42,7 +42,7 @@ class Fields:
             raise ValueError(f"{self.file}: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
 
     def optional(self, kind: type, *names: str) -> Any:
-        """A field's value, or None."""
+        """Return a field's value, or None."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -61,7 +61,7 @@ class Fields:
         return default if value is None else value
 
     def colours(self, name: str) -> tuple[float, float, float] | None:
-        """A number for each of red, green and blue, or None."""
+        """Return a number for each of red, green and blue, or None."""
         value = self.optional(list, name)
         if value is None:
             return None
@@ -73,7 +73,7 @@ class Fields:
         return red, green, blue
 
     def side(self, name: str, *, default: int) -> int:
-        """The side of a square, given as one number or as two that are equal."""
+        """Return the side of a square, given as one number or as two that are equal."""
         value = self.values.get(name)
         if not isinstance(value, list):
             return self.integer(name, default=default)
@@ -82,19 +82,19 @@ class Fields:
         return value[0]
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """A whole number; required if there is no default."""
+        """Return a whole number; required if there is no default."""
         return self._get(int, names, default)
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """A number; required if there is no default."""
+        """Return a number; required if there is no default."""
         return self._get(float, names, default)
 
     def flag(self, *names: str, default: bool) -> bool:
-        """A boolean."""
+        """Return a boolean."""
         return self._get(bool, names, default)
 
     def activation(self, *names: str, default: str) -> Activation:
-        """The MLP's nonlinearity."""
+        """Return the MLP's nonlinearity."""
         value = self._get(str, names, default)
         if value not in _ACTIVATIONS:
             raise ValueError(
@@ -103,7 +103,7 @@ class Fields:
         return _ACTIVATIONS[value]
 
     def head_dim(self, embed: int, heads: int) -> int:
-        """The width of one head, in families that derive it from the model's."""
+        """Return the width of one head, in families that derive it from the model's."""
         if embed % heads:
             raise ValueError(
                 f"{self.file}: the hidden size {embed} is not a multiple of the {heads} heads; correct it."
@@ -111,7 +111,7 @@ class Fields:
         return embed // heads
 
     def windows(self, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
-        """The attention window of each layer, from `layer_types` or, without it, the family's default kinds."""
+        """Return the attention window of each layer, from `layer_types` or, without it, the family's default kinds."""
         kinds = self.optional(list, "layer_types") or default
         known = {"full_attention": None, "sliding_attention": window}
         if unknown := sorted({str(kind) for kind in kinds} - known.keys()):
@@ -134,7 +134,7 @@ class Fields:
         fraction: float = 1.0,
         fraction_names: tuple[str, ...] = ("partial_rotary_factor",),
     ) -> PositionsConfig:
-        """Rotary positions, from `rope_parameters` (transformers 5) or the older separate fields."""
+        """Return rotary positions, from `rope_parameters` (transformers 5) or the older separate fields."""
         name = next((n for n in ("rope_parameters", "rope_scaling") if self.values.get(n)), "rope_scaling")
         rope = Fields(self.optional(dict, name) or {})
         theta = rope.number("rope_theta", default=self.number(*theta_names, default=theta))
@@ -194,7 +194,7 @@ _ROPE_FIELDS = {
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """The factor of cos and sin (arXiv:2309.00071, eq. 22): given, or 0.1 ln(factor) + 1."""
+    """Return the factor of cos and sin (arXiv:2309.00071, eq. 22): given, or 0.1 ln(factor) + 1."""
     given = rope.optional(float, "attention_factor")
     if given is not None:
         return given

@@ -44,12 +44,12 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def one_plus(weight: np.ndarray) -> np.ndarray:
-    """Gemma multiplies by 1 + weight. The sum is in float32; bfloat16 would round it."""
+    """1 + weight, by which Gemma multiplies; in float32, as bfloat16 would round the sum."""
     return 1 + weight.astype(np.float32)
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    found = llama.sources(config) | norm("final_norm", "norm", config.embed, combine=one_plus)
+    sources = llama.sources(config) | norm("final_norm", "norm", config.embed, combine=one_plus)
     for i in range(config.layers):
         layer = f"layers.{i}"
         for ours, theirs in (
@@ -58,8 +58,8 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             ("mlp_norm", "pre_feedforward_layernorm"),
             ("mlp_post_norm", "post_feedforward_layernorm"),
         ):
-            found |= norm(f"{layer}.{ours}", f"{layer}.{theirs}", config.embed, combine=one_plus)
-    return found
+            sources |= norm(f"{layer}.{ours}", f"{layer}.{theirs}", config.embed, combine=one_plus)
+    return sources
 
 
 FAMILY = dataclasses.replace(llama.FAMILY, model_types=("gemma2",), config=_config, sources=_sources)

@@ -53,16 +53,16 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    found = (
+    sources = (
         table("embed.table", "wte.weight", config.vocab, embed)
         | table("positions.table", "wpe.weight", config.context, embed)
         | norm("final_norm", "ln_f", embed, bias=True)
     )
     if not config.tied:
-        found |= table("head.weight", "lm_head.weight", config.vocab, embed)
+        sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
-        found |= (
+        sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)
             | linear(
                 f"{ours}.attention.qkv",
@@ -78,7 +78,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             | linear(f"{ours}.mlp.gate_up", (f"{theirs}.mlp.c_fc",), (hidden,), embed, bias=True, conv1d=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.c_proj",), (embed,), hidden, bias=True, conv1d=True)
         )
-    return found
+    return sources
 
 
 FAMILY = Family(

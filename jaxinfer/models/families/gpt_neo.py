@@ -16,7 +16,7 @@ from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear,
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, from `attention_types`, a list of (kinds, repetitions)."""
+    """Return the window of each layer, from `attention_types`, a list of (kinds, repetitions)."""
     window = fields.integer("window_size", default=256)
     types = fields.optional(list, "attention_types") or [[["global", "local"], 12]]
     kinds = [kind for kinds, times in types for kind in kinds * times]
@@ -57,17 +57,17 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    found = (
+    sources = (
         table("embed.table", "wte.weight", config.vocab, embed)
         | table("positions.table", "wpe.weight", config.context, embed)
         | norm("final_norm", "ln_f", embed, bias=True)
     )
     if not config.tied:
-        found |= table("head.weight", "lm_head.weight", config.vocab, embed)
+        sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
         q, k, v, out = (f"{theirs}.attn.attention.{part}_proj" for part in ("q", "k", "v", "out"))
-        found |= (
+        sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)
             | linear(
                 f"{ours}.attention.qkv",
@@ -82,7 +82,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             | linear(f"{ours}.mlp.gate_up", (f"{theirs}.mlp.c_fc",), (hidden,), embed, bias=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.c_proj",), (embed,), hidden, bias=True)
         )
-    return found
+    return sources
 
 
 FAMILY = Family(

@@ -34,14 +34,14 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    found = table("embed.table", "embed_in.weight", config.vocab, embed) | norm(
+    sources = table("embed.table", "embed_in.weight", config.vocab, embed) | norm(
         "final_norm", "final_layer_norm", embed, bias=True
     )
     if not config.tied:
-        found |= table("head.weight", "embed_out.weight", config.vocab, embed)
+        sources |= table("head.weight", "embed_out.weight", config.vocab, embed)
     for i in range(config.layers):
         layer = f"layers.{i}"
-        found |= (
+        sources |= (
             norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed, bias=True)
             | linear(  # already by head: its query, its key, its value
                 f"{layer}.attention.qkv",
@@ -55,7 +55,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             | linear(f"{layer}.mlp.gate_up", (f"{layer}.mlp.dense_h_to_4h",), (hidden,), embed, bias=True)
             | linear(f"{layer}.mlp.down", (f"{layer}.mlp.dense_4h_to_h",), (embed,), hidden, bias=True)
         )
-    return found
+    return sources
 
 
 FAMILY = Family(

@@ -54,11 +54,11 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
 
     def joined(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """By KV head, with rotated features in our order: the same permutation of q and k keeps their products."""
+        """Join by KV head, with rotated features in our order: the same permutation of q and k keeps their products."""
         q, k = (pairs_to_halves(rows, attention.head_dim, config.positions.rotary_dim) for rows in (q, k))
         return by_kv_head(attention)(q, k, v)
 
-    found = (
+    sources = (
         table("embed.table", "wte.weight", config.vocab, embed)
         | norm("final_norm", "ln_f", embed, bias=True)
         | linear("head", ("lm_head",), (config.vocab,), embed, bias=True)
@@ -66,14 +66,14 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"h.{i}"
         q, k, v, out = (f"{theirs}.attn.{part}_proj" for part in ("q", "k", "v", "out"))
-        found |= (
+        sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.ln_1", embed, bias=True)
             | linear(f"{ours}.attention.qkv", (q, k, v), qkv_rows(attention), embed, bias=False, combine=joined)
             | linear(f"{ours}.attention.out", (out,), (embed,), embed, bias=False)
             | linear(f"{ours}.mlp.gate_up", (f"{theirs}.mlp.fc_in",), (hidden,), embed, bias=True)
             | linear(f"{ours}.mlp.down", (f"{theirs}.mlp.fc_out",), (embed,), hidden, bias=True)
         )
-    return found
+    return sources
 
 
 FAMILY = Family(

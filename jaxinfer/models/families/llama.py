@@ -18,7 +18,7 @@ from jaxinfer.models.families.mapping import (
 
 
 def base_config(hf: Mapping[str, object]) -> DecoderConfig:
-    """What Llama, Mistral, Qwen, Gemma and Phi-3 configs have in common."""
+    """Return the part of a config that Llama, Mistral, Qwen, Gemma and Phi-3 have in common."""
     fields = Fields(hf)
     embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.optional(int, "head_dim") or fields.head_dim(embed, heads)
@@ -44,7 +44,7 @@ def base_config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def with_attention(config: DecoderConfig, **changes: object) -> DecoderConfig:
-    """The config with these attention options changed."""
+    """Return the config with these attention options changed."""
     return dataclasses.replace(config, attention=dataclasses.replace(config.attention, **changes))
 
 
@@ -56,16 +56,16 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:
-    """The tensors of a Llama-like model, without the biases, norms and head that its config leaves out."""
+    """Return the tensors of a Llama-like model, without the biases, norms and head that its config leaves out."""
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    found = table("embed.table", "embed_tokens.weight", config.vocab, embed) | norm("final_norm", "norm", embed)
+    sources = table("embed.table", "embed_tokens.weight", config.vocab, embed) | norm("final_norm", "norm", embed)
     if not config.tied:
-        found |= table("head.weight", "lm_head.weight", config.vocab, embed)
+        sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
         layer = f"layers.{i}"
         q, k, v = (f"{layer}.self_attn.{part}_proj" for part in "qkv")
         gate, up = f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"
-        found |= (
+        sources |= (
             norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed)
             | linear(
                 f"{layer}.attention.qkv",
@@ -89,9 +89,9 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
             | linear(f"{layer}.mlp.down", (f"{layer}.mlp.down_proj",), (embed,), hidden, bias=config.mlp.bias)
         )
         if attention.qk_norm:
-            found |= norm(f"{layer}.attention.q_norm", f"{layer}.self_attn.q_norm", attention.head_dim)
-            found |= norm(f"{layer}.attention.k_norm", f"{layer}.self_attn.k_norm", attention.head_dim)
-    return found
+            sources |= norm(f"{layer}.attention.q_norm", f"{layer}.self_attn.q_norm", attention.head_dim)
+            sources |= norm(f"{layer}.attention.k_norm", f"{layer}.self_attn.k_norm", attention.head_dim)
+    return sources
 
 
 IGNORED = r"lm_head\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # a tied head; a table we compute

@@ -56,7 +56,7 @@ class Family:
     mark: str = ""
 
     def plain_name(self, name: str) -> str:
-        """A tensor's name as `sources` writes it."""
+        """Return a tensor's name as `sources` writes it."""
         for prefix in self.prefixes:
             if name.startswith(prefix):
                 name = name.removeprefix(prefix)
@@ -67,7 +67,7 @@ class Family:
 
 
 def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) -> dict[str, Source]:
-    """The Source of each leaf, with tensor names as in the checkpoint.
+    """Return the Source of each leaf, with tensor names as in the checkpoint.
 
     Args:
       family: of the checkpoint.
@@ -75,8 +75,8 @@ def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) ->
       available: name -> shape of every tensor in the checkpoint.
     Raises ValueError, which lists all missing, unexpected and mis-shaped tensors.
     """
-    wanted = family.sources(config)
-    needed = {name: shape for s in wanted.values() for name, shape in zip(s.names, s.shapes, strict=True)}
+    sources = family.sources(config)
+    needed = {name: shape for s in sources.values() for name, shape in zip(s.names, s.shapes, strict=True)}
     actual: dict[str, str] = {}  # plain name -> the checkpoint's
     unexpected = []
     for name in sorted(available):
@@ -105,7 +105,7 @@ def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) ->
         )
     return {
         leaf: dataclasses.replace(source, names=tuple(actual[name] for name in source.names))
-        for leaf, source in wanted.items()
+        for leaf, source in sources.items()
     }
 
 
@@ -113,21 +113,21 @@ def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) ->
 
 
 def only(tensor: np.ndarray) -> np.ndarray:
-    """The tensor as it is."""
+    """Return the tensor as it is."""
     return tensor
 
 
 def table(leaf: str, name: str, rows: int, width: int) -> dict[str, Source]:
-    """An embedding."""
+    """Return an embedding."""
     return {leaf: Source((name,), ((rows, width),), only)}
 
 
 def norm(leaf: str, name: str, size: int, *, bias: bool = False, combine: Callable = only) -> dict[str, Source]:
-    """A LayerNorm (with bias) or RMSNorm."""
-    found = {f"{leaf}.scale": Source((f"{name}.weight",), ((size,),), combine)}
+    """Return a LayerNorm (with bias) or RMSNorm."""
+    sources = {f"{leaf}.scale": Source((f"{name}.weight",), ((size,),), combine)}
     if bias:
-        found[f"{leaf}.bias"] = Source((f"{name}.bias",), ((size,),), only)
-    return found
+        sources[f"{leaf}.bias"] = Source((f"{name}.bias",), ((size,),), only)
+    return sources
 
 
 def linear(
@@ -140,7 +140,7 @@ def linear(
     combine: Callable[..., np.ndarray] = only,
     conv1d: bool = False,
 ) -> dict[str, Source]:
-    """One linear of ours from one or several projections of theirs.
+    """Return one linear of ours from one or several projections of theirs.
 
     Args:
       leaf: our linear.
@@ -159,24 +159,24 @@ def linear(
         def join_weights(*weights: np.ndarray) -> np.ndarray:
             return combine(*(weight.T for weight in weights))
 
-    found = {f"{leaf}.weight": Source(tuple(f"{name}.weight" for name in names), shapes, join_weights)}
+    sources = {f"{leaf}.weight": Source(tuple(f"{name}.weight" for name in names), shapes, join_weights)}
     if bias:
         rows = tuple((n,) for n in outputs)
-        found[f"{leaf}.bias"] = Source(tuple(f"{name}.bias" for name in names), rows, combine)
-    return found
+        sources[f"{leaf}.bias"] = Source(tuple(f"{name}.bias" for name in names), rows, combine)
+    return sources
 
 
 # Rows: the order of a linear's outputs. All of these take weights [rows, inputs] and biases [rows].
 
 
 def qkv_rows(attention: AttentionConfig) -> tuple[int, int, int]:
-    """The number of outputs of the projections of queries, keys and values."""
+    """Return the number of outputs of the projections of queries, keys and values."""
     kv = attention.kv_heads * attention.head_dim
     return attention.q_heads * attention.head_dim, kv, kv
 
 
 def by_kv_head(attention: AttentionConfig) -> Callable[..., np.ndarray]:
-    """Joins q, k and v by KV head: the queries of its group, its key, its value."""
+    """Return a function that joins q, k and v by KV head: the queries of its group, its key, its value."""
 
     def combine(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         heads = [part.reshape(attention.kv_heads, -1, *part.shape[1:]) for part in (q, k, v)]
@@ -186,7 +186,7 @@ def by_kv_head(attention: AttentionConfig) -> Callable[..., np.ndarray]:
 
 
 def by_kv_head_from_fused(attention: AttentionConfig) -> Callable[..., np.ndarray]:
-    """The same from one projection whose rows are all queries, all keys, all values."""
+    """Return `by_kv_head` for one projection whose rows are all queries, all keys, all values."""
     q, k, _ = qkv_rows(attention)
 
     def combine(fused: np.ndarray) -> np.ndarray:
@@ -196,17 +196,17 @@ def by_kv_head_from_fused(attention: AttentionConfig) -> Callable[..., np.ndarra
 
 
 def alternate(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Alternating gate and up rows: gate 0, up 0, gate 1, ..."""
+    """Alternate gate and up rows: gate 0, up 0, gate 1, ..."""
     return np.stack((gate, up), axis=1).reshape(-1, *gate.shape[1:])
 
 
 def alternate_from_fused(fused: np.ndarray) -> np.ndarray:
-    """The same from one projection whose rows are all gates, then all ups."""
+    """Alternate the rows of one projection that has all gates, then all ups."""
     return alternate(*np.split(fused, 2))
 
 
 def pairs_to_halves(rows: np.ndarray, head_dim: int, rotary_dim: int) -> np.ndarray:
-    """Reorders the rotated rows of each head, from pairs (2i, 2i + 1) to our pairs (i, i + rotary_dim / 2)."""
+    """Reorder the rotated rows of each head, from pairs (2i, 2i + 1) to our pairs (i, i + rotary_dim / 2)."""
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     order = np.r_[0:rotary_dim:2, 1:rotary_dim:2, rotary_dim:head_dim]
     return heads[:, order].reshape(rows.shape)

@@ -52,19 +52,19 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, mlp, embed, width = config.attention, config.mlp, config.embed, config.output_width
     rows = config.context + config.positions.offset
-    found = table("embed.table", "embed_tokens.weight", config.vocab, width)
-    found |= table("positions.table", "embed_positions.weight", rows, embed)
+    sources = table("embed.table", "embed_tokens.weight", config.vocab, width)
+    sources |= table("positions.table", "embed_positions.weight", rows, embed)
     if config.word_embed is not None:
-        found |= linear("project_in", ("project_in",), (embed,), width, bias=False)
-        found |= linear("project_out", ("project_out",), (width,), embed, bias=False)
+        sources |= linear("project_in", ("project_in",), (embed,), width, bias=False)
+        sources |= linear("project_out", ("project_out",), (width,), embed, bias=False)
     if config.final_norm:
-        found |= norm("final_norm", "final_layer_norm", embed, bias=True)
+        sources |= norm("final_norm", "final_layer_norm", embed, bias=True)
     if not config.tied:
-        found |= table("head.weight", "lm_head.weight", config.vocab, width)
+        sources |= table("head.weight", "lm_head.weight", config.vocab, width)
     for i in range(config.layers):
         layer = f"layers.{i}"
         q, k, v, out = (f"{layer}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
-        found |= (
+        sources |= (
             norm(f"{layer}.attention_norm", f"{layer}.self_attn_layer_norm", embed, bias=True)
             | linear(
                 f"{layer}.attention.qkv",
@@ -79,7 +79,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             | linear(f"{layer}.mlp.gate_up", (f"{layer}.fc1",), (mlp.hidden,), embed, bias=mlp.bias)
             | linear(f"{layer}.mlp.down", (f"{layer}.fc2",), (embed,), mlp.hidden, bias=mlp.bias)
         )
-    return found
+    return sources
 
 
 FAMILY = Family(

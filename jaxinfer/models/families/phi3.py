@@ -22,10 +22,10 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    found = llama.sources(config)
+    sources = llama.sources(config)
     for i in range(config.layers):
         layer = f"layers.{i}"
-        found |= linear(
+        sources |= linear(
             f"{layer}.attention.qkv",
             (f"{layer}.self_attn.qkv_proj",),
             (sum(qkv_rows(attention)),),
@@ -40,7 +40,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
             bias=False,
             combine=alternate_from_fused,
         )
-    return found
+    return sources
 
 
 FAMILY = dataclasses.replace(llama.FAMILY, model_types=("phi3",), config=_config, sources=_sources)

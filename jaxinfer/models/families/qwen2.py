@@ -9,7 +9,7 @@ from jaxinfer.models.families.fields import Fields
 
 
 def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer in Qwen2 and Qwen3: off by default, otherwise in layers from `max_window_layers` on."""
+    """Return the window of each layer in Qwen2 and Qwen3: none by default, else from layer `max_window_layers` on."""
     window = None
     if fields.flag("use_sliding_window", default=False):
         window = fields.integer("sliding_window", default=4096)

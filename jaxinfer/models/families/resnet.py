@@ -14,15 +14,15 @@ Names = Callable[[str], tuple[str, str]]
 
 
 def resnet_sources(config: ResNetConfig, names: Names, head: str) -> dict[str, Source]:
-    """The tensors of a ResNet whose parts have these names."""
-    found = {}
+    """Return the tensors of a ResNet whose parts have these names."""
+    sources = {}
     for leaf, outputs, inputs, size in _convs(config):
-        found |= normalised_conv(leaf, *names(leaf), outputs, inputs, size, eps=EPS)
-    return found | linear("head", (head,), (len(config.labels),), config.widths[-1], bias=True)
+        sources |= normalised_conv(leaf, *names(leaf), outputs, inputs, size, eps=EPS)
+    return sources | linear("head", (head,), (len(config.labels),), config.widths[-1], bias=True)
 
 
 def _convs(config: ResNetConfig) -> Iterator[tuple[str, int, int, int]]:
-    """Each convolution: name, outputs, inputs, size."""
+    """Yield each convolution: name, outputs, inputs, size."""
     yield "stem", config.stem, 3, 7
     inputs = config.stem
     for stage, (width, depth) in enumerate(zip(config.widths, config.depths, strict=True)):

@@ -64,7 +64,7 @@ def _heads(embed: int) -> int:
 
 
 def _grid(shapes: Mapping[str, Shape]) -> tuple[int, int]:
-    """Pixels of a patch's side, patches of an image's."""
+    """Return the pixels of a patch's side, and the patches of an image's."""
     patch, rows = shapes.get("patch_embed.proj.weight", ()), shapes["pos_embed"][-2]
     side = math.isqrt(max(0, rows - 1))
     if len(patch) != 4 or patch[2] != patch[3] or side * side != rows - 1 or side == 0:
@@ -76,7 +76,7 @@ def _grid(shapes: Mapping[str, Shape]) -> tuple[int, int]:
 
 
 def with_directory(config: ViTConfig, hf: Mapping[str, object]) -> ViTConfig:
-    """The config with what `config.json` of a timm directory says. Raises ValueError for what is not implemented."""
+    """Return the config with what a timm directory's `config.json` says. Raises ValueError for the rest."""
     fields = Fields(hf)
     pretrained = Fields(fields.optional(dict, "pretrained_cfg") or hf)  # older directories have all in one
     arguments = Fields(fields.optional(dict, "model_args") or {})

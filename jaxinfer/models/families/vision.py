@@ -14,7 +14,7 @@ UNUSED = r".*\.num_batches_tracked"
 def normalised_conv(
     leaf: str, conv: str, norm: str, outputs: int, inputs: int, size: int, *, eps: float
 ) -> dict[str, Source]:
-    """One convolution of ours from theirs, which has no bias, and the batch normalisation of its outputs.
+    """Return one convolution of ours from theirs, which has no bias, and the batch normalisation of its outputs.
 
     With scale g, shift b, mean m and variance v of an output channel, and f = g / sqrt(v + eps), the weight is f W and
     the bias b - f m, computed in float32.
@@ -45,25 +45,25 @@ def outputs_last(weight: np.ndarray) -> np.ndarray:
 
 
 def numbered(classes: int) -> tuple[str, ...]:
-    """Labels of classes without names: "0", "1", ..."""
+    """Return labels of classes without names: "0", "1", ..."""
     return tuple(map(str, range(classes)))
 
 
 def labels_of(fields: Fields) -> tuple[str, ...]:
-    """The labels of a Hugging Face `config.json`, or numbers."""
+    """Return the labels of a Hugging Face `config.json`, or numbers."""
     names: dict[str, str] = fields.optional(dict, "id2label") or {}
     return tuple(names[i] for i in sorted(names, key=int)) or numbered(fields.integer("num_labels", default=2))
 
 
 def outputs_of(shapes: Mapping[str, Shape], name: str) -> int:
-    """The outputs of a convolution or linear by its weight's name. Raises ValueError if there is none."""
+    """Return the outputs of a convolution or linear by its weight's name. Raises ValueError if there is none."""
     if not shapes.get(name):
         raise ValueError(f"The tensor {name} is missing; use the whole state dict of a model that is implemented.")
     return shapes[name][0]
 
 
 def count(shapes: Mapping[str, Shape], before: str, after: str, *, first: int = 0) -> int:
-    """How many tensors there are whose names differ only in a number, from `first`, between `before` and `after`."""
+    """Return how many tensors have names that differ only in a number, from `first`, between `before` and `after`."""
     number = first
     while f"{before}{number}{after}" in shapes:
         number += 1

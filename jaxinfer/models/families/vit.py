@@ -25,7 +25,7 @@ PREPROCESSOR = "preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """What the parts of a ViT are called.
+    """The names of the parts of a ViT.
 
     Attributes:
       layers: what comes before the number of a layer; its parts follow.
@@ -47,12 +47,12 @@ class Names:
 
 
 def vit_sources(config: ViTConfig, names: Names) -> dict[str, Source]:
-    """The tensors of a ViT whose parts have these names."""
+    """Return the tensors of a ViT whose parts have these names."""
     attention, embed, hidden, side = config.attention, config.embed, config.mlp.hidden, config.patch_size
     width, rows, join = attention.q_heads * attention.head_dim, qkv_rows(attention), by_kv_head(attention)
     if len(names.qkv) == 1:
         rows, join = (sum(rows),), by_kv_head_from_fused(attention)
-    found = {
+    sources = {
         "patches.weight": Source((f"{names.patches}.weight",), ((embed, 3, side, side),), _by_pixel),
         "patches.bias": Source((f"{names.patches}.bias",), ((embed,),), only),
         "class_token.table": Source((names.class_token,), ((1, 1, embed),), _first),
@@ -61,7 +61,7 @@ def vit_sources(config: ViTConfig, names: Names) -> dict[str, Source]:
     for i in range(config.layers):
         ours, theirs = f"layers.{i}", f"{names.layers}.{i}"
         qkv = tuple(f"{theirs}.{name}" for name in names.qkv)
-        found |= (
+        sources |= (
             norm(f"{ours}.attention_norm", f"{theirs}.{names.attention_norm}", embed, bias=True)
             | linear(f"{ours}.attention.qkv", qkv, rows, embed, bias=attention.qkv_bias, combine=join)
             | linear(f"{ours}.attention.out", (f"{theirs}.{names.out}",), (embed,), width, bias=True)
@@ -70,7 +70,7 @@ def vit_sources(config: ViTConfig, names: Names) -> dict[str, Source]:
             | linear(f"{ours}.mlp.down", (f"{theirs}.{names.down}",), (embed,), hidden, bias=True)
         )
     return (
-        found
+        sources
         | norm("norm", names.norm, embed, bias=True)
         | linear("head", (names.head,), (len(config.labels),), embed, bias=True)
     )
@@ -119,7 +119,7 @@ def _config(hf: Mapping[str, object]) -> ViTConfig:
 
 
 def with_preprocessor(config: ViTConfig, preprocessor: Mapping[str, object]) -> ViTConfig:
-    """The config with what `preprocessor_config.json` says of pixels.
+    """Return the config with what `preprocessor_config.json` says of pixels.
 
     How it resizes is ignored: ours is bilinear to a square (`models/images.py`). Raises ValueError if it makes images
     of another size, or scales other than to [0, 1].

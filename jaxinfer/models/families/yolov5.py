@@ -33,24 +33,24 @@ def _config(shapes: Mapping[str, Shape]) -> YoloConfig:
 
 
 def with_anchors(config: YoloConfig, anchors: np.ndarray) -> YoloConfig:
-    """The config with the anchors of a checkpoint's buffer."""
+    """Return the config with the anchors of a checkpoint's buffer."""
     pixels = anchors.astype(np.float64) * np.array(STRIDES)[:, None, None]
     return dataclasses.replace(config, anchors=tuple(tuple(map(tuple, grid)) for grid in pixels.tolist()))
 
 
 def _sources(config: YoloConfig) -> dict[str, Source]:
-    found = {}
+    sources = {}
     for leaf, name, outputs, inputs, size in _convs(config):
-        found |= normalised_conv(leaf, f"{name}.conv", f"{name}.bn", outputs, inputs, size, eps=EPS)
+        sources |= normalised_conv(leaf, f"{name}.conv", f"{name}.bn", outputs, inputs, size, eps=EPS)
     outputs = len(config.anchors[0]) * (5 + len(config.labels))
     for i, width in enumerate(config.widths[2:]):
-        found[f"heads.{i}.weight"] = Source((f"24.m.{i}.weight",), ((outputs, width, 1, 1),), outputs_last)
-        found[f"heads.{i}.bias"] = Source((f"24.m.{i}.bias",), ((outputs,),), only)
-    return found
+        sources[f"heads.{i}.weight"] = Source((f"24.m.{i}.weight",), ((outputs, width, 1, 1),), outputs_last)
+        sources[f"heads.{i}.bias"] = Source((f"24.m.{i}.bias",), ((outputs,),), only)
+    return sources
 
 
 def _convs(config: YoloConfig) -> Iterator[tuple[str, str, int, int, int]]:
-    """Each convolution: our name, theirs, outputs, inputs, size."""
+    """Yield each convolution: our name, theirs, outputs, inputs, size."""
     w, depths = config.widths, config.depths
     yield "stem", "0", w[0], 3, 6
     for i in range(4):

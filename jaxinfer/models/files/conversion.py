@@ -71,17 +71,17 @@ class HuggingFaceModel:
         self.dtype = _main_dtype(self._tensors, self._plan)
 
     def _describe(self, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
-        """The family and the model, by the fields of `config.json`, and by the tensors where it says little."""
+        """Return the family and the model, by the fields of `config.json`, and by the tensors where it says little."""
         if is_timm(fields):
             return family_of_timm(fields, self._tensors.shapes)
-        if not fields and (found := recognise(self._tensors.shapes)):
-            return found
+        if not fields and (recognised := recognise(self._tensors.shapes)):
+            return recognised
         family = family_of(fields or read_json(self.path / CONFIG, required=True))
         config = _with_pooling(self.path, family.config(fields))
         return family, _with_preprocessor(self.path, config)
 
     def _with_anchors(self, config: ModelConfig, family: Family) -> ModelConfig:
-        """The config with a detector's own anchors, which training may have fitted to its images."""
+        """Return the config with a detector's own anchors, which training may have fitted to its images."""
         name = next((n for n in self._tensors.shapes if family.plain_name(n) == yolov5.ANCHORS), None)
         if not isinstance(config, YoloConfig) or name is None:
             return config
@@ -93,12 +93,12 @@ class HuggingFaceModel:
         return tuple(self._plan)
 
     def read(self, name: str) -> np.ndarray:
-        """One leaf in our layout, in the checkpoint's dtype."""
+        """Return one leaf in our layout, in the checkpoint's dtype."""
         source = self._plan[name]
         return source.combine(*(self._tensors.read(tensor) for tensor in source.names))
 
     def token_ids(self, role: str) -> tuple[int, ...]:
-        """The ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
+        """Return the ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
 
         Ids outside the vocabulary, which small checkpoints often keep from a larger one, are left out with a warning:
         the model can neither read nor write them.
@@ -139,14 +139,14 @@ def convert(
       progress: called with the bytes written so far and the total.
     """
     require_choice("dtype", dtype, (None, *DTYPES))
-    wanted = parse_quantization(quantize)
+    quantization = parse_quantization(quantize)
     writer = Writer(out_dir, layout=layout)  # refuses an occupied directory
     source = HuggingFaceModel(hf_dir)
     description = Description(
         family=source.model_type,
         config=source.config,
         dtype=dtype or source.dtype,
-        quantization=wanted,
+        quantization=quantization,
         bos_id=next(iter(source.token_ids("bos_token_id")), None),
         eos_ids=source.token_ids("eos_token_id"),
     )
@@ -170,12 +170,12 @@ def convert(
 
 
 def _stored_leaves(source: HuggingFaceModel, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, np.ndarray]]:
-    """Each leaf of the model directory; the scales of a quantised matrix follow it."""
+    """Yield each leaf of the model directory; the scales of a quantised matrix follow it."""
     for name in source.leaf_names:
-        if (wanted := quantized_format(leaves[name].dtype)) is None:
+        if (quantized := quantized_format(leaves[name].dtype)) is None:
             yield name, _cast(source, name, leaves[name].dtype)
         else:
-            yield from zip((name, scale_name(name)), _quantize(source.read(name), wanted), strict=True)
+            yield from zip((name, scale_name(name)), _quantize(source.read(name), quantized), strict=True)
 
 
 def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:
@@ -188,17 +188,17 @@ def _cast(source: HuggingFaceModel, name: str, dtype: str) -> np.ndarray:
     return array
 
 
-def _quantize(matrix: np.ndarray, wanted: QuantizedFormat) -> tuple[np.ndarray, np.ndarray]:
-    """The quantised matrix and its scales, computed on the CPU one block of rows at a time."""
+def _quantize(matrix: np.ndarray, quantized: QuantizedFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Return the quantised matrix and its scales, computed on the CPU one block of rows at a time."""
     rows = max(1, BLOCK_BYTES // (matrix.shape[1] * 4))
     with jax.default_device(host_device()):
-        blocks = [quantize_matrix(matrix[first : first + rows], wanted) for first in range(0, len(matrix), rows)]
+        blocks = [quantize_matrix(matrix[first : first + rows], quantized) for first in range(0, len(matrix), rows)]
         matrices, scales = ([np.asarray(part) for part in parts] for parts in zip(*blocks, strict=True))
     return np.concatenate(matrices), np.concatenate(scales, axis=-1)  # outputs come last in all scales
 
 
 def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
-    """The config with the pooling of an encoder from sentence-transformers' file, if there is one."""
+    """Return the config with the pooling of an encoder from sentence-transformers' file, if there is one."""
     fields = read_json(path / "1_Pooling" / CONFIG)
     modes = {name for name, on in fields.items() if name.startswith("pooling_mode_") and on is True}
     if not isinstance(config, EncoderConfig) or not modes:
@@ -210,13 +210,13 @@ def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
 
 
 def _with_preprocessor(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
-    """A ViT's config with how its pixels are normalised, if there is a file that says so."""
+    """Return a ViT's config with how its pixels are normalised, if there is a file that says so."""
     fields = read_json(path / vit.PREPROCESSOR)
     return vit.with_preprocessor(config, fields) if fields and isinstance(config, ViTConfig) else config
 
 
 def _with_labels(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:
-    """The config with the labels of `labels.txt`, if there is one."""
+    """Return the config with the labels of `labels.txt`, if there is one."""
     file = folder / "labels.txt"
     if not isinstance(config, VisionConfig) or not file.is_file():
         return config
@@ -227,7 +227,7 @@ def _with_labels(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:
 
 
 def _main_dtype(tensors: SafetensorsFolder, sources: Mapping[str, Source]) -> str:
-    """The dtype of most matrix elements; float64 is stored as float32."""
+    """Return the dtype of most matrix elements; float64 is stored as float32."""
     elements: Counter[str] = Counter()
     for source in sources.values():
         for name in source.names:

@@ -51,7 +51,7 @@ class _ConfigFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a model directory holds, from its `config.json`.
+    """The model that a directory holds, from its `config.json`.
 
     Attributes:
       family: Hugging Face's `model_type`, or any other name for a model that does not come from there.
@@ -82,7 +82,7 @@ class Description:
         return WeightFormat(dtype=jnp.dtype(self.dtype), quantized=self.quantization)
 
     def to_json(self) -> bytes:
-        """The content of `config.json`."""
+        """Return the content of `config.json`."""
         fields = msgspec.to_builtins(self, builtin_types=(tuple,)) | {"kind": self.kind}
         return msgspec.json.format(msgspec.json.encode(msgspec.convert(fields, _ConfigFile)), indent=2) + b"\n"
 
@@ -95,31 +95,31 @@ class Description:
                 f"{folder}: no {CONFIG}; make a model directory with `jaxinfer convert HF_DIR OUT_DIR`."
             )
         try:
-            found = msgspec.json.decode(content, type=_ConfigFile)
-            config = msgspec.convert(found.config, KINDS[found.kind])
-            if unknown := sorted(_unknown_fields(found.config, msgspec.to_builtins(config), "config")):
+            file_fields = msgspec.json.decode(content, type=_ConfigFile)
+            config = msgspec.convert(file_fields.config, KINDS[file_fields.kind])
+            if unknown := sorted(_unknown_fields(file_fields.config, msgspec.to_builtins(config), "config")):
                 raise ValueError(f"unknown fields {', '.join(unknown)}")
         except ValueError as error:
             raise CheckpointError(
                 f"{file}: {error}; convert the model again, or use the version of jaxinfer that wrote it."
             ) from error
         return cls(
-            family=found.family,
+            family=file_fields.family,
             config=config,
-            dtype=found.dtype,
-            quantization=found.quantization,
-            bos_id=found.bos_id,
-            eos_ids=found.eos_ids,
+            dtype=file_fields.dtype,
+            quantization=file_fields.quantization,
+            bos_id=file_fields.bos_id,
+            eos_ids=file_fields.eos_ids,
         )
 
 
 def kind_of(config: ModelConfig) -> Kind:
-    """What a config is of."""
+    """Return the kind of model that a config describes."""
     return next(kind for kind, known in KINDS.items() if isinstance(config, known))
 
 
 def require_transformer(folder: str | os.PathLike[str], config: ModelConfig) -> TransformerConfig:
-    """The config, if it is of a model that reads text. Raises ValueError, which names the folder, if it is not."""
+    """Return the config if its model reads text. Raises ValueError, which names the folder, if it does not."""
     if isinstance(config, VisionConfig):
         raise ValueError(
             f"{folder} holds a model of images ({kind_of(config)}), which has no text; use load_model for it."
@@ -143,24 +143,26 @@ def require_choice(name: str, value: str | None, choices: tuple[str | None, ...]
 
 
 def parse_quantization(name: str | None) -> QuantizedFormat | None:
-    """The format of matrices with this name. Raises ValueError, which lists the known names."""
+    """Return the format of matrices with this name. Raises ValueError, which lists the known names."""
     require_choice("quantize", name, (None, *STORED_AS))
     return cast(QuantizedFormat | None, name)
 
 
-def _check_quantization(config: ModelConfig, wanted: QuantizedFormat | None) -> None:
-    if wanted is not None and isinstance(config, ConvolutionalConfig):
+def _check_quantization(config: ModelConfig, quantization: QuantizedFormat | None) -> None:
+    if quantization is not None and isinstance(config, ConvolutionalConfig):
         raise ValueError(
-            f"quantize={wanted!r} is not implemented for an image {kind_of(config)}: convolutions have no quantised "
-            "format; leave it out."
+            f"quantize={quantization!r} is not implemented for an image {kind_of(config)}: convolutions have no "
+            "quantised format; leave it out."
         )
 
 
 def weight_format(description: Description, *, dtype: str | None = None, quantize: str | None = None) -> WeightFormat:
-    """The format of a model loaded with these options; None: as stored."""
+    """Return the format of a model loaded with these options; None: as stored."""
     require_choice("dtype", dtype, (None, *DTYPES))
-    wanted, stored = parse_quantization(quantize), description.quantization
-    _check_quantization(description.config, wanted)
-    if stored is not None and wanted not in (None, stored):
-        raise ValueError(f"quantize={wanted!r} needs the float model, this one is stored in {stored}: convert again.")
-    return WeightFormat(dtype=jnp.dtype(dtype or description.dtype), quantized=wanted or stored)
+    quantization, stored = parse_quantization(quantize), description.quantization
+    _check_quantization(description.config, quantization)
+    if stored is not None and quantization not in (None, stored):
+        raise ValueError(
+            f"quantize={quantization!r} needs the float model, this one is stored in {stored}: convert again."
+        )
+    return WeightFormat(dtype=jnp.dtype(dtype or description.dtype), quantized=quantization or stored)

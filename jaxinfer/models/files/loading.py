@@ -57,28 +57,28 @@ class OpenedModel:
     rules: ShardingRules
 
     def load(self) -> "LoadedModel":
-        """The whole model on its devices. Raises MemoryError if it does not fit them."""
+        """Return the whole model on its devices. Raises MemoryError if it does not fit them."""
         needed = self.bytes_per_device() + min(self.manifest.bytes, GROUP_BYTES)
         devices.check_memory(self.folder, needed, self.mesh)
         return LoadedModel(**self.fields(), leaves=self.read())
 
     def fields(self) -> dict[str, Any]:
-        """What a `LoadedModel` takes beside its weights."""
+        """Return the fields that a `LoadedModel` takes beside its weights."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(OpenedModel)}
 
     @property
     def name(self) -> str:
-        """That of its directory."""
+        """The name of its directory."""
         return self.folder.resolve().name
 
     @property
     def config(self) -> ModelConfig:
-        """What is on the devices: that of the description, fitted to the mesh."""
+        """The config of the model on the devices: that of the description, fitted to the mesh."""
         return self.fitting.config
 
     @property
     def transformer(self) -> TransformerConfig:
-        """The same, of a decoder or an encoder. Raises ValueError for a model that reads images."""
+        """The config on the devices of a decoder or an encoder. Raises ValueError for a model that reads images."""
         return require_transformer(self.folder, self.config)
 
     @property
@@ -91,7 +91,7 @@ class OpenedModel:
 
     @property
     def platform(self) -> str:
-        """What its devices are: "cpu", "gpu"."""
+        """The kind of its devices: "cpu", "gpu"."""
         return devices.devices_of(self.mesh)[0].platform
 
     @property
@@ -100,7 +100,7 @@ class OpenedModel:
         return canonical_leaves(self.config, self.weights)
 
     def sharding(self, leaf: Leaf) -> Sharding:
-        """Where one of `shapes` lives."""
+        """Return where one of `shapes` lives."""
         return devices.sharding_on(self.mesh, self.rules, leaf.axes, leaf.shape)
 
     @property
@@ -111,7 +111,7 @@ class OpenedModel:
         return sum(math.prod(self.sharding(leaf).shard_shape(leaf.shape)) for leaf in layers)
 
     def layer_shapes(self, layer: int) -> list[jax.ShapeDtypeStruct]:
-        """The leaves of one layer, as they come to the devices, in the order in which programs take them."""
+        """Return the leaves of one layer, as they come to the devices, in the order in which programs take them."""
 
         def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
             sharding = devices.fetch_sharding_on(self.mesh, self.rules, leaf.axes, leaf.shape)
@@ -120,7 +120,7 @@ class OpenedModel:
         return [shape(leaf) for leaf in leaves_of_part(self.config, self.weights, layer).values()]
 
     def placed_shapes(self, only: Callable[[str], bool] = lambda name: True) -> list[jax.ShapeDtypeStruct]:
-        """The leaves that are selected by name, as `read` places them."""
+        """Return the leaves that are selected by name, as `read` places them."""
         return [
             jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=self.sharding(leaf))
             for name, leaf in self.shapes.items()
@@ -128,12 +128,12 @@ class OpenedModel:
         ]
 
     def bytes_per_device(self, only: Callable[[str], bool] = lambda name: True) -> int:
-        """Bytes of each device's part of the leaves that are selected by name."""
+        """Return bytes of each device's part of the leaves that are selected by name."""
         chosen = {name: leaf for name, leaf in self.shapes.items() if only(name)}
         return devices.bytes_per_device(chosen, self.mesh, self.rules)
 
     def read(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, jax.Array]:
-        """The leaves that are selected by name, placed, and quantised if the format asks for it; in order."""
+        """Return the leaves that are selected by name, placed, and quantised if the format asks for it; in order."""
         stored = checkpoints.stream(
             self.folder,
             mesh=self.mesh,
@@ -228,7 +228,7 @@ def load_model(
 
 
 def _abstract() -> types.ModuleType:
-    """What needs Flax, which loading does not."""
+    """Import the module that needs Flax, which loading does not."""
     from jaxinfer.models import abstract
 
     return abstract
@@ -274,15 +274,17 @@ def save_model(
 
 def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Description) -> None:
     """Raise CheckpointError unless the leaves are exactly those of the config; the error lists every difference."""
-    wanted, found = canonical_leaves(description.config, description.stored), manifest.leaves
+    expected, stored = canonical_leaves(description.config, description.stored), manifest.leaves
     differing = [
-        f"{name} is {found[name]}, not {leaf}" for name, leaf in wanted.items() if name in found and found[name] != leaf
+        f"{name} is {stored[name]}, not {leaf}"
+        for name, leaf in expected.items()
+        if name in stored and stored[name] != leaf
     ]
     problems = [
         f"{len(names)} {kind}: {', '.join(names)}"
         for kind, names in (
-            ("missing", sorted(wanted.keys() - found.keys())),
-            ("unexpected", sorted(found.keys() - wanted.keys())),
+            ("missing", sorted(expected.keys() - stored.keys())),
+            ("unexpected", sorted(stored.keys() - expected.keys())),
             ("mis-shaped", differing),
         )
         if names
@@ -294,10 +296,10 @@ def _check_leaves(folder: pathlib.Path, manifest: Manifest, description: Descrip
 
 
 def _adapt(name: str, array: jax.Array, target: Leaf) -> dict[str, jax.Array]:
-    """The leaves of the model for one stored leaf: itself, or its quantised matrix and scales."""
-    wanted = quantized_format(target.dtype)
-    if wanted is None or quantized_format(array.dtype) == wanted:
+    """Return the leaves of the model for one stored leaf: itself, or its quantised matrix and scales."""
+    quantized = quantized_format(target.dtype)
+    if quantized is None or quantized_format(array.dtype) == quantized:
         return {name: array}
-    matrix, scale = quantize_matrix(array, wanted)
+    matrix, scale = quantize_matrix(array, quantized)
     assert scale is not None
     return {name: matrix, scale_name(name): scale}

@@ -23,7 +23,7 @@ CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, bytes | pathlib.Path]:
-    """Files by name, empty for a checkpoint without a tokenizer.
+    """Return files by name, empty for a checkpoint without a tokenizer.
 
     Raises CheckpointError for an id that the embedding (`vocab` rows) does not have, and for a tokenizer that exists
     only in a form that we cannot read.
@@ -80,7 +80,7 @@ def _build(path: pathlib.Path, family: str) -> tokenizers.Tokenizer | None:
 
 
 def _special_tokens(special_map: Mapping[str, Any]) -> list[str]:
-    """The tokens with a role; each is written as a string or as {"content": ...}."""
+    """Return the tokens with a role; each is written as a string or as {"content": ...}."""
     values = [value.get("content") if isinstance(value, dict) else value for value in special_map.values()]
     return [value for value in values if isinstance(value, str)]
 

@@ -73,7 +73,7 @@ def compare_tensors(path: str | os.PathLike[str], hf_dir: str | os.PathLike[str]
 
 
 def _rounding(reference: np.ndarray, weights: Weights) -> np.ndarray:
-    """The largest difference of each weight from the reference that rounding explains."""
+    """Return the largest difference of each weight from the reference that rounding explains."""
     match quantized_format(weights.weight.dtype):
         case "int8":
             return np.asarray(weights.scale)[:, None] * 0.5001
@@ -94,7 +94,7 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
         `lengths`: int [B]; not needed if all rows are full.
         `token_types`: int [B, T], for an encoder, if it has any.
         `logits` [..., V] of a decoder or `hidden` [..., D] of an encoder, for all tokens or only the real ones.
-        Of an image model `images`, uint8 [B, H, W, 3], and a classifier's `logits` [B, classes] or a detector's
+        For an image model `images`, uint8 [B, H, W, 3], and a classifier's `logits` [B, classes] or a detector's
         `predictions` [B, candidates, 5 + classes], as `Yolo.predictions` has them.
     """
     tensors = _read_reference(pathlib.Path(reference))
@@ -105,8 +105,8 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
     tokens = tensors.get("tokens", tensors.get("input_ids"))
     expected = tensors.get("logits" if decoder else "hidden")
     if tokens is None or expected is None:
-        wanted = "logits" if decoder else "hidden"
-        raise CheckpointError(f"{reference}: contains {sorted(tensors)}; needs tokens (or input_ids) and {wanted}.")
+        outputs = "logits" if decoder else "hidden"
+        raise CheckpointError(f"{reference}: contains {sorted(tensors)}; needs tokens (or input_ids) and {outputs}.")
     batch, length = tokens.shape
     lengths = tensors.get("lengths", np.full(batch, length))
     positions = np.where(np.arange(length) < lengths[:, None], np.arange(length), -1).astype(np.int32)
@@ -136,12 +136,12 @@ def compare_outputs(path: str | os.PathLike[str], reference: str | os.PathLike[s
 
 
 def _compare_images(model: LoadedModel, tensors: Mapping[str, np.ndarray], reference: str) -> OutputReport:
-    """The same for an image model."""
-    wanted = "predictions" if isinstance(model.config, YoloConfig) else "logits"
-    if not {"images", wanted} <= tensors.keys():
-        raise CheckpointError(f"{reference}: contains {sorted(tensors)}; needs images and {wanted}.")
-    expected = tensors[wanted].astype(np.float64)
-    run = jax.jit(lambda state, images: getattr(nnx.merge(model.graphdef, state), wanted)(images))
+    """Compare an image model's outputs as `compare_outputs` does."""
+    outputs = "predictions" if isinstance(model.config, YoloConfig) else "logits"
+    if not {"images", outputs} <= tensors.keys():
+        raise CheckpointError(f"{reference}: contains {sorted(tensors)}; needs images and {outputs}.")
+    expected = tensors[outputs].astype(np.float64)
+    run = jax.jit(lambda state, images: getattr(nnx.merge(model.graphdef, state), outputs)(images))
     actual = np.asarray(run(model.state, tensors["images"]), np.float64)
     _check_shape(reference, expected, actual)
     return OutputReport(max_abs_diff=float(np.abs(actual - expected).max()))
