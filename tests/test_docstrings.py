@@ -13,8 +13,6 @@ PENDING = {
     "models",
     "elastic",
     "pallas_kernels",
-    "sharding",
-    "checkpoints",
 }
 
 NAMES = {"found", "own", "one", "wanted", "of"}

@@ -44,7 +44,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def one_plus(weight: np.ndarray) -> np.ndarray:
-    """1 + weight, by which Gemma multiplies; in float32, as bfloat16 would round the sum."""
+    """Return 1 + weight, by which Gemma multiplies; in float32, as bfloat16 would round the sum."""
     return 1 + weight.astype(np.float32)
 
 
