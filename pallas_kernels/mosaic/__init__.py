@@ -35,7 +35,7 @@ __all__ = ["fragmented_array", "inline_ptx", "llvm", "pl", "plgpu", "primitives"
 
 
 def inline_ptx(code: str) -> None:
-    """A PTX instruction, without operands."""
+    """Insert a PTX instruction without operands."""
     from jax._src.pallas.mosaic_gpu import helpers  # no public way to fence
 
     helpers.inline_ptx(code)

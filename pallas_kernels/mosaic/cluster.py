@@ -1,7 +1,13 @@
 """Clusters of thread blocks that exchange partial results through global memory."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
 from jaxinfer.pallas_kernels.mosaic import inline_ptx, plgpu
-from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.layout import load
+from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Ref
 from jaxinfer.pallas_kernels.target import UnsupportedError
 
 MAX_CLUSTER = 8
@@ -19,7 +25,7 @@ def check_cluster(size: int) -> None:
         raise UnsupportedError(f"a cluster has 1 to {MAX_CLUSTER} thread blocks, got {size}")
 
 
-def meet(barrier: Ref) -> None:
+def meet(barrier: Barrier) -> None:
     """Wait for all thread blocks of the cluster, and see what they have written to global memory before.
 
     Only a few threads of a warpgroup arrive, so what the others have written must come before that: hence the explicit
@@ -32,3 +38,12 @@ def meet(barrier: Ref) -> None:
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
     inline_ptx("fence.acq_rel.cluster;")
+
+
+def partial_results(partials: Ref, index: Any, layout: Any) -> Iterator[jax.Array]:
+    """Load what each thread block has written, `partials[block, *index]`, once the cluster has met.
+
+    The order is always that of the blocks, so that sums of them are deterministic.
+    """
+    for block in range(partials.shape[0]):
+        yield load(partials.at[(block, *index)], layout)

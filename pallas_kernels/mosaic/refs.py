@@ -1,6 +1,64 @@
-"""The type of the references that a kernel's body takes."""
+"""The types of what a kernel's body takes, and what an array or a barrier is declared by.
 
-from typing import Any
+A kernel has a NamedTuple for its arrays in GMEM and one for its scratch. Outside they hold arrays and declarations, and
+`plgpu.kernel` calls the body with the same tuples of refs: `plgpu.kernel(body, scratch_types=[scratch], ...)(inputs)`.
+The functions here give either the type that it has in the body.
+"""
 
-type Ref = Any
-"""An array in GMEM or SMEM, or a part of one (`ref.at[...]`), or a barrier. JAX has no public type for all of them."""
+from collections.abc import Mapping
+from typing import Any, cast, overload
+
+import jax
+import numpy as np
+
+from jaxinfer.pallas_kernels.mosaic import pl, plgpu
+
+
+class Ref(Any):
+    """An array in GMEM or SMEM, or a part of one (`ref.at[...]`); `ref[...]` is its value.
+
+    JAX has no public type for all of them. With Any as a base, type checkers take a Ref where JAX asks for its own.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    at: "Mapping[Any, Ref]"
+    T: "Ref"
+
+
+class Barrier(Any):
+    """A barrier in SMEM, or several (`barrier.at[i]` is one of them)."""
+
+    at: "Mapping[Any, Barrier]"
+
+
+@overload
+def gmem(array: jax.Array | jax.ShapeDtypeStruct) -> Ref: ...
+@overload
+def gmem(array: jax.Array | None) -> Ref | None: ...
+def gmem(array: Any) -> Any:
+    """Return the array, as an input of a kernel; None for an array that a call does not have."""
+    return array
+
+
+def smem(shape: tuple[int, ...], dtype: Any, transforms: tuple[Any, ...] = ()) -> Ref:
+    """Declare an array in SMEM. transforms: how it lies there (`layout.swizzled_tiles`)."""
+    return cast(Ref, plgpu.SMEM(shape, dtype, transforms=transforms))
+
+
+def barrier(arrivals: int = 1, count: int = 1) -> Barrier:
+    """Declare `count` barriers, each complete after so many arrivals; a TMA copy is one."""
+    return cast(Barrier, plgpu.Barrier(num_arrivals=arrivals, num_barriers=count))
+
+
+def cluster_barrier(axis: str) -> Barrier:
+    """Declare a barrier of the thread blocks of a cluster; each of them arrives once (`cluster.meet`)."""
+    return cast(Barrier, plgpu.ClusterBarrier(collective_axes=(axis,), num_arrivals=1))
+
+
+def slice_past_end(size: int, index: jax.Array) -> "pl.Slice":
+    """Return a slice from 0 to `size`, which may be past the end of an array that TMA pads with zeros.
+
+    JAX rejects that for a constant start, so it is 0 times `index`, any traced number.
+    """
+    return pl.ds(pl.multiple_of(index * 0, 128), size)

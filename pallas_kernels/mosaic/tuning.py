@@ -19,7 +19,7 @@ _trial = jax.make_user_context(None)
 
 
 def tuned(operation: str, key: str) -> Mapping[str, int] | None:
-    """The tuned tile sizes of this operation and key on the device that is traced for, or None."""
+    """Return the tuned tile sizes of this operation and key on the device that is traced for, or None."""
     if _trial.value is not None:
         return _trial.value.lookup(operation, key)
     return _table(table_name(target_gpu().name)).get(operation, {}).get(key)
@@ -37,26 +37,27 @@ class Trial:
         self.lookups: list[tuple[str, str]] = []
 
     def lookup(self, operation: str, key: str) -> Mapping[str, int] | None:
-        """What `tuned` returns while this trial is active."""
+        """Return what `tuned` does while this trial is active."""
         self.lookups.append((operation, key))
         return self._tiles if operation == self._operation else None
 
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """Applies to programs traced inside; jaxprs cached outside are not reused."""
+        """Apply to programs traced inside; jaxprs cached outside are not reused."""
         return _trial(self)
 
 
 def table_name(kind: str) -> str:
-    """The file name of a device kind's table: "NVIDIA H200" -> "nvidia_h200.json"."""
+    """Return the file name of a device kind's table: "NVIDIA H200" -> "nvidia_h200.json"."""
     return kind.lower().replace(" ", "_").replace("/", "_") + ".json"
 
 
 def tables() -> Traversable:
-    """The folder of the tables shipped with the package."""
+    """Return the folder of the tables shipped with the package."""
     return resources.files("jaxinfer.pallas_kernels") / "tuned"
 
 
 @functools.cache
 def _table(name: str) -> dict[str, dict[str, dict[str, int]]]:
+    """Return a table by its file name; empty if there is none."""
     file = tables() / name
     return json.loads(file.read_text()) if file.is_file() else {}

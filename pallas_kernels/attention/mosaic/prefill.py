@@ -297,13 +297,13 @@ def _kernel(
             return row, position
         return inputs.page_table[row, lax.div(position, page_size)], lax.rem(position, page_size)
 
-    def copy_tile(i: Any, source: Ref, target: Ref, barrier: Ref) -> None:
+    def copy_tile(i: Any, source: Any, target: Ref, barrier: Ref) -> None:
         for copy in range(tile_kv // copy_keys):
             page, offset = page_of(i, copy)
             keys = source.at[page, pl.ds(offset, copy_keys), kv_head]
             plgpu.copy_gmem_to_smem(keys, target.at[pl.ds(copy * copy_keys, copy_keys)], barrier)
 
-    def dequantize_tile(i: Any, source: Ref, scales: Ref, target: Ref) -> None:
+    def dequantize_tile(i: Any, source: Ref, scales: Any, target: Ref) -> None:
         """int8 -> q's dtype, times each page's scale; 64 keys by 128 features at a time, to save registers."""
         width = min(head_dim, 128)
         for first_key in range(0, tile_kv, 64):
@@ -391,7 +391,7 @@ def _kernel(
 
                 # The whole warpgroup has read the staging buffer: the commit was a barrier among its threads.
                 @pl.when(i + 1 < end)
-                def _(source: Ref = source, staging: Ref = staging, staging_full: Ref = staging_full) -> None:
+                def _(source: Any = source, staging: Ref = staging, staging_full: Ref = staging_full) -> None:
                     copy_tile(i + 1, source, staging, staging_full)
 
         lax.fori_loop(start, end, iteration, None)

@@ -1,0 +1,54 @@
+"""How arrays lie in SMEM, and loads, vectors and constants in the register layouts of matrices.
+
+A register layout says which thread has which elements. That of a vector along an axis of a matrix is the matrix's,
+reduced over the other axis, so that repeating the vector moves nothing between threads.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxinfer.pallas_kernels.mosaic import plgpu
+from jaxinfer.pallas_kernels.mosaic.refs import Ref
+
+SWIZZLE_BYTES = 128
+"""The widest swizzle: bytes of a row of a swizzled tile."""
+
+
+def swizzled(row_bytes: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
+    """Return the SMEM transforms of rows of `row_bytes`, swizzled over the banks."""
+    return (plgpu.SwizzleTransform(row_bytes),)  # pyright: ignore[reportAbstractUsage]  # it takes it for abstract
+
+
+def swizzled_tiles(dtype: Any, row_bytes: int = SWIZZLE_BYTES, rows: int = 8) -> tuple[Any, ...]:
+    """Return the SMEM transforms of a matrix in tiles of `rows` rows of `row_bytes`, swizzled over the banks."""
+    tiling = plgpu.TilingTransform((rows, row_bytes // np.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
+    return (tiling, *swizzled(row_bytes))
+
+
+def load(ref: Ref, layout: Any) -> jax.Array:
+    """Load into this register layout, also where that costs bank conflicts or several instructions."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def broadcast(vector: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Return a matrix of this shape with the vector along `axis`, repeated along the other."""
+    return lax.broadcast_in_dim(vector, shape, (axis,))
+
+
+def load_broadcast(ref: Ref, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """Load a vector and repeat it: along `axis` of a matrix of this shape and layout."""
+    return broadcast(load(ref, layout.reduce(1 - axis)), shape, axis)
+
+
+def full(shape: tuple[int, ...], value: Any, dtype: Any, layout: Any) -> jax.Array:
+    """Return an array of one value in this register layout."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """Return each element's index along `axis`, int32, in this register layout."""
+    return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout)
