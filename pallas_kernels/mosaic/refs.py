@@ -13,6 +13,9 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 
+type Index = jax.Array | int
+"""A number, known when the kernel is traced or only when it runs."""
+
 
 class Ref(Any):
     """An array in GMEM or SMEM, or a part of one (`ref.at[...]`); `ref[...]` is its value.
@@ -46,9 +49,9 @@ def smem(shape: tuple[int, ...], dtype: Any, transforms: tuple[Any, ...] = ()) -
     return cast(Ref, plgpu.SMEM(shape, dtype, transforms=transforms))
 
 
-def barrier(arrivals: int = 1, count: int = 1) -> Barrier:
-    """Declare `count` barriers, each complete after so many arrivals; a TMA copy is one."""
-    return cast(Barrier, plgpu.Barrier(num_arrivals=arrivals, num_barriers=count))
+def barrier(arrivals: int = 1, count: int | None = None) -> Barrier:
+    """Declare a barrier, or `count` of them, each complete after so many arrivals; a TMA copy is one."""
+    return cast(Barrier, plgpu.Barrier(num_arrivals=arrivals, num_barriers=() if count is None else count))
 
 
 def cluster_barrier(axis: str) -> Barrier:

@@ -1,16 +1,16 @@
 """The ring of pipeline stages in SMEM: TMA copies fill some while the kernel computes with another."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
-from jaxinfer.pallas_kernels.mosaic.refs import Barrier
+from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Index
 
-type _Fetch = Callable[[Any, Any], None]
+type _Fetch = Callable[[Index, Index], None]
 """fetch(tile, stage) begins the copies of a tile into a stage."""
 
 
@@ -18,11 +18,11 @@ class Ring(NamedTuple):
     """Tiles `start` to `stop`, which pass through the stages one after the other."""
 
     stages: int
-    start: jax.Array | int
-    stop: jax.Array | int
+    start: Index
+    stop: Index
     in_use: int = 0  # stages before a tile's that an asynchronous wgmma may still read when they would be refilled
 
-    def stage(self, tile: jax.Array) -> jax.Array:
+    def stage(self, tile: Index) -> jax.Array:
         """Return the stage of a tile."""
         return lax.rem(tile - self.start, self.stages)
 
@@ -35,7 +35,7 @@ class Ring(NamedTuple):
             return
         pl.loop(self.start, jnp.minimum(self.start + count, self.stop))(lambda tile: fetch(tile, tile - self.start))
 
-    def refill(self, tile: jax.Array, fetch: _Fetch, *, commit: bool = False) -> None:
+    def refill(self, tile: Index, fetch: _Fetch, *, commit: bool = False) -> None:
         """Begin the copies of the next tile for the stage that is free once `tile` has been computed with.
 
         All warps must have read that stage before: Mosaic begins a copy with a barrier of the warpgroup
@@ -50,10 +50,10 @@ class Ring(NamedTuple):
                 plgpu.commit_smem()
             fetch(following, stage)
 
-    def release(self, tile: jax.Array, empty: Barrier) -> None:
+    def release(self, tile: Index, empty: Barrier) -> None:
         """Tell the producer that the tile's stage is empty, if there is another tile for it."""
         pl.when(tile + self.stages < self.stop)(lambda: plgpu.barrier_arrive(empty))
 
-    def wait_until_empty(self, tile: jax.Array, empty: Barrier) -> None:
+    def wait_until_empty(self, tile: Index, empty: Barrier) -> None:
         """Wait, as the producer, until the consumers have released the tile's stage; the first tiles find it empty."""
         pl.when(tile - self.start >= self.stages)(lambda: plgpu.barrier_wait(empty))

@@ -1,4 +1,4 @@
-"""Attention as Mosaic GPU kernels: a few tokens a row (`decode.py`), and many (`prefill.py`)."""
+"""Attention as Mosaic GPU kernels: a few tokens a row (`decode`), and many (`prefill`)."""
 
 import jax
 import jax.numpy as jnp
