@@ -36,11 +36,11 @@ class Barrier(Any):
 
 
 @overload
-def gmem(array: jax.Array | jax.ShapeDtypeStruct) -> Ref: ...
+def gmem(array: jax.Array | jax.Ref | jax.ShapeDtypeStruct) -> Ref: ...
 @overload
 def gmem(array: jax.Array | None) -> Ref | None: ...
 def gmem(array: Any) -> Any:
-    """Return the array, as an input of a kernel; None for an array that a call does not have."""
+    """Return the array, as an input of a kernel or what it declares one of its results by; None if there is none."""
     return array
 
 

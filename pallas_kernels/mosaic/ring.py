@@ -41,7 +41,7 @@ class Ring(NamedTuple):
         All warps must have read that stage before: Mosaic begins a copy with a barrier of the warpgroup
         (`auto_barriers`), and `commit` adds another.
         """
-        following = tile + self.stages - self.in_use
+        following = tile + (self.stages - self.in_use)
         stage = self.stage(following if self.in_use else tile)
 
         @pl.when(following < self.stop)
