@@ -58,7 +58,7 @@ class Case:
         }
 
     def args(self, seed: int = 0) -> tuple[Any, ...]:
-        """Random arguments; the rows' pages are shuffled among others."""
+        """Return random arguments; the rows' pages are shuffled among others."""
         rng = np.random.default_rng(seed)
         batch = len(self.positions)
         num_pages = batch * self.width + 2
@@ -85,8 +85,10 @@ class Case:
 
 
 def reference(case: Case, args: tuple[Any, ...]) -> np.ndarray:
-    """The heads' outputs, [B, T, Hkv * G * K], for a float cache: in float64, with queries and keys rounded to the
-    cache's dtype."""
+    """Return the heads' outputs, [B, T, Hkv * G * K], for a float cache.
+
+    They are computed in float64, with queries and keys rounded to the cache's dtype.
+    """
     qkv, pages, table, positions, rotary, norms = jax.tree.map(np.asarray, args)
 
     def rounded(x: np.ndarray) -> np.ndarray:
@@ -126,7 +128,7 @@ def reference(case: Case, args: tuple[Any, ...]) -> np.ndarray:
 
 
 def close(actual: jax.Array, expected: np.ndarray, positions: jax.Array, tolerance: float) -> None:
-    """Compares only tokens; the result for padding need only be finite."""
+    """Compare only tokens; the result for padding need only be finite."""
     result, valid = np.asarray(actual, np.float64), np.asarray(positions) >= 0
     assert np.isfinite(result).all()
     np.testing.assert_allclose(result[valid], expected[valid], atol=tolerance, rtol=tolerance)
@@ -162,7 +164,7 @@ def test_many_tokens_are_stored_first():
 
 
 def check_interpreted(case: Case, splits: int, stages: int = 2) -> None:
-    """The kernel has no race, is close to the fallback, and leaves the same cache."""
+    """Check that the kernel has no race, is close to the fallback, and leaves the same cache."""
     args = case.args()
     tiles = Trial("decode_attention", {"splits": splits, "stages": stages})
     with without_races(), tiles.active():
@@ -171,12 +173,12 @@ def check_interpreted(case: Case, splits: int, stages: int = 2) -> None:
     expected, expected_pages = cached_attention_reference(*args, **case.options)
     # Softmax weights are rounded to the dtype (relative error 2^-9 in bfloat16), and so is the result; values are < 5.
     close(heads, np.asarray(expected, np.float64), args[3], 0.02 if case.dtype == jnp.bfloat16 else 0.003)
-    for actual, wanted in zip(jax.tree.leaves(pages), jax.tree.leaves(expected_pages), strict=True):
-        np.testing.assert_array_equal(actual, wanted)
+    for actual, page in zip(jax.tree.leaves(pages), jax.tree.leaves(expected_pages), strict=True):
+        np.testing.assert_array_equal(actual, page)
 
 
 def with_stale(args: tuple[Any, ...], value: float) -> tuple[Any, ...]:
-    """The arguments, with `value` in every slot that holds none of a row's earlier tokens."""
+    """Return the arguments, with `value` in every slot that holds none of a row's earlier tokens."""
     qkv, pages, table, positions, *rest = args
     return qkv, with_stale_slots(pages, table, np.maximum(positions[:, 0], 0), value), table, positions, *rest
 
@@ -199,8 +201,8 @@ def test_what_other_requests_left_changes_no_bit(tokens, int8):
     expected = results(0.0)
     assert all(np.isfinite(x).all() for x in expected)
     for value in (np.nan, np.inf):
-        for actual, wanted in zip(results(value), expected, strict=True):
-            np.testing.assert_array_equal(actual, wanted)
+        for actual, without_stale in zip(results(value), expected, strict=True):
+            np.testing.assert_array_equal(actual, without_stale)
 
 
 CASES = {
@@ -272,7 +274,7 @@ def test_what_other_requests_left_changes_no_bit_interpreted(name):
 
 @pytest.mark.interpreted
 def test_new_tokens_that_are_not_finite_are_stored_as_the_reference_does():
-    """In int8 as 0, so that the other tokens of their pages keep their values."""
+    """They are stored as 0 in int8, so that the other tokens of their pages keep their values."""
     case, splits = CASES["int8"]
     qkv, *rest = case.args()
     token = qkv.reshape(*qkv.shape[:2], case.group + 2, case.head_dim)
@@ -280,8 +282,8 @@ def test_new_tokens_that_are_not_finite_are_stored_as_the_reference_does():
     with without_races(), Trial("decode_attention", {"splits": splits, "stages": 2}).active():
         _, pages = decode_attention(broken, *rest, **case.options)
     _, expected = cached_attention_reference(broken, *rest, **case.options)
-    for actual, wanted in zip(pages, expected, strict=True):
-        np.testing.assert_array_equal(actual, wanted)
+    for actual, page in zip(pages, expected, strict=True):
+        np.testing.assert_array_equal(actual, page)
 
 
 @pytest.mark.slow
@@ -324,7 +326,7 @@ def test_a_cache_in_another_dtype_is_unsupported():
 
 
 def shapes(case: Case, num_pages: int = 4096) -> tuple[Any, ...]:
-    """The shapes of a case's arguments, with a cache that is large compared with everything else."""
+    """Return the shapes of a case's arguments, with a cache that is large compared with everything else."""
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.args())
     return args[0], jax.tree.map(lambda x: x.update(shape=(num_pages, *x.shape[1:])), args[1]), *args[2:]
 

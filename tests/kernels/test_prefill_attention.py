@@ -65,7 +65,7 @@ class Case:
         return q, pages, table, positions
 
     def args(self) -> tuple[jax.Array, KVPages, jax.Array, jax.Array]:
-        """Random arguments. Pages are shuffled among others; those in no tile that a query sees hold NaN."""
+        """Return random arguments. Pages are shuffled among others; those in no tile that a query sees hold NaN."""
         rng = np.random.default_rng(0)
         q, pages, table, _ = self.shapes()
 
@@ -93,7 +93,7 @@ class Case:
 
 
 def exact(pages: KVPages, dtype: Any) -> KVPages:
-    """The pages in float32, for the reference. Pages that no query sees are 0, since the reference multiplies them."""
+    """Return the pages in float32, for the reference, which multiplies those that no query sees too: they are 0."""
     k, v = pages.k, pages.v
     if pages.k_scale is not None:
         k, v = (x * s[:, None, :, None] for x, s in ((k, pages.k_scale), (v, pages.v_scale)))
@@ -114,8 +114,11 @@ def check(case: Case, tiles: dict[str, int] | None = SMALL) -> None:
 
 
 def tolerance(dtype: Any, v: jax.Array) -> float:
-    """Softmax weights and the result are rounded to `dtype`, each by at most half a unit in the last place of max |v|;
-    float32 errors add less than another half."""
+    """Return the error that rounding may add.
+
+    Softmax weights and the result are rounded to `dtype`, each by at most half a unit in the last place of max |v|;
+    float32 errors add less than another half.
+    """
     return 1.5 * float(jnp.finfo(dtype).eps) * float(jnp.abs(v).max())
 
 
@@ -282,7 +285,7 @@ def test_plain_xla_without_wgmma(name):
 
 
 def encoder_program(dtype: Any, *, sized: bool = False, **options) -> str:
-    """The jaxpr of `attention` for an encoder of BERT's size on an H200; sized: over merged tokens."""
+    """Return the jaxpr of `attention` for an encoder of BERT's size on an H200; sized: over merged tokens."""
     x = jax.ShapeDtypeStruct((8, 128, 12, 64), dtype)
     positions, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 128), (8,)))
     sizes = jax.ShapeDtypeStruct((8, 128), jnp.float32)
@@ -293,13 +296,13 @@ def encoder_program(dtype: Any, *, sized: bool = False, **options) -> str:
 
 
 def test_encoders_run_cudnn_if_it_is_there(monkeypatch):
-    """Checks only that JAX accepts the call: it has not been run with cuDNN."""
+    """Check only that JAX accepts the call: it has not been run with cuDNN."""
     monkeypatch.setattr(cudnn, "cuda_versions", None)
     assert "name=prefill_attention" in encoder_program(jnp.bfloat16)
     assert "name=prefill_attention" not in encoder_program(jnp.bfloat16, sized=True)
-    found = SimpleNamespace(cudnn_get_version=lambda: 91_200)
+    versions = SimpleNamespace(cudnn_get_version=lambda: 91_200)
     for module in (cudnn, fused_attention_stablehlo):
-        monkeypatch.setattr(module, "cuda_versions", found)
+        monkeypatch.setattr(module, "cuda_versions", versions)
     with_cudnn = encoder_program(jnp.bfloat16)
     assert "dot_product_attention_fwd" in with_cudnn
     assert "name=prefill_attention" not in with_cudnn

@@ -85,9 +85,8 @@ def decode_attention(
         cluster_names=("split",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(inputs)
-    cache = jax.tree.map(
-        lambda ref, x: jax.freeze(ref).reshape(x.shape), jax.tree.leaves(inputs.cache), jax.tree.leaves(pages)
-    )
+    refs = jax.tree.leaves(inputs.cache)
+    cache = (jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, jax.tree.leaves(pages), strict=True))
     return heads.reshape(*qkv.shape[:2], -1), KVPages(*cache)
 
 

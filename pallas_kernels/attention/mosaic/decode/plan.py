@@ -210,15 +210,18 @@ class Int8Scratch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """SMEM and barriers of a thread block. N: `Plan.queries`; C: the dtype of the cache."""
+    """SMEM and barriers of a thread block. N: `Plan.queries`; C: the dtype of the cache.
 
-    qkv_rows: Ref  # D [T, qkv_rows, K]: each token's queries, key and value
-    q_rows: Ref  # D [N + qkv_rows, K]: all queries, a row each; at the end the result
-    q: Ref  # D [N, K]: the same queries, laid out for the tensor cores
+    The order of the arrays is that in SMEM, on which it depends how many registers the compiler takes.
+    """
+
     k: Ref  # C [stages, TILE_KV, K]
-    v: Ref
-    p: Ref  # the softmax weights, D [N, TILE_KV]
     int8: Int8Scratch | None
+    p: Ref  # the softmax weights, D [N, TILE_KV]
+    q: Ref  # D [N, K]: all queries, laid out for the tensor cores
+    q_rows: Ref  # D [N + qkv_rows, K]: the same queries, a row each; at the end the result
+    qkv_rows: Ref  # D [T, qkv_rows, K]: each token's queries, key and value
+    v: Ref  # C [stages, TILE_KV, K]
     qkv_full: Barrier  # the copies into `qkv_rows` have landed
     kv_full: Barrier  # one per stage: the copies of keys and values have landed
     partials_full: Barrier | None  # of the cluster: all splits have written their partial results
@@ -238,13 +241,13 @@ def scratch(plan: Plan, tiles: Tiles) -> Scratch:
         max_abs = smem((plan.tokens, plan.qkv_rows), np.float32)
         int8 = Int8Scratch(swizzled(tile, plan.dtype), swizzled(tile, plan.dtype), max_abs)
     return Scratch(
-        qkv_rows=smem((plan.tokens, plan.qkv_rows, plan.head_dim), plan.dtype),
-        q_rows=smem((plan.queries + plan.qkv_rows, plan.head_dim), plan.dtype),
-        q=swizzled((plan.queries, plan.head_dim), plan.dtype),
         k=kv,
-        v=kv,
-        p=swizzled((plan.queries, TILE_KV), plan.dtype),
         int8=int8,
+        p=swizzled((plan.queries, TILE_KV), plan.dtype),
+        q=swizzled((plan.queries, plan.head_dim), plan.dtype),
+        q_rows=smem((plan.queries + plan.qkv_rows, plan.head_dim), plan.dtype),
+        qkv_rows=smem((plan.tokens, plan.qkv_rows, plan.head_dim), plan.dtype),
+        v=kv,
         qkv_full=barrier(plan.tokens),
         kv_full=barrier(2 * TILE_KV // plan.copy_keys, tiles.stages),
         partials_full=cluster_barrier("split") if tiles.splits > 1 else None,
