@@ -34,9 +34,13 @@ def load(ref: Ref, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def broadcast(vector: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Return a matrix of this shape with the vector along `axis`, repeated along the other."""
-    return lax.broadcast_in_dim(vector, shape, (axis,))
+def broadcast(vector: jax.Array, shape: tuple[int, ...], axis: int, layout: Any = None) -> jax.Array:
+    """Return a matrix of this shape with the vector along `axis`, repeated along the other.
+
+    layout: the matrix's, for kernels whose layouts Mosaic does not infer (`LoweringSemantics.Lane`).
+    """
+    matrix = lax.broadcast_in_dim(vector, shape, (axis,))
+    return matrix if layout is None else plgpu.layout_cast(matrix, layout)
 
 
 def load_broadcast(ref: Ref, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
@@ -52,3 +56,11 @@ def full(shape: tuple[int, ...], value: Any, dtype: Any, layout: Any) -> jax.Arr
 def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
     """Return each element's index along `axis`, int32, in this register layout."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout)
+
+
+def store(ref: Ref, value: jax.Array) -> None:
+    """Store also where that costs bank conflicts: the default of JAX 0.11, an option in 0.12."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        ref[...] = value

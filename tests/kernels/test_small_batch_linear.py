@@ -15,12 +15,8 @@ from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.pallas_kernels.activations import activate, approximate_erf
 from jaxinfer.pallas_kernels.linear.api import linear_residual, norm_linear, small_batch_linear
 from jaxinfer.pallas_kernels.linear.mosaic.operands import Operand
-from jaxinfer.pallas_kernels.linear.mosaic.small_batch import (
-    Norm,
-    Tiles,
-    choose_tiles,
-    fused_small_batch_linear,
-)
+from jaxinfer.pallas_kernels.linear.mosaic.small_batch import Norm, fused_small_batch_linear
+from jaxinfer.pallas_kernels.linear.mosaic.tiles import Layer, Tiles, choose_tiles
 from jaxinfer.pallas_kernels.mosaic.tuning import Trial
 from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
 from jaxinfer.pallas_kernels.weights import Weights
@@ -308,10 +304,17 @@ def test_heuristic(name, gpu):
     """No split without inputs; a thread block for every SM; 64 KB of weights in flight to each SM, or all there are."""
     problem = REALISTIC[name]
     dtype = jnp.dtype(problem.dtype)
-    operand = Operand(dtype=dtype, x=dtype, weights=dtype)
-    sizes = problem.rows, problem.inputs, problem.outputs
+    layer = Layer(
+        rows=problem.rows,
+        inputs=problem.inputs,
+        outputs=problem.outputs,
+        matrices=2 if problem.gated else 1,
+        operand=Operand(dtype=dtype, x=dtype, weights=dtype),
+        eps=EPS if problem.norm else None,
+        activation=problem.activation,
+    )
     with targeting(gpu):
-        tiles = choose_tiles(*sizes, operand, norm=bool(problem.norm), gated=problem.gated)
+        tiles = choose_tiles(layer)
     total = math.ceil(problem.inputs / tiles.tile_k)
     tiles_per_split = math.ceil(total / tiles.split)
     assert (tiles.split - 1) * tiles_per_split < total

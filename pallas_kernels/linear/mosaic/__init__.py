@@ -2,7 +2,8 @@
 
 import jax
 
-from jaxinfer.pallas_kernels.linear.mosaic.small_batch import TILE_N, Norm, fused_small_batch_linear
+from jaxinfer.pallas_kernels.linear.mosaic.small_batch import Norm, fused_small_batch_linear
+from jaxinfer.pallas_kernels.linear.mosaic.tiles import TILE_N
 from jaxinfer.pallas_kernels.weights import Weights
 
 

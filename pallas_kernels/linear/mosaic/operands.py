@@ -23,23 +23,24 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from jaxinfer.pallas_kernels.mosaic import fragmented_array, llvm, pl, plgpu, utils
+from jaxinfer.pallas_kernels.mosaic.layout import broadcast, full, load
 from jaxinfer.pallas_kernels.mosaic.refs import Ref
 from jaxinfer.pallas_kernels.target import UnsupportedError, interpreting
 from jaxinfer.pallas_kernels.weights import GROUP, NIBBLES, Weights, is_int4
 
 
 def acc_layout() -> Any:
-    """Of an accumulator, the same for all dtypes."""
+    """Return the layout of an accumulator, the same for all dtypes."""
     return plgpu.Layout.MMA_ACC(jnp.bfloat16)
 
 
 def _lhs(dtype: Any = jnp.bfloat16) -> Any:
-    """Of a left operand; the default stands for all dtypes of 16 bits."""
+    """Return the layout of a left operand; the default stands for all dtypes of 16 bits."""
     return plgpu.Layout.MMA_LHS(dtype)
 
 
 def _rhs(dtype: Any = jnp.bfloat16) -> Any:
-    """Of a right operand."""
+    """Return the layout of a right operand."""
     return plgpu.Layout.MMA_RHS(dtype)
 
 
@@ -73,11 +74,11 @@ class Operand:
         acc: [outputs, columns]. In shared memory: weights [outputs, inputs / per_element]; x [columns, inputs], or one
         row for all columns; scales, for a grouped format: one ref [outputs] per group of inputs.
         """
-        w, x = _load(weights, _lhs()), _load_x(x, _rhs(), acc)
+        lhs, rhs = load(weights, _lhs()), _load_x(x, _rhs(), acc)
         if self.dtype != jnp.float32:
-            return plgpu.mma(acc, w, x)
+            return plgpu.mma(acc, lhs, rhs)
         # As in XLA's BF16_BF16_F32_X6: the six products that matter, the smallest first.
-        w_parts, x_parts = split_bfloat16(w), split_bfloat16(x)
+        w_parts, x_parts = split_bfloat16(lhs), split_bfloat16(rhs)
         for i, j in ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0)):
             acc = plgpu.mma(acc, w_parts[i], x_parts[j])
         return acc
@@ -91,7 +92,7 @@ class Int8Operand(Operand):
 
     @override
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:
-        return plgpu.mma(acc, _load(weights, _lhs(jnp.int8)), _load_x(x, _rhs(jnp.int8), acc))
+        return plgpu.mma(acc, load(weights, _lhs(jnp.int8)), _load_x(x, _rhs(jnp.int8), acc))
 
 
 class Fp8Operand(Operand):
@@ -103,7 +104,7 @@ class Fp8Operand(Operand):
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:
         for first in range(0, weights.shape[1], self.swizzle):  # in slices, to save registers
             inputs = pl.ds(first, self.swizzle)
-            w = _load(weights.at[:, inputs], _lhs()).astype(jnp.float16)  # exact; the only conversion that an H200 has
+            w = load(weights.at[:, inputs], _lhs()).astype(jnp.float16)  # exact; the only conversion that an H200 has
             if self.dtype != jnp.float16:
                 w = w.astype(jnp.float32).astype(jnp.bfloat16)
             acc = _multiply_exact(acc, w, _load_x(x.at[:, inputs], _rhs(), acc))
@@ -120,8 +121,8 @@ class Int4Operand(Operand):
     def multiply(self, acc: jax.Array, weights: Ref, x: Ref, scales: list[Ref]) -> jax.Array:
         run = GROUP // NIBBLES
         for group, scale in enumerate(scales):
-            words = _load(weights.at[:, pl.ds(group * run, run)], _lhs())
-            partial = plgpu.layout_cast(jnp.zeros(acc.shape, acc.dtype), acc_layout())
+            words = load(weights.at[:, pl.ds(group * run, run)], _lhs())
+            partial = full(acc.shape, 0, acc.dtype, acc_layout())
             for nibble in range(NIBBLES):
                 w = _levels(words, nibble, jnp.float16 if self.dtype == jnp.float16 else jnp.bfloat16)
                 inputs = pl.ds(group * GROUP + nibble * run, run)
@@ -131,7 +132,7 @@ class Int4Operand(Operand):
 
 
 def operand_of(weights: Weights, dtype: np.dtype) -> Operand:
-    """The operand class of this weight format, for x of this dtype. Raises UnsupportedError."""
+    """Return the operand class of this weight format, for x of this dtype. Raises UnsupportedError."""
     stored = weights.weight.dtype
     if stored == dtype:
         return Operand(dtype=dtype, x=dtype, weights=stored)
@@ -147,28 +148,19 @@ def operand_of(weights: Weights, dtype: np.dtype) -> Operand:
 
 def broadcast_outputs(vector: Ref, shape: tuple[int, ...]) -> jax.Array:
     """Load one number per output [outputs] and repeat it for every column of an accumulator, in float32."""
-    return broadcast(_load(vector, acc_layout().reduce(1)).astype(jnp.float32), 0, shape, acc_layout())
+    return broadcast(load(vector, acc_layout().reduce(1)).astype(jnp.float32), shape, 0, acc_layout())
 
 
 def broadcast_columns(vector: Ref, shape: tuple[int, ...]) -> jax.Array:
     """Load one number per row of x [columns] and repeat it for every output of an accumulator, in float32."""
-    return broadcast(_load(vector, acc_layout().reduce(0)).astype(jnp.float32), 1, shape, acc_layout())
-
-
-def broadcast(vector: jax.Array, axis: int, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    """A matrix with the vector along `axis`, repeated along the other."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), layout)
-
-
-def _load(ref: Ref, layout: Any) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
+    return broadcast(load(vector, acc_layout().reduce(0)).astype(jnp.float32), shape, 1, acc_layout())
 
 
 def _load_x(x: Ref, layout: Any, acc: jax.Array) -> jax.Array:
-    """x^T [inputs, columns] as a right operand."""
+    """Load x^T [inputs, columns] as a right operand."""
     if x.shape[0] == acc.shape[1]:
-        return _load(x.T, layout)
-    return broadcast(_load(x.at[0], layout.reduce(1)), 0, (x.shape[1], acc.shape[1]), layout)
+        return load(x.T, layout)
+    return broadcast(load(x.at[0], layout.reduce(1)), (x.shape[1], acc.shape[1]), 0, layout)
 
 
 def _multiply_exact(acc: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
@@ -189,7 +181,7 @@ def split_bfloat16(x: jax.Array) -> list[jax.Array]:
 
 
 def _levels(words: jax.Array, nibble: int, dtype: Any) -> jax.Array:
-    """The int4 values (-8 to 7) of one nibble of each word, which are consecutive inputs: uint16 -> `dtype`, exactly.
+    """Return the int4 values (-8 to 7) of a nibble of each word, consecutive inputs: uint16 -> `dtype`, exactly.
 
     A nibble n in the lowest mantissa bits of a power of two whose unit in the last place is 1 makes that power plus n.
     """

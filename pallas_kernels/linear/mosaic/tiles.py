@@ -1,0 +1,177 @@
+"""How the small-batch kernel partitions a linear layer."""
+
+import dataclasses
+import math
+
+from jaxinfer.pallas_kernels.linear.mosaic.operands import Operand
+from jaxinfer.pallas_kernels.mosaic import pl
+from jaxinfer.pallas_kernels.mosaic.cluster import MAX_CLUSTER, check_cluster
+from jaxinfer.pallas_kernels.mosaic.tuning import tuned
+from jaxinfer.pallas_kernels.target import UnsupportedError, target_gpu
+from jaxinfer.pallas_kernels.weights import GROUP
+
+TILE_N = 64
+"""Outputs of a thread block: four warps of 16 rows, the M of one mma.sync."""
+
+_MAX_STAGES = 8
+_IN_FLIGHT = 65_536  # bytes that the pipelines of an SM should hold
+_OTHER_BYTES = 2048 + 1024  # of shared memory: Mosaic's reductions and alignment
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """The tile sizes.
+
+    Attributes:
+      tile_k: inputs per pipeline stage. stages: pipeline stages. split: thread blocks (a cluster) over which the inputs
+        are split.
+    """
+
+    tile_k: int
+    stages: int
+    split: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A linear layer and what is fused into it.
+
+    Attributes:
+      rows: rows of x. inputs: K. outputs: columns of the result.
+      matrices: 2 with a gate, else 1; each output has this many rows of weights.
+      operand: how weights of this format are multiplied.
+      eps: of the norm; None without a norm.
+      activation: a name that `activate` knows, or None.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    matrices: int
+    operand: Operand
+    eps: float | None
+    activation: str | None
+
+    @property
+    def columns(self) -> int:
+        """Rows of x, padded to the N of an mma.sync."""
+        return 8 if self.rows <= 8 else 16
+
+    @property
+    def x_resident(self) -> bool:
+        """Whether x is computed once (normalised, quantised) and stays in SMEM; else its tiles are loaded with W's."""
+        return self.eps is not None or self.operand.quantizes
+
+    @property
+    def resident_rows(self) -> int:
+        """Rows of a resident x in shared memory. A single row is broadcast to all columns of the mma."""
+        return 1 if self.rows == 1 else self.columns
+
+    def resident_row_size(self, inputs: int) -> int:
+        """Return the elements of a resident row of x with this many inputs.
+
+        After each row there is some padding: columns avoid bank conflicts, and rows stay aligned.
+        """
+        return inputs + max(8, 16 // self.operand.x.itemsize)
+
+    def groups_per_tile(self, tile_k: int) -> int:
+        """Return the int4 groups, and so the scales of each output, in a tile of inputs."""
+        return tile_k // GROUP if self.operand.per_scale == GROUP else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Layer):
+    """The static parameters of a launch."""
+
+    tiles: Tiles
+
+    @property
+    def groups(self) -> int:
+        """int4 groups in a tile of inputs."""
+        return self.groups_per_tile(self.tiles.tile_k)
+
+    @property
+    def iterations(self) -> int:
+        """Tiles of inputs per split; past the end of the inputs TMA fills in zeros."""
+        return pl.cdiv(self.inputs, self.tiles.tile_k * self.tiles.split)
+
+
+def plan_layer(layer: Layer) -> Plan:
+    """Return the layer's plan. Raises UnsupportedError."""
+    return Plan(**vars(layer), tiles=choose_tiles(layer))
+
+
+def choose_tiles(layer: Layer) -> Tiles:
+    """Return the tuned tile sizes of these shapes, or else those of lowest estimated cost. Raises UnsupportedError."""
+    return _tuned_tiles(layer) or _cheapest_tiles(layer)
+
+
+def _tuned_tiles(layer: Layer) -> Tiles | None:
+    """Return the tuned tile sizes, if there are any."""
+    operand, norm, gated = layer.operand, layer.eps is not None, layer.matrices == 2
+    key = f"rows={layer.columns},K={layer.inputs},N={layer.outputs},{operand.dtype},{operand.weights},{norm=},{gated=}"
+    sizes = tuned("small_batch_linear", key)
+    if sizes is None:
+        return None
+    tiles = Tiles(**sizes)
+    if layer.x_resident and layer.inputs % tiles.tile_k:
+        raise UnsupportedError(f"tile_k must divide resident rows of {layer.inputs} inputs, got tile_k={tiles.tile_k}")
+    check_cluster(tiles.split)
+    return tiles
+
+
+def _cheapest_tiles(layer: Layer) -> Tiles:
+    """Return the split of lowest estimated cost, with as many stages as there is shared memory for."""
+    gpu, tile_k = target_gpu(), _tile_k(layer)
+    tiles_n, tiles_k, stage_bytes = pl.cdiv(layer.outputs, TILE_N), pl.cdiv(layer.inputs, tile_k), _stage_bytes(layer)
+    candidates: list[tuple[int, Tiles]] = []
+    for split in range(1, min(MAX_CLUSTER, tiles_k) + 1):
+        iterations = pl.cdiv(tiles_k, split)
+        fixed_bytes = _fixed_bytes(layer, iterations * tile_k)
+        for blocks in (2, 1):  # per SM
+            stages = min(_MAX_STAGES, (gpu.shared_bytes_of(blocks) - fixed_bytes) // stage_bytes)
+            if stages * stage_bytes * blocks >= _IN_FLIGHT:
+                cost = _cost(tiles_n * split, gpu.sms, blocks) * (iterations + (4 if layer.x_resident else 1))
+                candidates.append((cost, Tiles(tile_k=tile_k, stages=min(stages, iterations), split=split)))
+                break
+    if not candidates:
+        raise UnsupportedError(
+            f"{layer.columns} rows of {layer.inputs} inputs leave no room for weights in {gpu.shared_bytes} bytes of "
+            "shared memory"
+        )
+    return min(candidates, key=lambda candidate: candidate[0])[1]
+
+
+def _tile_k(layer: Layer) -> int:
+    """Return the inputs of a stage.
+
+    Stages of 16 KB need few instructions per byte; 8 KB next to a resident x, which takes much of the shared memory and
+    whose rows tiles must divide.
+    """
+    tile_k = (128 if layer.x_resident else 256) * layer.operand.per_element // layer.operand.weights.itemsize
+    return math.gcd(tile_k, layer.inputs) if layer.x_resident else tile_k
+
+
+def _stage_bytes(layer: Layer) -> int:
+    """Return the shared memory of a stage: weights, their int4 scales, and x unless it is resident."""
+    tile_k, operand = _tile_k(layer), layer.operand
+    weights = tile_k * operand.weights.itemsize // operand.per_element + 2 * layer.groups_per_tile(tile_k)
+    x = 0 if layer.x_resident else layer.columns * tile_k * operand.x.itemsize
+    return TILE_N * layer.matrices * weights + x
+
+
+def _fixed_bytes(layer: Layer, inputs: int) -> int:
+    """Return the shared memory besides the stages, if a thread block has this many inputs."""
+    results_and_residual = layer.columns * TILE_N * (3 * 2 + 2 * layer.operand.dtype.itemsize)
+    x = layer.resident_rows * layer.resident_row_size(inputs) * layer.operand.x.itemsize if layer.x_resident else 0
+    return results_and_residual + x + _OTHER_BYTES
+
+
+def _cost(blocks: int, sms: int, per_sm: int) -> int:
+    """Return the time of `blocks` thread blocks, `per_sm` at once on each SM, in thread blocks at full bandwidth.
+
+    Full waves run at full bandwidth. A partial last wave takes as long as its own bytes, but at least as long as
+    four thread blocks on three SMs, which is the least that can saturate memory.
+    """
+    waves, rest = divmod(blocks, capacity := sms * per_sm)
+    return waves * capacity + (max(rest, min(capacity, sms * 4 // 3)) if rest else 0)
