@@ -1,5 +1,7 @@
 """W8A8 matmul of many rows: the kernels against the references, those against float64, and the compiled kernels."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +11,10 @@ from hypothesis import strategies as st
 
 from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.mosaic.tuning import Trial
 from jaxinfer.pallas_kernels.quantization.api import norm_quantize, quantize_rows, quantized_matmul
-from jaxinfer.pallas_kernels.quantization.mosaic import (
-    Tiles,
-    _matmul,
-    choose_tiles,
-    matmul,
-    quantize,
-)
+from jaxinfer.pallas_kernels.quantization.mosaic import matmul, quantize
+from jaxinfer.pallas_kernels.quantization.mosaic.matmul import Tiles, choose_tiles
 from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
 from tests.kernels.interpreting import without_races
 
@@ -70,7 +68,7 @@ def test_norm_quantize_rounds_the_norm(shifted):
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("rows", "inputs"), [((3,), 128), ((2, 2), 640), ((1,), 1024)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def testquantizes(rows, inputs, dtype):
+def test_quantizes(rows, inputs, dtype):
     args = case(int(np.prod(rows)), inputs, 1, dtype=dtype)
     x, (scale, shift) = args["x"].reshape(*rows, inputs), args["norm"]
     x = x.at[(0,) * len(rows)].set(0)  # a row of zeros
@@ -99,13 +97,12 @@ def testquantizes(rows, inputs, dtype):
         ((70, 128, 64), Tiles(rows=64, outputs=64, stages=1)),
     ],
 )
-def testmatmul(shape, tiles, dtype):
+def test_matmul(shape, tiles, dtype):
     q, q_scale, weight, scale, bias = (case(*shape)[name] for name in MATMUL)
-    with without_races():
-        if tiles is None:
-            y = quantized_matmul(q, q_scale, weight, scale, bias, dtype=dtype)
-        else:
-            y = _matmul(q, q_scale[:, 0], weight, scale, bias, dtype=jnp.dtype(dtype), tiles=tiles)
+    trial = Trial("quantized_matmul", tiles and dataclasses.asdict(tiles))
+    with trial.active(), without_races():
+        y = quantized_matmul(q, q_scale, weight, scale, bias, dtype=dtype)
+    assert [operation for operation, _ in trial.lookups] == ["quantized_matmul"]
     expected = quantized_matmul(q, q_scale, weight, scale, bias, dtype=dtype)
     assert y.dtype == dtype
     tolerance = 1e-6 if dtype == jnp.float32 else 2**-8  # the integer sums are equal; one rounding
@@ -180,9 +177,9 @@ def step(x, scale, shift, weight, channel, bias):
 def shapes(rows, inputs, outputs):
     args = jax.eval_shape(lambda: case(1, 1, 1))
     sizes = {"x": (rows, inputs), "weight": (outputs, inputs), "scale": (outputs,), "bias": (outputs,)}
-    of = {name: jax.ShapeDtypeStruct(size, args[name].dtype) for name, size in sizes.items()}
+    arrays = {name: jax.ShapeDtypeStruct(size, args[name].dtype) for name, size in sizes.items()}
     vector = jax.ShapeDtypeStruct((inputs,), jnp.float32)
-    return of["x"], vector, vector, of["weight"], of["scale"], of["bias"]
+    return arrays["x"], vector, vector, arrays["weight"], arrays["scale"], arrays["bias"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
