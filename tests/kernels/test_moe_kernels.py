@@ -11,7 +11,7 @@ from jaxinfer.compiled.target import Target, compile_for
 from jaxinfer.pallas_kernels.moe import Routing, grouped_matmul, permute, reference, top_k_gating, unpermute
 from jaxinfer.pallas_kernels.moe import mosaic as kernels
 from jaxinfer.pallas_kernels.moe.mosaic import gating as gating_module
-from jaxinfer.pallas_kernels.moe.mosaic.grouped_matmul import Tiles
+from jaxinfer.pallas_kernels.moe.mosaic.grouped_matmul import Tiles, choose_tiles
 from jaxinfer.pallas_kernels.mosaic.tuning import Trial
 from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
 from tests.kernels.interpreting import without_races
@@ -247,10 +247,10 @@ def test_lowers_for_cuda(model, tokens):
 
 def test_tiles_usually_hold_all_rows_of_an_expert():
     with targeting(H200):
-        assert Tiles.choose(8, 128, 1536) == Tiles(rows=8, outputs=64, stages=5)
-        assert Tiles.choose(512, 128, 1536).rows == 16
-        assert Tiles.choose(32768, 128, 1536) == Tiles(rows=128, outputs=128, stages=3)
-        assert Tiles.choose(32768, 8, 2880).outputs == 64  # 128 would not divide them
+        assert choose_tiles(8, 128, 1536) == Tiles(rows=8, outputs=64, stages=5)
+        assert choose_tiles(512, 128, 1536).rows == 16
+        assert choose_tiles(32768, 128, 1536) == Tiles(rows=128, outputs=128, stages=3)
+        assert choose_tiles(32768, 8, 2880).outputs == 64  # 128 would not divide them
 
 
 @pytest.mark.aot

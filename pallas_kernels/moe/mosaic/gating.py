@@ -5,6 +5,7 @@ token -> rows, row -> token. One kernel makes them all for up to 64 tokens; more
 block for each 64 tokens.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from jax import lax
 
 from jaxinfer.pallas_kernels.moe.routing import Routing, finite, limit_capacity
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
-from jaxinfer.pallas_kernels.mosaic.refs import Ref
+from jaxinfer.pallas_kernels.mosaic.layout import broadcast, iota
+from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Ref, barrier, gmem, slice_past_end, smem
 from jaxinfer.pallas_kernels.target import UnsupportedError, require_shared_bytes
 
 # A thread block has a tile of tokens, with a row of logits in each warp's registers; a row's maximum takes
@@ -30,19 +32,31 @@ _BATCH = 8  # choices that are read together
 _TILES = 64  # tiles whose counts are in shared memory together
 
 
-def _by_row() -> Any:
-    """A row per warp, four adjacent elements per lane."""
-    return plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The static parameters of a call.
 
-
-class _Plan(NamedTuple):
-    """Static sizes: `tile` tokens per thread block, `width` experts with padding."""
+    Attributes:
+      tokens: N. experts: E. k: experts per token.
+      normalize: whether a token's weights sum to 1.
+      tile: tokens per thread block.
+    """
 
     tokens: int
     experts: int
     k: int
+    normalize: bool
     tile: int
-    width: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of tokens."""
+        return pl.cdiv(self.tokens, self.tile)
+
+    @property
+    def width(self) -> int:
+        """Experts with padding."""
+        return 128 * pl.cdiv(self.experts, 128)
 
     @property
     def choices(self) -> int:
@@ -51,136 +65,268 @@ class _Plan(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Of a thread block, at most: logits and scan, six vectors of choices, four more; 16 KiB for alignment."""
+        """Shared memory of a thread block, at most.
+
+        Logits and scan, six vectors of choices, four more; 16 KiB for alignment.
+        """
         return 4 * (2 * self.tile * self.width + 6 * self.choices + self.tile + 3 * self.width) + (16 << 10)
 
     def valid_tokens(self) -> jax.Array:
-        """How many tokens of this thread block's tile are not padding."""
+        """Return how many tokens of this thread block's tile are not padding."""
         return jnp.minimum(self.tokens - lax.axis_index("tile") * self.tile, self.tile)
+
+
+class _Tables(NamedTuple):
+    """Arrays in global memory, as in `Routing`: int32 rows [N k], tokens [N k], offsets [E], sizes [E]."""
+
+    rows: Ref
+    tokens: Ref
+    offsets: Ref
+    sizes: Ref
+
+
+class _TileCounts(NamedTuple):
+    """Arrays in global memory, of which the second kernel makes the tables.
+
+    Attributes:
+      positions: int32 [N k], the index of each choice among its tile's choices of that expert.
+      counts: int32 [tiles, width], the choices of each expert in each tile.
+    """
+
+    positions: Ref
+    counts: Ref
+
+
+class _GateResults(NamedTuple):
+    """Arrays in global memory: each choice's expert, int32 [N k], and weight, float32 [N k].
+
+    Also the tables if there is one tile, or else what they are made of.
+    """
+
+    experts: Ref
+    weights: Ref
+    tables: _Tables | None
+    counts: _TileCounts | None
+
+
+class _TableScratch(NamedTuple):
+    """Shared memory for making the tables: int32 offsets [width], rows [choices], sizes [width], starts [width].
+
+    The start of an expert is the row of its first choice in the tile.
+    """
+
+    offsets: Ref
+    rows: Ref
+    sizes: Ref
+    starts: Ref
+
+
+class _GateScratch(NamedTuple):
+    """Shared memory of a thread block of the first kernel, and its barrier.
+
+    Attributes:
+      best_experts: int32 [k, tile]. raw_probs: float32 [k, tile]. inverse_sums: float32 [tile]. See `_top_k`.
+      experts: int32 [choices]. weights: float32 [choices]. positions: int32 [choices].
+      logits: float32 [tile, 1, width]. logits_full: they have been copied.
+      scan: int32 [tile, width], whether each expert was chosen; then how many earlier tokens chose it.
+    """
+
+    best_experts: Ref
+    experts: Ref
+    inverse_sums: Ref
+    logits: Ref
+    logits_full: Barrier
+    positions: Ref
+    raw_probs: Ref
+    scan: Ref
+    weights: Ref
+
+
+class _PlaceInputs(NamedTuple):
+    """Arrays in global memory: each choice's expert, int32 [N k], and what the first kernel counted."""
+
+    experts: Ref
+    counts: _TileCounts
+
+
+class _PlaceScratch(NamedTuple):
+    """Shared memory of a thread block of the second kernel, and its barriers.
+
+    Attributes:
+      experts, positions: int32 [choices]. choices_full: they have been copied.
+      counts: int32 [_TILES, width], those of some tiles. counts_full: they have been copied.
+    """
+
+    choices_full: Barrier
+    counts: Ref
+    counts_full: Barrier
+    experts: Ref
+    positions: Ref
 
 
 def top_k_gating(logits: jax.Array, *, k: int, capacity: int | None, normalize: bool) -> Routing:
     """Route each token to its experts. Arguments as of `api`. Raises UnsupportedError."""
-    tokens, num_experts = logits.shape
-    if num_experts > _MAX_EXPERTS or num_experts % 4:
-        raise UnsupportedError(f"top_k_gating takes up to {_MAX_EXPERTS} experts, a multiple of 4, got {num_experts}")
+    tokens, experts = logits.shape
+    if experts > _MAX_EXPERTS or experts % 4:
+        raise UnsupportedError(f"top_k_gating takes up to {_MAX_EXPERTS} experts, a multiple of 4, got {experts}")
     if k > _MAX_K:
         raise UnsupportedError(f"top_k_gating takes up to {_MAX_K} experts per token, got {k}")
     tile = min(_TILE, 4 * pl.cdiv(tokens, 4))
-    plan = _Plan(tokens, num_experts, k, tile, width=128 * pl.cdiv(num_experts, 128))
+    plan = Plan(tokens=tokens, experts=experts, k=k, normalize=normalize, tile=tile)
     require_shared_bytes(plan.shared_bytes)
-    tiles = pl.cdiv(tokens, tile)
-    kernel = functools.partial(plgpu.kernel, grid=(tiles,), grid_names=("tile",))
-    integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    per_choice, per_expert = integers((tokens * k,)), integers((num_experts,))
-    chosen = (per_choice, jax.ShapeDtypeStruct(per_choice.shape, jnp.float32))
-    tables = (per_choice, per_choice, per_expert, per_expert)
-    positions_and_counts = (per_choice, integers((tiles, plan.width)))
-    gate = kernel(
-        functools.partial(_gate, plan=plan, normalize=normalize),
-        out_type=chosen + (tables if tiles == 1 else positions_and_counts),
-        kernel_name="moe_gate",
-    )
     # Mosaic swizzles the copy in tiles of 32 columns and 8 rows. With three dimensions, the first, here the tokens, is
     # not tiled and can have any size.
-    padding = -num_experts % 32 if num_experts > 32 else 0
-    experts, weights, *rest = gate(jnp.pad(logits, ((0, 0), (0, padding)))[:, None])
-    if tiles > 1:
-        place = functools.partial(_place, plan=plan, tiles=tiles)
-        rest = kernel(place, out_type=tables, kernel_name="moe_place")(experts, *rest)
-    rows, token_of_row, offsets, sizes = rest
-    experts, weights, rows = (x.reshape(tokens, k) for x in (experts, weights, rows))
-    routing = Routing(experts, weights, rows, token_of_row, offsets, sizes)
+    padding = -experts % 32 if experts > 32 else 0
+    gated = _launch_gate(plan, jnp.pad(logits, ((0, 0), (0, padding)))[:, None])
+    tables = gated.tables
+    if gated.counts is not None:
+        tables = _launch_place(plan, _PlaceInputs(gated.experts, gated.counts))
+    assert tables is not None
+    chosen, weights, rows = (x.reshape(tokens, k) for x in (gated.experts, gated.weights, tables.rows))
+    routing = Routing(chosen, weights, rows, tables.tokens, tables.offsets, tables.sizes)
     return routing if capacity is None else limit_capacity(routing, capacity)
 
 
-def _gate(logits_g: Ref, experts_g: Ref, weights_g: Ref, *results_g: Ref, plan: _Plan, normalize: bool) -> None:
+def _integers(*shape: int) -> Ref:
+    """Declare an array in global memory."""
+    return gmem(jax.ShapeDtypeStruct(shape, jnp.int32))
+
+
+def _tables(plan: Plan) -> _Tables:
+    """Declare the tables."""
+    choices = plan.tokens * plan.k
+    return _Tables(_integers(choices), _integers(choices), _integers(plan.experts), _integers(plan.experts))
+
+
+def _launch_gate(plan: Plan, logits: jax.Array) -> _GateResults:
+    """Launch the first kernel."""
+    choices, tile, vector = plan.tokens * plan.k, plan.tile, (plan.choices,)
+    single = plan.tiles == 1
+    results = _GateResults(
+        experts=_integers(choices),
+        weights=gmem(jax.ShapeDtypeStruct((choices,), jnp.float32)),
+        tables=_tables(plan) if single else None,
+        counts=None if single else _TileCounts(_integers(choices), _integers(plan.tiles, plan.width)),
+    )
+    scratch = _GateScratch(
+        best_experts=smem((plan.k, tile), jnp.int32),
+        experts=smem(vector, jnp.int32),
+        inverse_sums=smem((tile,), jnp.float32),
+        logits=smem((tile, 1, plan.width), jnp.float32),
+        logits_full=barrier(),
+        positions=smem(vector, jnp.int32),
+        raw_probs=smem((plan.k, tile), jnp.float32),
+        scan=smem((tile, plan.width), jnp.int32),
+        weights=smem(vector, jnp.float32),
+    )
+    kernel = plgpu.kernel(
+        functools.partial(_gate, plan),
+        out_type=[results],
+        scratch_types=[scratch],
+        grid=(plan.tiles,),
+        grid_names=("tile",),
+        kernel_name="moe_gate",
+    )
+    return kernel(logits)[0]
+
+
+def _launch_place(plan: Plan, inputs: _PlaceInputs) -> _Tables:
+    """Launch the second kernel."""
+    scratch = _PlaceScratch(
+        choices_full=barrier(2 * len(_copies(plan.choices))),
+        counts=smem((_TILES, plan.width), jnp.int32),
+        counts_full=barrier(),
+        experts=smem((plan.choices,), jnp.int32),
+        positions=smem((plan.choices,), jnp.int32),
+    )
+    kernel = plgpu.kernel(
+        functools.partial(_place, plan),
+        out_type=[_tables(plan)],
+        scratch_types=[scratch],
+        grid=(plan.tiles,),
+        grid_names=("tile",),
+        kernel_name="moe_place",
+    )
+    return kernel(inputs)[0]
+
+
+def _gate(plan: Plan, logits: Ref, results: _GateResults, scratch: _GateScratch) -> None:
     """Softmax and top-k of a tile; then the tables if it is the only tile, else the tile's positions and counts.
 
-    results_g: rows, tokens, offsets, sizes (see `_assign_rows`), or positions int32 [N k] and counts int32
-    [tiles, width].
+    logits: float32 [N, 1, E, padded], in global memory.
     """
     tile = lax.axis_index("tile")
-    single_tile = len(results_g) > 2
+    source = logits.at[pl.ds(tile * plan.tile, plan.tile), pl.ds(0, 1), slice_past_end(plan.width, tile)]
+    plgpu.copy_gmem_to_smem(source, scratch.logits, scratch.logits_full, oob_mode=plgpu.OOBFillMode.ZEROS)
+    plgpu.barrier_wait(scratch.logits_full)
+    _top_k(plan, scratch)
+    plgpu.commit_smem()
+    counts = _scan(plan, scratch.scan)
+    plgpu.commit_smem()
 
-    @functools.partial(
-        pl.run_scoped,
-        logits=plgpu.SMEM((plan.tile, 1, plan.width), jnp.float32),
-        logits_full=plgpu.Barrier(),
-        scan=plgpu.SMEM((plan.tile, plan.width), jnp.int32),
-        best_experts=plgpu.SMEM((plan.k, plan.tile), jnp.int32),
-        raw_probs=plgpu.SMEM((plan.k, plan.tile), jnp.float32),
-        inverse_sums=plgpu.SMEM((plan.tile,), jnp.float32),
-        experts=plgpu.SMEM((plan.choices,), jnp.int32),
-        weights=plgpu.SMEM((plan.choices,), jnp.float32),
-        positions=plgpu.SMEM((plan.choices,), jnp.int32),
-    )
-    def _(logits, logits_full, scan, best_experts, raw_probs, inverse_sums, experts, weights, positions):
-        source = logits_g.at[pl.ds(tile * plan.tile, plan.tile), pl.ds(0, 1), _padded_slice(plan.width)]
-        plgpu.copy_gmem_to_smem(source, logits, logits_full, oob_mode=plgpu.OOBFillMode.ZEROS)
-        plgpu.barrier_wait(logits_full)
-        _top_k(logits, scan, best_experts, raw_probs, inverse_sums, plan, normalize)
-        plgpu.commit_smem()
-        counts = _scan(scan, plan)
-        plgpu.commit_smem()
+    def read(i: jax.Array) -> tuple[Any, ...]:
+        token, choice = i // plan.k, i % plan.k
+        expert = scratch.best_experts[choice, token]
+        weight = scratch.raw_probs[choice, token] * scratch.inverse_sums[token]
+        return expert, weight, scratch.scan[token, expert]
 
-        def read(i):
-            token, choice = i // plan.k, i % plan.k
-            expert = best_experts[choice, token]
-            return expert, raw_probs[choice, token] * inverse_sums[token], scan[token, expert]
+    def write(i: jax.Array, values: tuple[Any, ...]) -> None:
+        scratch.experts[i], scratch.weights[i], scratch.positions[i] = values
 
-        def write(i, values):
-            experts[i], weights[i], positions[i] = values
-
-        _for_each(plan.choices, read, write)
-        _store(experts, experts_g, plan)
-        _store(weights, weights_g, plan)
-        if single_tile:
-            _assign_rows(experts, positions, counts, jnp.zeros_like(counts), *results_g, plan=plan)
-        else:
-            _store(positions, results_g[0], plan)
-            results_g[1][tile] = counts
-            plgpu.wait_smem_to_gmem(0)
+    _for_each(plan.choices, read, write)
+    _store(plan, scratch.experts, results.experts)
+    _store(plan, scratch.weights, results.weights)
+    if results.tables is not None:
+        _make_tables(plan, scratch.experts, scratch.positions, counts, jnp.zeros_like(counts), results.tables)
+    if results.counts is not None:
+        _store(plan, scratch.positions, results.counts.positions)
+        results.counts.counts[tile] = counts
+        plgpu.wait_smem_to_gmem(0)
 
 
-def _top_k(
-    logits: Ref, chosen: Ref, best_experts: Ref, raw_probs: Ref, inverse_sums: Ref, plan: _Plan, normalize: bool
-) -> None:
-    """The k highest logits of each token.
+def _by_row() -> Any:
+    """Return the register layout with a row per warp, four adjacent elements per lane."""
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
-    logits: f32 [tile, width]. Writes `chosen`: int32 [tile, width], 1 for each chosen expert, else 0; `best_experts`:
-    int32 [k, tile]; `raw_probs`: f32 [k, tile], exp(logit - maximum); `inverse_sums`: f32 [tile], 1 / their sum. The
-    weights are raw_probs * inverse_sums.
+
+def _top_k(plan: Plan, scratch: _GateScratch) -> None:
+    """Find the k highest logits of each token.
+
+    Writes `scan`, 1 for each chosen expert, else 0; `best_experts`; `raw_probs`, exp(logit - maximum); `inverse_sums`,
+    1 / their sum. The weights are raw_probs * inverse_sums.
     """
     shape = (plan.tile, plan.width)
-    column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _by_row())
+    column = iota(shape, 1, _by_row())
     taken = -jnp.inf  # experts already taken and padding: below every logit
-    remaining = jnp.where(column < plan.experts, finite(plgpu.load(logits.at[:, 0], layout=_by_row())), taken)
-
-    def broadcast(vector):
-        return lax.broadcast_in_dim(vector, shape, (0,))
-
+    logits = finite(plgpu.load(scratch.logits.at[:, 0], layout=_by_row()))
+    remaining = jnp.where(column < plan.experts, logits, taken)
     max_logit = jnp.max(remaining, axis=1)
-    total = jnp.zeros_like(max_logit) if normalize else jnp.sum(jnp.exp(remaining - broadcast(max_logit)), axis=1)
+    if plan.normalize:
+        total = jnp.zeros_like(max_logit)
+    else:
+        total = jnp.sum(jnp.exp(remaining - broadcast(max_logit, shape, 0)), axis=1)
 
-    def take(choice, state):
+    def take(choice: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         remaining, total = state
         logit = jnp.max(remaining, axis=1)
-        expert = jnp.min(jnp.where(remaining == broadcast(logit), column, plan.experts - 1), axis=1)
+        expert = jnp.min(jnp.where(remaining == broadcast(logit, shape, 0), column, plan.experts - 1), axis=1)
         prob = jnp.exp(logit - max_logit)
-        best_experts[choice], raw_probs[choice] = expert, prob
-        return jnp.where(column == broadcast(expert), taken, remaining), total + prob if normalize else total
+        scratch.best_experts[choice], scratch.raw_probs[choice] = expert, prob
+        remaining = jnp.where(column == broadcast(expert, shape, 0), taken, remaining)
+        return remaining, total + prob if plan.normalize else total
 
     remaining, total = lax.fori_loop(0, plan.k, take, (remaining, total))
-    inverse_sums[...] = 1 / total
-    chosen[...] = jnp.where((remaining == taken) & (column < plan.experts), 1, 0)
+    scratch.inverse_sums[...] = 1 / total
+    scratch.scan[...] = jnp.where((remaining == taken) & (column < plan.experts), 1, 0)
 
 
-def _scan(chosen: Ref, plan: _Plan) -> jax.Array:
-    """How many tokens of the tile chose each expert, [width]. Overwrites `chosen` (0 or 1) with the exclusive scan: how
-    many earlier tokens chose the expert."""
+def _scan(plan: Plan, chosen: Ref) -> jax.Array:
+    """Return how many tokens of the tile chose each expert, [width].
 
-    def count(token, counts):
+    Overwrites `chosen` (0 or 1) with the exclusive scan: how many earlier tokens chose the expert.
+    """
+
+    def count(token: jax.Array, counts: jax.Array) -> jax.Array:
         is_chosen = chosen[token]
         chosen[token] = counts
         return counts + is_chosen
@@ -188,107 +334,100 @@ def _scan(chosen: Ref, plan: _Plan) -> jax.Array:
     return lax.fori_loop(0, plan.valid_tokens(), count, jnp.zeros(plan.width, jnp.int32))
 
 
-def _place(experts_g: Ref, positions_g: Ref, counts_g: Ref, *results_g: Ref, plan: _Plan, tiles: int) -> None:
+def _place(plan: Plan, inputs: _PlaceInputs, tables: _Tables, scratch: _PlaceScratch) -> None:
     """The tables, from each tile's choices, positions and counts; every thread block sums the counts of all tiles."""
+    _load(plan, inputs.experts, scratch.experts, scratch.choices_full)
+    _load(plan, inputs.counts.positions, scratch.positions, scratch.choices_full)
+    total, before = _sum_counts(plan, inputs.counts.counts, scratch)
+    plgpu.barrier_wait(scratch.choices_full)
+    _make_tables(plan, scratch.experts, scratch.positions, total, before, tables)
+
+
+def _sum_counts(plan: Plan, counts: Ref, scratch: _PlaceScratch) -> tuple[jax.Array, jax.Array]:
+    """Return the choices of each expert in all tiles, and in those before this one: int32 [width]."""
     tile = lax.axis_index("tile")
 
-    @functools.partial(
-        pl.run_scoped,
-        experts=plgpu.SMEM((plan.choices,), jnp.int32),
-        positions=plgpu.SMEM((plan.choices,), jnp.int32),
-        counts=plgpu.SMEM((_TILES, plan.width), jnp.int32),
-        choices_full=plgpu.Barrier(num_arrivals=2 * len(_copies(plan.choices))),
-        counts_full=plgpu.Barrier(),
-    )
-    def _(experts, positions, counts, choices_full, counts_full):
-        _load(experts_g, experts, choices_full, plan)
-        _load(positions_g, positions, choices_full, plan)
+    def add_tiles(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        source = counts.at[pl.ds(i * _TILES, _TILES), pl.ds(0, plan.width)]
+        plgpu.copy_gmem_to_smem(source, scratch.counts, scratch.counts_full, oob_mode=plgpu.OOBFillMode.ZEROS)
+        plgpu.barrier_wait(scratch.counts_full)
 
-        def iteration(i, state):
-            source = counts_g.at[pl.ds(i * _TILES, _TILES), pl.ds(0, plan.width)]
-            plgpu.copy_gmem_to_smem(source, counts, counts_full, oob_mode=plgpu.OOBFillMode.ZEROS)
-            plgpu.barrier_wait(counts_full)
+        def add_tile(t: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            total, before = state
+            count, is_before = scratch.counts[t], (i * _TILES + t < tile).astype(jnp.int32)
+            return total + count, before + count * is_before
 
-            def add_tile(t, state):
-                total, before = state
-                count, is_before = counts[t], (i * _TILES + t < tile).astype(jnp.int32)
-                return total + count, before + count * is_before
+        state = lax.fori_loop(0, _TILES, add_tile, state)
+        plgpu.commit_smem()  # a barrier: all warps have read what the next copy overwrites
+        return state
 
-            state = lax.fori_loop(0, _TILES, add_tile, state)
-            plgpu.commit_smem()  # a barrier: all warps have read what the next copy overwrites
-            return state
-
-        zeros = jnp.zeros(plan.width, jnp.int32)
-        total, before = lax.fori_loop(0, pl.cdiv(tiles, _TILES), iteration, (zeros, zeros))
-        plgpu.barrier_wait(choices_full)
-        _assign_rows(experts, positions, total, before, *results_g, plan=plan)
+    zeros = jnp.zeros(plan.width, jnp.int32)
+    return lax.fori_loop(0, pl.cdiv(plan.tiles, _TILES), add_tiles, (zeros, zeros))
 
 
-def _assign_rows(
-    experts: Ref,
-    positions: Ref,
-    total: jax.Array,
-    before: jax.Array,
-    rows_g: Ref,
-    tokens_g: Ref,
-    offsets_g: Ref,
-    sizes_g: Ref,
-    *,
-    plan: _Plan,
+def _make_tables(
+    plan: Plan, experts: Ref, positions: Ref, total: jax.Array, before: jax.Array, tables: _Tables
 ) -> None:
-    """Write both tables of a tile.
+    """Write the tables of a tile.
 
     Args:
       experts, positions: int32 [choices], each choice's expert, and its index among the tile's choices of that expert.
       total, before: int32 [width], rows of each expert in all tiles, and in the tiles before this one.
     """
+
+    def write(scratch: _TableScratch) -> None:
+        scratch.sizes[...] = total
+        plgpu.commit_smem()
+        _write_offsets(plan, scratch)
+        plgpu.commit_smem()
+        scratch.starts[...] = scratch.offsets[...] + before
+        plgpu.commit_smem()
+        _write_tables(plan, experts, positions, tables, scratch)
+
+    # Only now, since it takes the place of what the reductions before it needed.
+    per_expert, per_choice = smem((plan.width,), jnp.int32), smem((plan.choices,), jnp.int32)
+    pl.run_scoped(write, _TableScratch(offsets=per_expert, rows=per_choice, sizes=per_expert, starts=per_expert))
+
+
+def _write_tables(plan: Plan, experts: Ref, positions: Ref, tables: _Tables, scratch: _TableScratch) -> None:
+    """Write the rows and tokens of the tile's choices; the first thread block also writes offsets and sizes."""
     tile = lax.axis_index("tile")
 
-    @functools.partial(
-        pl.run_scoped,
-        rows=plgpu.SMEM((plan.choices,), jnp.int32),
-        sizes=plgpu.SMEM((plan.width,), jnp.int32),
-        offsets=plgpu.SMEM((plan.width,), jnp.int32),
-        starts=plgpu.SMEM((plan.width,), jnp.int32),
-    )
-    def _(rows, sizes, offsets, starts):
-        sizes[...] = total
-        plgpu.commit_smem()
+    def read(i: jax.Array) -> Any:
+        return scratch.starts[experts[i]] + positions[i]
 
-        def write_offsets(batch, row):
-            indices = [batch * _BATCH + i for i in range(_BATCH)]
-            for i, size in zip(indices, [sizes[i] for i in indices], strict=True):
-                offsets[i] = row
-                row += size
-            return row
+    def write(i: jax.Array, row: Any) -> None:
+        scratch.rows[i] = row
+        tables.tokens[row] = tile * plan.tile + i // plan.k
 
-        lax.fori_loop(0, plan.width // _BATCH, write_offsets, jnp.int32(0))
-        plgpu.commit_smem()
-        starts[...] = offsets[...] + before
-        plgpu.commit_smem()
+    _for_each(plan.valid_tokens() * plan.k, read, write)
+    _store(plan, scratch.rows, tables.rows)
 
-        def read(i):
-            return starts[experts[i]] + positions[i]
+    @pl.when(tile == 0)
+    def _() -> None:
+        for source, target in ((scratch.offsets, tables.offsets), (scratch.sizes, tables.sizes)):
+            plgpu.copy_smem_to_gmem(source, target.at[slice_past_end(plan.width, tile)])
 
-        def write(i, row):
-            rows[i] = row
-            tokens_g[row] = tile * plan.tile + i // plan.k
+    plgpu.wait_smem_to_gmem(0)
 
-        _for_each(plan.valid_tokens() * plan.k, read, write)
-        _store(rows, rows_g, plan)
 
-        @pl.when(tile == 0)
-        def _():
-            for source, target in ((offsets, offsets_g), (sizes, sizes_g)):
-                plgpu.copy_smem_to_gmem(source, target.at[_padded_slice(plan.width)])
+def _write_offsets(plan: Plan, scratch: _TableScratch) -> None:
+    """Write the first row of each expert: the sum of the sizes before it."""
 
-        plgpu.wait_smem_to_gmem(0)
+    def write_batch(batch: jax.Array, row: Any) -> Any:
+        indices = [batch * _BATCH + i for i in range(_BATCH)]
+        for i, size in zip(indices, [scratch.sizes[i] for i in indices], strict=True):
+            scratch.offsets[i] = row
+            row += size
+        return row
+
+    lax.fori_loop(0, plan.width // _BATCH, write_batch, jnp.int32(0))
 
 
 def _for_each(count: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
-    """write(i, read(i)) for every i below `count`."""
+    """Do write(i, read(i)) for every i below `count`."""
 
-    def run(first, size):
+    def run(first: Any, size: int) -> None:
         indices = [first + i for i in range(size)]
         for i, values in zip(indices, [read(i) for i in indices], strict=True):
             write(i, values)
@@ -299,34 +438,28 @@ def _for_each(count: Any, read: Callable[[Any], Any], write: Callable[[Any, Any]
 
 
 def _copies(size: int) -> list[tuple[int, int]]:
-    """(start, size) of the copies of a vector; TMA copies at most 256 elements at once."""
+    """Return (start, size) of the copies of a vector; TMA copies at most 256 elements at once."""
     return [(start, min(256, size - start)) for start in range(0, size, 256)]
 
 
-def _load(source_g: Ref, target_s: Ref, barrier: Ref, plan: _Plan) -> None:
+def _load(plan: Plan, source: Ref, target: Ref, full: Barrier) -> None:
     """Copy the tile's slice of a vector [N k] to shared memory."""
     first = lax.axis_index("tile") * plan.choices
     for start, size in _copies(plan.choices):
-        source = source_g.at[pl.ds(first + start, size)]
-        plgpu.copy_gmem_to_smem(source, target_s.at[pl.ds(start, size)], barrier, oob_mode=plgpu.OOBFillMode.ZEROS)
+        part = source.at[pl.ds(first + start, size)]
+        plgpu.copy_gmem_to_smem(part, target.at[pl.ds(start, size)], full, oob_mode=plgpu.OOBFillMode.ZEROS)
 
 
-def _store(source_s: Ref, target_g: Ref, plan: _Plan) -> None:
+def _store(plan: Plan, source: Ref, target: Ref) -> None:
     """Copy the tile's slice of a vector [N k] to global memory, except for padding tokens."""
     first = lax.axis_index("tile") * plan.choices
     if plan.tokens * plan.k % 4:  # TMA cannot write a vector that is not a multiple of 16 bytes
-        count = plan.valid_tokens() * plan.k
-        _for_each(count, lambda i: source_s[i], lambda i, value: _set(target_g, first + i, value))
+
+        def write(i: jax.Array, value: Any) -> None:
+            target[first + i] = value
+
+        _for_each(plan.valid_tokens() * plan.k, lambda i: source[i], write)
         return
     plgpu.commit_smem()
     for start, size in _copies(plan.choices):
-        plgpu.copy_smem_to_gmem(source_s.at[pl.ds(start, size)], target_g.at[pl.ds(first + start, size)])
-
-
-def _padded_slice(width: int) -> "pl.Slice":
-    """0 to `width`. It may end out of bounds, which JAX rejects for a constant start."""
-    return pl.ds(pl.multiple_of(lax.axis_index("tile") * 0, 128), width)
-
-
-def _set(ref: Ref, index: Any, value: Any) -> None:
-    ref[index] = value
+        plgpu.copy_smem_to_gmem(source.at[pl.ds(start, size)], target.at[pl.ds(first + start, size)])
