@@ -29,7 +29,7 @@ def permute(x: jax.Array, routing: Routing) -> jax.Array:
 
 
 def _rows_or_zero(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """These rows of x; zero where there is no such row."""
+    """Return these rows of x; zero where there is no such row."""
     return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 

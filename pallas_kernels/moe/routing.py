@@ -30,7 +30,7 @@ _MAX_LOGIT = float(jnp.finfo(jnp.float32).max)
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """The logits, with NaN as the lowest finite number."""
+    """Return the logits with NaN and infinities as finite numbers: NaN is the lowest."""
     return jnp.where(logits >= -_MAX_LOGIT, jnp.minimum(logits, _MAX_LOGIT), -_MAX_LOGIT)
 
 

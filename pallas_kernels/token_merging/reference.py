@@ -12,7 +12,7 @@ FIRST, LAST = 2.0, -2.0
 
 
 class _Choice(NamedTuple):
-    """Which tokens are merged into which outputs. Every output starts as one token.
+    """The tokens that are merged, and the outputs that they become a part of. Every output starts as one token.
 
     Attributes:
       kept: int32 [B, n - r], the token that each output starts as.
@@ -35,19 +35,19 @@ def merge_tokens(
 
 
 def normalized(metric: jax.Array) -> jax.Array:
-    """Rows of length 1, in the metric's dtype: their dot products are cosine similarities."""
+    """Scale rows to length 1, in the metric's dtype: their dot products are cosine similarities."""
     exact = metric.astype(jnp.float32)
     square = jnp.sum(exact * exact, axis=-1, keepdims=True)
     return (exact * lax.rsqrt(square + 1e-12)).astype(metric.dtype)
 
 
 def _cosines(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Between rows of length 1: [B, i, m], [B, j, m] -> float32 [B, i, j]."""
+    """Multiply rows of length 1: [B, i, m], [B, j, m] -> float32 [B, i, j]."""
     return jnp.einsum("bim,bjm->bij", a, b, precision="highest", preferred_element_type=jnp.float32)
 
 
 def _most_similar(unit: jax.Array, size: jax.Array, r: int, protected: int) -> _Choice:
-    """ToMe: the `r` tokens of A that are most similar to a token of B."""
+    """Choose as ToMe: the `r` tokens of A that are most similar to a token of B."""
     scores = _cosines(unit[:, ::2], unit[:, 1::2])
     scores = jnp.where(size[:, None, 1::2] > 0, scores, LAST)
     scores = jnp.where(size[:, ::2, None] > 0, scores, FIRST)
@@ -62,7 +62,7 @@ def _most_similar(unit: jax.Array, size: jax.Array, r: int, protected: int) -> _
 
 
 def _highest_energy(unit: jax.Array, size: jax.Array, r: int, protected: int, *, margin: float) -> _Choice:
-    """PiToMe: pairs among the `2 r` tokens of highest energy, less two for every token of padding that is removed."""
+    """Choose as PiToMe: pairs of the `2 r` tokens of highest energy, less two for every token of padding removed."""
     place = jnp.arange(unit.shape[1])
     mergeable = (size > 0) & (place >= protected)
     cosines = _cosines(unit, unit)
@@ -88,7 +88,7 @@ def _highest_energy(unit: jax.Array, size: jax.Array, r: int, protected: int, *,
 
 
 def _means(x: jax.Array, size: jax.Array, choice: _Choice) -> tuple[jax.Array, jax.Array]:
-    """The size-weighted mean of each output's tokens, and its size.
+    """Return the size-weighted mean of each output's tokens, and its size.
 
     A product with a matrix of few columns, in place of a scatter, whose order could change the sums on a GPU. A token
     that is left alone has a weight of exactly 1.

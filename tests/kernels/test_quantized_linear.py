@@ -244,17 +244,17 @@ EXPECTED = {  # SASS: TMA loads of the weights, ldmatrix, and the mma of each fo
 def calls(fmt: str, case: Case) -> tuple[Any, tuple]:
     """The operation and the shapes of its arguments."""
 
-    def of(*shape: int) -> jax.ShapeDtypeStruct:
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, case.dtype)
 
-    x, weights = of(case.rows, case.inputs), shapes(fmt, case.outputs * (2 if case.gated else 1), case.inputs)
-    bias = of(weights.shape[0]) if case.bias else None
+    x, weights = array(case.rows, case.inputs), shapes(fmt, case.outputs * (2 if case.gated else 1), case.inputs)
+    bias = array(weights.shape[0]) if case.bias else None
     if case.norm:
         options = {"eps": 1e-5, "activation": "silu" if case.gated else None, "gated": case.gated}
-        shift = of(case.inputs) if case.norm == "layer" else None
-        return functools.partial(norm_linear, **options), (x, of(case.inputs), shift, weights, bias)
+        shift = array(case.inputs) if case.norm == "layer" else None
+        return functools.partial(norm_linear, **options), (x, array(case.inputs), shift, weights, bias)
     if case.residual:
-        return linear_residual, (x, weights, of(case.rows, case.outputs), bias)
+        return linear_residual, (x, weights, array(case.rows, case.outputs), bias)
     return small_batch_linear, (x, weights, bias)
 
 

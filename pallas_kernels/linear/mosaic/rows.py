@@ -90,7 +90,7 @@ def _round_to_int(y: jax.Array) -> jax.Array:
 
 
 def _load_floats(ref: Ref, layout: Any) -> jax.Array:
-    """Load as float32."""
+    """Load an array as float32."""
     return load(ref, layout).astype(jnp.float32)
 
 

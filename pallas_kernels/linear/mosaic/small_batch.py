@@ -42,7 +42,16 @@ from jaxinfer.pallas_kernels.linear.mosaic.tiles import TILE_N, Layer, Plan, pla
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.cluster import meet, partial_results
 from jaxinfer.pallas_kernels.mosaic.layout import full, store, swizzled_tiles
-from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Ref, barrier, cluster_barrier, gmem, slice_past_end, smem
+from jaxinfer.pallas_kernels.mosaic.refs import (
+    Barrier,
+    Index,
+    Ref,
+    barrier,
+    cluster_barrier,
+    gmem,
+    slice_past_end,
+    smem,
+)
 from jaxinfer.pallas_kernels.mosaic.ring import Ring
 from jaxinfer.pallas_kernels.target import UnsupportedError, interpreting
 from jaxinfer.pallas_kernels.weights import GROUP, Weights
@@ -167,7 +176,7 @@ def fused_small_batch_linear(
 
 
 def _pad_to_tiles(vector: jax.Array, matrices: int) -> jax.Array:
-    """[outputs * matrices] -> [N, matrices], with N padded to a multiple of TILE_N, as a vocabulary may need."""
+    """Reshape [outputs * matrices] to [N, matrices], padding N (a vocabulary) to a multiple of TILE_N."""
     return jnp.pad(vector, (0, -vector.size % (TILE_N * matrices))).reshape(-1, matrices)
 
 
@@ -196,7 +205,7 @@ def _check(layer: Layer, residual: jax.Array | None) -> None:
 
 
 def _launch(plan: Plan, inputs: _Inputs) -> jax.Array:
-    """Return the result [rows, outputs]."""
+    """Launch the kernel and return its result [rows, outputs]."""
     split, dtype = plan.tiles.split, plan.operand.dtype
     blocks = pl.cdiv(plan.outputs, TILE_N)
     padded_outputs = pl.cdiv(plan.outputs * dtype.itemsize, 16) * 16 // dtype.itemsize
@@ -221,7 +230,7 @@ def _launch(plan: Plan, inputs: _Inputs) -> jax.Array:
 
 
 def _scratch(plan: Plan, *, has_residual: bool) -> _Scratch:
-    """Declare the scratch."""
+    """Declare the scratch of a thread block."""
     operand, stages, tile_k, columns = plan.operand, plan.tiles.stages, plan.tiles.tile_k, plan.columns
     if plan.x_resident:
         x = smem((plan.resident_rows, plan.resident_row_size(plan.iterations * tile_k)), operand.x)
@@ -254,7 +263,7 @@ def _tiling(size: int, dtype: Any, operand: Operand) -> tuple[Any, ...]:
 
 
 def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -> None:
-    """One thread block: some outputs, and a split of the inputs."""
+    """Compute some outputs for a split of the inputs: one thread block."""
     split = lax.axis_index("split")
     ring, fetch = Ring(plan.tiles.stages, 0, plan.iterations), functools.partial(_fetch, plan, inputs, scratch)
     ring.fill(fetch)
@@ -292,23 +301,23 @@ def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -
 
 
 def _outputs() -> Any:
-    """The outputs of this thread block."""
+    """Return the slice of outputs of this thread block."""
     return pl.ds(lax.axis_index("block") * TILE_N, TILE_N)
 
 
 def _columns(plan: Plan) -> Any:
-    """The rows of x, and those past the last one that pad them."""
+    """Return the slice of all rows of x, and of some past the last one that pad them."""
     return slice_past_end(plan.columns, lax.axis_index("block"))
 
 
-def _tile_inputs(plan: Plan, i: Any, per_element: int = 1) -> Any:
-    """The inputs of this split's tile `i`, as elements that hold `per_element` of them."""
+def _tile_inputs(plan: Plan, i: Index, per_element: int = 1) -> Any:
+    """Return the slice of inputs of this split's tile `i`, in elements that hold `per_element` of them."""
     size = plan.tiles.tile_k // per_element
     return pl.ds((lax.axis_index("split") * plan.iterations + i) * size, size)
 
 
 def _first_tile(plan: Plan) -> jax.Array:
-    """The first tile of inputs that a resident x covers.
+    """Return the first tile of inputs that a resident x covers.
 
     If the splits are unequal, the last one starts early, so that all lie within x.
     """
@@ -316,7 +325,7 @@ def _first_tile(plan: Plan) -> jax.Array:
 
 
 def _resident_inputs(plan: Plan, i: jax.Array) -> Any:
-    """The inputs of this split's tile `i` in a resident x.
+    """Return the slice of this split's tile `i` in a resident x.
 
     Past the end any finite x will do, since the weights there are zero.
     """
@@ -325,7 +334,7 @@ def _resident_inputs(plan: Plan, i: jax.Array) -> Any:
     return pl.ds(pl.multiple_of(tile * tile_k, tile_k), tile_k)
 
 
-def _fetch(plan: Plan, inputs: _Inputs, scratch: _Scratch, i: Any, stage: Any) -> None:
+def _fetch(plan: Plan, inputs: _Inputs, scratch: _Scratch, i: Index, stage: Index) -> None:
     """Begin the copies of tile `i` into a stage."""
     full = scratch.full.at[stage]
     for matrix in range(plan.matrices):
@@ -352,7 +361,7 @@ def _multiply(
 
 
 def _group_scales(plan: Plan, scratch: _Scratch, stage: jax.Array, matrix: int) -> list[Ref]:
-    """The scales of each int4 group of a stage, [TILE_N] in shared memory. Those of gate and up alternate there."""
+    """Return the scales of each int4 group of a stage: [TILE_N] in shared memory, where gate and up alternate."""
     if scratch.group_scale is None:
         return []
     pairs = [scratch.group_scale.at[stage, group] for group in range(plan.groups)]
@@ -399,7 +408,7 @@ def _activate(plan: Plan, sums: list[jax.Array]) -> jax.Array:
 
 
 def _transpose(y: jax.Array, transpose_s: Ref) -> jax.Array:
-    """y^T, [columns, TILE_N], in the order of the result in memory. transpose_s: bfloat16 [3, columns, TILE_N].
+    """Return y^T, [columns, TILE_N], in the order of memory. transpose_s: bfloat16 [3, columns, TILE_N].
 
     `stmatrix` exchanges only 16-bit values between threads, so float32 is split into three bfloat16, without loss.
     """

@@ -1,4 +1,4 @@
-"""How the small-batch kernel partitions a linear layer."""
+"""The partition of a linear layer in the small-batch kernel."""
 
 import dataclasses
 import math

@@ -188,7 +188,7 @@ def top_k_gating(logits: jax.Array, *, k: int, capacity: int | None, normalize: 
 
 
 def _integers(*shape: int) -> Ref:
-    """Declare an array in global memory."""
+    """Declare an array in global memory, int32."""
     return gmem(jax.ShapeDtypeStruct(shape, jnp.int32))
 
 
@@ -251,7 +251,7 @@ def _launch_place(plan: Plan, inputs: _PlaceInputs) -> _Tables:
 
 
 def _gate(plan: Plan, logits: Ref, results: _GateResults, scratch: _GateScratch) -> None:
-    """Softmax and top-k of a tile; then the tables if it is the only tile, else the tile's positions and counts.
+    """Route the tokens of a tile; make the tables if it is the only tile, else its positions and counts.
 
     logits: float32 [N, 1, E, padded], in global memory.
     """
@@ -335,7 +335,7 @@ def _scan(plan: Plan, chosen: Ref) -> jax.Array:
 
 
 def _place(plan: Plan, inputs: _PlaceInputs, tables: _Tables, scratch: _PlaceScratch) -> None:
-    """The tables, from each tile's choices, positions and counts; every thread block sums the counts of all tiles."""
+    """Make the tables of a tile; every thread block sums the counts of all tiles."""
     _load(plan, inputs.experts, scratch.experts, scratch.choices_full)
     _load(plan, inputs.counts.positions, scratch.positions, scratch.choices_full)
     total, before = _sum_counts(plan, inputs.counts.counts, scratch)

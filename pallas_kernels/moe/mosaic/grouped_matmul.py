@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.layout import swizzled_tiles
-from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Ref, barrier, gmem, slice_past_end, smem
+from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Index, Ref, barrier, gmem, slice_past_end, smem
 from jaxinfer.pallas_kernels.mosaic.ring import Ring
 from jaxinfer.pallas_kernels.mosaic.tuning import tuned
 from jaxinfer.pallas_kernels.target import UnsupportedError
@@ -147,7 +147,7 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, offsets: jax.Array, sizes: 
 
 
 def _kernel(plan: Plan, inputs: _Inputs, y: Ref) -> None:
-    """One tile of the result. y: [R, 1, N] in global memory."""
+    """Compute one tile of the result. y: [R, 1, N] in global memory."""
     first_output = (lax.axis_index("group") * _L2_GROUP + lax.axis_index("output")) * plan.tiles.outputs
     tile = _find_tile(plan, inputs)
 
@@ -183,7 +183,7 @@ class _Tile:
 
 
 def _find_tile(plan: Plan, inputs: _Inputs) -> _Tile:
-    """The tile of this thread block.
+    """Return the tile of this thread block.
 
     Tiles start at multiples of 8 rows, as swizzled copies require, so an expert's first tile may also hold rows of the
     previous experts. The tiles of an expert whose first one starts at row `base` have indices from base // rows +
@@ -204,7 +204,7 @@ def _find_tile(plan: Plan, inputs: _Inputs) -> _Tile:
 
 
 def _find_expert(plan: Plan, offsets: Ref, scratch: _TableScratch) -> tuple[jax.Array, jax.Array]:
-    """The expert of this thread block's tile, and its first row."""
+    """Return the expert of this thread block's tile, and its first row."""
     index, (width,) = lax.axis_index("tile"), scratch.offsets.shape
     source = offsets.at[slice_past_end(width, index)]
     plgpu.copy_gmem_to_smem(source, scratch.offsets, scratch.full, oob_mode=plgpu.OOBFillMode.ZEROS)
@@ -217,7 +217,7 @@ def _find_expert(plan: Plan, offsets: Ref, scratch: _TableScratch) -> tuple[jax.
 
 
 def _multiply(plan: Plan, inputs: _Inputs, y_g: Ref, tile: _Tile, first_output: jax.Array, scratch: _Scratch) -> None:
-    """One tile of the result. The weights are the left operand: wgmma has M = 64, and N, here rows, as small as 8."""
+    """Multiply one tile. The weights are the left operand: wgmma has M = 64, and N, here rows, as small as 8."""
     stages, y = scratch.memory
     ring, fetch = plan.ring, functools.partial(_fetch, inputs, tile, first_output, scratch.full, stages)
     ring.fill(fetch)
@@ -242,7 +242,7 @@ def _multiply(plan: Plan, inputs: _Inputs, y_g: Ref, tile: _Tile, first_output: 
 
 
 def _fetch(
-    inputs: _Inputs, tile: _Tile, first_output: jax.Array, full: Barrier, stages: _Stages, i: Any, stage: Any
+    inputs: _Inputs, tile: _Tile, first_output: jax.Array, full: Barrier, stages: _Stages, i: Index, stage: Index
 ) -> None:
     """Begin the copies of tile `i` of the inputs into a stage."""
     columns, zeros = pl.ds(i * _TILE_K, _TILE_K), plgpu.OOBFillMode.ZEROS

@@ -82,7 +82,7 @@ def _row_kernel(
 def _kernel(
     compute: Callable[[Any, Ref, _Block], None], rows: int, tile_rows: int, width: int, inputs: Any, result: Ref
 ) -> None:
-    """One tile of the result."""
+    """Compute one tile of the result."""
     tile = [jnp.minimum(lax.axis_index("rows") * tile_rows + i, rows - 1) for i in range(tile_rows)]
     compute(inputs, result, _Block(tile, pl.ds(lax.axis_index("columns") * width, width)))
 

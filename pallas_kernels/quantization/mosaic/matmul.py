@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.layout import full, load, load_broadcast, swizzled
-from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Ref, barrier, gmem, smem
+from jaxinfer.pallas_kernels.mosaic.refs import Barrier, Index, Ref, barrier, gmem, smem
 from jaxinfer.pallas_kernels.mosaic.ring import Ring
 from jaxinfer.pallas_kernels.mosaic.tuning import tuned
 from jaxinfer.pallas_kernels.target import UnsupportedError, target_gpu
@@ -113,11 +113,11 @@ def choose_tiles(rows: int, inputs: int, outputs: int) -> Tiles:
     fitting = [size for size in shapes if pl.cdiv(rows, size[0]) * pl.cdiv(outputs, size[1]) >= gpu.sms] or shapes[-1:]
     # Padding rows are multiplied too: a tile of 64 rows for 32 would double the work.
     tile_m, tile_n = next((size for size in fitting if size[0] < 2 * rows), shapes[-1])
-    two, one = (
+    with_two, with_one = (
         (gpu.shared_bytes_of(blocks) - _OTHER_BYTES - tile_m * _STORE_BYTES) // ((tile_m + tile_n) * _TILE_K)
         for blocks in (2, 1)
     )
-    stages = two if two >= _MIN_STAGES else one
+    stages = with_two if with_two >= _MIN_STAGES else with_one
     return Tiles(rows=tile_m, outputs=tile_n, stages=min(stages, 6, pl.cdiv(inputs, _TILE_K)))
 
 
@@ -153,7 +153,7 @@ def matmul(
 
 
 def _scratch(plan: Plan, *, vectors: int) -> _Scratch:
-    """Declare the scratch. vectors: the scale, and the bias if there is one."""
+    """Declare the scratch of a thread block. vectors: the scale, and the bias if there is one."""
     (rows, outputs), stages = plan.shape, plan.tiles.stages
     return _Scratch(
         q=smem((stages, rows, _TILE_K), jnp.int8, swizzled(_TILE_K)),
@@ -167,7 +167,7 @@ def _scratch(plan: Plan, *, vectors: int) -> _Scratch:
 
 
 def _kernel(plan: Plan, inputs: _Inputs, y: Ref, scratch: _Scratch) -> None:
-    """One tile of the result. y: [R, N] in global memory."""
+    """Compute one tile of the result. y: [R, N] in global memory."""
     ring, fetch = plan.ring, functools.partial(_fetch, plan, inputs, scratch)
     ring.fill(fetch)
     plgpu.copy_gmem_to_smem(inputs.q_scale.at[_rows(plan)], scratch.q_scale, scratch.vectors_full)
@@ -191,16 +191,16 @@ def _kernel(plan: Plan, inputs: _Inputs, y: Ref, scratch: _Scratch) -> None:
 
 
 def _rows(plan: Plan) -> Any:
-    """The rows of this thread block."""
+    """Return the slice of rows of this thread block."""
     return pl.ds(lax.axis_index("row") * plan.tiles.rows, plan.tiles.rows)
 
 
 def _outputs(plan: Plan) -> Any:
-    """The outputs of this thread block."""
+    """Return the slice of outputs of this thread block."""
     return pl.ds(lax.axis_index("output") * plan.tiles.outputs, plan.tiles.outputs)
 
 
-def _fetch(plan: Plan, inputs: _Inputs, scratch: _Scratch, i: Any, stage: Any) -> None:
+def _fetch(plan: Plan, inputs: _Inputs, scratch: _Scratch, i: Index, stage: Index) -> None:
     """Begin the copies of tile `i` of the inputs into a stage."""
     columns = pl.ds(i * _TILE_K, _TILE_K)
     plgpu.copy_gmem_to_smem(inputs.q.at[_rows(plan), columns], scratch.q.at[stage], scratch.full.at[stage])

@@ -74,7 +74,7 @@ def quantize(
 
 
 def _kernel(plan: Plan, inputs: _Inputs, results: _Results) -> None:
-    """One row."""
+    """Quantise one row."""
     row = lax.axis_index("row")
     y = _load_floats(plan, inputs.x.at[row])
     if inputs.norm_scale is not None:

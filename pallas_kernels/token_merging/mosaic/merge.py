@@ -123,7 +123,7 @@ def merge(plan: Plan, x: jax.Array, size: jax.Array, target: jax.Array) -> tuple
 
 
 def _scratch(plan: Plan) -> _Scratch:
-    """Declare the scratch."""
+    """Declare the scratch of a thread block."""
     return _Scratch(
         x=smem((plan.tokens, TILE), plan.dtype, swizzled()),
         size=smem((plan.tokens,), jnp.float32),
@@ -135,7 +135,7 @@ def _scratch(plan: Plan) -> _Scratch:
 
 
 def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -> None:
-    """One batch row and tile of features."""
+    """Merge one batch row's tile of features."""
     row, features = lax.axis_index("row"), pl.ds(lax.axis_index("column") * TILE, TILE)
 
     @pl.loop(0, plan.tokens // TILE)
@@ -166,7 +166,7 @@ def _kernel(plan: Plan, inputs: _Inputs, results: _Results, scratch: _Scratch) -
 
 
 def _sum_tokens(plan: Plan, scratch: _Scratch, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weighted sums of tile `t` of the outputs, float32 [TILE, TILE], and their sizes, float32 [TILE]."""
+    """Return the weighted sums of tile `t` of the outputs, float32 [TILE, TILE], and their sizes, float32 [TILE]."""
     output = iota(_WEIGHTS, 0, plan.lhs) + t * TILE
 
     def add(u: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

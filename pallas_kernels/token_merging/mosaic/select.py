@@ -125,7 +125,7 @@ def select(metric: jax.Array, size: jax.Array, r: int, protected: int) -> jax.Ar
 
 
 def _scratch(plan: Plan) -> _Scratch:
-    """Declare the scratch."""
+    """Declare the scratch of a thread block."""
     floats, integers = (smem((plan.padded,), dtype) for dtype in (jnp.float32, jnp.int32))
     return _Scratch(
         unit=smem((2, plan.feature_tiles, plan.padded, TILE), plan.dtype, swizzled()),
@@ -139,7 +139,7 @@ def _scratch(plan: Plan) -> _Scratch:
 
 
 def _kernel(plan: Plan, inputs: _Inputs, target: Ref, scratch: _Scratch) -> None:
-    """One batch row. target: int32 [B, padded, 2] in global memory, the outputs of the tokens of A and of B."""
+    """Select in one batch row. target: int32 [B, padded, 2] in global memory, the outputs of tokens of A and of B."""
     _load(plan, inputs, scratch)
     _find_partners(plan, scratch)
     plgpu.commit_smem()
@@ -189,7 +189,7 @@ def _find_partners(plan: Plan, scratch: _Scratch) -> None:
 
 
 def _scores(plan: Plan, scratch: _Scratch, t: jax.Array, u: jax.Array) -> jax.Array:
-    """The similarities of tile `t` of A with tile `u` of B; those of padding are FIRST or LAST."""
+    """Return the similarities of tile `t` of A with tile `u` of B; those of padding are FIRST or LAST."""
     lhs, rhs = plgpu.Layout.MMA_LHS(plan.dtype), plgpu.Layout.MMA_RHS(plan.dtype)
     scores = full(_SHAPE, 0, jnp.float32, plan.acc)
     for f in range(plan.feature_tiles):
@@ -237,20 +237,20 @@ def _write_targets(plan: Plan, target: Ref, scratch: _Scratch) -> None:
 
 
 def _tile(t: jax.Array) -> Any:
-    """The tokens of tile `t`."""
+    """Return the slice of tokens of tile `t`."""
     return pl.ds(t * TILE, TILE)
 
 
 def _mma_tile(u: jax.Array) -> Any:
-    """The tokens of tile `u` of those that an mma takes as columns."""
+    """Return the slice of tokens of tile `u`, the columns of an mma."""
     return pl.ds(u * MMA_TOKENS, MMA_TOKENS)
 
 
 def _indices(plan: Plan, axis: int, tile: jax.Array) -> jax.Array:
-    """The tokens along an axis of a tile of scores, int32 of the scores' shape."""
+    """Return the tokens along an axis of a tile of scores, int32 of the scores' shape."""
     return iota(_SHAPE, axis, plan.acc) + tile * _SHAPE[axis]
 
 
 def _per_token(plan: Plan, value: float, dtype: Any) -> jax.Array:
-    """A number for each token of a tile of A: [TILE]."""
+    """Return a number for each token of a tile of A: [TILE]."""
     return full((TILE,), value, dtype, plan.acc.reduce(1))
