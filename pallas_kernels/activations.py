@@ -32,7 +32,7 @@ def activate(x: jax.Array, name: str, *, erf: Callable[[jax.Array], jax.Array] =
 
 
 def approximate_erf(x: jax.Array) -> jax.Array:
-    """The error function to 1.5e-7 (Abramowitz and Stegun, formula 7.1.26)."""
+    """Approximate the error function to 1.5e-7 (Abramowitz and Stegun, formula 7.1.26)."""
     t = 1.0 / (1.0 + 0.3275911 * jnp.abs(x))
     polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     y = 1.0 - polynomial * jnp.exp(-x * x)

@@ -5,7 +5,7 @@ order of loops that suits caches on "cpu") come before those that run everywhere
 operations, and the reference. An implementation that does not support a shape or dtype raises `UnsupportedError`, which
 names the constraint; the next one then runs. That a GPU's kernel refuses is logged once.
 
-What was measured on a device (`choices.py`) comes before the order.
+Measurements on the device (`choices.py`) come before the order.
 """
 
 import contextlib

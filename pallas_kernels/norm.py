@@ -6,7 +6,7 @@ from jax import lax
 
 
 def normalize(x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, eps: float) -> jax.Array:
-    """LayerNorm over the last dimension, or RMSNorm if `shift` is None; in float32, rounded to x's dtype.
+    """Apply LayerNorm over the last dimension, or RMSNorm if `shift` is None; in float32, rounded to x's dtype.
 
     x: [..., K]; scale, shift: [K].
     """

@@ -55,17 +55,17 @@ class Weights(NamedTuple):
 
 
 def is_int8(weights: Weights) -> bool:
-    """Whether the weights are int8, so that the matmul quantises the rows of x too."""
+    """Return whether the weights are int8, so that the matmul quantises the rows of x too."""
     return weights.weight.dtype == jnp.int8
 
 
 def is_int4(weights: Weights) -> bool:
-    """Whether each word of the weight holds four int4 values."""
+    """Return whether each word of the weight holds four int4 values."""
     return weights.weight.dtype == jnp.uint16
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 quantisation per row, x ~ q * scale. x: [..., K] -> int8 [..., K], float32 [..., 1].
+    """Quantise each row symmetrically to int8, x ~ q * scale: [..., K] -> int8 [..., K], float32 [..., 1].
 
     DeepSpeed Inference, section III-C (dynamic activation quantisation). Weights are quantised so too, per output.
     """
@@ -91,7 +91,7 @@ def quantize(matrix: jax.Array, fmt: QuantizedFormat) -> Weights:
 
 
 def dequantize(weights: Weights, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The float matrix [N, K] that the weights represent, rounded to `dtype` at the end."""
+    """Return the float matrix [N, K] that the weights represent, rounded to `dtype` at the end."""
     weight, scale = weights
     if scale is None:
         return weight.astype(dtype)
@@ -112,7 +112,7 @@ def _quantize_int4(matrix: jax.Array) -> Weights:
     """Map the weight of largest magnitude in each group to -8 (with a negative scale if it is positive), so that all 16
     levels are used.
 
-    Of that scale and two smaller ones, which clip the largest weights, each group takes the one with the smallest
+    Each group takes that scale or one of two smaller ones, which clip the largest weights: the one with the smallest
     squared error. On Gaussian weights the error is a sixth below that of the usual max|w| / 7.
     """
     outputs, inputs = matrix.shape
@@ -139,7 +139,7 @@ def _quantize_int4(matrix: jax.Array) -> Weights:
 
 
 def _pack_int4(levels: jax.Array) -> jax.Array:
-    """Integers from -8 to 7 [N, K / GROUP, GROUP] -> uint16 [N, K / 4], in the layout that `Weights` describes."""
+    """Pack integers from -8 to 7 as `Weights` describes: [N, K / GROUP, GROUP] -> uint16 [N, K / 4]."""
     nibbles = (levels + 8).astype(jnp.uint16).reshape(*levels.shape[:-1], NIBBLES, _WORDS)
     shifts = 4 * jnp.arange(NIBBLES, dtype=jnp.uint16)[:, None]
     return jnp.sum(nibbles << shifts, axis=-2, dtype=jnp.uint16).reshape(levels.shape[0], -1)

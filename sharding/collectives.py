@@ -53,18 +53,6 @@ def psum(x: jax.Array, axis: str) -> jax.Array:
     return lax.psum(x, names) if names else x
 
 
-def pmax(x: jax.Array, axis: str) -> jax.Array:
-    """Return the largest x of these devices, element by element."""
-    names = mesh_axes(axis)
-    return lax.pmax(x, names) if names else x
-
-
-def pmin(x: jax.Array, axis: str) -> jax.Array:
-    """Return the smallest x of these devices, element by element."""
-    names = mesh_axes(axis)
-    return lax.pmin(x, names) if names else x
-
-
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
     """Return x of each of these devices: [...] -> [parts, ...]."""
     names = mesh_axes(axis)

@@ -9,11 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = sorted(path.name for path in (ROOT / "jaxinfer").iterdir() if path.is_dir() and path.name != "__pycache__")
-PENDING = {
-    "models",
-    "elastic",
-    "pallas_kernels",
-}
 
 NAMES = {"found", "own", "one", "wanted", "of"}
 LINE = re.compile(r"\s*(What|Of|Those|The same)\b")
@@ -77,7 +72,7 @@ def complaints(source: str) -> Iterator[tuple[int, str]]:
             yield number, f"a name that is no noun: {name}"
 
 
-@pytest.mark.parametrize("room", ["", *(room for room in ROOMS if room not in PENDING)])
+@pytest.mark.parametrize("room", ["", *ROOMS])
 def test_words(room: str) -> None:
     folder = (ROOT / "jaxinfer" / room).resolve()
     files = sorted(folder.rglob("*.py") if room else folder.glob("*.py"))
@@ -88,10 +83,6 @@ def test_words(room: str) -> None:
         for number, message in sorted(complaints(path.read_text()))
     ]
     assert not broken, "\n" + "\n".join(broken)
-
-
-def test_pending_rooms_exist() -> None:
-    assert set(ROOMS) >= PENDING
 
 
 @pytest.mark.parametrize(

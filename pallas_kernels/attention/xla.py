@@ -158,7 +158,8 @@ def _scores(rows: jax.Array, pages: KVPages, page: jax.Array, softcap: float | N
 def _visible_values(p: jax.Array, pages: KVPages, page: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return a tile's weights, scaled if the cache is int8, and its values, float32 [B, S, Hkv, K].
 
-    What no query of a row sees may be NaN, of a request that had the page before, and 0 x NaN is NaN: it becomes 0.
+    A value that no query of a row sees may be NaN, of a request that had the page before, and 0 x NaN is NaN: it
+    becomes 0.
 
     Args:
       p: [B, Hkv, R, S]. visible: bool [B, S], whether a query of the row sees the key.

@@ -13,8 +13,6 @@ from jaxinfer.sharding.collectives import (
     axis_size,
     local_part,
     mesh_axes,
-    pmax,
-    pmin,
     psum,
     use_rules,
 )
@@ -43,7 +41,6 @@ def test_without_a_mesh_nothing_happens():
 def test_parts_of_a_split_axis():
     x = np.arange(8)
     np.testing.assert_array_equal(on_devices(lambda x: psum(x, "heads"), x, tensor=4), [12, 16])
-    np.testing.assert_array_equal(on_devices(lambda x: pmax(x, "vocab") - pmin(x, "vocab"), x, tensor=4), [6, 6])
     gathered = on_devices(lambda x: all_gather(x, "mlp"), x, tensor=4)
     np.testing.assert_array_equal(gathered, x.reshape(4, 2))
     own = on_devices(lambda x: psum(jnp.abs(local_part(jnp.arange(8), "heads") - x), "heads"), x, tensor=4)

@@ -40,7 +40,7 @@ def normalised_conv(
 
 
 def outputs_last(weight: np.ndarray) -> np.ndarray:
-    """[outputs, inputs, height, width] -> [height, width, inputs, outputs]."""
+    """Transpose a kernel: [outputs, inputs, height, width] -> [height, width, inputs, outputs]."""
     return weight.transpose(2, 3, 1, 0)
 
 
