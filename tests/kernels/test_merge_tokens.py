@@ -137,8 +137,8 @@ def test_padding_is_removed_before_any_other_token(method):
     y, new_size = compiled(x, size, metric, 4, **method)
     for row in range(3):
         kept = np.asarray(new_size[row]) > 0
-        found, given = ({tuple(token) for token in np.asarray(tokens)} for tokens in (y[row, kept], x[row, :9]))
-        assert found == given
+        left, given = ({tuple(token) for token in np.asarray(tokens)} for tokens in (y[row, kept], x[row, :9]))
+        assert left == given
         np.testing.assert_array_equal(y[row, ~kept], 0)
 
 
@@ -216,11 +216,11 @@ def test_invariants_layer_after_layer(r):
 )
 def test_token_counts_of_vit_base(r, expected):
     x, size = jax.ShapeDtypeStruct((1, 197, 8), jnp.float32), None
-    found = [197]
+    counts = [197]
     for _ in range(12):
         x, size = jax.eval_shape(lambda x, size: merge_tokens(x, size, x, r), x, size)
-        found.append(x.shape[1])
-    assert found == list(expected)
+        counts.append(x.shape[1])
+    assert counts == list(expected)
 
 
 def test_ties_are_merged_in_order():
