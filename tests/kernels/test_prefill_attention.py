@@ -210,7 +210,7 @@ def test_any_shape(starts, tokens, heads, page_size, consumers, **options):
     ],
 )
 def test_attention_without_pages(tokens, lengths, options):
-    """Each row's keys are one page, of odd length."""
+    """Let each row's keys be one page, of odd length."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(len(lengths), tokens, h, 64)), jnp.bfloat16) for h in (8, 1, 1))
     index, ends = jnp.arange(tokens), jnp.array(lengths)

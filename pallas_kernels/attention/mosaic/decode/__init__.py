@@ -65,7 +65,7 @@ def decode_attention(
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
     """Attend as `cached_attention`, for up to MAX_DECODE_TOKENS tokens a row. Raises UnsupportedError."""
-    plan = _plan(qkv, pages, page_table, rotary, norms, alibi, **options)
+    plan = _plan(qkv, pages, page_table, rotary, alibi, **options)
     tiles = choose_tiles(plan)
     check_cluster(tiles.splits)
     require_shared_bytes(tiles.stages * plan.stage_bytes + plan.other_bytes)
@@ -124,9 +124,7 @@ def _mutable(pages: KVPages) -> Cache:
     return Cache(k, v, Scales(*(gmem(jax.new_ref(x)) for x in (pages.k_scale, pages.v_scale))))
 
 
-def _plan(
-    qkv: jax.Array, pages: KVPages, page_table: jax.Array, rotary: Any, norms: Any, alibi: Any, **options: Any
-) -> Plan:
+def _plan(qkv: jax.Array, pages: KVPages, page_table: jax.Array, rotary: Any, alibi: Any, **options: Any) -> Plan:
     """Return the plan of a call. Raises UnsupportedError."""
     batch, tokens, width = qkv.shape
     kv_heads, head_dim = pages.k.shape[2:]
@@ -141,7 +139,6 @@ def _plan(
         dtype=qkv.dtype,
         int8=pages.k_scale is not None,
         rotary_half=0 if rotary is None else rotary[0].shape[-1],
-        norms=norms is not None,
         alibi=alibi is not None,
         **options,
     )

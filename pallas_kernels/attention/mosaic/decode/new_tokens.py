@@ -95,8 +95,8 @@ def _rotate(rotary: Rotary, angle: jax.Array, a: jax.Array, b: jax.Array) -> lis
 def insert_new_tokens(plan: Plan, s: Scratch, block: Block, k: Ref, v: Ref, new_start: jax.Array) -> None:
     """Insert the row's new tokens, which are in no page yet, into a tile of keys and values from `new_start` on.
 
-    What follows them becomes 0: another request may have left NaN there, which a weight of 0 does not hide. Only these
-    last tiles hold such slots, and they go through registers here anyway, so it costs others nothing.
+    The slots after them become 0: another request may have left NaN there, which a weight of 0 does not hide. Only
+    these last tiles hold such slots, and they go through registers here anyway, so it costs others nothing.
     """
     layout = plan.layouts.lhs
     for kv, ref in enumerate((k, v)):

@@ -58,7 +58,6 @@ class Plan:
     dtype: np.dtype
     int8: bool  # whether the cache is int8
     rotary_half: int  # R / 2; 0 without rotary embedding
-    norms: bool
     norm_eps: float
     scale: float
     window: int | None
@@ -183,7 +182,7 @@ class Partials(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the kernel writes besides the cache."""
+    """The arrays that the kernel writes besides the cache."""
 
     heads: Ref  # D [B * T * Hkv * G, K]
     partials: Partials | None  # None with one split

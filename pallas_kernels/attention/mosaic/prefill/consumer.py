@@ -29,7 +29,7 @@ _MASKED = np.float32(-(2.0**100))
 
 
 class _Rows(NamedTuple):
-    """What masks and biases need of the rows of queries, [64]; None if they do not.
+    """The rows' numbers that masks and biases need, [64]; None if they do not.
 
     Loaded only if used: layout inference does not terminate on a vector that nothing constrains.
     """
