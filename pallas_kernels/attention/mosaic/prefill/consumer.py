@@ -161,7 +161,7 @@ def _write(plan: Plan, q: Ref, block: Block, state: _Softmax, out: Ref) -> None:
 
 
 def _matmul(a: Ref, b: Ref) -> jax.Array:
-    """a b in float32, for operands in SMEM."""
+    """Multiply operands in SMEM, in float32."""
 
     def multiply(acc: Ref) -> jax.Array:
         plgpu.wgmma(acc, a, b)
