@@ -44,6 +44,7 @@ def norm_linear(
       x: [..., K]. scale, shift: [K], of a LayerNorm, or of an RMSNorm if shift is None. weights: N by K. bias: [N].
       activation: a name that `activate` knows. gated: outputs alternate (gate, up); the result is act(gate) * up.
     Returns: [..., N], or [..., N / 2] with `gated`, in x's dtype.
+    Raises: ValueError for an activation that `activate` does not know.
     """
     return _norm_linear(x, scale, shift, weights, bias, eps=eps, activation=activation, gated=gated)
 
