@@ -51,7 +51,7 @@ class Case:
       op, name: the operation, and a description of the shape.
       call: a function. make: makes its arguments from a random key; traceable.
       traffic: counts the bytes of the minimum memory traffic, from the arguments' shapes.
-      flops: bfloat16 FLOPs; `quantized_matmul`, in int8, counts half.
+      flops: FLOPs of its matmuls, two per multiply-add, in the dtype of their operands.
       kernels: the number of Mosaic kernels. others: the number of XLA's own kernels besides.
       rows: tokens, which determine XLA's compiler options.
       operands: the dtype of the matmul's operands.
@@ -326,7 +326,7 @@ def quantized(rows: int, outputs: int, inputs: int, *, name: str = "") -> Case:
         call=functools.partial(quantized_matmul, dtype=jnp.bfloat16),
         make=make,
         traffic=lambda args: _bytes(args) + 2 * rows * outputs,
-        flops=rows * outputs * inputs,  # half, since int8 has twice the rate of bfloat16
+        flops=2 * rows * outputs * inputs,
         rows=rows,
         operands="int8",
         reference=reference,

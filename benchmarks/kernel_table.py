@@ -24,7 +24,7 @@ from jaxinfer.compiled.target import Kernel, Target, TargetReport, compile_for
 
 TARGET = Target.load("h200")
 BYTES_PER_SECOND = 4.8e12  # memory bandwidth, from the data sheet
-FLOPS_PER_SECOND = 989e12  # bfloat16, from the data sheet
+FLOPS_PER_SECOND = {"bfloat16": 989e12, "int8": 1978e12}  # from the data sheet
 _REGISTERS, _THREADS, _BLOCKS = 65_536, 2048, 32  # limits of an SM
 _RESERVED_BYTES = 1024  # shared memory per block
 
@@ -109,7 +109,7 @@ def _row(case: Case, kernel: Kernel, launches: tuple[int, int]) -> Row:
     return Row(
         op=case.op,
         case=case.name,
-        min_us=1e6 * max(case.bytes / BYTES_PER_SECOND, case.flops / FLOPS_PER_SECOND),
+        min_us=1e6 * max(case.bytes / BYTES_PER_SECOND, case.flops / FLOPS_PER_SECOND[case.operands]),
         launches=launches,
         kernel=kernel.name,
         registers=kernel.resources.registers,
