@@ -14,16 +14,15 @@ from jax import lax
 from jaxinfer.pallas_kernels.mosaic import plgpu
 from jaxinfer.pallas_kernels.mosaic.refs import Ref
 
-SWIZZLE_BYTES = 128
-"""The widest swizzle: bytes of a row of a swizzled tile."""
+_SWIZZLE_BYTES = 128  # of a row of a swizzled tile: the widest swizzle
 
 
-def swizzled(row_bytes: int = SWIZZLE_BYTES) -> tuple[Any, ...]:
+def swizzled(row_bytes: int = _SWIZZLE_BYTES) -> tuple[Any, ...]:
     """Return the SMEM transforms of rows of `row_bytes`, swizzled over the banks."""
     return (plgpu.SwizzleTransform(row_bytes),)  # pyright: ignore[reportAbstractUsage]  # it takes it for abstract
 
 
-def swizzled_tiles(dtype: Any, row_bytes: int = SWIZZLE_BYTES, rows: int = 8) -> tuple[Any, ...]:
+def swizzled_tiles(dtype: Any, row_bytes: int = _SWIZZLE_BYTES, rows: int = 8) -> tuple[Any, ...]:
     """Return the SMEM transforms of a matrix in tiles of `rows` rows of `row_bytes`, swizzled over the banks."""
     tiling = plgpu.TilingTransform((rows, row_bytes // np.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
     return (tiling, *swizzled(row_bytes))
