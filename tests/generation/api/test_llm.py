@@ -11,6 +11,7 @@ from scipy.special import log_softmax
 from jaxinfer.generation import LLM, FinishReason, SamplingParams
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.view import RequestView
+from jaxinfer.pallas_kernels.dispatch import Operation
 from tests.generation.conftest import SMALL_CONFIG, SMALL_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -191,14 +192,17 @@ def test_options_do_not_recompile(llm):
         llm.generate([[3, 2, 1]], every_option)
 
 
-def test_without_kernels_no_operation_asks_for_one(model_dir, monkeypatch, tmp_path):
+def test_without_kernels_no_operation_has_any(model_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))  # what is loaded from disk is not traced, and asks nothing
-    asked = []
-    monkeypatch.setattr("jaxinfer.pallas_kernels.dispatch.kernels_available", lambda: asked.append(True))
+    disabled, recorded = Operation.disabled, []
+    monkeypatch.setattr(Operation, "disabled", property(lambda self: recorded.append(disabled.fget(self))))
     LLM(model_dir, kernels=False).generate([[1, 2, 3]], GREEDY)  # compiled by several threads
-    assert not asked
+    assert recorded
+    assert all(recorded)
+    recorded.clear()
     LLM(model_dir).generate([[1, 2, 3]], GREEDY)
-    assert asked
+    assert recorded
+    assert not any(recorded)
 
 
 def test_generation_ahead_compiles_all_it_needs(model_dir):
