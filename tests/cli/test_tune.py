@@ -22,6 +22,7 @@ def tune(*arguments: str) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_kept_until_it_is_forgotten(folder):
     output = tune("--batch", "1", "--context", "64")
     assert "decode_attention" in output

@@ -19,6 +19,7 @@ SIZES = circuit_board.Sizes(
 )
 
 
+@pytest.mark.slow
 def test_line(tmp_path):
     console = Console(record=True, width=120)
     outcomes, scores = circuit_board.run(tmp_path, SIZES, console)

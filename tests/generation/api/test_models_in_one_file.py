@@ -42,6 +42,7 @@ def test_a_language_model(tiny, model_dir):
     assert _tokens(tiny) == _tokens(model_dir)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_and_quantised(tiny, model_dir):
     options = {"mesh": MeshConfig(tensor=4), "quantize": "int8"}
     assert _tokens(tiny, **options) == _tokens(model_dir, **options)

@@ -108,7 +108,7 @@ def test_all_layers_of_a_kind_are_one_program(deep):
     assert len(layers) == 2 * 2  # with a chunk, and with a row
 
 
-@pytest.mark.parametrize("weights", ["host", "disk"])
+@pytest.mark.parametrize("weights", [pytest.param("host", marks=pytest.mark.slow), "disk"])
 def test_layers_that_stay_run_together(deep, weights):
     """Six layers, whose kinds alternate, of which those after layers 0 and 3 stay."""
     want = generate(LLM(deep, **ONE), GREEDY)
@@ -380,7 +380,7 @@ def test_passes_are_compiled_ahead_with_and_without_speculation(speculating):
     "options",
     [
         pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
-        {"mesh": MeshConfig(tensor=2), "kv_dtype": "int8"},
+        pytest.param({"mesh": MeshConfig(tensor=2), "kv_dtype": "int8"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -487,7 +487,7 @@ def restart(llm):
     "options",
     [
         {"weights": "host", "prefetch": 2},
-        {"weights": "disk", "num_speculative_tokens": 4},
+        pytest.param({"weights": "disk", "num_speculative_tokens": 4}, marks=pytest.mark.slow),
         pytest.param({"weights": "disk", "mesh": MeshConfig(tensor=2)}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -629,6 +629,7 @@ def test_damaged_files_are_refused_when_loading(deep):
     generate(LLM(deep, weights="disk", **ONE), GREEDY)
 
 
+@pytest.mark.slow
 def test_the_file_of_the_mesh_says_it_too(deep, tmp_path):
     file = tmp_path / "memory.toml"
     file.write_text('[mesh]\ntensor = 2\n[memory]\nweights = "disk"\nprefetch = 2\ndevice_memory = "1GiB"\n')
