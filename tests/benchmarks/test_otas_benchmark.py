@@ -76,6 +76,7 @@ def test_a_run_is_simulated_with_its_own_times(setting):
     assert own.capacity == usual.capacity
 
 
+@pytest.mark.slow
 def test_what_is_checked(setting, tmp_path):
     report = Report()
     runs = virtual(report, setting, seeds=2, queries=400)

@@ -175,6 +175,7 @@ def test_a_device_limit_keeps_some_layers_there(deep):
         assert generate(llm, GREEDY) == want
 
 
+@pytest.mark.slow
 def test_activations_that_do_not_fit_go_through_a_layer_in_slices(deep):
     sizes = {"max_batch": 1, "token_budget": 32, "chunk_size": 8}
     prompts = [list(range(50))]
