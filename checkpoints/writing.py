@@ -28,7 +28,7 @@ class Writer:
     """A context in which leaves and files are added; leaving it without an exception makes the directory appear.
 
     Until then everything is in `.NAME.partial` next to the target. An exception removes it. If the process is killed,
-    the next writer of the same target removes it. Peak memory: `GROUP_BYTES` and one leaf.
+    the next writer of the same target removes it. Peak memory: `GROUP_BYTES` and two leaves.
 
     Args:
       path: the directory, empty or not existing.
@@ -67,7 +67,7 @@ class Writer:
         """Store one weight under its dotted path; `axes` names its dimensions."""
         if name in self._leaves:
             raise ValueError(f"leaf {name!r} was added twice.")
-        array = np.asarray(array)
+        array = np.array(array) if isinstance(array, np.ndarray) else np.asarray(array)  # the caller may reuse its own
         self._leaves[name] = Leaf(array.shape, array.dtype.name, axes)
         self._group[name] = array
         self._group_bytes += array.nbytes

@@ -349,3 +349,14 @@ def test_misuse_of_the_writer(tmp_path):
     with pytest.raises(ValueError, match="no leaf was added"), Writer(tmp_path / "model"):
         pass
     assert list(tmp_path.iterdir()) == [tmp_path / "twice"]
+
+
+@pytest.mark.parametrize("layout", ["orbax", "single-file"])
+def test_the_caller_may_reuse_its_buffer(tmp_path, layout):
+    buffer = np.ones(3, np.float32)
+    with Writer(tmp_path / "model", layout=layout) as writer:
+        for name in ("a.scale", "b.scale"):
+            writer.add(name, buffer, ("norm",))
+            buffer += 1
+    loaded = checkpoints.load(tmp_path / "model")
+    assert [np.asarray(loaded[name]).tolist() for name in ("a.scale", "b.scale")] == [[1.0] * 3, [2.0] * 3]
