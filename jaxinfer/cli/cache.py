@@ -11,6 +11,7 @@ KINDS = {
     "leaves": "what weights a model has; without it a start builds the model to know",
     "experts": "files of experts whose model directories may not be written to",
     "costs": "measured times of programs",
+    "choices": "the fastest implementations, as `tune` measured them",
 }
 """The folders of the cache."""
 

@@ -36,11 +36,14 @@ def tune(
     if forget:
         forget_choices()
         return
-    with LLM(directory, max_batch=batch, context=context, dtype=dtype, quantize=quantize) as llm:
+    console = Console()
+    with (
+        console.status("Tracing the model's programs"),
+        LLM(directory, max_batch=batch, context=context, dtype=dtype, quantize=quantize) as llm,
+    ):
         executor = llm.engine.executor
         assert isinstance(executor, DecoderExecutor), "an LLM has one"
         calls = executor.calls()
-    console = Console()
     rows = list(track(measure_choices(calls), "Measuring", total=len(calls), console=console, transient=True))
     if not rows:
         console.print(f"{directory}: every operation has a single implementation here; there is nothing to measure.")
@@ -53,12 +56,8 @@ def _table(rows: "list[tuple[Call, dict[str, float]]]") -> "Table":
 
     from jaxinfer.pallas_kernels.choices import fastest
 
-    table = Table("operation", "shapes", "us by implementation", title="what later runs use is bold")
+    table = Table("operation", "shapes", "microseconds", "later runs use")
     for call, seconds in rows:
-        chosen = fastest(call, seconds)
-        cells = [
-            f"[bold]{name} {1e6 * taken:.0f}[/bold]" if name == chosen else f"{name} {1e6 * taken:.0f}"
-            for name, taken in seconds.items()
-        ]
-        table.add_row(call.operation, call.shapes, "\n".join(cells))
+        times = "\n".join(f"{name} {1e6 * taken:.0f}" for name, taken in seconds.items())
+        table.add_row(call.operation, call.shapes, times, fastest(call, seconds))
     return table

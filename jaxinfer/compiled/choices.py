@@ -17,6 +17,7 @@ from jaxinfer.pallas_kernels.choices import Call, Choices, fastest, measure
 
 MAX_BYTES = 16 << 20
 """Bytes of the tables of all devices together."""
+LOCK_SECONDS = 5.0
 
 Table = dict[str, dict[str, str]]
 """{operation: {shapes: implementation's name}}."""
@@ -27,24 +28,33 @@ _log = logging.getLogger("jaxinfer.compiled")
 @functools.cache
 def stored_choices() -> Choices:
     """Return the choices on disk for this process's device; none if nothing was measured with this code."""
-    return Choices.from_table(_read())
+    try:
+        return Choices.from_table(_read(_file_name()))
+    except keys.NoKeyError as error:
+        _log.info("implementations are chosen without measurements: %s", error)
+        return Choices()
 
 
 def measure_choices(calls: Iterable[Call]) -> Iterator[tuple[Call, dict[str, float]]]:
-    """Measure calls one after another, yield each with its seconds by implementation, and keep the fastest of each."""
-    table = _read()
+    """Measure calls one after another, keep the fastest of each for later processes, and yield its seconds by name.
+
+    Raises OSError, before anything is measured, if nothing can be kept on disk, and NoKeyError (a ValueError) if the
+    code has changed since the process started.
+    """
+    files, name = _files(), _file_name()
+    files.make()
     for call in calls:
         seconds = measure(call)
-        table.setdefault(call.operation, {})[call.shapes] = fastest(call, seconds)
+        with files.locked(seconds=LOCK_SECONDS):  # another process may measure too
+            table = _read(name)
+            table.setdefault(call.operation, {})[call.shapes] = fastest(call, seconds)
+            files.write(name, json.dumps(table, sort_keys=True).encode())
         yield call, seconds
-        _files().put(_file_name(), json.dumps(table, sort_keys=True).encode())
-    stored_choices.cache_clear()
 
 
 def forget_choices() -> None:
     """Delete the choices on disk for this process's device."""
     _files().remove(_file_name())
-    stored_choices.cache_clear()
 
 
 def _files() -> KeptFiles:
@@ -56,10 +66,6 @@ def _file_name() -> str:
     return keys.digest({"device": device_name(jax.devices()[0]), **keys.code_key()})
 
 
-def _read() -> Table:
-    try:
-        content = _files().get(_file_name())
-        return json.loads(content) if content else {}
-    except keys.NoKeyError as error:
-        _log.info("implementations are chosen without measurements: %s", error)
-        return {}
+def _read(name: str) -> Table:
+    content = _files().get(name)
+    return json.loads(content) if content else {}

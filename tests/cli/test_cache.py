@@ -30,6 +30,7 @@ def test_what_is_kept_is_shown_and_cleared(monkeypatch, tmp_path):
         "leaves": ["0", "0 bytes"],
         "experts": ["0", "0 bytes"],
         "costs": ["0", "0 bytes"],
+        "choices": ["0", "0 bytes"],
     }
     assert cells(CliRunner().invoke(app, ["cache", "--clear"]).stdout)["executables"] == ["0", "0 bytes"]
     assert kept.get("a") is None

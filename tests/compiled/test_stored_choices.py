@@ -44,6 +44,7 @@ def test_what_was_measured_is_there_for_the_next_process(call, monkeypatch):
     choices.stored_choices.cache_clear()  # as in another process
     assert choices.stored_choices() == Choices((("op", "float32[3]", "reference"),))
     choices.forget_choices()
+    choices.stored_choices.cache_clear()
     assert choices.stored_choices() == Choices()
 
 
@@ -60,6 +61,22 @@ def test_an_interrupted_measurement_keeps_what_it_has(call, monkeypatch):
         list(choices.measure_choices([call, *others]))
     choices.stored_choices.cache_clear()
     assert [shapes for _, shapes, _ in choices.stored_choices().entries] == ["float32[3]"]
+
+
+def test_a_measurement_is_kept_before_it_is_shown_and_beside_those_of_others(call, monkeypatch):
+    monkeypatch.setattr(choices, "measure", lambda call: {"xla": 2.0, "reference": 1.0})
+    with recorded_calls() as others:
+        jax.eval_shape(lambda x: operation(x), jnp.zeros(4))
+    first, second = choices.measure_choices([call]), choices.measure_choices(others)  # as of two processes
+    next(first), next(second)
+    assert [shapes for _, shapes, _ in choices.stored_choices().entries] == ["float32[3]", "float32[4]"]
+
+
+def test_nothing_is_measured_that_cannot_be_kept(call, folder, monkeypatch):
+    (folder / "choices").write_text("a file is in the way")
+    monkeypatch.setattr(choices, "measure", lambda call: pytest.fail("it was measured"))
+    with pytest.raises(OSError, match="choices"):
+        next(choices.measure_choices([call]))
 
 
 def test_choices_are_part_of_every_key():
