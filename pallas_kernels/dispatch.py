@@ -141,6 +141,11 @@ def without_kernels(*names: str) -> contextlib.AbstractContextManager[None]:
     return _disabled(frozenset(names or (_ALL,)))
 
 
+def allow_kernels(allowed: bool) -> contextlib.AbstractContextManager[None]:
+    """Leave kernels enabled for what this thread traces inside, or disable them all."""
+    return contextlib.nullcontext() if allowed else without_kernels()
+
+
 @contextlib.contextmanager
 def recorded_refusals() -> Iterator[dict[str, str]]:
     """Collect why kernels refused what is traced inside, by operation."""
@@ -150,11 +155,6 @@ def recorded_refusals() -> Iterator[dict[str, str]]:
         yield refusals
     finally:
         _refusals.reset(token)
-
-
-def for_gpu() -> bool:
-    """Return whether a program traced now is for an NVIDIA GPU: one that is here, or that of `targeting`."""
-    return gpu_or_none() is not None
 
 
 def kernels_available() -> bool:

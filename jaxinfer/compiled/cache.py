@@ -14,7 +14,7 @@ from jaxinfer.compiled.interruptible import results, start
 from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.pallas_kernels.choices import Call, recorded_calls, supported
-from jaxinfer.pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.dispatch import allow_kernels
 
 _forbidding: contextvars.ContextVar[frozenset["ProgramCache[Any]"]] = contextvars.ContextVar(
     "forbidding", default=frozenset()
@@ -88,9 +88,7 @@ class ProgramCache[Buckets]:
         calls: dict[tuple[str, str], Call] = {}
         for spec in self._specs.values():
             for sizes in spec.reachable(buckets):
-                with recorded_calls() as recorded, contextlib.ExitStack() as stack:
-                    if not self._kernels:
-                        stack.enter_context(without_kernels())
+                with recorded_calls() as recorded, allow_kernels(self._kernels):
                     spec.lower(sizes, self._mesh)
                 calls |= {(call.operation, call.shapes): call for call in recorded}
         return [call for call in calls.values() if len(supported(call)) > 1]

@@ -1,6 +1,5 @@
 """Specification of a program before it is compiled, in one object."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -19,7 +18,7 @@ from jaxinfer.compiled.options import COMMON
 from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.disk_cache import keys
 from jaxinfer.pallas_kernels.choices import use_choices
-from jaxinfer.pallas_kernels.dispatch import without_kernels
+from jaxinfer.pallas_kernels.dispatch import allow_kernels
 
 _log = logging.getLogger("jaxinfer.compiled")
 
@@ -106,10 +105,7 @@ class ProgramSpec[S: Sizes, Buckets]:
           store: where executables are kept; None: nowhere.
         """
         start = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(use_choices(stored_choices()))
-            if not kernels:
-                stack.enter_context(without_kernels())
+        with use_choices(stored_choices()), allow_kernels(kernels):
             executable, kept = self._executable(sizes, mesh, store)
         return Program(sizes, executable, time.perf_counter() - start, kept=kept)
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.disk_cache.processor import cpu_model, usable_cores
-from jaxinfer.pallas_kernels.dispatch import for_gpu
+from jaxinfer.pallas_kernels.target import gpu_or_none
 from jaxinfer.sharding import MeshConfig, MeshFile, ShardingRules, check_mesh, check_rules, read_mesh
 
 AnyMesh = Mesh | MeshConfig | MeshFile | str | os.PathLike[str] | None
@@ -28,7 +28,7 @@ BYTES_AT_ONCE = 3 << 20
 
 def inputs_at_once(token_bytes: int) -> int | None:
     """Return how many inputs, each with this many bytes of tokens, a program traced now takes together; None: all."""
-    return None if for_gpu() else 1 << max((BYTES_AT_ONCE // token_bytes).bit_length() - 1, 0)
+    return None if gpu_or_none() else 1 << max((BYTES_AT_ONCE // token_bytes).bit_length() - 1, 0)
 
 
 def open_mesh(mesh: AnyMesh) -> Mesh | MeshConfig | MeshFile | None:

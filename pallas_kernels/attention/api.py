@@ -12,7 +12,7 @@ from jaxinfer.pallas_kernels.attention import cudnn
 from jaxinfer.pallas_kernels.attention import mosaic as kernels
 from jaxinfer.pallas_kernels.attention import reference as plain
 from jaxinfer.pallas_kernels.attention import xla as fallbacks
-from jaxinfer.pallas_kernels.attention.heads import split_heads, store_kv
+from jaxinfer.pallas_kernels.attention.heads import split_and_store, split_heads
 from jaxinfer.pallas_kernels.choices import filled
 from jaxinfer.pallas_kernels.dispatch import Operation
 from jaxinfer.pallas_kernels.implementation import Implementation, composed, mosaic, reference, xla
@@ -37,9 +37,7 @@ def _store_then_attend(
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
     """`cached_attention` as separate operations; `paged_attention` is chosen on its own."""
-    kv_heads, head_dim = pages.k.shape[2:]
-    q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, rotary=rotary, norms=norms, norm_eps=norm_eps)
-    pages = store_kv(pages, k, v, page_table, positions)
+    q, pages = split_and_store(qkv, pages, page_table, positions, rotary=rotary, norms=norms, norm_eps=norm_eps)
     return paged_attention(q, pages, page_table, positions, alibi, **options).reshape(*qkv.shape[:2], -1), pages
 
 

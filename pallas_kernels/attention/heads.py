@@ -1,5 +1,7 @@
 """From a fused QKV projection to queries, and to keys and values in their pages."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +28,25 @@ def split_heads(
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
     return q, k, v
+
+
+def split_and_store(
+    qkv: jax.Array,
+    pages: KVPages,
+    page_table: jax.Array,
+    positions: jax.Array,
+    **preparation: Any,
+) -> tuple[jax.Array, KVPages]:
+    """Split a fused projection, write its keys and values at their positions, and return the queries and the cache.
+
+    Args:
+      qkv: [B, T, Hkv * (G + 2) * K].
+      pages, page_table, positions: as of `api.cached_attention`.
+      preparation: as of `split_heads`: rotary, norms, norm_eps.
+    """
+    kv_heads, head_dim = pages.k.shape[2:]
+    q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, **preparation)
+    return q, store_kv(pages, k, v, page_table, positions)
 
 
 def store_kv(pages: KVPages, k: jax.Array, v: jax.Array, page_table: jax.Array, positions: jax.Array) -> KVPages:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.pallas_kernels.attention.heads import split_heads, store_kv
+from jaxinfer.pallas_kernels.attention.heads import split_and_store
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 # Finite, so that a row with no visible key (padding) gives a harmless average instead of NaN.
@@ -27,9 +27,7 @@ def cached_attention(
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
     """Store keys and values, then attend to all pages of the table. Arguments as of `api`."""
-    kv_heads, head_dim = pages.k.shape[2:]
-    q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, rotary=rotary, norms=norms, norm_eps=norm_eps)
-    pages = store_kv(pages, k, v, page_table, positions)
+    q, pages = split_and_store(qkv, pages, page_table, positions, rotary=rotary, norms=norms, norm_eps=norm_eps)
     return paged_attention(q, pages, page_table, positions, alibi, **options).reshape(*qkv.shape[:2], -1), pages
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.pallas_kernels.attention.heads import split_heads, store_kv
+from jaxinfer.pallas_kernels.attention.heads import split_and_store
 from jaxinfer.pallas_kernels.attention.reference import MASKED_SCORE
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
@@ -47,9 +47,7 @@ def cached_attention(
     **options: Any,
 ) -> tuple[jax.Array, KVPages]:
     """Store keys and values, then attend to the row's pages. Arguments as of `api`."""
-    kv_heads, head_dim = pages.k.shape[2:]
-    q, k, v = split_heads(qkv, kv_heads=kv_heads, head_dim=head_dim, rotary=rotary, norms=norms, norm_eps=norm_eps)
-    pages = store_kv(pages, k, v, page_table, positions)
+    q, pages = split_and_store(qkv, pages, page_table, positions, rotary=rotary, norms=norms, norm_eps=norm_eps)
     attend, groups = _in_groups(q, pages, page_table, positions, alibi, **options)
     return lax.map(attend, groups).reshape(*qkv.shape[:2], -1), pages
 
