@@ -6,21 +6,21 @@ from jaxinfer.pallas_kernels.dispatch import Operation
 from jaxinfer.pallas_kernels.implementation import reference
 from jaxinfer.pallas_kernels.sampling import reference as plain
 
-_best = Operation("best", reference(plain.best))
-_largest_cut = Operation("largest_cut", reference(plain.largest_cut))
+_max_and_argmax = Operation("max_and_argmax", reference(plain.max_and_argmax))
+_threshold = Operation("threshold", reference(plain.threshold))
 
 
-def best(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+def max_and_argmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the best score of each row, or a NaN if there is one, and its index; of equal ones the first.
 
     Args:
       scores: float32 [B, V].
     Returns: float32 [B], int32 [B].
     """
-    return _best(scores)
+    return _max_and_argmax(scores)
 
 
-def largest_cut(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
+def threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes: tuple[str, ...] = ()) -> jax.Array:
     """Return the largest t for which the weights of all keys >= t sum to `target` or more: the cut of top-k or top-p.
 
     Args:
@@ -28,4 +28,4 @@ def largest_cut(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes:
       axes: the mesh axes over which the keys of a row are split; each device gets the same result.
     Returns: int32 [B].
     """
-    return _largest_cut(keys, weights, target, axes=axes)
+    return _threshold(keys, weights, target, axes=axes)

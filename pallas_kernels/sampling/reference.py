@@ -8,7 +8,7 @@ from jax import lax
 Pair = tuple[jax.Array, jax.Array]
 
 
-def best(scores: jax.Array) -> Pair:
+def max_and_argmax(scores: jax.Array) -> Pair:
     """Return each row's best score and its index, in one reduction. Arguments as of `api`."""
 
     def better(left: Pair, right: Pair) -> Pair:
@@ -20,7 +20,7 @@ def best(scores: jax.Array) -> Pair:
     return lax.reduce((scores, index), (np.float32(-np.inf), np.int32(0)), better, (scores.ndim - 1,))
 
 
-def largest_cut(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+def threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
     """Find the cut by bisection, exactly, with an exchange for each bit of a key. Arguments as of `api`."""
 
     def halve(_, bounds):

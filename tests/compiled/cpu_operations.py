@@ -29,7 +29,7 @@ from jaxinfer.pallas_kernels.linear import reference as linear
 from jaxinfer.pallas_kernels.moe import reference as experts
 from jaxinfer.pallas_kernels.quantization import reference as quantization
 from jaxinfer.pallas_kernels.sampling import reference as sampling
-from jaxinfer.pallas_kernels.sampling.api import best
+from jaxinfer.pallas_kernels.sampling.api import max_and_argmax
 from jaxinfer.pallas_kernels.token_merging import reference as token_merging
 from jaxinfer.pallas_kernels.weights import quantize
 from jaxinfer.pallas_kernels.weights import quantize_rows as quantize_rows_reference
@@ -47,13 +47,13 @@ merge_tokens_reference = functools.partial(token_merging.merge_tokens, protected
 
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (kernels.attention, attention.attention),
-    "best": (best, sampling.best),
     "cached_attention": (kernels.cached_attention, cached_attention_reference),
     "convolution": (convolve, convolution.convolution),
     "gating": (moe.top_k_gating, gating_reference),
     "grouped_matmul": (moe.grouped_matmul, experts.grouped_matmul),
     "linear": (kernels.small_batch_linear, linear.linear),
     "linear_residual": (kernels.linear_residual, linear.linear_residual),
+    "max_and_argmax": (max_and_argmax, sampling.max_and_argmax),
     "merge_tokens": (kernels.merge_tokens, merge_tokens_reference),
     "norm_linear": (kernels.norm_linear, linear.norm_linear),
     "norm_quantize": (kernels.norm_quantize, quantization.norm_quantize),
@@ -114,7 +114,7 @@ def demo_cases() -> Iterator[tuple[str, Case]]:
     for rows in (1, 32):  # a decode step, and a chunk of a prompt
         yield from linear_cases("float32", rows, inputs=256, outputs=512)
         yield cached_attention_case("float32", 1, rows, heads=2, head_dim=64, pages=64)
-    yield "best 4096", Case("best", EXACT, (normal(3, 4096),), {})
+    yield "max_and_argmax 4096", Case("max_and_argmax", EXACT, (normal(3, 4096),), {})
     yield truncate_case(4096)
     yield next(attention_cases(1, 64, heads=2, head_dim=16))
 

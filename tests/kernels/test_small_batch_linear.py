@@ -16,7 +16,7 @@ from jaxinfer.pallas_kernels.activations import activate, approximate_erf
 from jaxinfer.pallas_kernels.linear.api import linear_residual, norm_linear, small_batch_linear
 from jaxinfer.pallas_kernels.linear.mosaic.operands import Operand
 from jaxinfer.pallas_kernels.linear.mosaic.small_batch import Norm, fused_small_batch_linear
-from jaxinfer.pallas_kernels.linear.mosaic.tiles import Layer, Tiles, choose_tiles
+from jaxinfer.pallas_kernels.linear.mosaic.tiles import FusedLinear, Tiles, choose_tiles
 from jaxinfer.pallas_kernels.mosaic.tuning import Trial
 from jaxinfer.pallas_kernels.target import UnsupportedError, targeting
 from jaxinfer.pallas_kernels.weights import Weights
@@ -304,7 +304,7 @@ def test_heuristic(name, gpu):
     """No split without inputs; a thread block for every SM; 64 KB of weights in flight to each SM, or all there are."""
     problem = REALISTIC[name]
     dtype = jnp.dtype(problem.dtype)
-    layer = Layer(
+    layer = FusedLinear(
         rows=problem.rows,
         inputs=problem.inputs,
         outputs=problem.outputs,

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxinfer.generation.sampling.arrays import SamplingArrays
 from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, whole
-from jaxinfer.pallas_kernels.sampling.api import largest_cut
+from jaxinfer.pallas_kernels.sampling.api import threshold
 from jaxinfer.sharding.collectives import all_gather, axis_size, local_index, local_part, mesh_axes, psum
 
 CANDIDATES = 64
@@ -84,7 +84,7 @@ class _Candidates(NamedTuple):
         return cls(ordered, floor)
 
     def cut(self, weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return `largest_cut` if it lies above the floor, int32 [B], and whether it does. weights: of the keys."""
+        """Return `threshold` if it lies above the floor, int32 [B], and whether it does. weights: of the keys."""
         reached = jnp.cumsum(weights, axis=-1) >= target[:, None]
         cut = jnp.take_along_axis(self.keys, jnp.argmax(reached, axis=-1)[:, None], axis=-1)[:, 0]
         return cut, jnp.any(reached, axis=-1) & (cut > self.floor)
@@ -98,16 +98,16 @@ def _cut(
     target: jax.Array,
     needed: jax.Array,
 ) -> jax.Array:
-    """Return `largest_cut` in the rows that need it, int32 [B]: from the candidates if they have all of these.
+    """Return `threshold` in the rows that need it, int32 [B]: from the candidates if they have all of these.
 
     weigh: from keys to their weights.
     """
     if candidates is None:
-        return largest_cut(keys, weigh(keys), target, axes=mesh_axes("vocab"))
+        return threshold(keys, weigh(keys), target, axes=mesh_axes("vocab"))
     cut, known = candidates.cut(weigh(candidates.keys), target)
     with jax.named_scope(name):
         below = jnp.any(needed & ~known)
-        return lax.cond(below, lambda: largest_cut(keys, weigh(keys), target, axes=mesh_axes("vocab")), lambda: cut)
+        return lax.cond(below, lambda: threshold(keys, weigh(keys), target, axes=mesh_axes("vocab")), lambda: cut)
 
 
 def truncate(logits: jax.Array, options: SamplingArrays) -> jax.Array:

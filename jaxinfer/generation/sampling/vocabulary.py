@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxinfer.generation.outputs import NO_TOKEN
 from jaxinfer.models.fitting import TOKENS_PER_WORD
-from jaxinfer.pallas_kernels.sampling.api import best
+from jaxinfer.pallas_kernels.sampling.api import max_and_argmax
 from jaxinfer.sharding.collectives import all_gather, axis_size, local_part, local_start
 
 
@@ -32,7 +32,7 @@ def greedy(scores: jax.Array) -> jax.Array:
 
     NO_TOKEN where all scores are -inf, or one is not a number.
     """
-    score, token = best(scores)
+    score, token = max_and_argmax(scores)
     if axis_size("vocab") > 1:
         token += local_start("vocab", scores.shape[-1])
         pairs = jnp.stack([lax.bitcast_convert_type(score, jnp.int32), token])

@@ -38,7 +38,7 @@ from jaxinfer.pallas_kernels.linear.mosaic.operands import (
     split_bfloat16,
 )
 from jaxinfer.pallas_kernels.linear.mosaic.rows import NormRefs, prepare_rows, row_layout
-from jaxinfer.pallas_kernels.linear.mosaic.tiles import TILE_N, Layer, Plan, plan_layer
+from jaxinfer.pallas_kernels.linear.mosaic.tiles import TILE_N, FusedLinear, Plan, plan_layer
 from jaxinfer.pallas_kernels.mosaic import pl, plgpu
 from jaxinfer.pallas_kernels.mosaic.cluster import meet, partial_results
 from jaxinfer.pallas_kernels.mosaic.layout import full, store, swizzled_tiles
@@ -151,7 +151,7 @@ def fused_small_batch_linear(
     Raises: UnsupportedError, which names the constraint.
     """
     matrices = 2 if gated else 1
-    layer = Layer(
+    layer = FusedLinear(
         rows=math.prod(x.shape[:-1]),
         inputs=x.shape[-1],
         outputs=weights.weight.shape[0] // matrices,
@@ -180,7 +180,7 @@ def _pad_to_tiles(vector: jax.Array, matrices: int) -> jax.Array:
     return jnp.pad(vector, (0, -vector.size % (TILE_N * matrices))).reshape(-1, matrices)
 
 
-def _check(layer: Layer, residual: jax.Array | None) -> None:
+def _check(layer: FusedLinear, residual: jax.Array | None) -> None:
     """Raise UnsupportedError for what the kernel does not take."""
     operand, dtype, inputs, outputs = layer.operand, layer.operand.dtype, layer.inputs, layer.outputs
     if not 1 <= layer.rows <= MAX_ROWS:

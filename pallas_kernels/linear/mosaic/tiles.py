@@ -33,7 +33,7 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
+class FusedLinear:
     """A linear layer and what is fused into it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(Layer):
+class Plan(FusedLinear):
     """The static parameters of a launch."""
 
     tiles: Tiles
@@ -96,17 +96,17 @@ class Plan(Layer):
         return pl.cdiv(self.inputs, self.tiles.tile_k * self.tiles.split)
 
 
-def plan_layer(layer: Layer) -> Plan:
+def plan_layer(layer: FusedLinear) -> Plan:
     """Return the layer's plan. Raises UnsupportedError."""
     return Plan(**vars(layer), tiles=choose_tiles(layer))
 
 
-def choose_tiles(layer: Layer) -> Tiles:
+def choose_tiles(layer: FusedLinear) -> Tiles:
     """Return the tuned tile sizes of these shapes, or else those of lowest estimated cost. Raises UnsupportedError."""
     return _tuned_tiles(layer) or _cheapest_tiles(layer)
 
 
-def _tuned_tiles(layer: Layer) -> Tiles | None:
+def _tuned_tiles(layer: FusedLinear) -> Tiles | None:
     """Return the tuned tile sizes, if there are any."""
     operand, norm, gated = layer.operand, layer.eps is not None, layer.matrices == 2
     key = f"rows={layer.columns},K={layer.inputs},N={layer.outputs},{operand.dtype},{operand.weights},{norm=},{gated=}"
@@ -120,7 +120,7 @@ def _tuned_tiles(layer: Layer) -> Tiles | None:
     return tiles
 
 
-def _cheapest_tiles(layer: Layer) -> Tiles:
+def _cheapest_tiles(layer: FusedLinear) -> Tiles:
     """Return the split of lowest estimated cost, with as many stages as there is shared memory for."""
     gpu, tile_k = target_gpu(), _tile_k(layer)
     tiles_n, tiles_k, stage_bytes = pl.cdiv(layer.outputs, TILE_N), pl.cdiv(layer.inputs, tile_k), _stage_bytes(layer)
@@ -142,7 +142,7 @@ def _cheapest_tiles(layer: Layer) -> Tiles:
     return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def _tile_k(layer: Layer) -> int:
+def _tile_k(layer: FusedLinear) -> int:
     """Return the inputs of a stage.
 
     Stages of 16 KB need few instructions per byte; 8 KB next to a resident x, which takes much of the shared memory and
@@ -152,7 +152,7 @@ def _tile_k(layer: Layer) -> int:
     return math.gcd(tile_k, layer.inputs) if layer.x_resident else tile_k
 
 
-def _stage_bytes(layer: Layer) -> int:
+def _stage_bytes(layer: FusedLinear) -> int:
     """Return the shared memory of a stage: weights, their int4 scales, and x unless it is resident."""
     tile_k, operand = _tile_k(layer), layer.operand
     weights = tile_k * operand.weights.itemsize // operand.per_element + 2 * layer.groups_per_tile(tile_k)
@@ -160,7 +160,7 @@ def _stage_bytes(layer: Layer) -> int:
     return TILE_N * layer.matrices * weights + x
 
 
-def _fixed_bytes(layer: Layer, inputs: int) -> int:
+def _fixed_bytes(layer: FusedLinear, inputs: int) -> int:
     """Return the shared memory besides the stages, if a thread block has this many inputs."""
     results_and_residual = layer.columns * TILE_N * (3 * 2 + 2 * layer.operand.dtype.itemsize)
     x = layer.resident_rows * layer.resident_row_size(inputs) * layer.operand.x.itemsize if layer.x_resident else 0
