@@ -285,6 +285,7 @@ def serve(name, load, *, seconds=15, seed=0, arrivals=wandering_arrivals):
     return simulate(given, POLICIES[name](), PROFILE, seed=seed)
 
 
+@pytest.mark.slow
 def test_it_earns_what_the_paper_promises():
     """At light and heavy load nearly all there is to earn; more than any fixed level, slack rules and the paper's."""
     for load, least in ((0.5, 0.98), (1.05, 0.95), (1.3, 0.9)):

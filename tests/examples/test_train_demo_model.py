@@ -89,6 +89,7 @@ def test_every_batch_of_an_epoch_is_new(script):
         script.batch_at(stream, 0, batch=60, length=20)
 
 
+@pytest.mark.slow
 def test_trains_resumes_exports(script, config, library, tmp_path, capsys):
     def options(work_dir: str, *more: str):
         common = ("--work-dir", str(tmp_path / work_dir), "--library", str(library), "--batch", "4", "--length", "64")

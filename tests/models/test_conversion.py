@@ -362,6 +362,7 @@ def _peak_growth(source: pathlib.Path, out: pathlib.Path, group: int = 0, **opti
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path, out):
     total = _llama(tmp_path / "hf", layers=24, embed=512, hidden=2048, shards=2)
     largest = 2 * 2048 * 512 * 2  # gate and up, float16

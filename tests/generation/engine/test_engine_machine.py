@@ -208,7 +208,7 @@ def run(engines, alone, *, examples, steps, derandomize):
     assert all(after > earlier for after, earlier in zip(preemptions(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["plain", "speculative"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("speculative", marks=pytest.mark.slow)])
 def test_random_requests(engines, alone, name):
     run(engines[name], alone, examples=6, steps=25, derandomize=True)
 
