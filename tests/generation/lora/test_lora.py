@@ -160,6 +160,7 @@ def test_an_adapter_whose_file_is_damaged_ends_its_requests_alone(adapted, folde
     assert "damaged/adapter_model.safetensors: truncated or corrupt" in str(damaged.outputs[0].error)
 
 
+@pytest.mark.slow
 def test_an_adapter_over_int8_weights(model_dir, folders, reference):
     """Log probabilities stay near those of the float model with the adapter, far from those of the one without."""
     llm = LLM(model_dir, max_batch=2, token_budget=16, chunk_size=16, quantize="int8", adapters={"all": folders["all"]})
@@ -174,6 +175,7 @@ def test_an_adapter_over_int8_weights(model_dir, folders, reference):
     assert error(adapted, None) > 2  # 7.2
 
 
+@pytest.mark.slow
 def test_a_mesh_and_rules_of_its_own_change_no_token(model_dir, folders, check):
     llm = LLM(
         model_dir,
