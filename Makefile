@@ -63,7 +63,7 @@ clean:
 	@touch $@
 
 .venv/.dev: .venv/.base
-	@./pip-install .venv -e '.[dev,bench,elastic]' -c constraints.txt
+	@./pip-install .venv -e '.[dev,all]' -c constraints.txt
 	@touch $@
 
 .venv-aot/.aot: .venv-aot/pyvenv.cfg pyproject.toml constraints.txt

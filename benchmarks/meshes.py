@@ -27,7 +27,8 @@ from benchmarks.report import ROOT, Report
 from jaxinfer import LLM, MeshConfig, SamplingParams
 from jaxinfer.cli.inspect import decode_program
 from jaxinfer.compiled.dumps import Collective, read_collectives
-from jaxinfer.compiled.target import MissingCompilerError, Target, compile_program
+from jaxinfer.compiled.target import Target, compile_program
+from jaxinfer.extras import MissingExtraError
 from jaxinfer.generation.execution.programs.decode import Decode
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import BlockKind, DecoderConfig
@@ -121,7 +122,7 @@ def eight_h200s(report: Report, *, quick: bool) -> None:
     weights, target = WeightFormat(dtype=np.dtype(jnp.bfloat16)), Target.load("h200")
     try:
         mesh = target.mesh(MeshConfig(tensor=8))
-    except MissingCompilerError as error:
+    except MissingExtraError as error:
         print(f"Not compiled for H200s: {error}", flush=True)
         return
     spec, sizes = decode_program(config, weights, batch=1, context=2048, passes=16, mesh=mesh)

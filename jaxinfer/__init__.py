@@ -8,6 +8,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from jaxinfer import elastic, evaluation, experts, serving
     from jaxinfer.generation import LLM, Embedder, FinishReason, PoolingParams, Request, RequestOutput, SamplingParams
@@ -32,6 +34,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "__version__",
     "elastic",
     "evaluation",
     "experts",
@@ -56,3 +59,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES.get(name, "jaxinfer.generation")), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

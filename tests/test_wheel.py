@@ -1,6 +1,8 @@
 """What is built for users: `jaxinfer` alone, whatever else has the names of its folders."""
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,6 +66,16 @@ def test_a_wheel_has_one_package(wheel, tree):
         assert modules <= set(files)
 
 
+def test_a_wheel_is_typed_and_describes_itself(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        assert "jaxinfer/py.typed" in archive.namelist()
+        metadata = email.message_from_bytes(archive.read("jaxinfer-0.1.0.dist-info/METADATA"))
+    assert (metadata["Version"], metadata["Description-Content-Type"]) == ("0.1.0", "text/markdown")
+    page = metadata.get_payload()
+    assert page.startswith("# jaxinfer")
+    assert not re.findall(r"\]\((?!https?:)[^)]*\)", page), "links that lead nowhere on PyPI"
+
+
 def test_an_sdist_has_each_package_once_and_makes_the_same_wheel(wheel, tree, tmp_path):
     with tarfile.open(hatch(tree, "sdist", tmp_path / "sdist")) as archive:
         (top,) = {PurePosixPath(name).parts[0] for name in archive.getnames()}
@@ -91,6 +103,8 @@ def test_an_installed_wheel_generates_beside_modules_of_the_same_names(wheel, tm
     command = [python, "script.py", ROOT / "examples/demo_model"]
     done = subprocess.run(command, cwd=hostile, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    version = subprocess.run([tmp_path / "venv/bin/jaxinfer", "--version"], env=environment, capture_output=True)
+    assert version.stdout == b"jaxinfer 0.1.0\n", version.stderr
     imported, tokens = done.stdout.split()
     assert Path(imported).is_relative_to(tmp_path / "venv")
     assert tokens == "3"

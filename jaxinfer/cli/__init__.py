@@ -1,11 +1,15 @@
 """The command line: one module per subcommand, each importing what it needs when it runs, so that --help is fast.
 
-Expected errors (bad files, bad values, too little memory) end with one line on stderr and status 2, without traceback.
+Expected errors (bad files, bad values, too little memory, missing packages) end with one line on stderr and status 2,
+without traceback.
 """
+
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
+from jaxinfer import __version__
 from jaxinfer.cli.bench import app as bench_app
 from jaxinfer.cli.cache import cache
 from jaxinfer.cli.convert import convert
@@ -17,6 +21,7 @@ from jaxinfer.cli.inspect import inspect
 from jaxinfer.cli.plan import plan
 from jaxinfer.cli.tune import tune
 from jaxinfer.cli.verify import verify
+from jaxinfer.extras import MissingExtraError
 from jaxinfer.serving.errors import ServingError
 
 
@@ -28,7 +33,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # nobody reads our output any more: click exits silently
-        except (ValueError, OSError, MemoryError, ServingError) as error:
+        except (ValueError, OSError, MemoryError, MissingExtraError, ServingError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"error: {message}", err=True)
             raise typer.Exit(2) from error
@@ -38,8 +43,24 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Compiled transformer inference in JAX.",
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jaxinfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Compiled transformer inference in JAX."""
+
+
 for _command in (cache, convert, generate, info, inspect, plan, tune, verify):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")

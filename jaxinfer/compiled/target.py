@@ -44,6 +44,7 @@ from jaxinfer.compiled.dumps import (
 )
 from jaxinfer.compiled.program import Sizes
 from jaxinfer.compiled.spec import ProgramSpec
+from jaxinfer.extras import CUDA_COMPILER, MissingExtraError
 from jaxinfer.pallas_kernels.dispatch import kernels_available
 from jaxinfer.pallas_kernels.target import GPU, targeting
 from jaxinfer.sharding import MeshConfig
@@ -91,7 +92,7 @@ class Target:
         raise ValueError(f"The description of target {self.name!r} has nothing like {pattern}")
 
     def mesh(self, config: MeshConfig | None = None) -> jax.sharding.Mesh:
-        """Build a mesh of one process's devices to compile for; nothing runs on it. Raises MissingCompilerError.
+        """Build a mesh of one process's devices to compile for; nothing runs on it. Raises MissingExtraError.
 
         config: None: one device.
         """
@@ -102,10 +103,6 @@ class Target:
             platform="cuda", target_config=self.description, topology=f"1x1x{config.size}"
         )
         return config.build(described.devices)
-
-
-class MissingCompilerError(FileNotFoundError):
-    """XLA's CUDA compiler or one of NVIDIA's tools is not installed."""
 
 
 def find_tool(name: str) -> Path | None:
@@ -120,7 +117,7 @@ def find_tool(name: str) -> Path | None:
 
 
 def require_compiler() -> None:
-    """Raise MissingCompilerError if this machine cannot compile for an NVIDIA GPU."""
+    """Raise MissingExtraError if this machine cannot compile for an NVIDIA GPU."""
     plugin = importlib.util.find_spec("jax_plugins") and any(
         importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda13", "xla_cuda12")
     )
@@ -136,10 +133,8 @@ def _require_tool(name: str) -> Path:
     return path
 
 
-def _missing(what: str) -> MissingCompilerError:
-    return MissingCompilerError(
-        f"{what} is not installed, but needed to compile for a GPU: pip install 'jaxinfer[aot]'"
-    )
+def _missing(what: str) -> MissingExtraError:
+    return MissingExtraError("compiling for a GPU", what, "aot", CUDA_COMPILER)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,7 +249,7 @@ def compile_for(
       resources: also assemble and disassemble every kernel, to report its registers, spills and instructions (0.1 s
         each; 0.5 s and 5 MB of temporary files for a Mosaic kernel).
 
-    Raises MissingCompilerError without the extra `aot`; RuntimeError for a second compute capability that runs kernels.
+    Raises MissingExtraError without the extra `aot`; RuntimeError for a second compute capability that runs kernels.
     """
     mesh = target.mesh()
     replicated = NamedSharding(mesh, PartitionSpec())

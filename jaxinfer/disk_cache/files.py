@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import platformdirs
+
 _log = logging.getLogger("jaxinfer.disk_cache")
 
 _DIGEST = hashlib.sha256
@@ -19,10 +21,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder: $JAXINFER_CACHE, else $XDG_CACHE_HOME/jaxinfer, else ~/.cache/jaxinfer."""
-    if folder := os.environ.get("JAXINFER_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
+    """Return the user's cache folder: $JAXINFER_CACHE, else the system's (on Linux $XDG_CACHE_HOME or ~/.cache)."""
+    return Path(os.environ.get("JAXINFER_CACHE") or platformdirs.user_cache_dir("jaxinfer", appauthor=False))
 
 
 def write_atomically(file: Path, *content: bytes, mode: int = 0o666) -> None:

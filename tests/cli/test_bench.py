@@ -189,4 +189,4 @@ def test_encoders_are_refused(tmp_path):
 def test_without_matplotlib_the_extra_is_named(model_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run("throughput", model_dir, "--plot", "out.svg", code=2)
-    assert done.stderr == "error: --plot out.svg needs matplotlib: pip install 'jaxinfer[bench]'\n"
+    assert done.stderr == "error: --plot out.svg needs matplotlib, of the extra bench: pip install matplotlib\n"

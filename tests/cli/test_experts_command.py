@@ -132,7 +132,7 @@ def test_errors_are_one_line(board, tmp_path, monkeypatch):
         ("run", ["--images", tmp_path / "none"], "there is no such folder"),
         ("run", ["--images", tmp_path / "empty"], "there are no images"),
         ("run", ["--images", tmp_path / "unknown"], "no input is of kind 'K7'"),
-        ("run", ["--images", tmp_path / "pictures"], "needs Pillow"),
+        ("run", ["--images", tmp_path / "pictures"], "needs pillow, of the extra images: pip install pillow"),
         ("simulate", ["--mode", "fast"], "mode='fast' is not known"),
         ("plan", ["--trace", tmp_path / "none"], "No such file"),
     ):

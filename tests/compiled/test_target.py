@@ -8,7 +8,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer.compiled import compiler_options
 from jaxinfer.compiled import target as target_module
-from jaxinfer.compiled.target import MissingCompilerError, Target, compile_for, require_compiler
+from jaxinfer.compiled.target import Target, compile_for, require_compiler
+from jaxinfer.extras import MissingExtraError
 from jaxinfer.pallas_kernels.target import GPU
 
 
@@ -55,7 +56,7 @@ def test_a_missing_compiler_names_the_extra(monkeypatch, find, missing):
     monkeypatch.setattr(target_module.importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(target_module.shutil, "which", lambda name: None)
     monkeypatch.setattr(target_module.Path, "exists", lambda path: False)
-    with pytest.raises(MissingCompilerError, match=rf"{missing}.*pip install 'jaxinfer\[aot\]'"):
+    with pytest.raises(MissingExtraError, match=rf"{missing}.*of the extra aot: pip install jax-cuda13-plugin "):
         require_compiler()
 
 

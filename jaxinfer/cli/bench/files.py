@@ -1,18 +1,18 @@
 """The files that a bench command writes: checked before the run, written atomically after it."""
 
-import importlib.util
 import os
 from pathlib import Path
 
 import typer
 
 from jaxinfer.disk_cache import write_atomically
+from jaxinfer.extras import require_extra
 
 PLOT_SUFFIXES = (".png", ".svg")
 
 
 def check_files(json_file: Path | None, plot: Path | None) -> None:
-    """Raise ValueError if a file could not be written after the run."""
+    """Raise ValueError or MissingExtraError if a file could not be written after the run."""
     for option, file in (("--json", json_file), ("--plot", plot)):
         if file is None:
             continue
@@ -24,8 +24,7 @@ def check_files(json_file: Path | None, plot: Path | None) -> None:
         return
     if plot.suffix not in PLOT_SUFFIXES:
         raise ValueError(f"--plot {plot} must end in {' or '.join(PLOT_SUFFIXES)}.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--plot {plot} needs matplotlib: pip install 'jaxinfer[bench]'")
+    require_extra("matplotlib", f"--plot {plot}")
 
 
 def write_file(file: Path, content: bytes) -> None:

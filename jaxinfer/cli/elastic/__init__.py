@@ -1,10 +1,11 @@
 """`jaxinfer elastic`: one vision transformer for many tasks, whose tokens are chosen for each batch (OTAS)."""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from jaxinfer.extras import require_extra
 
 ModelArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="A model directory of a vision transformer.", show_default=False)
@@ -208,8 +209,7 @@ def report(
     from jaxinfer.evaluation.elastic.runs import read_runs
     from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
 
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("a report needs matplotlib: pip install 'jaxinfer[bench]'")
+    require_extra("matplotlib", "elastic report")
     from jaxinfer.evaluation.elastic.report import write_report
 
     recorded = read_runs(runs)

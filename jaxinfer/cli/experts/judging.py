@@ -14,6 +14,7 @@ from jaxinfer.evaluation.experts.workloads import draw_kinds
 from jaxinfer.experts.errors import RoutingError
 from jaxinfer.experts.results import Result
 from jaxinfer.experts.system import System
+from jaxinfer.extras import require_extra
 from jaxinfer.models.config import EncoderConfig
 
 PILLOW = {".png", ".jpg", ".jpeg"}
@@ -151,15 +152,12 @@ def _error_line(item: Input, error: Exception, as_json: bool) -> str:
 def _read(file: Path) -> np.ndarray:
     if file.suffix.lower() == ".npy":
         return np.load(file, allow_pickle=False)
-    with _require_pillow().open(file) as opened:
+    _require_pillow()
+    from PIL import Image
+
+    with Image.open(file) as opened:
         return np.asarray(opened.convert("RGB"))
 
 
-def _require_pillow() -> Any:
-    try:
-        from PIL import Image  # type: ignore[import-not-found]  # not a dependency
-    except ImportError:
-        raise ValueError(
-            "reading .png and .jpg needs Pillow (pip install pillow); or save them as .npy: uint8, [height, width, 3]."
-        ) from None
-    return Image
+def _require_pillow() -> None:
+    require_extra("PIL", "reading .png and .jpg (not .npy: uint8, [height, width, 3])")

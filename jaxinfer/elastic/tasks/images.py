@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.elastic.errors import InvalidImageError
+from jaxinfer.extras import require_extra
 
 MAX_PIXELS = 50_000_000
 """Maximum pixels of an image file.
@@ -15,8 +16,6 @@ Larger ones are not decoded, since a small file can hold an image that fills the
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats of image files that are read: those that Pillow decodes itself, and that hold nothing but pixels."""
-
-INSTALL = "pip install 'jaxinfer[elastic]'"
 
 
 def check_images(images: object, size: int) -> np.ndarray:
@@ -50,13 +49,12 @@ def check_images(images: object, size: int) -> np.ndarray:
 def load_image(path: str | Path, size: int) -> np.ndarray:
     """Read an image file, upright and resized without keeping its ratio: uint8 [size, size, 3].
 
-    Needs the extra `elastic`. 16-bit pixels keep their upper 8 bits. Raises InvalidImageError if it is not an image of
+    Needs the extra `images`. 16-bit pixels keep their upper 8 bits. Raises InvalidImageError if it is not an image of
     one of `FORMATS`, or has more than `MAX_PIXELS`.
     """
-    try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
-    except ImportError as error:
-        raise ImportError(f"Reading image files needs Pillow: {INSTALL}.") from error
+    require_extra("PIL", "reading image files")
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is stricter
         try:
@@ -84,11 +82,10 @@ def _upper_bits(pixels: np.ndarray, path: str | Path) -> np.ndarray:
 
 
 def resize_images(images: np.ndarray, size: int) -> np.ndarray:
-    """Resize images, bilinear: uint8 [N, H, W] or [N, H, W, 3] -> [N, size, size, 3]. Needs the extra `elastic`."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(f"Resizing images needs Pillow: {INSTALL}.") from error
+    """Resize images, bilinear: uint8 [N, H, W] or [N, H, W, 3] -> [N, size, size, 3]. Needs the extra `images`."""
+    require_extra("PIL", "resizing images")
+    from PIL import Image
+
     resized = [
         np.asarray(Image.fromarray(image).convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
         for image in images

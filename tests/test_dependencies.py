@@ -1,0 +1,169 @@
+"""What is imported is declared, where it is imported; what is declared is imported, or a tool."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxinfer import extras
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+PACKAGES = {
+    "grimp": "import-linter",
+    "llama_cpp": "llama-cpp-python",
+    "markdown_it": "markdown-it-py",
+    "ml_dtypes": "ml-dtypes",
+    "orbax": "orbax-checkpoint",
+    "yaml": "pyyaml",
+} | {module: package for module, (package, _) in extras.PACKAGES.items()}
+"""Modules -> their packages, where the names differ."""
+
+TOOLS = {
+    "hatch-fancy-pypi-readme": "builds the wheel",
+    "hatchling": "builds the wheel",
+    "import-linter": "make contracts",
+    "pyright": "make types",
+    "pytest-xdist": "make test",
+    "ruff": "make lint",
+}
+"""Declared packages that nothing needs to import, and what for."""
+
+ELSEWHERE = {
+    "benchmarks/gpu/others.py": {"tokamax"},  # measured where it is installed
+    "tests/goldens/make_goldens.py": {"torch", "transformers"},
+    "tests/goldens/make_chat_goldens.py": {"transformers"},
+    "tests/goldens/make_vision_goldens.py": {"timm", "torch", "torchvision", "transformers", "pyyaml", "yolov5"},
+}
+"""What files import that run in environments of their own, which their docstrings tell how to make."""
+
+FIGURES = {"jaxinfer.cli.bench.plots", "jaxinfer.evaluation.elastic.plots", "jaxinfer.evaluation.elastic.report"}
+"""Modules that nothing imports before `require_extra`."""
+
+
+def name_of(requirement: str) -> str:
+    return re.match(r"[\w-]+", requirement).group().lower()
+
+
+def declared(*optional: str) -> set[str]:
+    """Names of the packages that an installation with some extras has."""
+    names = {name_of(requirement) for requirement in PROJECT["dependencies"]}
+    for extra in optional:
+        for requirement in PROJECT["optional-dependencies"][extra]:
+            inner = re.fullmatch(r"jaxinfer\[(.*)\]", requirement)
+            names |= declared(*inner[1].split(",")) if inner else {name_of(requirement)}
+    return names
+
+
+def python_files(folder: str) -> Iterator[Path]:
+    for path, _, names in os.walk(ROOT / folder, followlinks=True):
+        yield from (Path(path, name) for name in names if name.endswith(".py"))
+
+
+def imported(file: Path) -> set[str]:
+    """Names of the packages of others that a file imports anywhere."""
+    modules = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Import(names=names):
+                modules |= {alias.name for alias in names}
+            case ast.ImportFrom(level=0, module=module):
+                modules.add(module)
+            case ast.Call(func=ast.Attribute(attr="importorskip"), args=[ast.Constant(value=module), *_]):
+                modules.add(module)
+    tops = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
+    ours = {"jaxinfer", "benchmarks", "examples", "tests"}
+    ours |= {path.stem for path in file.parent.glob("*.py")} | {path.stem for path in (ROOT / "tests").rglob("*.py")}
+    return {PACKAGES.get(top, top) for top in tops - ours}
+
+
+def undeclared(files: Iterator[Path], names: set[str]) -> dict[str, set[str]]:
+    """Packages that files import and that are in no installation with these names."""
+    missing = {}
+    for file in files:
+        name = str(file.relative_to(ROOT))
+        if packages := imported(file) - names - ELSEWHERE.get(name, set()):
+            missing[name] = packages
+    return missing
+
+
+def test_what_is_imported_is_declared():
+    peers = {name_of(line) for line in (ROOT / "benchmarks/peers/requirements.txt").read_text().splitlines()[1:]}
+    assert not undeclared(python_files("jaxinfer"), declared("images", "elastic", "bench"))
+    assert not undeclared(python_files("examples"), declared("all"))
+    assert not undeclared(python_files("benchmarks"), declared("all") | peers)
+    assert not undeclared(python_files("tests"), declared("all", "dev"))
+
+
+def test_only_peers_import_what_is_the_peers():
+    files = (file for file in python_files("benchmarks") if file.parent.name != "peers")
+    assert not undeclared(files, declared("all"))
+
+
+@pytest.mark.parametrize(
+    ("declares", "folders"),
+    [
+        (declared(), ["jaxinfer"]),
+        (declared("all") - declared(), ["jaxinfer", "benchmarks", "examples"]),
+        (declared("dev") - declared(), ["tests"]),
+    ],
+    ids=["base", "extras", "dev"],
+)
+def test_what_is_declared_is_imported(declares, folders):
+    used = {package for folder in folders for file in python_files(folder) for package in imported(file)}
+    assert declares - used - TOOLS.keys() == set()
+
+
+def test_the_table_of_extras_is_the_projects():
+    optional = PROJECT["optional-dependencies"]
+    for package, extra in extras.PACKAGES.values():
+        assert package in {name_of(requirement) for requirement in optional[extra]}
+    assert [*extras.CUDA_COMPILER] == optional["aot"]
+    assert declared("all") >= {package for package, _ in extras.PACKAGES.values()}
+
+
+HIDING = f"""
+import importlib, pkgutil, sys
+for module in {sorted(extras.PACKAGES)}:
+    sys.modules[module] = None
+import jaxinfer
+failed = set()
+for module in pkgutil.walk_packages(jaxinfer.__path__, "jaxinfer."):
+    if module.name != "jaxinfer.__main__":
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            failed.add((module.name, error.name))
+for name in dir(jaxinfer):
+    getattr(jaxinfer, name)
+print(*sorted(name for name, missing in failed if missing.partition(".")[0] in {sorted(extras.PACKAGES)}))
+assert len(failed) == {len(FIGURES)}, failed
+"""
+
+
+def test_without_extras_all_but_figures_is_imported():
+    done = subprocess.run([sys.executable, "-c", HIDING], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == FIGURES
+
+
+def test_an_extra_that_is_missing_names_its_package(monkeypatch):
+    extras.require_extra("PIL", "reading x.png")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    message = "^reading x.png needs pillow, of the extra images: pip install pillow$"
+    with pytest.raises(extras.MissingExtraError, match=message):
+        extras.require_extra("PIL", "reading x.png")
+
+
+def test_the_installed_version_is_the_packages():
+    import jaxinfer
+
+    assert importlib.metadata.version("jaxinfer") == jaxinfer.__version__
