@@ -1,4 +1,4 @@
-"""The source of every figure that README quotes, each from one command.
+"""The source of every figure of docs/benchmarks, each from one command.
 
 `python -m benchmarks.NAME [--quick] [--json FILE]` measures, prints a table of its checks, and writes a result in the
 format of `report.py`. Other engines run in their own processes and their own interpreter (`peers/`, `make peers`).

@@ -1,4 +1,4 @@
-"""README's tables of experts, and those of docs/experts.md, from results.
+"""The tables of docs/benchmarks/experts.md, and those of docs/experts.md, from results.
 
 `python -m benchmarks.coserve.tables FILE...` prints them.
 """
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.readme import rows_of, table
+from benchmarks.pages import rows_of, table
 
 BASELINES = ("samba", "fifo", "parallel")
 """The paper's baselines: none groups requests by expert."""

@@ -1,4 +1,4 @@
-"""README's tables of elastic serving, from results: `python -m benchmarks.otas.tables FILE...` prints them."""
+"""The tables of docs/benchmarks/deadlines.md, from results: `python -m benchmarks.otas.tables FILE...` prints them."""
 
 import statistics
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.otas.fragile import ADAPTING
 from benchmarks.otas.setting import INFAAS, Cell
-from benchmarks.readme import rows_of, table
+from benchmarks.pages import rows_of, table
 from jaxinfer.elastic.scheduling.policies import POLICIES
 
 type Rows = Sequence[Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""Sentences on rows of the streaming benchmark: printed after it, and in README."""
+"""Sentences on rows of the streaming benchmark: printed after it, and in docs/benchmarks."""
 
 import statistics
 from collections.abc import Iterable, Mapping

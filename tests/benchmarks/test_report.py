@@ -1,4 +1,4 @@
-"""What a benchmark writes, what it says of an engine that cannot run, and README's tables made of the results."""
+"""What a benchmark writes, what it says of an engine that cannot run, and the pages made of the results."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import readme, report
+from benchmarks import pages, report
 from benchmarks.engine import __main__ as engine
 from benchmarks.engine.settings import Settings
 from benchmarks.engine.ways import Memory
@@ -116,13 +116,18 @@ def test_rounds_that_are_no_number_are_refused(text, monkeypatch, capsys):
     assert f"{text!r} is not a number of at least 1" in capsys.readouterr().err
 
 
-# README
+# Pages
 
 
-def test_readme_quotes_the_results():
-    """Otherwise: python -m benchmarks.readme --write."""
-    page = readme.README.read_text()
-    assert readme.insert(page, readme.render(readme.RESULTS)) == page
+@pytest.mark.parametrize("name", pages.PAGES)
+def test_pages_quote_the_results(name):
+    """Otherwise: python -m benchmarks.pages --write."""
+    page = (pages.FOLDER / name).read_text()
+    assert pages.insert(page, pages.render(pages.RESULTS, pages.PAGES[name])) == page
+
+
+def test_every_section_is_on_a_page():
+    assert sorted(name for names in pages.PAGES.values() for name in names) == sorted(pages.SECTIONS)
 
 
 def write(folder, name, machine, **fields):
@@ -148,8 +153,8 @@ def test_every_kind_of_machine_has_its_own_tables(tmp_path):
     rows = [rate("jaxinfer", 90.0), rate("transformers", 100.04)]
     write(tmp_path / "intel", "engine", INTEL, rows=rows, checks=[check])
     write(tmp_path / "amd", "engine", AMD, rows=rows[:1], commit="b" * 40 + "+changes")
-    page = readme.render(tmp_path)
-    amd, intel = page.split("### ")[1:]
+    page = pages.render(tmp_path, pages.SECTIONS)
+    amd, intel = page.split("## ")[1:]
     assert amd.startswith("AMD EPYC 7763 with AVX2, 2 cores, 23.5 GiB\n")
     source = "commit bbbbbbbbbb with changes, 2026-01-31; jax 0.11.2, transformers 5.23.0, torch 2.13.0."
     assert source in unwrapped(amd)
@@ -157,9 +162,9 @@ def test_every_kind_of_machine_has_its_own_tables(tmp_path):
     lines = intel.splitlines()
     fastest = lines.index("| transformers | float32 | 64 | batch 64, order output | **100.0** |")
     assert lines[fastest + 1] == "| **jaxinfer** | float32 | 64 | batch 64, order output | 90.0 |"
-    assert f"| {readme.CHECKS['compile_misses']} | 1 programs | ≤ 0 programs | missed |" in lines
-    before = f"above\n{readme.BEGIN}\nold\n{readme.END}\nbelow\n"
-    assert readme.insert(before, page) == f"above\n{page}\nbelow\n"
+    assert f"| {pages.CHECKS['compile_misses']} | 1 programs | ≤ 0 programs | missed |" in lines
+    before = f"above\n{pages.BEGIN}\nold\n{pages.END}\nbelow\n"
+    assert pages.insert(before, page) == f"above\n{page}\nbelow\n"
 
 
 def test_a_column_that_only_some_dtypes_have_is_empty_in_the_others(tmp_path):
@@ -171,7 +176,7 @@ def test_a_column_that_only_some_dtypes_have_is_empty_in_the_others(tmp_path):
         {"figure": "prefill 512", "engine": "jaxinfer", "dtype": "bfloat16", "ms": 418.07},
     ]
     write(tmp_path / "intel", "cpu_decode", INTEL, rows=rows)
-    lines = readme.render(tmp_path).splitlines()
+    lines = pages.render(tmp_path, pages.SECTIONS).splitlines()
     assert "| **jaxinfer** | float32 | **938.9** | 38.9 |" in lines
     assert "| peer | float32 |  | **38.0** |" in lines
     assert "| **jaxinfer** | bfloat16 | **418.1** |  |" in lines
@@ -181,19 +186,20 @@ def test_parts_of_another_commit_are_named(tmp_path):
     parts = {"a": "a" * 40, "b": "b" * 40, "c": "b" * 40}
     rows = [{"figure": "part", "part": part, "commit": commit} for part, commit in parts.items()]
     write(tmp_path / "intel", "streaming", INTEL, rows=rows)
-    assert "commit aaaaaaaaaa (but b, c: commit bbbbbbbbbb), 2026-01-31" in unwrapped(readme.render(tmp_path))
+    text = unwrapped(pages.render(tmp_path, pages.SECTIONS))
+    assert "commit aaaaaaaaaa (but b, c: commit bbbbbbbbbb), 2026-01-31" in text
 
 
 def test_results_of_two_machines_in_one_folder_are_refused(tmp_path):
     write(tmp_path / "mixed", "engine", INTEL, rows=[rate("jaxinfer", 1.0)])
     write(tmp_path / "mixed", "quality", AMD, rows=[{"name": "float32", "bytes": 1000, "bits_per_byte": 1.0}])
     with pytest.raises(SystemExit, match=r"mixed should have results of one kind of machine; it has .*AMD.*Intel"):
-        readme.render(tmp_path)
+        pages.render(tmp_path, pages.SECTIONS)
     with pytest.raises(SystemExit, match="lacks the lines between which the tables stand"):
-        readme.insert("a page without markers", "")
+        pages.insert("a page without markers", "")
 
 
 def test_the_commands_say_what_they_do():
-    command = [sys.executable, "-m", "benchmarks.readme"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=readme.ROOT).stdout
-    assert printed.startswith(readme.BEGIN)
+    command = [sys.executable, "-m", "benchmarks.pages"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=pages.ROOT).stdout
+    assert printed.startswith(pages.BEGIN)

@@ -1,10 +1,10 @@
-"""The tables of README's section "Measured", from the results in `benchmarks/results`.
+"""The tables of pages in `docs/benchmarks`, from the results in `benchmarks/results`.
 
-    python -m benchmarks.readme            # prints them
-    python -m benchmarks.readme --write    # puts them into README.md, between its two markers
+    python -m benchmarks.pages            # prints them
+    python -m benchmarks.pages --write    # puts them into the pages (`PAGES`), between their two markers
 
-A folder there is one kind of machine, with the files that the commands below (`SECTIONS`) wrote there. A new result
-replaces one file; the other machines' stay as they are.
+A folder of results is one kind of machine, with the files that the commands below (`SECTIONS`) wrote there. A new
+result replaces one file; the other machines' stay as they are.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from benchmarks.prose import wrapped
 from benchmarks.report import ROOT, Check, machine_kind, machine_text
 from benchmarks.streaming.summary import summary
 
-RESULTS, README = ROOT / "benchmarks/results", ROOT / "README.md"
-BEGIN = "<!-- Written by `python -m benchmarks.readme --write`, from benchmarks/results. -->"
-END = "<!-- End of what benchmarks.readme writes. -->"
+RESULTS, FOLDER = ROOT / "benchmarks/results", ROOT / "docs/benchmarks"
+BEGIN = "<!-- Written by `python -m benchmarks.pages --write`, from benchmarks/results. -->"
+END = "<!-- End of what benchmarks.pages writes. -->"
 OURS = "jaxinfer"
 
 Result = dict[str, Any]
@@ -161,6 +161,11 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "streaming": streaming_section,
 }
 """Paragraphs of each command `benchmarks.NAME`, whose result is NAME.json."""
+PAGES = {
+    "language-models.md": ("cpu_decode", "engine", "quality"),
+    "larger-than-memory.md": ("streaming",),
+}
+"""The sections of each page."""
 
 
 def short(commit: str) -> str:
@@ -181,16 +186,18 @@ def source(command: str, result: Result) -> str:
     return f"`benchmarks.{command}`, commit {text}, {result['date']}; {versions}."
 
 
-def render(results: Path) -> str:
-    """Write everything between README's markers: a section per folder, its machine as title."""
-    parts = []
+def render(results: Path, names: Iterable[str]) -> str:
+    """Write the sections `names` and the markers around them: a heading per machine that has results of theirs."""
+    names, parts = tuple(names), []
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
-        files = {name: folder / f"{name}.json" for name in SECTIONS}
+        files = {name: folder / f"{name}.json" for name in names}
         read = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+        if not read:
+            continue
         kinds = sorted({machine_kind(result["machine"]) for result in read.values()})
         if len(kinds) != 1:
-            raise SystemExit(f"{folder} should have results of one kind of machine; it has {kinds or 'none'}.")
-        parts.append(f"### {machine_text(next(iter(read.values()))['machine'])}")
+            raise SystemExit(f"{folder} should have results of one kind of machine; it has {kinds}.")
+        parts.append(f"## {machine_text(next(iter(read.values()))['machine'])}")
         for name, result in read.items():
             text, *rest = SECTIONS[name](result)
             paragraphs = [f"{text} {source(name, result)}", *rest]
@@ -203,20 +210,21 @@ def insert(page: str, tables: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"README.md lacks the lines between which the tables stand: {BEGIN!r} and {END!r}.")
+        raise SystemExit(f"The page lacks the lines between which the tables stand: {BEGIN!r} and {END!r}.")
     return before + tables + after
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
     args = parser.parse_args()
-    tables = render(RESULTS)
-    if not args.write:
-        print(tables)
-        return
-    README.write_text(insert(README.read_text(), tables))
-    print(f"Wrote {README}")
+    for name, sections in PAGES.items():
+        page, tables = FOLDER / name, render(RESULTS, sections)
+        if args.write:
+            page.write_text(insert(page.read_text(), tables))
+            print(f"Wrote {page}")
+        else:
+            print(tables)
 
 
 if __name__ == "__main__":
