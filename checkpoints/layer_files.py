@@ -30,6 +30,7 @@ import numpy as np
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.paths import inside
 from jaxinfer.checkpoints.writing import sole_owner
+from jaxinfer.progress import long_work
 
 FORMAT = 2
 MANIFEST = "layers.json"
@@ -295,7 +296,6 @@ def write_layers(
     *,
     total_bytes: int,
     about: str = "",
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Make a folder of layer files, unless it is there; one process writes, others that want the same wait.
 
@@ -306,7 +306,6 @@ def write_layers(
       read: the leaves of a layer, placed as they will be used, in the order in which they will be wanted.
       total_bytes: about how many bytes there will be.
       about: what they are of, for people.
-      progress: called with the layers written and their number.
     Raises CheckpointError if the disk is full.
     """
     if folder.exists():
@@ -321,9 +320,10 @@ def write_layers(
             made = partial / "layers"
             made.mkdir()
             stored = []
-            for index in range(layers):
-                stored.append(_write_layer(made, f"layer-{index:05}.bin", read(index)))
-                progress(index + 1, layers)
+            with long_work("writing layer files", total=layers) as work:
+                for index in range(layers):
+                    stored.append(_write_layer(made, f"layer-{index:05}.bin", read(index)))
+                    work.advance()
             manifest = LayersManifest(format=FORMAT, about=about, block_bytes=BLOCK_BYTES, layers=tuple(stored))
             manifest = dataclasses.replace(manifest, checksum=crc32c.crc32c(manifest.encoded()))
             _write(made / MANIFEST, msgspec.json.encode(manifest))

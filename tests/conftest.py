@@ -11,6 +11,7 @@ import pytest
 # Before any backend starts: 8 virtual devices on few cores deadlock without spare threads.
 os.environ["NPROC"] = "32"
 os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "0"
+os.environ["JAXINFER_PROGRESS"] = "0"  # when lines are shown depends on how fast the machine is
 if "gpu" not in sys.argv:  # `pytest -m gpu` alone lets JAX find the GPU
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"

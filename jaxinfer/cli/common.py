@@ -1,7 +1,5 @@
 """Options that several subcommands share."""
 
-import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +72,6 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
     from jaxinfer.generation.engine.config import EngineOptions
     from jaxinfer.streaming.config import MemoryOptions
 
-    show_progress()
     names = ("dtype", "quantize", "context", *(ctx.params.keys() & EngineOptions.__annotations__.keys()))
     memory = {name: value for name in MemoryOptions.__annotations__ if (value := ctx.params.get(name)) is not None}
     return LLM(
@@ -85,16 +82,6 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
         **memory,
         **options,
     )
-
-
-def show_progress() -> None:
-    """Log slow work to stderr if it is a terminal, a line each: programs compiled, layers written and brought."""
-    for name in ("jaxinfer.compiled", "jaxinfer.streaming"):
-        log = logging.getLogger(name)
-        if sys.stderr.isatty() and not log.handlers:
-            log.addHandler(logging.StreamHandler(sys.stderr))
-            log.setLevel(logging.INFO)
-            log.propagate = False
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":

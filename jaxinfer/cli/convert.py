@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -50,28 +49,17 @@ def convert(
     for option, value in (("--mesh", mesh), ("--layer-files", layer_files)):
         if value is not None and layout != "streaming":
             raise ValueError(f"{option} says how layers are written: add --layout streaming, or leave it out.")
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
     from jaxinfer.models.files.conversion import convert as convert_model
 
     run = _Run.from_options(hf_dir, mesh, layer_files, quantize) if layout == "streaming" else None
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-
-        def show(what: str) -> Callable[[int, int], None]:
-            task = bar.add_task(what, total=None)
-            return lambda done, total: bar.update(task, completed=done, total=total)
-
-        description = convert_model(
-            hf_dir,
-            out_dir,
-            dtype=dtype,
-            quantize=quantize,
-            layout="single-file" if layout == "single-file" else "orbax",
-            progress=show("converting"),
-        )
-        written = run.write_layers(out_dir, dtype, show("writing layers")) if run else ""
+    description = convert_model(
+        hf_dir,
+        out_dir,
+        dtype=dtype,
+        quantize=quantize,
+        layout="single-file" if layout == "single-file" else "orbax",
+    )
+    written = run.write_layers(out_dir, dtype) if run else ""
     stored = description.quantization or description.dtype
     typer.echo(f"{out_dir}: {description.family} {description.kind}, {stored}")
     if written:
@@ -109,7 +97,7 @@ class _Run:
         fit(config, WeightFormat(quantized=stored), built, rules, stored=stored)
         return cls(built, rules, memory.layer_files)
 
-    def write_layers(self, model: Path, dtype: str | None, progress: Callable[[int, int], None]) -> str:
+    def write_layers(self, model: Path, dtype: str | None) -> str:
         """Write the layers of a model directory; returns a line about them."""
         from jaxinfer.models.devices import default_dtype
         from jaxinfer.models.files.description import Description
@@ -118,7 +106,7 @@ class _Run:
 
         dtype = dtype or default_dtype(None) or Description.read(model).dtype
         opened = open_model(model, mesh=self.mesh, rules=self.rules, dtype=dtype)
-        folder = write_layer_files(opened, self.layer_files, progress=progress)
+        folder = write_layer_files(opened, self.layer_files)
         return f"{folder}: its layers, for runs in {describe_format(opened)}"
 
 

@@ -15,6 +15,7 @@ from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.pallas_kernels.choices import Call, recorded_calls, supported
 from jaxinfer.pallas_kernels.dispatch import allow_kernels
+from jaxinfer.progress import LongWork, chosen, long_work, showing
 
 _forbidding: contextvars.ContextVar[frozenset["ProgramCache[Any]"]] = contextvars.ContextVar(
     "forbidding", default=frozenset()
@@ -51,6 +52,7 @@ class ProgramCache[Buckets]:
         self._mesh, self._kernels, self._store = mesh, kernels, store
         self._programs: dict[Sizes, Program] = {}
         self._locks: dict[Sizes, threading.Lock] = {}
+        self._progress = chosen()  # the owner's, also for calls in other threads
         self.misses = 0
 
     def get(self, sizes: Sizes) -> Program:
@@ -63,7 +65,7 @@ class ProgramCache[Buckets]:
                     f"compiled: {known or 'none'}. Compile it ahead of time."
                 )
             self.misses += 1
-            self._compile(sizes)
+            self._compile_all([sizes], 1)
         return self._programs[sizes]
 
     def compile_ahead(self, buckets: Buckets, *, workers: int | None = None) -> int:
@@ -74,9 +76,7 @@ class ProgramCache[Buckets]:
         """
         reachable = (sizes for spec in self._specs.values() for sizes in spec.reachable(buckets))
         missing = [sizes for sizes in dict.fromkeys(reachable) if sizes not in self._programs]
-        if len(missing) == 1:
-            self._compile(missing[0])
-        elif missing:
+        if missing:
             self._compile_all(missing.copy(), min(len(missing), workers or os.cpu_count() or 1))
         return len(missing)
 
@@ -96,15 +96,21 @@ class ProgramCache[Buckets]:
     def _compile_all(self, missing: list[Sizes], workers: int) -> None:
         remaining = iter(missing)  # shared: each worker takes the next
 
-        def work() -> None:
+        def compile_remaining(work: LongWork) -> None:
             try:
                 for sizes in remaining:
                     self._compile(sizes)
+                    work.advance()
             finally:
                 missing.clear()  # ends the iteration of the other workers after an error
 
+        what = "compiling programs" if len(missing) > 1 else f"compiling {missing[0].program}({missing[0]})"
         try:
-            results([start(work) for _ in range(workers)])
+            with showing(self._progress), long_work(what, total=len(missing)) as work:
+                if workers == 1:
+                    compile_remaining(work)
+                else:
+                    results([start(lambda: compile_remaining(work)) for _ in range(workers)])
         finally:
             missing.clear()
 

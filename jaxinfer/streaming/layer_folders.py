@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import os
 import pathlib
 import re
@@ -28,16 +27,6 @@ versions are not mistaken for present ones.
 """
 _NAME = re.compile(r"layers-[0-9a-f]{16}")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
-
-_log = logging.getLogger("jaxinfer.streaming")
-
-Progress = Callable[[int, int], None]
-"""Callback with the layers done and their number."""
-
-
-def log_progress(done: int, total: int) -> None:
-    """Log progress; the default."""
-    _log.info("written layer %d of %d", done, total)
 
 
 def open_layer_files(
@@ -66,7 +55,6 @@ def write_layer_files(
     base: pathlib.Path | None = None,
     *,
     whole: bool = False,
-    progress: Progress = log_progress,
 ) -> pathlib.Path:
     """Write a model's files unless they exist; return their folder. For arguments and errors see `open_layer_files`."""
     folder, parts = layer_folder(opened, base, whole=whole), _parts(opened, whole)
@@ -77,7 +65,6 @@ def write_layer_files(
         lambda index: read_leaves(opened, parts[index]),
         total_bytes=sum(opened.shapes[name].bytes for part in parts for name in part),
         about=f"{opened.folder.resolve()}: {describe_format(opened)}",
-        progress=progress,
     )
     return folder
 

@@ -7,6 +7,7 @@ import pathlib
 from jaxinfer.checkpoints.stores import DeviceStore, DiskStore, HostStore, LayerStore, TieredStore, to_host
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.models.leaves import layer_of
+from jaxinfer.progress import long_work
 from jaxinfer.serving.heap import map_large_arrays
 from jaxinfer.streaming.config import LayerRange, Placement, Tier
 from jaxinfer.streaming.layer_folders import layer_leaves, open_layer_files, read_leaves
@@ -50,11 +51,13 @@ def stream_model(opened: OpenedModel, placement: Placement, layer_files: pathlib
         files = open_layer_files(opened, layer_files)
         stores["disk"] = DiskStore(files, shardings, aliases=opened.platform == "cpu")
     host, device = {}, {}
-    for layer, tier in enumerate(placement.tiers):
-        if tier == "host":
-            host[layer] = [to_host(array) for array in read_leaves(opened, layer_leaves(opened, layer)).values()]
-        elif tier == "device":
-            device[layer] = list(read_leaves(opened, layer_leaves(opened, layer)).values())
+    with long_work("reading layers", total=len(placement.tiers)) as work:
+        for layer, tier in enumerate(placement.tiers):
+            if tier == "host":
+                host[layer] = [to_host(array) for array in read_leaves(opened, layer_leaves(opened, layer)).values()]
+            elif tier == "device":
+                device[layer] = list(read_leaves(opened, layer_leaves(opened, layer)).values())
+            work.advance()
     stores["host"], stores["device"] = HostStore(host, shardings), DeviceStore(device)
     store = TieredStore([stores[tier] for tier in placement.tiers])
     return StreamedModel(**opened.fields(), leaves=leaves, placement=placement, store=store)

@@ -67,7 +67,7 @@ def _refuses(hf, out, message, **options):
 @pytest.mark.parametrize("name", ["llama_llama3", "gpt2_awkward", "bert_awkward"])
 def test_leaves_are_those_of_the_mapping(name, out):
     seen = []
-    description = convert(GOLDENS / name, out, progress=lambda done, total: seen.append((done, total)))
+    description = convert(GOLDENS / name, out, progress=lambda what, done, total: seen.append((done, total)))
     source = HuggingFaceModel(GOLDENS / name)
     assert description == Description.read(out)
     assert description.config == source.config
@@ -322,7 +322,7 @@ def test_a_killed_run_leaves_nothing_that_matters(hf, out):
         from jaxinfer.checkpoints import writing
         from jaxinfer.models.files.conversion import convert
         writing.GROUP_BYTES = 1  # every leaf is written at once
-        def progress(done, total):
+        def progress(what, done, total):
             if done > total / 2:
                 os.kill(os.getpid(), signal.SIGKILL)
         convert(sys.argv[1], sys.argv[2], progress=progress)

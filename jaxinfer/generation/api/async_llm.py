@@ -22,6 +22,7 @@ from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
 from jaxinfer.models.files.description import Description
+from jaxinfer.progress import ProgressOption, showing
 from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Reader
@@ -33,6 +34,7 @@ class AsyncLLM(EngineHolder):
     Args:
       path: a model directory; an encoder can only `embed`.
       max_requests: how many requests can be in flight, waiting or running; further callers wait until one has ended.
+      progress: as in `LLM`.
       options: those of `LLM`, for an encoder those of `Embedder`.
 
     All programs are compiled before it takes requests, so that no request waits for a compilation. Requests in flight
@@ -51,11 +53,12 @@ class AsyncLLM(EngineHolder):
     >>> asyncio.run(main())  # doctest: +SKIP
     """
 
-    def __init__(self, path: str | Path, *, max_requests: int = 1024, **options: Any):
+    def __init__(self, path: str | Path, *, max_requests: int = 1024, progress: ProgressOption = None, **options: Any):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
         load = load_decoder if Description.read(path).kind == "decoder" else load_encoder
-        super().__init__(load(path, owner="AsyncLLM", **options))
-        self.engine.compile_ahead()
+        with showing(progress):
+            super().__init__(load(path, owner="AsyncLLM", **options))
+            self.engine.compile_ahead()
         self._loop = RequestDecider(self.engine, max_requests=max_requests).loop
         self._loop.stop_when_dropped(self)
 

@@ -13,6 +13,7 @@ from jaxinfer.generation.api.loading import load_decoder, load_encoder
 from jaxinfer.generation.text import Prompt
 from jaxinfer.models.devices import AnyMesh
 from jaxinfer.models.files.description import Description
+from jaxinfer.progress import ProgressOption, showing
 from jaxinfer.sharding import ShardingRules
 
 
@@ -27,6 +28,7 @@ class Embedder(EngineHolder):
       rules: as in `LLM`.
       max_batch: how many texts can run at once.
       context: how many tokens a text can have; None: the model's own.
+      progress: as in `LLM`.
       options: those of `LLM` for a decoder; for an encoder those of `EngineOptions` that `EncoderEngineConfig` has, and
         `MemoryOptions`.
 
@@ -43,20 +45,22 @@ class Embedder(EngineHolder):
         rules: ShardingRules | None = None,
         max_batch: int = 32,
         context: int | None = None,
+        progress: ProgressOption = None,
         **options: Unpack[ModelOptions],
     ):
         load = load_decoder if Description.read(path).kind == "decoder" else load_encoder
-        loaded = load(
-            path,
-            owner="Embedder",
-            mesh=mesh,
-            dtype=dtype,
-            quantize=quantize,
-            rules=rules,
-            max_batch=max_batch,
-            context=context,
-            **options,
-        )
+        with showing(progress):
+            loaded = load(
+                path,
+                owner="Embedder",
+                mesh=mesh,
+                dtype=dtype,
+                quantize=quantize,
+                rules=rules,
+                max_batch=max_batch,
+                context=context,
+                **options,
+            )
         super().__init__(loaded)
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:

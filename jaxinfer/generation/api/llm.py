@@ -21,6 +21,7 @@ from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Prompt, as_list, encode_chat
 from jaxinfer.models.devices import AnyMesh
+from jaxinfer.progress import ProgressOption, showing
 from jaxinfer.sharding import ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
@@ -43,6 +44,8 @@ class LLM(EngineHolder):
       cache_bytes: memory for keys and values; None: as `memory.plan_memory` decides.
       adapters: LoRA adapters (PEFT folders) by the name that `SamplingParams.adapter` gives.
       logits_processors: `sampler.LogitsProcessor`s by the name that `SamplingParams.logits_processors` gives.
+      progress: whether work of seconds, such as compiling, shows a line on stderr: True, False, a function to call with
+        (what, done, total) in its place, or None: unless `JAXINFER_PROGRESS=0` is in the environment.
       options: `EngineOptions` (generation/engine/config.py) and `MemoryOptions` (streaming/config.py), such as
         page_size, num_speculative_tokens and weights.
 
@@ -66,10 +69,11 @@ class LLM(EngineHolder):
         cache_bytes: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
+        progress: ProgressOption = None,
         **options: Unpack[ModelOptions],
     ):
-        super().__init__(
-            load_decoder(
+        with showing(progress):
+            loaded = load_decoder(
                 path,
                 mesh=mesh,
                 dtype=dtype,
@@ -82,7 +86,7 @@ class LLM(EngineHolder):
                 logits_processors=logits_processors,
                 **options,
             )
-        )
+        super().__init__(loaded)
 
     @property
     def memory(self) -> MemoryPlan:

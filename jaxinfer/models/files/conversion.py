@@ -6,7 +6,7 @@ import os
 import pathlib
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from jaxinfer.models.files.tokenizer_files import tokenizer_files
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.pallas_kernels.weights import QuantizedFormat
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
+from jaxinfer.progress import ProgressOption, long_work, showing
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def convert(
     dtype: str | None = None,
     quantize: str | None = None,
     layout: Layout = "orbax",
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: ProgressOption = None,
 ) -> Description:
     """Write the model in `hf_dir` as a model directory.
 
@@ -136,7 +137,8 @@ def convert(
       quantize: "int8" or "fp8" with one scale per output channel; "int4" with one scale per 128 inputs of each
         channel. In int4, embeddings and matrices whose inputs are not a multiple of 128 are stored in int8.
       layout: "orbax", or "single-file" for a small model.
-      progress: called with the bytes written so far and the total.
+      progress: whether a line on stderr shows the bytes written so far and the total, or who is called with them; as in
+        `LLM`.
     """
     require_choice("dtype", dtype, (None, *DTYPES))
     quantization = parse_quantization(quantize)
@@ -157,15 +159,13 @@ def convert(
     total = sum(leaf.bytes for leaf in leaves.values())
     writer.check_size(total)
     _check_disk(writer.path, total)
-    with writer:
+    with writer, showing(progress), long_work("converting", total=total, in_bytes=True) as work:
         for name, content in files.items():
             writer.add_file(name, content)
         writer.add_file(CONFIG, description.to_json())
-        done = 0
         for name, array in _stored_leaves(source, leaves):
             writer.add(name, array, leaves[name].axes)
-            done += leaves[name].bytes
-            progress(done, total)
+            work.advance(leaves[name].bytes)
     return description
 
 

@@ -27,6 +27,7 @@ from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
+from jaxinfer.progress import long_work
 from jaxinfer.sharding import MeshConfig, MeshFile, ShardingRules
 
 if TYPE_CHECKING:
@@ -143,10 +144,12 @@ class OpenedModel:
             takes=self.fitting.of_leaf,
         )
         arrays: dict[str, jax.Array] = {}
-        for name, array in stored:
-            for part, value in _adapt(name, array, self.shapes[name]).items():
-                arrays[part] = jax.device_put(value, self.sharding(self.shapes[part]))
-                arrays[part].block_until_ready()  # otherwise reading runs ahead and the originals pile up
+        with long_work("loading weights", total=sum(map(only, self.shapes))) as work:
+            for name, array in stored:
+                for part, value in _adapt(name, array, self.shapes[name]).items():
+                    arrays[part] = jax.device_put(value, self.sharding(self.shapes[part]))
+                    arrays[part].block_until_ready()  # otherwise reading runs ahead and the originals pile up
+                    work.advance()
         return {name: arrays[name] for name in self.shapes if name in arrays}
 
 

@@ -1,0 +1,210 @@
+"""Lines of long work: when they appear, where, and that they go."""
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxinfer import progress
+from jaxinfer.progress import chosen, long_work, showing
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    monkeypatch.delenv("JAXINFER_PROGRESS")
+    monkeypatch.setattr(progress, "DELAY", 0.05)
+
+
+def wait(until, seconds=10):
+    end = time.monotonic() + seconds
+    while not until() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert until()
+
+
+def test_a_callback_is_told_each_step():
+    told = []
+    with showing(lambda *args: told.append(args)), long_work("reading", total=3) as work:
+        work.advance()
+        work.update(what="writing", done=3)
+    assert told == [("reading", 0, 3), ("reading", 1, 3), ("writing", 3, 3)]
+
+
+def test_a_callback_gets_0_for_an_unknown_total():
+    told = []
+    with showing(lambda *args: told.append(args)), long_work("reading"):
+        pass
+    assert told == [("reading", 0, 0)]
+
+
+def test_an_inner_none_leaves_what_was_chosen():
+    with showing(False), showing(None):
+        assert chosen() is False
+        with showing(True):
+            assert chosen() is True
+        assert chosen() is False
+    assert chosen() is None
+
+
+@pytest.mark.parametrize("bad", [0.5, "yes", [print]])
+def test_refuses_anything_else(bad):
+    with pytest.raises(ValueError, match="progress must be True, False, a function of"), showing(bad):
+        pass
+
+
+def test_short_work_writes_nothing(shown, capfd):
+    with long_work("reading", total=3):
+        pass
+    time.sleep(0.3)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_long_work_writes_one_line_off_a_terminal(shown, capfd):
+    with long_work("reading", total=3) as work:
+        work.advance()
+        time.sleep(0.8)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"jaxinfer: reading: 1 of 3, \d s\n", err)
+
+
+def test_a_log_gets_another_line_after_a_while(shown, monkeypatch, capfd):
+    monkeypatch.setattr(progress, "INTERVAL", 0.2)
+    with long_work("reading"):
+        time.sleep(1.2)
+    lines = capfd.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 6
+    assert set(lines) <= {"jaxinfer: reading, 0 s", "jaxinfer: reading, 1 s"}
+
+
+def test_the_newest_work_is_shown(shown, capfd):
+    with long_work("outside"), long_work("inside"):
+        time.sleep(0.5)
+    assert capfd.readouterr().err == "jaxinfer: inside, 0 s\n"
+
+
+def test_bytes_are_written_as_sizes(shown, capfd):
+    with long_work("fetching", total=8_500_000_000, in_bytes=True) as work:
+        work.update(done=1_200_000_000)
+        time.sleep(0.5)
+    assert re.search(r"fetching: 1\.2 GB of 8\.5 GB, [\d.]+ [kMGT]B/s, 0 s", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_is_off(shown, monkeypatch, capfd, how):
+    if how == "environment":
+        monkeypatch.setenv("JAXINFER_PROGRESS", "0")
+    with showing(False if how == "argument" else None), long_work("reading"):
+        time.sleep(0.5)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_argument_is_above_the_environment(shown, monkeypatch, capfd):
+    monkeypatch.setenv("JAXINFER_PROGRESS", "0")
+    with showing(True), long_work("reading"):
+        time.sleep(0.5)
+    assert capfd.readouterr().err == "jaxinfer: reading, 0 s\n"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_an_error_inside_takes_the_work_away(shown, error):
+    with pytest.raises(error), long_work("reading"):
+        raise error
+    assert not progress._line._works
+
+
+def test_its_thread_ends_with_the_last_work(shown):
+    with long_work("reading"):
+        time.sleep(0.1)
+    wait(lambda: not any(thread.name == "jaxinfer-progress" for thread in threading.enumerate()))
+
+
+def test_threads_advance_the_same_work():
+    told = []
+    with showing(lambda *args: told.append(args)), long_work("reading", total=400) as work:
+        threads = [threading.Thread(target=lambda: [work.advance() for _ in range(100)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert work.done == 400
+    assert len(told) == 401
+
+
+SCRIPT = """
+import os, sys, time
+from jaxinfer import progress
+from jaxinfer.progress import long_work
+progress.DELAY = 0.1
+print("before", flush=True)
+with long_work("compiling programs of a rather long name that does not fit into the line", total=6) as work:
+    work.advance(2)
+    time.sleep(1)
+    with progress.paused():
+        print("a note", flush=True)
+    if "fork" in sys.argv:
+        if (child := os.fork()) == 0:
+            with long_work("in the child"):
+                time.sleep(1)
+            os._exit(0)
+        os.waitpid(child, 0)
+    time.sleep(0.6)
+print("after", flush=True)
+"""
+
+
+def in_terminal(*arguments, columns=80):
+    """Run the script in a pseudo-terminal, and return all that it wrote."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
+    environment.pop("JAXINFER_PROGRESS", None)
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    with subprocess.Popen(command, stdout=slave, stderr=slave, env=environment) as process:
+        os.close(slave)
+        written = b""
+        while select.select([master], [], [], 30)[0]:
+            try:
+                part = os.read(master, 4096)
+            except OSError:  # the other end is closed
+                break
+            written += part
+        assert process.wait(30) == 0
+    os.close(master)
+    return written.decode()
+
+
+def screen(written):
+    """Return the lines that a terminal shows in the end."""
+    lines, row, column = [""], 0, 0
+    for code, text in re.findall(r"(\x1b\[[?\d;]*[A-Za-z]|[\r\n])|([^\x1b\r\n]+)", written):
+        if code == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif code == "\r":
+            column = 0
+        elif code.endswith("A"):
+            row -= int(code[2:-1] or 1)
+        elif code == "\x1b[2K":
+            lines[row] = ""
+        elif text:
+            lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text) :]
+            column += len(text)
+    return [line for line in lines if line]
+
+
+def test_a_terminal_shows_one_transient_line():
+    written = in_terminal()
+    assert "2 of 6" in written
+    assert "0 s" in written
+    assert screen(written) == ["before", "a note", "after"]
+
+
+def test_a_fork_shows_its_work_too():
+    written = in_terminal("fork")
+    assert "in the child" in written
