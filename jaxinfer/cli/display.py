@@ -1,23 +1,53 @@
 """Output that several subcommands share: tables, and a progress bar."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-PIPED_WIDTH = 120  # columns of output off a terminal, which rich would squeeze into 80
+WIDTH = 80
+"""Columns that every table fits into. Narrower terminals break its lines, where rich would cut figures."""
+PIPED_WIDTH = 120
+"""Columns of output off a terminal."""
+
+
+def table(*columns: str, figures: int = 0, title: str = "") -> Table:
+    """Return an empty table whose last `figures` columns are right-aligned and never broken.
+
+    Other columns are folded into what those leave, so nothing is cut.
+    """
+    empty = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for left, column in zip(range(len(columns), 0, -1), columns, strict=True):
+        if left > figures:
+            empty.add_column(column, overflow="fold")
+        else:
+            empty.add_column(column, justify="right", no_wrap=True)
+    return empty
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """Format a number with as many significant digits, and without an exponent.
+
+    >>> figure(1234.56), figure(12345.6), figure(0.0123456), figure(0.4, 3)
+    ('1,235', '12,346', '0.01235', '0.400')
+    """
+    if not value:
+        return "0"
+    magnitude = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))  # of the rounded value
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
 
 
 def show(*tables: Table) -> None:
     """Print tables."""
     console = Console()
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    for table in tables:
-        console.print(table)
+    console.width = max(console.width, WIDTH) if console.is_terminal else PIPED_WIDTH
+    for shown in tables:
+        console.print(shown)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class Distribution:
 
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "min", "max")
-"""Fields of `Distribution`, in the order of the tables' columns."""
+"""Fields of `Distribution`, in the order of the tables' rows."""
 
 METRICS = {
     "end_to_end_s": "end-to-end",

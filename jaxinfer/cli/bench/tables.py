@@ -1,24 +1,22 @@
 """The tables of the bench commands."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from textwrap import fill
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from jaxinfer.cli.bench.results import METRICS, STATISTICS, Distribution, Latency, Throughput, WarmUp
+from jaxinfer.cli.display import figure, show, table
 
-PIPED_WIDTH = 120  # columns of output off a terminal, which rich would squeeze into 80
+HEADING = 12
+"""Columns into which the names of metrics are broken."""
 
 
-def print_tables(tables: list[Table], warm_up: WarmUp) -> None:
+def print_tables(tables: Sequence[Table], warm_up: WarmUp) -> None:
     """Print the tables and a line about the warm-up."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
-    for table in tables:
-        console.print(table)
-    console.print(
+    show(*tables)
+    Console().print(
         f"Not in the figures: {warm_up.seconds:.1f} s of warm-up. It compiled, or read from the disk cache, "
         f"{len(warm_up.programs)} programs: {warm_up.compile_s:.1f} s in sum, several at a time.",
         highlight=False,
@@ -27,40 +25,41 @@ def print_tables(tables: list[Table], warm_up: WarmUp) -> None:
 
 def latency_table(results: list[Latency], prompt_tokens: int) -> Table:
     """Return a table of times in milliseconds and of rates, by batch size."""
-    title = f"{prompt_tokens} prompt and {results[0].output_tokens} output tokens a request"
-    table = _table("batch", "ms", *STATISTICS, "tokens/s", title=title)
+    title = f"{prompt_tokens} prompt and {results[0].output_tokens} output tokens a request; times in ms"
+    metrics = _sampled(results[0])
+    filled = table("batch", "", *_headings(metrics), "tokens/s", figures=len(metrics) + 1, title=title)
     for result in results:
-        _add_distributions(table, result, str(result.batch), last=(f"{result.tokens_per_s:,.1f}",))
-    return table
+        batch, rate = str(result.batch), figure(result.tokens_per_s)
+        for row in _rows(result, metrics):
+            filled.add_row(batch, *row, rate)
+            batch = rate = ""  # in the first row only
+        filled.add_section()
+    return filled
 
 
 def throughput_tables(result: Throughput) -> list[Table]:
     """Return a table of the whole run's rates, and one of times in milliseconds."""
     title = f"{result.requests} requests, {result.prompt_tokens:,} prompt and {result.output_tokens:,} output tokens"
-    rates = _table("seconds", "requests/s", "output tokens/s", "total tokens/s", title=title)
-    rates.add_row(
-        f"{result.seconds:,.2f}",
-        f"{result.requests_per_s:,.2f}",
-        f"{result.output_tokens_per_s:,.1f}",
-        f"{result.total_tokens_per_s:,.1f}",
-    )
-    times = _table("ms", *STATISTICS, title="of a request, from queueing")
-    _add_distributions(times, result)
+    rates = table("seconds", "requests/s", "output tokens/s", "total tokens/s", figures=4, title=title)
+    speeds = result.seconds, result.requests_per_s, result.output_tokens_per_s, result.total_tokens_per_s
+    rates.add_row(*map(figure, speeds))
+    metrics = _sampled(result)
+    times = table("", *_headings(metrics), figures=len(metrics), title="of a request, from queueing; times in ms")
+    for row in _rows(result, metrics):
+        times.add_row(*row)
     return [rates, times]
 
 
-def _table(*columns: str, title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name.startswith("ms") else "right", no_wrap=True)
-    return table
+def _sampled(result: Latency | Throughput) -> list[str]:
+    """Return the metrics that have samples."""
+    return [field for field in METRICS if getattr(result, field, ())]
 
 
-def _add_distributions(table: Table, result: Latency | Throughput, *first: str, last: Iterable[str] = ()) -> None:
-    """Add a row of milliseconds for each metric that has samples; `first` and `last` frame the first row only."""
-    for field, name in METRICS.items():
-        if distribution := Distribution.from_samples(getattr(result, field, ())):
-            cells = (f"{1e3 * getattr(distribution, statistic):,.2f}" for statistic in STATISTICS)
-            table.add_row(*first, name, *cells, *last)
-            first, last = ("",) * len(first), ()
-    table.add_section()
+def _headings(metrics: Sequence[str]) -> list[str]:
+    return [fill(METRICS[field], HEADING, break_on_hyphens=False) for field in metrics]
+
+
+def _rows(result: Latency | Throughput, metrics: Sequence[str]) -> list[list[str]]:
+    """Return a row for each statistic: its name, and milliseconds by metric."""
+    summaries = [Distribution.from_samples(getattr(result, field)) for field in metrics]
+    return [[name, *(figure(1e3 * getattr(summary, name)) for summary in summaries)] for name in STATISTICS]

@@ -1,0 +1,92 @@
+"""Tables in a terminal of 80 columns: every figure is there, whole."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from jaxinfer.cli import display
+from jaxinfer.cli.bench.results import STATISTICS, Distribution, Latency, Throughput, WarmUp
+from jaxinfer.cli.bench.tables import latency_table, print_tables, throughput_tables
+
+
+def shown(*tables, width=80):
+    """What a terminal of a width shows of tables."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    for table in tables:
+        console.print(table)
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    return text
+
+
+SLOW = [12345.678 + n for n in range(3)], [1234.5678, 2.0, 0.0009], [0.123456, 9.99996], [0.00001, 67.891]
+
+
+def latency(batch):
+    times = dict(zip(("end_to_end_s", "first_token_s", "per_output_token_s", "inter_token_s"), SLOW, strict=True))
+    return Latency(batch=batch, output_tokens=1000, total_output_tokens=98_765_432, **times)
+
+
+def test_no_figure_of_latencies_is_cut():
+    results = [latency(1), latency(4096)]
+    text = shown(latency_table(results, 32_000))
+    for times in SLOW:
+        summary = Distribution.from_samples(times)
+        for name in STATISTICS:
+            assert text.split().count(display.figure(1e3 * getattr(summary, name))) >= len(results)
+    assert display.figure(results[0].tokens_per_s) in text
+    assert len(re.findall(r"^ ?(?:1|4096)? +mean ", text, re.MULTILINE)) == 2
+
+
+def test_no_figure_of_throughput_is_cut():
+    end_to_end, first, per_token, _ = SLOW
+    result = Throughput(
+        seconds=123456.7,
+        prompt_tokens=98_765_432,
+        output_tokens=12_345_678,
+        end_to_end_s=end_to_end,
+        first_token_s=first,
+        per_output_token_s=per_token,
+        timeline=[],
+    )
+    text = shown(*throughput_tables(result))
+    for figure in (result.seconds, result.requests_per_s, result.output_tokens_per_s, result.total_tokens_per_s):
+        assert display.figure(figure) in text.split()
+    for times in (end_to_end, first, per_token):
+        assert display.figure(1e3 * max(times)) in text.split()
+
+
+def test_metrics_without_samples_are_left_out():
+    result = Latency(batch=1, output_tokens=1, end_to_end_s=[0.5], first_token_s=[0.25], total_output_tokens=1)
+    text = shown(latency_table([result], 8))
+    assert "output token" not in text.replace("output tokens", "")
+    assert text.split().count("500.0") == text.split().count("250.0") == len(STATISTICS)
+
+
+def test_narrow_terminals_break_lines_and_lose_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    print_tables([latency_table([latency(1)], 8)], WarmUp(seconds=1.0, compile_s=2.0, programs={"decode": 2.0}))
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert "12,345,678" in text or "12,346,678" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (9.99996, "10.00"),
+        (9999.6, "10,000"),
+        (1234567, "1,234,567"),
+        (0.00012345, "0.0001234"),
+        (-3.5, "-3.500"),
+        (99.999, "100.0"),
+    ],
+)
+def test_figures_have_four_digits(value, text):
+    assert display.figure(value) == text
