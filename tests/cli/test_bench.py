@@ -11,6 +11,7 @@ from jaxinfer.cli import app
 from jaxinfer.cli.bench.measure import measure_latency, measure_throughput
 from jaxinfer.cli.bench.results import Distribution
 from jaxinfer.cli.bench.workload import Request, random_prompts, spread_lengths
+from jaxinfer.cli.display import figure
 from jaxinfer.generation import LLM
 from jaxinfer.models.files.conversion import convert
 from tests.generation.conftest import PAGE_BYTES, TIGHT
@@ -58,8 +59,8 @@ def test_latency(model_dir, tmp_path):
         check_distribution(metrics["inter_token_s"], 3 * batch * 5)
         assert metrics["end_to_end_s"]["mean"] == pytest.approx(metrics["seconds"] / 3)
         assert metrics["first_token_s"]["max"] < metrics["end_to_end_s"]["max"]
-        assert f"{1e3 * metrics['inter_token_s']['p99']:,.2f}" in done.stdout
-        assert f"{metrics['output_tokens_per_s']:,.1f}" in done.stdout
+        assert figure(1e3 * metrics["inter_token_s"]["p99"]) in done.stdout
+        assert figure(metrics["output_tokens_per_s"]) in done.stdout
     assert f"{len(report['warm_up']['programs'])} programs" in done.stdout
     assert done.stderr == f"Wrote {file}\n"
 
@@ -81,7 +82,7 @@ def test_throughput(model_dir, tmp_path):
     for name in ("end_to_end_s", "first_token_s", "per_output_token_s"):
         check_distribution(metrics[name], 5)
     assert metrics["end_to_end_s"]["max"] <= metrics["seconds"]
-    assert f"{metrics['total_tokens_per_s']:,.1f}" in done.stdout
+    assert figure(metrics["total_tokens_per_s"]) in done.stdout
 
 
 def test_prompts_come_from_a_file(model_dir, tmp_path):
