@@ -11,7 +11,7 @@ SLOW_SHARES := 8
 .PHONY: demo test interpreted slow slow-share aot newest peers lint types contracts clean
 
 demo: .venv/.base
-	.venv/bin/jaxinfer generate examples/demo_model --max-new-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
+	.venv/bin/jaxinfer generate examples/demo_model --max-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
 	  --prompt $$'    def test_read(self):\n        with open(self.path) as f:\n'
 
 test: .venv/.dev

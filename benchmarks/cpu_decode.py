@@ -129,7 +129,7 @@ def host_overhead() -> float:
 
 def demo_start(demo: Path) -> float:
     """Measure the seconds of a whole `jaxinfer generate` of 16 tokens, with a warm compile cache."""
-    command = [JAXINFER, "generate", demo, "--prompt", "import os\n", "--max-new-tokens"]
+    command = [JAXINFER, "generate", demo, "--prompt", "import os\n", "--max-tokens"]
     subprocess.run([*command, "16"], check=True, stdout=subprocess.DEVNULL)
     start = time.perf_counter()
     subprocess.run([*command, "16"], check=True, stdout=subprocess.DEVNULL)

@@ -99,7 +99,7 @@ def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "
         except ValueError:
             raise ValueError(f"--token-ids must be integers separated by commas, got {ids!r}.") from None
     if not prompts:
-        raise ValueError("No prompt: give --prompt, --prompts-file or --token-ids.")
+        raise ValueError("No prompt: give a text, --prompts-file or --token-ids.")
     return prompts
 
 

@@ -37,13 +37,14 @@ ADAPTER = "adapter"
 def generate(
     ctx: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)],
+    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Prompts.", show_default=False)] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(help="One prompt a line; in a .jsonl file, one object a line with `prompt` or `token_ids`."),
     ] = None,
     token_ids: Annotated[list[str] | None, typer.Option(help="A prompt as token ids: 5,17,3.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability.")] = 0.95,
@@ -82,11 +83,11 @@ def generate(
 
     With --json, a request that cannot run becomes a line with its `error`; the others run, and the exit code is 1.
     """
-    prompts = read_prompts(prompt or [], prompts_file, token_ids or [])
+    prompts = read_prompts([*(texts or ()), *(prompt or ())], prompts_file, token_ids or [])
     from jaxinfer.generation import SamplingParams
 
     params = SamplingParams(
-        max_tokens=max_new_tokens,
+        max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -162,7 +163,7 @@ def _print_text(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -
         else:
             typer.secho(shown, err=True, bold=True, nl=False)
             output = _stream(llm, request)
-        _note(_summary(output))
+        _note(_summary(output, params, llm.engine.config.context))
 
 
 def _stream(llm: "LLM", request: "Request") -> "RequestOutput":
@@ -177,13 +178,16 @@ def _stream(llm: "LLM", request: "Request") -> "RequestOutput":
     return output
 
 
-def _summary(output: "RequestOutput") -> str:
+def _summary(output: "RequestOutput", params: "SamplingParams", context: int) -> str:
     completion = output.outputs[0]
+    ended = str(completion.finish_reason)
+    if ended == "length" and len(completion.token_ids) != params.max_tokens:
+        ended = f"length: the context of {context} tokens is full"
     timings, drafted, accepted = completion.timings, completion.num_draft_tokens, completion.num_accepted_tokens
     rate = f", {timings.tokens_per_s:.1f} tokens/s" if timings.tokens_per_s else ""
     speculation = f", {accepted} of {drafted} speculative tokens accepted" if drafted else ""
     first = f", first token after {timings.first_token_s:.3f} s" if timings.first_token_s is not None else ""
-    return f"[{len(completion.token_ids)} tokens, {completion.finish_reason}{rate}{first}{speculation}]"
+    return f"[{len(completion.token_ids)} tokens, {ended}{rate}{first}{speculation}]"
 
 
 def _print_json(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:

@@ -23,7 +23,7 @@ def info(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.")],
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     costs: Annotated[
@@ -62,7 +62,7 @@ def info(
     leaves = canonical_leaves(fitted, weights)
     parameters = sum(math.prod(leaf.shape) for leaf in canonical_leaves(config, WeightFormat()).values())
     weight_bytes = bytes_per_device(leaves, layout.abstract(), rules)
-    cache_bytes = bytes_per_device(cache_leaves(fitted, weights, batch, context), layout.abstract(), rules)
+    cache_bytes = bytes_per_device(cache_leaves(fitted, weights, max_batch, context), layout.abstract(), rules)
 
     table = Table("", str(directory), title_justify="left")
     for name, value in (
@@ -77,7 +77,7 @@ def info(
     ):
         if value != "":
             table.add_row(name, str(value))
-    served = f", batch {batch} of {context} tokens" if cache_bytes else ""
+    served = f", batch {max_batch} of {context} tokens" if cache_bytes else ""
     console, budget = Console(), Budget(f"each device, {weights.quantized or weights.dtype}{served}", None)
     would_have = Reservation(directory.resolve().name)
     tenants = device_tenants(weights=weight_bytes, cache=cache_bytes)

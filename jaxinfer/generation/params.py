@@ -17,6 +17,7 @@ from jaxinfer.generation.fields import (
     check_fields,
     shown,
 )
+from jaxinfer.generation.other_names import SAMPLING, refuses
 
 # Sizes of the arrays that carry per-request options to the device; part of every compiled program.
 MAX_STOP_TOKEN_IDS = 16
@@ -109,6 +110,7 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
     return text
 
 
+@refuses(SAMPLING)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Options of continuing one prompt.

@@ -28,7 +28,7 @@ def llm(model_dir):
 
 
 def test_greedy_text_is_that_of_the_library(model_dir, llm):
-    done = run(model_dir, "--prompt", "hello", "--temperature", 0, "--max-new-tokens", 12, "--ignore-eos")
+    done = run(model_dir, "--prompt", "hello", "--temperature", 0, "--max-tokens", 12, "--ignore-eos")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     assert done.stdout == llm.generate("hello", params)[0].outputs[0].text + "\n"
     assert "[12 tokens, length" in done.stderr
@@ -37,8 +37,8 @@ def test_greedy_text_is_that_of_the_library(model_dir, llm):
 
 
 def test_json_lines_contain_the_request_and_its_output(model_dir, llm):
-    arguments = ("--prompt", "one", "--prompt", "two", "--temperature", 0.9, "--seed", 3, "--logprobs", 2)
-    done = run(model_dir, *arguments, "--max-new-tokens", 6, "--ignore-eos", "--json")
+    arguments = ("one", "--prompt", "two", "--temperature", 0.9, "--seed", 3, "--logprobs", 2)
+    done = run(model_dir, *arguments, "--max-tokens", 6, "--ignore-eos", "--json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == ["one", "two"]
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=6, ignore_eos=True)
@@ -54,7 +54,7 @@ def test_json_lines_contain_the_request_and_its_output(model_dir, llm):
 def test_a_bad_prompt_does_not_affect_the_others(model_dir, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": ""}\n{"token_ids": [5, 17, 3]}\n{"token_ids": [999]}\n')
-    done = run(model_dir, "--prompts-file", file, "--json", "--max-new-tokens", 3, "--temperature", 0, code=1)
+    done = run(model_dir, "--prompts-file", file, "--json", "--max-tokens", 3, "--temperature", 0, code=1)
     lines = {line["index"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert "empty" in lines[0]["error"]
     assert len(lines[1]["token_ids"]) == 3
@@ -64,13 +64,13 @@ def test_a_bad_prompt_does_not_affect_the_others(model_dir, tmp_path):
 def test_a_file_has_a_prompt_per_line(model_dir, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("first\nsecond\n")
-    done = run(model_dir, "--prompts-file", file, "--json", "--max-new-tokens", 2, "--temperature", 0)
+    done = run(model_dir, "--prompts-file", file, "--json", "--max-tokens", 2, "--temperature", 0)
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["first", "second"]
 
 
 def test_several_completions_of_token_ids_without_a_tokenizer(tmp_path):
     convert(GOLDENS / "llama_llama3", tmp_path / "model")
-    arguments = ("--token-ids", "5,17,3", "--max-new-tokens", 4, "--ignore-eos", "--seed", 1, "--max-batch", 1)
+    arguments = ("--token-ids", "5,17,3", "--max-tokens", 4, "--ignore-eos", "--seed", 1, "--max-batch", 1)
     (line,) = map(json.loads, run(tmp_path / "model", *arguments, "--n", 2, "--json").stdout.splitlines())
     assert line["prompt_token_ids"] == [5, 17, 3]
     assert [len(c["token_ids"]) for c in line["outputs"]] == [4, 4]
@@ -97,7 +97,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("how", [(), ("--n", 2), ("--json",)], ids=["stream", "n", "json"])
 def test_a_prompt_is_prepared_once(model_dir, calls, how):
-    prompts = ("--prompt", "one", "--prompt", "two", "--max-new-tokens", 4)
+    prompts = ("--prompt", "one", "--prompt", "two", "--max-tokens", 4)
     done = run(model_dir, *prompts, "--regex", "[ab]{2,3}", *how)
     assert calls["encode"] == ["one", "two"]
     assert [params.regex for params in calls["_compile"]] == ["[ab]{2,3}"]  # the same for all prompts
@@ -105,7 +105,7 @@ def test_a_prompt_is_prepared_once(model_dir, calls, how):
 
 
 def test_a_bad_prompt_is_prepared_once_too(model_dir, calls):
-    done = run(model_dir, "--prompt", "a" * 200, "--prompt", "two", "--max-new-tokens", 2, "--json", code=1)
+    done = run(model_dir, "--prompt", "a" * 200, "--prompt", "two", "--max-tokens", 2, "--json", code=1)
     assert calls["encode"] == ["a" * 200, "two"]
     bad, good = map(json.loads, done.stdout.splitlines())
     assert (bad["index"], good["index"]) == (0, 1)
@@ -124,7 +124,7 @@ def test_a_prompt_that_cannot_run_compiles_no_grammar(llm, calls):
 def test_structured_outputs(model_dir, tmp_path):
     (tmp_path / "schema.json").write_text('{"enum": ["red", "blue"]}')
     (tmp_path / "grammar.lark").write_text('start: "up" | "down"')
-    common = ("--prompt", "a", "--max-new-tokens", 16, "--json")
+    common = ("--prompt", "a", "--max-tokens", 16, "--json")
     for option, texts in (
         (("--json-schema", tmp_path / "schema.json"), ('"red"', '"blue"')),
         (("--regex", "red|blue"), ("red", "blue")),
@@ -147,13 +147,15 @@ def test_the_summary_counts_speculative_tokens():
     )
     output = RequestOutput(request_id="0", prompt="a", prompt_token_ids=[1], prompt_logprobs=None, outputs=[completion])
     expected = "[3 tokens, length, 8.0 tokens/s, first token after 0.250 s, 2 of 7 speculative tokens accepted]"
-    assert _summary(output) == expected
+    assert _summary(output, SamplingParams(max_tokens=3), context=99) == expected
+    full = "[3 tokens, length: the context of 4 tokens is full, 8.0 tokens/s"
+    assert _summary(output, SamplingParams(max_tokens=5), context=4).startswith(full)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "error: No prompt: give --prompt, --prompts-file or --token-ids."),
+        ((), "error: No prompt: give a text, --prompts-file or --token-ids."),
         (("--token-ids", "1,x"), "error: --token-ids must be integers separated by commas, got '1,x'."),
         (("--prompt", "a", "--temperature", "-1"), "error: SamplingParams.temperature must be finite and >= 0"),
         (("--prompt", "a", "--dtype", "int3"), "error: dtype='int3' is not implemented"),

@@ -24,7 +24,7 @@ OF_TESTS = (
 """The variables that `conftest.py` sets and a user's process does not have."""
 
 CLI = "from jaxinfer.cli import app; app()"
-SHORT = ("generate", "examples/demo_model", "--prompt", "def main():", "--max-new-tokens", "12")
+SHORT = ("generate", "examples/demo_model", "--prompt", "def main():", "--max-tokens", "12")
 
 SERVICE = """
 import numpy as np

@@ -45,7 +45,7 @@ print(len(llm.generate("a", params)[0].outputs[0].token_ids))
 CLI = """
 slow.set()
 from jaxinfer.cli import app
-sys.argv[1:] = ["generate", sys.argv[1], "--prompt", "a", "--max-new-tokens", "2"]
+sys.argv[1:] = ["generate", sys.argv[1], "--prompt", "a", "--max-tokens", "2"]
 app()
 """
 

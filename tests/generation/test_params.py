@@ -1,7 +1,9 @@
 """Whatever a caller gives for an option becomes what its type says, or is refused by name."""
 
 import dataclasses
+import inspect
 import json
+import re
 import types
 import typing
 
@@ -10,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer import LLM, AsyncLLM, Embedder
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.generation.api.beam_search import BeamSearchParams
+from jaxinfer.generation.api.build import ModelOptions
+from jaxinfer.generation.other_names import BEAM_SEARCH, MODEL, SAMPLING
 from jaxinfer.generation.params import PoolingParams, SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.sampling.arrays import RowOptions, sampling_arrays
 from tests.generation.wrong import JSON
@@ -95,6 +100,44 @@ WRONG = [
 def test_the_error_says_which_option_and_what_it_takes(params, options, message):
     with pytest.raises(ValueError, match=f"^{params.__name__}.{message}"):
         params(**options)
+
+
+OTHER_NAMES = [
+    (SamplingParams, "max_new_tokens", "use max_tokens"),
+    (SamplingParams, "num_return_sequences", "use n"),
+    (BeamSearchParams, "num_beams", "use beam_width"),
+    (LLM, "max_model_len", "use context"),
+    (LLM, "model", "use path, the first argument"),
+    (AsyncLLM, "tensor_parallel_size", r"use mesh=MeshConfig\(tensor=...\)"),
+    (Embedder, "quantization", "use quantize='int8', 'int4' or 'fp8'"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "advice"), OTHER_NAMES)
+def test_a_name_of_another_library_is_answered_by_ours(owner, name, advice):
+    with pytest.raises(TypeError, match=f"^{owner.__name__} has no option {name}: {advice}[^\n]*$"):
+        owner(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (SAMPLING, {field.name for field in dataclasses.fields(SamplingParams)}),
+        (BEAM_SEARCH, {field.name for field in dataclasses.fields(BeamSearchParams)}),
+        (MODEL, {*inspect.signature(LLM).parameters, *ModelOptions.__annotations__}),
+    ],
+)
+def test_advice_is_for_options_that_exist(names, options):
+    assert not options & set(names)
+    advised = {word for advice in names.values() for word in re.findall(r"^use (\w+)", advice)}
+    assert advised - options <= {"LLM", "Embedder", "SamplingParams", "the"}
+
+
+def test_an_unknown_option_is_answered_by_those_there_are(model_dir):
+    with pytest.raises(TypeError, match=r"SamplingParams has no option tempratur; known: adapter,.* temperature,"):
+        SamplingParams(tempratur=1)
+    with pytest.raises(TypeError, match=r"LLM has no option heads; known: adapter_bytes, adapters, .*mesh, .*rules, "):
+        LLM(model_dir, heads=1)
 
 
 def test_numbers_of_numpy_are_numbers():

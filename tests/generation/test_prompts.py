@@ -105,7 +105,9 @@ def test_one_text_has_one_vector(llm):
 
 @pytest.mark.parametrize("wrong", [{"max_tokens": 5}, [{}], "greedy", 0, {}])
 def test_params_of_another_type_are_refused(llm, wrong):
-    with pytest.raises(ValueError, match=r"params must be SamplingParams or PoolingParams, got|but \d SamplingParams"):
+    with pytest.raises(
+        ValueError, match=r"sampling_params must be SamplingParams or PoolingParams, got|but \d SamplingParams"
+    ):
         llm.generate(["a"], wrong)
     with pytest.raises(ValueError, match="params must be BeamSearchParams, got"):
         llm.beam_search(["a"], wrong)

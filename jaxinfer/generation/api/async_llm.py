@@ -18,6 +18,7 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.ticket import RequestTicket
 from jaxinfer.generation.engine.view import RequestSnapshot
 from jaxinfer.generation.fields import AtLeast1, check
+from jaxinfer.generation.other_names import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
@@ -28,6 +29,7 @@ from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Reader
 
 
+@refuses(MODEL)
 class AsyncLLM(EngineHolder):
     """A model that takes requests from many tasks and threads, and runs them together in its own thread.
 
@@ -62,16 +64,18 @@ class AsyncLLM(EngineHolder):
         self._loop = RequestDecider(self.engine, max_requests=max_requests).loop
         self._loop.stop_when_dropped(self)
 
-    def prepare(self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None) -> Request:
+    def prepare(
+        self, prompt: Prompt | Request, sampling_params: SamplingParams | PoolingParams | None = None
+    ) -> Request:
         """Tokenise and check a prompt; other methods take the request, whose `request_id` is known, in its place.
 
         Raises the ValueError that they would raise for this prompt.
         """
-        return self.engine.prepare(prompt, params)
+        return self.engine.prepare(prompt, sampling_params)
 
     # Tasks
 
-    def generate(self, prompt: Prompt | Request, params: SamplingParams | None = None) -> "OutputStream":
+    def generate(self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None) -> "OutputStream":
         """Continue a prompt: `async for` its outputs or pieces of its text, or await the final output.
 
         The request is made in a thread beside the event loop and begins when the stream is first read, which raises
@@ -79,10 +83,10 @@ class AsyncLLM(EngineHolder):
         is given up.
         """
         prompt = copied(prompt)  # the caller's list may change until the stream is read
-        return self._stream(lambda: self.prepare(prompt, params))
+        return self._stream(lambda: self.prepare(prompt, sampling_params))
 
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> "OutputStream":
         """Answer a conversation as `LLM.chat` does, streamed as by `generate`.
 
@@ -90,7 +94,7 @@ class AsyncLLM(EngineHolder):
         cannot take.
         """
         messages, options = check_messages(messages), check_options(options)
-        return self._stream(lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), params))
+        return self._stream(lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), sampling_params))
 
     async def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """Return the vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].
@@ -149,14 +153,18 @@ class AsyncLLM(EngineHolder):
 
     @overload
     def submit(
-        self, prompt: Prompt | Request, params: SamplingParams | None = None, *, block: bool = True
+        self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None, *, block: bool = True
     ) -> Future[RequestOutput]: ...
 
     @overload
-    def submit(self, prompt: Prompt, params: PoolingParams, *, block: bool = True) -> Future[np.ndarray]: ...
+    def submit(self, prompt: Prompt, sampling_params: PoolingParams, *, block: bool = True) -> Future[np.ndarray]: ...
 
     def submit(
-        self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None, *, block: bool = True
+        self,
+        prompt: Prompt | Request,
+        sampling_params: SamplingParams | PoolingParams | None = None,
+        *,
+        block: bool = True,
     ) -> Future[Any]:
         """Continue a prompt, or with PoolingParams embed it, from any thread; cancelling the future gives it up.
 
@@ -165,7 +173,7 @@ class AsyncLLM(EngineHolder):
 
         Raises ValueError for an invalid prompt.
         """
-        ticket = RequestTicket(self.prepare(prompt, params).sequences(), owner=self)
+        ticket = RequestTicket(self.prepare(prompt, sampling_params).sequences(), owner=self)
         return self._loop.serve(ticket, block=block)
 
     def abort(self, request_id: str) -> None:

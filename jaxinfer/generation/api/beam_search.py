@@ -23,6 +23,7 @@ from msgspec import Meta
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.fields import AtLeast1, check_fields, shown
+from jaxinfer.generation.other_names import BEAM_SEARCH, refuses
 from jaxinfer.generation.outputs import FinishReason
 from jaxinfer.generation.params import MAX_LOGPROBS, SamplingParams, StopTokenIds
 from jaxinfer.generation.text import Prompt
@@ -33,6 +34,7 @@ MAX_LENGTH_PENALTY = 10.0
 _BeamWidth = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH, description=f"an integer in [1, {MAX_BEAM_WIDTH}]")]
 
 
+@refuses(BEAM_SEARCH)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """Options of a search for the likeliest continuations of a prompt.

@@ -27,6 +27,7 @@ from jaxinfer.generation.execution.placement import plan_placement
 from jaxinfer.generation.execution.platforms import buckets_of, sliced_buckets, streamed_buckets
 from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
+from jaxinfer.generation.other_names import unknown_options
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models import DecoderConfig, EncoderConfig
@@ -116,14 +117,19 @@ class ModelOptions(EngineOptions, MemoryOptions, total=False):
     """Options of `LLM` and `Embedder`."""
 
 
-def split_options(options: ModelOptions, mesh: AnyMesh, *, owner: str) -> tuple[EngineOptions, MemoryConfig]:
+def split_options(
+    options: ModelOptions, mesh: AnyMesh, *, owner: str, others: Iterable[str] = ()
+) -> tuple[EngineOptions, MemoryConfig]:
     """Split options into the engine's and those of weight placement, which default to the mesh file's.
+
+    Args:
+      others: the owner's other options, which an error lists too.
 
     Raises TypeError for unknown options, ValueError for unknown ones in the file and for bad values.
     """
     known = ModelOptions.__annotations__
     if unknown := options.keys() - known.keys():
-        raise TypeError(f"{owner} has no option {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}.")
+        raise unknown_options(owner, unknown, {*known, *others})
     memory = {name: value for name, value in options.items() if name in MemoryOptions.__annotations__}
     engine = {name: value for name, value in options.items() if name not in memory}
     if isinstance(mesh, MeshFile):

@@ -10,6 +10,7 @@ from jaxinfer.generation.api.build import ModelOptions
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.holder import EngineHolder
 from jaxinfer.generation.api.loading import load_decoder, load_encoder
+from jaxinfer.generation.other_names import MODEL, refuses
 from jaxinfer.generation.text import Prompt
 from jaxinfer.models.devices import AnyMesh
 from jaxinfer.models.files.description import Description
@@ -17,6 +18,7 @@ from jaxinfer.progress import ProgressOption, showing
 from jaxinfer.sharding import ShardingRules
 
 
+@refuses(MODEL)
 class Embedder(EngineHolder):
     """A model, ready to embed texts: an encoder with its pooling, or a decoder by the mean of its hidden vectors.
 

@@ -16,6 +16,7 @@ from jaxinfer.generation.engine.request import Request
 from jaxinfer.generation.engine.view import RequestView
 from jaxinfer.generation.execution.memory import MemoryPlan
 from jaxinfer.generation.fields import AtLeast1, check
+from jaxinfer.generation.other_names import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
@@ -27,6 +28,7 @@ from jaxinfer.sharding import ShardingRules
 Params = SamplingParams | Sequence[SamplingParams]
 
 
+@refuses(MODEL)
 class LLM(EngineHolder):
     """A decoder-only model, ready to generate.
 
@@ -95,26 +97,26 @@ class LLM(EngineHolder):
         assert memory is not None, "a decoder has a cache"
         return memory
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Request:
         """Tokenise and check a prompt once; `generate` and `stream` take the request in its place.
 
         Raises the ValueError that `generate` would raise for this prompt.
         """
-        return self.engine.prepare(prompt, params)
+        return self.engine.prepare(prompt, sampling_params)
 
     def generate(
-        self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None = None
+        self, prompts: Prompt | Request | Sequence[Prompt | Request], sampling_params: Params | None = None
     ) -> list[RequestOutput]:
         """Continue every prompt; results in the order of the prompts.
 
         Args:
           prompts: one or several prompts, each a text, a list of token ids, or a request from `prepare`.
-          params: one SamplingParams for all, or one each; None for requests, which have theirs.
+          sampling_params: one for all, or one each; None for requests, which have theirs.
 
         Raises ValueError for an invalid prompt, naming it, before anything runs.
         """
         with self._call() as engine:
-            groups = [request.sequences() for request in self._prepare(prompts, params)]
+            groups = [request.sequences() for request in self._prepare(prompts, sampling_params)]
             for _ in engine.run(groups):
                 pass
         return [RequestView(sequences).output() for sequences in groups]
@@ -122,7 +124,7 @@ class LLM(EngineHolder):
     def stream(
         self,
         prompts: Prompt | Request | Sequence[Prompt | Request],
-        params: Params | None = None,
+        sampling_params: Params | None = None,
         *,
         max_passes: int = 4,
     ) -> Iterator[RequestOutput]:
@@ -132,7 +134,7 @@ class LLM(EngineHolder):
         gives the requests up.
         """
         max_passes = check("max_passes", max_passes, AtLeast1)
-        groups = {r.request_id: r.sequences() for r in self._prepare(prompts, params)}
+        groups = {r.request_id: r.sequences() for r in self._prepare(prompts, sampling_params)}
         views = {request_id: RequestView(sequences) for request_id, sequences in groups.items()}
         for advanced in self.engine.run(list(groups.values()), max_passes):
             for request_id in dict.fromkeys(s.request_id for s in advanced):
@@ -157,19 +159,19 @@ class LLM(EngineHolder):
             return embed(engine, texts, size=self.model.transformer.output_width, adapter=adapter)
 
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> RequestOutput:
         """Answer a conversation ({"role", "content"} messages) through the model's chat template.
 
         Args:
           messages: the conversation.
-          params: how to continue it.
+          sampling_params: how to continue it.
           options: `ChatOptions`: tools, documents, chat_template, chat_template_kwargs, add_generation_prompt,
             continue_final_message.
 
         Raises ValueError for a conversation or options that the template cannot take.
         """
-        return self.generate([encode_chat(self.tokenizer, messages, **options)], params)[0]
+        return self.generate([encode_chat(self.tokenizer, messages, **options)], sampling_params)[0]
 
     def _prepare(self, prompts: Prompt | Request | Sequence[Prompt | Request], params: Params | None) -> list[Request]:
         batch = as_list(prompts)

@@ -1,7 +1,8 @@
 """Loads an engine, with all its parts, from a model directory."""
 
 import dataclasses
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Unpack
 
@@ -92,7 +93,7 @@ def load_decoder(
         raise ValueError(f"LLM.max_batch must be >= 1, got {max_batch}.")
     logits_processors = check_processors(logits_processors)
     mesh = open_mesh(mesh)
-    engine_options, memory_config = split_options(options, mesh, owner="LLM")
+    engine_options, memory_config = split_options(options, mesh, owner="LLM", others=_names(load_decoder))
     mesh, rules = build_mesh(mesh, rules)
     opened = open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
     if not isinstance(opened.transformer, DecoderConfig):
@@ -150,7 +151,7 @@ def load_encoder(
     longest = require_transformer(path, Description.read(path).config).context
     context = _context(context, longest, owner="Embedder")
     mesh = open_mesh(mesh)
-    engine_options, memory_config = split_options(options, mesh, owner="Embedder")
+    engine_options, memory_config = split_options(options, mesh, owner="Embedder", others=_names(load_encoder))
     config = EncoderEngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     mesh, rules = build_mesh(mesh, rules)
     opened = open_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
@@ -164,6 +165,12 @@ def load_encoder(
     _reserve(reservation, model, config, tenants, costs)
     engine = build_engine(model, tokenizer, config, costs=costs)
     return LoadedEngine(engine=engine, model=model, tokenizer=tokenizer, reservation=reservation)
+
+
+def _names(load: Callable[..., LoadedEngine]) -> set[str]:
+    """Return the options that a user gives one of these functions by name."""
+    parameters = inspect.signature(load).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"owner"}
 
 
 def _reserve(

@@ -53,7 +53,7 @@ class InputProcessor:
         tokenizer, an unknown adapter or logits processor, or sampling from an encoder.
         """
         if not isinstance(params, SamplingParams | PoolingParams):
-            raise ValueError(f"params must be SamplingParams or PoolingParams, got {shown(params)}.")
+            raise ValueError(f"sampling_params must be SamplingParams or PoolingParams, got {shown(params)}.")
         token_ids = encode_prompt(self.tokenizer, prompt, self._vocab)
         if not token_ids:
             raise ValueError("The prompt is empty: give at least one token.")
