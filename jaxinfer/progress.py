@@ -25,8 +25,11 @@ Progress = Callable[[str, int, int], None]
 ProgressOption = bool | Progress | None
 """True: a line on stderr, False: none, or a callback; None: what the caller has chosen, else a line."""
 
-DELAY = 1.5
-"""Seconds that work takes before its line is shown."""
+DELAY = 0.5
+"""Seconds that work takes before its line is shown in a terminal, where it goes again: imports came before it."""
+
+LOG_DELAY = 2.0
+"""Seconds that work takes before its line is written elsewhere, where it stays."""
 
 INTERVAL = 30.0
 """Seconds between two lines of the same work where stderr is no terminal, so that a log stays readable."""
@@ -195,7 +198,8 @@ class _Line:
     def _refresh(self) -> None:
         """Show the newest work that has taken long, or nothing."""
         now = time.monotonic()
-        late = [work for work in self._works if now - work.since > DELAY]
+        delay = DELAY if self.console.is_terminal else LOG_DELAY
+        late = [work for work in self._works if now - work.since > delay]
         work = max(late, key=lambda work: work.since) if late and not self._away else None
         if not self.console.is_terminal:
             self._write(work, now)
@@ -210,10 +214,10 @@ class _Line:
         if self._bar is None:
             self._bar = _bar(self.console)
             self._bar.add_task("", total=None)
-            self._bar.start()
         (task,) = self._bar.task_ids
         line = work.line(self.console.width - _BAR_WIDTH - 4)
         self._bar.update(task, description=line, completed=work.done, total=work.total or None)
+        self._bar.start()
 
     def _write(self, work: LongWork | None, now: float) -> None:
         if work is None:

@@ -28,9 +28,9 @@ def main(folder, file):
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    files = list(
-        dict.fromkeys(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
-    )
+    index = folder / "model.safetensors.index.json"
+    parts = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
+    files = list(dict.fromkeys(parts))
     for part in files:
         for name, tensor in safetensors.numpy.load_file(folder / part).items():
             writer.add_tensor_info(
