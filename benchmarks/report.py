@@ -87,11 +87,9 @@ class Report:
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         print(f"{machine_text(machine())}\ncommit {self.commit}, {self.date}; {versions}", flush=True)
 
-    def save(self, json_file: Path | None) -> None:
-        """Write the result so far to `json_file` if given."""
-        if json_file is None:
-            return
-        result = {
+    def result(self) -> dict[str, Any]:
+        """Return all that `save` writes."""
+        return {
             "machine": machine(),
             "commit": self.commit,
             "date": self.date,
@@ -99,8 +97,13 @@ class Report:
             "rows": self.rows,
             "checks": [dataclasses.asdict(check) for check in self.checks],
         }
+
+    def save(self, json_file: Path | None) -> None:
+        """Write the result so far to `json_file` if given."""
+        if json_file is None:
+            return
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(json_file, (json.dumps(result, indent=1) + "\n").encode())
+        write_atomically(json_file, (json.dumps(self.result(), indent=1) + "\n").encode())
 
     def finish(self, json_file: Path | None) -> None:
         """Print the table of checks; write the whole result to `json_file` if given."""
@@ -127,6 +130,11 @@ def machine_kind(where: Mapping[str, Any]) -> str:
 def machine_text(where: Mapping[str, Any]) -> str:
     """Describe a machine's kind and memory."""
     return f"{machine_kind(where)}, {where['memory_gib']} GiB"
+
+
+def caption(result: Mapping[str, Any], what: str) -> str:
+    """Write a figure's caption: what was measured, the machine, the day and the commit."""
+    return f"{what}; {machine_kind(result['machine'])}; {result['date']}, commit {result['commit'][:10]}"
 
 
 def today() -> str:

@@ -72,7 +72,7 @@ def main() -> None:
     if args.plots is not None:
         from benchmarks.coserve.plots import draw_all  # matplotlib is in the extra `bench`
 
-        draw_all(report.rows, args.plots)
+        draw_all(report.result(), args.plots)
     report.finish(args.json)
 
 

@@ -20,7 +20,6 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.otas.figures import draw_all
 from benchmarks.otas.live import live
 from benchmarks.otas.planning import planning
 from benchmarks.otas.setting import Setting, measure_setting
@@ -69,14 +68,16 @@ def main() -> None:
         else:
             setting = setting or _setting(report)
             if part == "virtual":
-                runs = virtual(report, setting, seeds=2 if args.quick else 5, queries=5_000 if args.quick else 15_000)
-                if args.figures:
-                    draw_all(setting, runs, args.figures)
+                virtual(report, setting, seeds=2 if args.quick else 5, queries=5_000 if args.quick else 15_000)
             else:
                 seeds, seconds = (1, 5.0) if args.quick else (3, args.live_seconds)
                 live(report, setting, seeds=seeds, seconds=seconds, save=lambda: report.save(args.json))
         report.row(figure="part", part=part, seconds=round(time.monotonic() - start))
         report.save(args.json)
+    if args.figures is not None:
+        from benchmarks.otas.figures import draw_all  # matplotlib is in the extra `bench`
+
+        draw_all(report.result(), args.figures)
     report.finish(args.json)
 
 

@@ -1,45 +1,43 @@
-"""The figures of docs/elastic.md, from two cells: those of `jaxinfer elastic report`, a file each."""
+"""The figures of docs/elastic.md, from a result: those of `jaxinfer elastic report`, a file each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
+import msgspec
 
-from benchmarks.otas.setting import INFAAS, Cell, Setting
-from jaxinfer.cli.bench.plots import write_plot
+from benchmarks.report import caption
+from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.evaluation.elastic import plots
-from jaxinfer.evaluation.elastic.runs import Run
-from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.summaries import CellSummary
+from jaxinfer.evaluation.figures import write_figure
 
-SHOWN = (Cell("bursty", 0.8), Cell("wandering", 1.1))
-
-
-def draw_all(setting: Setting, runs: Mapping[tuple[Cell, str], Sequence[Served]], folder: Path) -> None:
-    """Write all figures; text stays text, so that files are small."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "otas"}):
-        write_plot(folder / "levels.svg", plots.draw_levels(setting.levels.profile))
-        write_plot(folder / "batches.svg", plots.draw_batches(setting.levels.profile))
-        for cell in SHOWN:
-            cell_runs, trace = _recorded(setting, cell, runs), cell.trace
-            write_plot(folder / f"{trace}-arrivals.svg", plots.draw_arrivals(cell_runs[0]))
-            write_plot(folder / f"{trace}-utility.svg", plots.draw_utility(cell_runs))
-            write_plot(folder / f"{trace}-outcomes.svg", plots.draw_outcomes(cell_runs))
-            write_plot(folder / f"{trace}-chosen.svg", plots.draw_chosen(cell_runs))
-            write_plot(folder / f"{trace}-accuracies.svg", plots.draw_accuracies(cell_runs))
+MODEL = "examples/elastic_vit"
 
 
-def _recorded(setting: Setting, cell: Cell, runs: Mapping[tuple[Cell, str], Sequence[Served]]) -> list[Run]:
-    """Convert a cell's runs to those of reports."""
-    recorded = []
-    for (run_cell, policy), served in runs.items():
-        if run_cell != cell:
-            continue
-        measured = setting.models if policy == INFAAS else setting.levels
-        recorded += [
-            Run.from_served(
-                run, measured, policy=policy, arrivals=cell.trace, load=cell.load, seed=seed, clock="simulated"
-            )
-            for seed, run in enumerate(served)
-        ]
-    return recorded
+def draw_all(result: Mapping[str, Any], folder: Path) -> None:
+    """Write all figures of a result that has them: one of the part `virtual`."""
+    for row in result["rows"]:
+        if row["figure"] == "setting":
+            source = caption(result, f"{MODEL}, measured")
+            write_figure(folder / "levels.svg", plots.draw_levels(_profile(row), source))
+            write_figure(folder / "batches.svg", plots.draw_batches(_profile(row), source))
+        elif row["figure"] == "shown":
+            cell = msgspec.convert(row["summary"], CellSummary, strict=False)
+            load = f"{cell.arrivals} arrivals at {cell.load}x the capacity of level 0"
+            what = f"{MODEL}, {load}, simulated with measured times"
+            for name, draw in plots.OF_CELLS.items():
+                write_figure(folder / f"{cell.arrivals}-{name}.svg", draw(cell, caption(result, what)))
+
+
+def _profile(row: Mapping[str, Any]) -> ServingProfile:
+    """Return the profile in a result's row of the setting."""
+    seconds, accuracy = (
+        {tuple(key.split()): value for key, value in row[name].items()} for name in ("seconds", "accuracy")
+    )
+    return ServingProfile(
+        levels=tuple(dict.fromkeys(int(level) for level, _ in seconds)),
+        sizes=tuple(dict.fromkeys(int(size) for _, size in seconds)),
+        seconds={(int(level), int(size)): value for (level, size), value in seconds.items()},
+        accuracy={(task, int(level)): value for (task, level), value in accuracy.items()},
+    )

@@ -2,7 +2,9 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 import rich
 from rich.progress import track
@@ -16,7 +18,9 @@ from benchmarks.report import Report
 from jaxinfer.cli.display import show
 from jaxinfer.elastic.scheduling.policies import POLICIES
 from jaxinfer.elastic.scheduling.query import Outcome
+from jaxinfer.evaluation.elastic.runs import Run
 from jaxinfer.evaluation.elastic.simulator import Served
+from jaxinfer.evaluation.elastic.summaries import summarise
 from jaxinfer.evaluation.elastic.workloads import burstiness
 
 OURS = "elastic"
@@ -35,6 +39,9 @@ CELLS = (
 BUSY = (1.05, 1.3, 1.6)
 STATED_LINK = "NVMe, 2 GB/s"
 """The link over which INFaaS's models are loaded in the simulation whose gain is checked."""
+
+SHOWN = (BURSTY, Cell("wandering", 1.1))
+"""The cells whose figures are in docs/elastic.md."""
 
 Runs = Mapping[tuple[Cell, str], Sequence[Served]]
 
@@ -59,11 +66,28 @@ def virtual(report: Report, setting: Setting, *, seeds: int, queries: int) -> Ru
         arrivals = np.array([query.arrival for query in setting.queries(cell, seed=0, count=queries)])
         traits = {name: round(float(value), 3) for name, value in burstiness(arrivals / setting.levels.scale).items()}
         report.row(figure="trace", **cell._asdict(), **traits)
+    report.rows += [summary_row(setting, cell, runs) for cell in SHOWN]
     _print(CELLS, setting.policies, runs)
     _check(report, setting.policies, runs)
     fragile(report, seeds=seeds, queries=queries)
     _infaas_simulated(report, seeds=seeds, queries=queries)
     return runs
+
+
+def summary_row(setting: Setting, cell: Cell, runs: Runs) -> dict[str, Any]:
+    """Summarise a cell's runs in the row that its figures are drawn from."""
+    recorded = []
+    for (run_cell, policy), served in runs.items():
+        if run_cell != cell:
+            continue
+        measured = setting.models if policy == INFAAS else setting.levels
+        recorded += [
+            Run.from_served(
+                run, measured, policy=policy, arrivals=cell.trace, load=cell.load, seed=seed, clock="simulated"
+            )
+            for seed, run in enumerate(served)
+        ]
+    return {"figure": "shown", "summary": msgspec.to_builtins(summarise(recorded), str_keys=True)}
 
 
 def _infaas_simulated(report: Report, *, seeds: int, queries: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, Report, commit
 from benchmarks.streaming.cgroup import NoCgroupError
-from benchmarks.streaming.curve import curve, draw_curve
+from benchmarks.streaming.curve import curve, draw_curves
 from benchmarks.streaming.disk import disk
 from benchmarks.streaming.host import host
 from benchmarks.streaming.overlap import overlap
@@ -28,7 +28,6 @@ from benchmarks.streaming.settings import Settings
 from benchmarks.streaming.speculation import speculation
 from benchmarks.streaming.summary import summary
 from benchmarks.workers import EngineError
-from jaxinfer.cli.bench.plots import write_plot
 from jaxinfer.compiled import cache_folder
 
 PARTS: dict[str, Callable[[Report, Settings], None]] = {
@@ -72,7 +71,9 @@ def main() -> None:
         )
         failed = [error for name in args.only or PARTS if (error := run_part(name, report, settings, args.json))]
     if args.plot and any(row["figure"] == "curve" for row in report.rows):
-        write_plot(args.plot, draw_curve(report.rows))
+        from jaxinfer.evaluation.figures import write_figure  # matplotlib is in the extra `bench`
+
+        write_figure(args.plot, draw_curves([report.result()]))
     report.finish(args.json)
     print(*summary(report.rows), sep="\n")
     if failed:

@@ -68,7 +68,7 @@ def test_all_figures(tmp_path, monkeypatch):
     assert len(names) == len(report.checks) == 22
     assert {"uma_switch_cut", "uma_worst_speedup", "switches_saved_vs_casual", "paper_vs_grouping_baseline"} <= names
     add_real(report)
-    draw_all(report.rows, tmp_path)
+    draw_all(report.result(), tmp_path)
     plots = ["ablation.svg", "rates.svg", "sweeps.svg", "throughput.svg"]
     assert sorted(file.name for file in tmp_path.iterdir()) == plots
     drawn = tables(report.rows)

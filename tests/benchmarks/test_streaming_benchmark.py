@@ -3,6 +3,7 @@
 import argparse
 import itertools
 
+import numpy as np
 import pytest
 
 from benchmarks.report import Report
@@ -122,8 +123,15 @@ def test_the_curve_ends_where_computing_takes_twice_as_long(settings, monkeypatc
     assert [row["batch"] for row in rows_of(report, "knee")] == [67]
     assert "computing takes as long as fetching at 67" in summary(report.rows)[0]
     pytest.importorskip("matplotlib")
-    (axes,) = main.draw_curve(report.rows).axes
-    assert [line.get_label() for line in axes.lines][1:] == ["compute = fetch at 67"]
+    result = report.result()
+    (axes,) = curve.draw_curves([result]).axes
+    bound, ours, knee = axes.lines
+    np.testing.assert_allclose(bound.get_ydata(), ours.get_ydata())
+    assert knee.get_label() == "compute = fetch at 67"
+    peer = {"figure": "peer", "engine": "accelerate", "batch": 8, "seconds_a_pass": 4.0}
+    left, right = curve.draw_curves([result, {**result, "rows": [*report.rows, peer]}]).axes
+    assert [points.get_offsets().tolist() for points in right.collections] == [[[8.0, 2.0]]]
+    assert not left.collections
 
 
 # One commit

@@ -91,9 +91,10 @@ def latency(
     if json_file:
         report.write_report(json_file, ctx, llm, warm_up, report.latency_metrics(results))
     if plot:
-        from jaxinfer.cli.bench.plots import draw_latency, write_plot
+        from jaxinfer.cli.bench.plots import caption_of, draw_latency, write_plot
 
-        write_plot(plot, draw_latency(results))
+        load = f"{prompt_tokens} prompt and {output_tokens} output tokens"
+        write_plot(plot, draw_latency(results, caption_of(llm, model, load)))
 
 
 @app.command()
@@ -171,6 +172,7 @@ def throughput(
         settings = {"requests": len(workload), "prompt_tokens": prompt_tokens}
         report.write_report(json_file, ctx, llm, warm_up, report.throughput_metrics(result), **settings)
     if plot:
-        from jaxinfer.cli.bench.plots import draw_throughput, write_plot
+        from jaxinfer.cli.bench.plots import caption_of, draw_throughput, write_plot
 
-        write_plot(plot, draw_throughput(result))
+        load = f"{len(workload)} requests, {result.prompt_tokens:,} prompt and {result.output_tokens:,} output tokens"
+        write_plot(plot, draw_throughput(result, caption_of(llm, model, load)))

@@ -1,152 +1,178 @@
-"""The figures of OTAS's evaluation (section V), drawn from recorded runs."""
+"""The figures of OTAS's evaluation (section V), drawn from a profile and from summaries of recorded runs."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxinfer.elastic.scheduling.profile import ServingProfile
-from jaxinfer.elastic.scheduling.query import Outcome
-from jaxinfer.evaluation.elastic.runs import Run, batches_of
+from jaxinfer.evaluation.elastic.summaries import QUANTILES, TIMES, CellSummary
 from jaxinfer.evaluation.elastic.tables import OUTCOMES
+from jaxinfer.evaluation.figures import (
+    BLACK,
+    GREY,
+    SEQUENCE,
+    bar_style,
+    colours_of,
+    finish,
+    fixed_level,
+    legend_outside,
+    line_style,
+    plain_ticks,
+)
 
-POINTS = 300
-QUANTILES = np.linspace(0, 1, 101)
-"""Points of a line: a report should be small."""
+OURS = "elastic"
+OUTCOME_COLOURS = ("#35978f", "#a6dbd3", "#dfc27d", "#8c510a")
+"""Colours of right, wrong, late and shed queries: no policy's."""
 
 
-def draw_levels(profile: ServingProfile) -> Figure:
+def draw_levels(profile: ServingProfile, caption: str = "") -> Figure:
     """Draw each task's accuracy, and throughput, by level (Fig. 4)."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for task in profile.tasks:
-        left.plot(profile.levels, [100 * profile.right(task, n) for n in profile.levels], marker=".", label=task)
-    left.set(title="accuracy by level (Fig. 4a)", xlabel="level", ylabel="%")
-    _legend(left)
-    right.plot(profile.levels, [profile.capacity(n) for n in profile.levels], marker=".", color="tab:gray")
-    right.set(title="throughput by level (Fig. 4b)", xlabel="level", ylabel="queries/s", ylim=(0, None))
-    return _grid(figure)
+    for task, colour in zip(profile.tasks, _cycle(len(profile.tasks)), strict=True):
+        accuracies = [100 * profile.right(task, level) for level in profile.levels]
+        left.plot(profile.levels, accuracies, marker=".", label=task, color=colour)
+    left.set(title="Accuracy: lost where tokens merge (level < 0)", xlabel="level", ylabel="%")
+    right.plot(profile.levels, [profile.capacity(n) for n in profile.levels], marker=".", color=BLACK)
+    right.set(title="Throughput: gained where tokens merge", xlabel="level", ylabel="queries/s", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xticks(profile.levels, [_signed(level) for level in profile.levels])
+    legend_outside(figure, left, title="task")
+    return finish(figure, caption)
 
 
-def draw_batches(profile: ServingProfile) -> Figure:
+def draw_batches(profile: ServingProfile, caption: str = "") -> Figure:
     """Draw throughput by batch size, at the lowest, the plain and the highest level (Fig. 7)."""
     figure = Figure(figsize=(4.5, 3.2), layout="constrained")
     axes = figure.subplots()
-    for level in sorted({profile.levels[0], 0, profile.levels[-1]}):
+    levels = sorted({profile.levels[0], 0, profile.levels[-1]})
+    shown = {f"level{level:+d}" if level else "pets": level for level in levels}
+    colours = colours_of(shown)
+    for (name, level), marker in zip(shown.items(), "^os", strict=False):
         rates = [size / profile.seconds[level, size] for size in profile.sizes]
-        axes.plot(profile.sizes, rates, marker=".", label=f"level {level:+d}" if level else "level 0")
-    axes.set(title="throughput by batch size (Fig. 7)", xlabel="batch size", ylabel="queries/s", ylim=(0, None))
+        style = line_style(name, colours[name])
+        axes.plot(profile.sizes, rates, marker=marker, label=f"level {_signed(level)}", **style)
+    axes.set(title="Throughput by batch size", xlabel="batch size", ylabel="queries/s", ylim=(0, None))
     axes.set_xscale("log", base=2)
-    _legend(axes)
-    return _grid(figure)
+    plain_ticks(axes.xaxis, profile.sizes)
+    legend_outside(figure, axes)
+    return finish(figure, caption)
 
 
-def draw_arrivals(run: Run) -> Figure:
+def draw_arrivals(cell: CellSummary, caption: str = "") -> Figure:
     """Draw queries a second over time (Fig. 8)."""
     figure = Figure(figsize=(9, 2.4), layout="constrained")
     axes = figure.subplots()
-    arrivals = np.array([answer.query.arrival for answer in run.served.answers])
-    edges = np.linspace(0, arrivals.max(), 101)
-    axes.step(edges[1:], np.histogram(arrivals, edges)[0] / np.diff(edges), color="tab:gray", where="pre")
-    axes.axhline(run.header.capacity, color="tab:red", linewidth=1, label="capacity at level 0")
-    axes.set(title="arrivals (Fig. 8)", xlabel="s", ylabel="queries/s", ylim=(0, None))
-    _legend(axes)
-    return _grid(figure)
+    axes.stairs(cell.rates, np.linspace(0, cell.rates_until, len(cell.rates) + 1), color=GREY, label="arrivals")
+    axes.axhline(cell.capacity, color=BLACK, linestyle="--", linewidth=1, label="capacity at level 0")
+    axes.set(title="Queries that arrive, against what level 0 can serve", xlabel="s", ylabel="queries/s")
+    axes.set_ylim(0)
+    legend_outside(figure, axes)
+    return finish(figure, caption)
 
 
-def draw_utility(runs: Sequence[Run]) -> Figure:
-    """Draw cumulative utility over time: of systems (Fig. 9), and with fixed levels (Fig. 10)."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    fixed = [run for run in runs if run.header.policy.startswith(("level", "elastic", "pets"))]
-    for axes, chosen, title in zip(
-        figure.subplots(1, 2),
-        (_systems(runs), fixed),
-        ("of systems (Fig. 9)", "with fixed levels (Fig. 10)"),
-        strict=True,
-    ):
-        for run in _first_seeds(chosen):
-            answers = sorted(run.served.answers, key=lambda answer: answer.ended)
-            shown = np.unique(np.linspace(0, len(answers) - 1, POINTS).astype(int))
-            ended, earned = np.array([(answer.ended, answer.utility) for answer in answers]).T
-            axes.plot(ended[shown], np.cumsum(earned)[shown], label=run.header.policy, **_style(run))
-        axes.set(title=f"utility {title}", xlabel="s", ylabel="utility", ylim=(0, None))
-        _legend(axes)
-    return _grid(figure)
+def draw_utility(cell: CellSummary, caption: str = "") -> Figure:
+    """Draw utility earned so far, less what `elastic` earned: by systems (Fig. 9), and by fixed levels (Fig. 10).
+
+    Without `elastic` among the policies, the first takes its place. Points are percent of all that there was to earn.
+    """
+    reference = OURS if OURS in cell.policies else next(iter(cell.policies))
+    base = np.array(cell.policies[reference].earned)
+    times, colours = np.linspace(0, cell.seconds, TIMES), colours_of(cell.policies)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    fixed = [name for name in cell.policies if name == reference or name == "pets" or fixed_level(name) is not None]
+    for axes, names in ((left, _systems(cell)), (right, fixed)):
+        for name in names:
+            earned = np.array(cell.policies[name].earned)
+            label = f"{name} {100 * earned[-1]:.1f}"
+            axes.plot(times, 100 * (earned - base), label=label, **line_style(name, colours[name]))
+        axes.set_xlabel("s")
+    left.set(title=f"Systems, less {reference}", ylabel="points of utility")
+    right.set_title(f"Fixed levels, less {reference}")
+    legend_outside(figure, left, right, title="earned in the end, %")
+    return finish(figure, caption)
 
 
-def draw_accuracies(runs: Sequence[Run]) -> Figure:
-    """Draw the accuracy of batches as cumulative distributions (Fig. 11)."""
-    figure = Figure(figsize=(4.5, 3.2), layout="constrained")
-    axes = figure.subplots()
-    for run in _first_seeds(runs):
-        batches = batches_of(run.served.answers).values()
-        shares = [np.mean([answer.outcome is Outcome.CORRECT for answer in batch]) for batch in batches]
-        if shares:
-            axes.plot(np.quantile(shares, QUANTILES), QUANTILES, label=run.header.policy, **_style(run))
-    axes.set(title="accuracy of batches (Fig. 11)", xlabel="right and in time", ylabel="share of batches")
-    _legend(axes)
-    return _grid(figure)
+def draw_accuracies(cell: CellSummary, caption: str = "") -> Figure:
+    """Draw the accuracy of batches as cumulative distributions (Fig. 11): a panel per policy, with `elastic` in each.
+
+    Fixed levels share two panels: merging, and prompts.
+    """
+    drawn = {name: policy.batch_accuracy for name, policy in cell.policies.items() if policy.batch_accuracy}
+    panels = {name: [name] for name in _systems(cell) if name in drawn and name != OURS}
+    panels["levels below 0"] = [name for name in drawn if (fixed_level(name) or 0) < 0]
+    panels["levels above 0"] = [name for name in drawn if (fixed_level(name) or 0) > 0]
+    panels = {title: names for title, names in panels.items() if names} or {OURS: []}
+    columns = min(4, len(panels))
+    rows, colours = -(-len(panels) // columns), colours_of(cell.policies)
+    figure = Figure(figsize=(9, 0.9 + 1.9 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, (title, names) in zip(grid.flat, panels.items(), strict=False):
+        for name in [*names, *([OURS] if OURS in drawn else [])]:
+            axes.plot(drawn[name], QUANTILES, label=name, **line_style(name, colours[name]))
+        axes.set_title(title, fontsize="medium")
+        axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+    figure.supylabel("share of batches", fontsize="medium")
+    figure.suptitle("Share of a batch that is right and in time: further right is better", fontsize="medium")
+    legend_outside(figure, *grid.flat[: len(panels)])
+    return finish(figure, caption)
 
 
-def draw_chosen(runs: Sequence[Run]) -> Figure:
-    """Draw the share of queries at each level (Fig. 12)."""
-    figure = Figure(figsize=(4.5, 3.2), layout="constrained")
-    axes, chosen = figure.subplots(), [run for run in _first_seeds(_systems(runs)) if run.header.policy != "pets"]
-    levels = chosen[0].profile.levels if chosen else ()
-    chosen = [run for run in chosen if run.profile.levels == levels]  # INFaaS's are models
-    width = 0.8 / max(len(chosen), 1)
-    for place, run in enumerate(chosen):
-        counts = run.served.levels
-        shares = [counts[level] / max(counts.total(), 1) for level in levels]
-        axes.bar(np.arange(len(levels)) + (place + 0.5) * width - 0.4, shares, width, label=run.header.policy)
-    axes.set_xticks(range(len(levels)), [f"{level:+d}" if level else "0" for level in levels])
-    axes.set(title="levels chosen (Fig. 12)", xlabel="level", ylabel="share of answers")
-    _legend(axes)
-    return _grid(figure)
+def draw_chosen(cell: CellSummary, caption: str = "") -> Figure:
+    """Draw the share of queries at each level (Fig. 12), of the policies that choose among the levels."""
+    chosen = [name for name in _systems(cell) if name != "pets" and cell.policies[name].levels]
+    figure, colours = Figure(figsize=(9, 3.2), layout="constrained"), colours_of(chosen)
+    axes, width = figure.subplots(), 0.8 / max(len(chosen), 1)
+    for place, name in enumerate(chosen):
+        shares = [100 * cell.policies[name].levels.get(level, 0.0) for level in cell.levels]
+        middles = np.arange(len(cell.levels)) + (place + 0.5) * width - 0.4
+        axes.bar(middles, shares, width, label=name, **bar_style(name, colours[name]))
+    axes.set_xticks(range(len(cell.levels)), [_signed(level) for level in cell.levels])
+    axes.set(title="Levels that policies chose", xlabel="level", ylabel="% of answers")
+    legend_outside(figure, axes)
+    return finish(figure, caption)
 
 
-def draw_outcomes(runs: Sequence[Run]) -> Figure:
+def draw_outcomes(cell: CellSummary, caption: str = "") -> Figure:
     """Draw the queries' outcomes by policy, over all seeds (Fig. 13)."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    axes, names = figure.subplots(), list(dict.fromkeys(run.header.policy for run in runs))
-    bottom = np.zeros(len(names))
-    for outcome, label in OUTCOMES.items():
-        shares = [np.mean([run.served.share(outcome) for run in runs if run.header.policy == name]) for name in names]
-        axes.bar(names, shares, bottom=bottom, label=f"type {outcome.value}: {label}")
-        bottom += shares
-    axes.set(title="how queries ended (Fig. 13)", ylabel="share of queries")
-    axes.tick_params(axis="x", labelrotation=30)
-    _legend(axes)
-    return _grid(figure)
+    figure = Figure(figsize=(9, 1.4 + 0.2 * len(cell.policies)), layout="constrained")
+    axes, names = figure.subplots(), list(cell.policies)
+    begin = np.zeros(len(names))
+    for place, (label, colour) in enumerate(zip(OUTCOMES.values(), OUTCOME_COLOURS, strict=True)):
+        shares = np.array([100 * policy.outcomes[place] for policy in cell.policies.values()])
+        axes.barh(names, shares, left=begin, label=label, color=colour, edgecolor="white", linewidth=0.5)
+        begin += shares
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    for tick in axes.get_yticklabels():
+        tick.set_fontweight("bold" if tick.get_text() == OURS else "normal")
+    axes.set(title="How queries ended", xlabel="% of queries", xlim=(0, 100))
+    legend_outside(figure, axes)
+    return finish(figure, caption)
 
 
-def _first_seeds(runs: Iterable[Run]) -> list[Run]:
-    """Return one run of each policy."""
-    first: dict[str, Run] = {}
-    for run in runs:
-        first.setdefault(run.header.policy, run)
-    return list(first.values())
+def _systems(cell: CellSummary) -> list[str]:
+    """Return the policies without a fixed level; PetS is a system with a fixed level."""
+    return [name for name in cell.policies if fixed_level(name) is None]
 
 
-def _systems(runs: Iterable[Run]) -> list[Run]:
-    """Return the runs without a fixed level; PetS is a system with a fixed level."""
-    return [run for run in runs if not run.header.policy.startswith("level")]
+def _cycle(count: int) -> Iterable[str]:
+    return (SEQUENCE[place % len(SEQUENCE)] for place in range(count))
 
 
-def _style(run: Run) -> dict[str, Any]:
-    is_ours = run.header.policy == "elastic"
-    return {"linewidth": 2.2 if is_ours else 1.1, "zorder": 3 if is_ours else 2}
+def _signed(level: int) -> str:
+    return f"{level:+d}" if level else "0"
 
 
-def _legend(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="x-small")
-
-
-def _grid(figure: Figure) -> Figure:
-    for axes in figure.axes:
-        if isinstance(axes, Axes):
-            axes.grid(alpha=0.3)
-    return figure
+OF_CELLS = {
+    "arrivals": draw_arrivals,
+    "utility": draw_utility,
+    "outcomes": draw_outcomes,
+    "chosen": draw_chosen,
+    "accuracies": draw_accuracies,
+}
+"""The figures of a cell, by the names of their files."""

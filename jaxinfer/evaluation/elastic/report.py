@@ -1,22 +1,28 @@
 """An HTML page on recorded runs: tables, and the figures of OTAS's evaluation."""
 
-import html
-import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import matplotlib as mpl
+import jinja2
 from matplotlib.figure import Figure
 
 from jaxinfer.disk_cache.files import write_atomically
 from jaxinfer.evaluation.elastic import plots
 from jaxinfer.evaluation.elastic.runs import Run
+from jaxinfer.evaluation.elastic.summaries import summarise
 from jaxinfer.evaluation.elastic.tables import HEADINGS, by_cell, rows_of, title_of
+from jaxinfer.evaluation.figures import render
 
-_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse } td, th { padding: .15rem .8rem; text-align: right }
-td:first-child, th:first-child { text-align: left } tr:nth-child(even) { background: #f4f4f4 }
-svg { max-width: 100%; height: auto }"""
+TEMPLATE = "report.html.jinja"
+
+
+class Section(NamedTuple):
+    """A part of the page: a table of policies, if there are rows, and figures."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    figures: Sequence[str]
 
 
 def write_report(file: Path, runs: Sequence[Run]) -> None:
@@ -25,39 +31,20 @@ def write_report(file: Path, runs: Sequence[Run]) -> None:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Render the page as a string."""
+    """Render the page as a string: an index, the levels, and a section for each load."""
     profile = runs[-1].profile
-    parts = ["<h1>Elastic tokens</h1>", "<h2>The levels</h2>"]
-    parts += [_svg(plots.draw_levels(profile)), _svg(plots.draw_batches(profile))]
+    sections = [Section("The levels", (), _svgs([plots.draw_levels(profile), plots.draw_batches(profile)]))]
     for cell, cell_runs in by_cell(runs).items():
-        parts += [f"<h2>{html.escape(title_of(cell))}</h2>", _table(rows_of(cell_runs))]
-        parts += [
-            _svg(figure)
-            for figure in (
-                plots.draw_arrivals(cell_runs[0]),
-                plots.draw_utility(cell_runs),
-                plots.draw_outcomes(cell_runs),
-                plots.draw_chosen(cell_runs),
-                plots.draw_accuracies(cell_runs),
-            )
-        ]
-    parts.append(
-        "<p>Utility is a share of what all queries would have earned in time, each at the level that is best for its "
-        "task. Lines and distributions are of each policy's first seed, bars and tables of all.</p>"
+        summary, title = summarise(cell_runs), title_of(cell)
+        figures = [draw(summary, title) for draw in plots.OF_CELLS.values()]
+        sections.append(Section(title, rows_of(cell_runs), _svgs(figures)))
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template(
+        TEMPLATE
     )
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<meta charset="utf-8">\n<title>Elastic tokens</title>\n<style>{_STYLE}</style>\n{body}\n'
+    return template.render(headings=HEADINGS, sections=sections)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    def line(tag: str, cells: Iterable[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return "<table>\n" + "\n".join([line("th", HEADINGS), *(line("td", row) for row in rows)]) + "\n</table>"
-
-
-def _svg(figure: Figure) -> str:
-    drawn = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(id(figure))}):
-        figure.savefig(drawn, format="svg")
-    return drawn.getvalue().partition("<svg")[2].join(("<svg", ""))
+def _svgs(figures: Iterable[Figure]) -> list[str]:
+    """Render figures for a page: without the XML declaration."""
+    return ["<svg" + render(figure, "svg").decode().partition("<svg")[2] for figure in figures]

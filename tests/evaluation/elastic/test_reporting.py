@@ -4,7 +4,9 @@ import dataclasses
 import html.parser
 import io
 import re
+from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -17,6 +19,7 @@ from jaxinfer.evaluation.elastic.live import send_queries
 from jaxinfer.evaluation.elastic.measurements import Measurements, measure
 from jaxinfer.evaluation.elastic.runs import Run, batches_of, read_run, read_runs, write_run
 from jaxinfer.evaluation.elastic.simulator import simulate
+from jaxinfer.evaluation.elastic.summaries import CellSummary, summarise
 from jaxinfer.evaluation.elastic.tables import HEADINGS, by_cell, rows_of, terminal_table
 from jaxinfer.evaluation.elastic.workloads import make_queries, poisson_arrivals, table_ii
 from tests.elastic.serving import TASKS, profile
@@ -90,24 +93,50 @@ def test_tables(runs):
     assert "poisson at 1.20x the capacity of level 0, simulated" in console.export_text()
 
 
-class _Counter(html.parser.HTMLParser):
-    def __init__(self):
+def test_a_summary_is_of_all_seeds_and_lines_of_the_first(runs):
+    ((_, cell_runs),) = by_cell(runs).items()
+    cell = summarise(cell_runs)
+    again = msgspec.json.decode(msgspec.json.encode(cell), type=CellSummary)
+    assert again == cell
+    assert list(cell.policies) == ["elastic", "paper", "pets", "level-15"]
+    assert (cell.arrivals, cell.load, cell.levels) == ("poisson", 1.2, list(PROFILE.levels))
+    assert np.mean(cell.rates) * cell.rates_until == pytest.approx(len(cell_runs[0].served.answers), rel=1e-3)
+    for name, policy in cell.policies.items():
+        first, second = (run.served for run in cell_runs if run.header.policy == name)
+        assert policy.outcomes == pytest.approx([(first.share(o) + second.share(o)) / 2 for o in Outcome], abs=1e-4)
+        assert policy.earned[0] == 0
+        assert policy.earned[-1] == pytest.approx(first.normalised, abs=1e-4)
+        assert policy.earned == sorted(policy.earned)
+        assert policy.batch_accuracy == sorted(policy.batch_accuracy)
+    assert cell.policies["level-15"].levels == {-15: 1.0}
+
+
+class _Page(html.parser.HTMLParser):
+    def __init__(self, text):
         super().__init__()
-        self.counts = {}
+        self.counts, self.ids, self.links = Counter(), [], []
+        self.feed(text)
 
-    def handle_starttag(self, tag, attributes):
-        self.counts[tag] = self.counts.get(tag, 0) + 1
+    def handle_starttag(self, tag, attrs):
+        self.counts[tag] += 1
+        given = dict(attrs)
+        if tag == "section":
+            self.ids.append(given["id"])
+        if tag == "a":
+            self.links.append(given["href"])
 
 
-def test_a_report_has_the_papers_figures(tmp_path, runs):
+def test_a_report_has_an_index_and_the_figures_of_each_load(tmp_path, runs):
     report = pytest.importorskip("jaxinfer.evaluation.elastic.report")
-    report.write_report(tmp_path / "report.html", runs)
-    page = (tmp_path / "report.html").read_text()
-    for number in ("4a", "4b", "7", "8", "9", "10", "11", "12", "13"):
-        assert f"(Fig. {number})" in page
-    counter = _Counter()
-    counter.feed(page)
-    assert (counter.counts["svg"], counter.counts["table"], counter.counts["h2"]) == (7, 1, 2)
+    header = msgspec.structs.replace(runs[0].header, arrivals="<b>.jsonl")
+    report.write_report(tmp_path / "report.html", [*runs, Run(header, runs[0].served)])
+    text = (tmp_path / "report.html").read_text()
+    page = _Page(text)
+    assert (page.counts["svg"], page.counts["table"], page.counts["h2"]) == (12, 2, 3)
+    assert page.links == [f"#{name}" for name in page.ids] == ["#section-1", "#section-2", "#section-3"]
+    assert "<b>" not in text  # what users name is escaped
+    assert "&lt;b&gt;.jsonl at 1.20x" in text
+    assert not re.search(r"""(src|href)=["']?(http|//)""", text)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,35 @@
+"""The figures of docs/, drawn again from the results in `benchmarks/results`: nothing is run.
+
+python -m benchmarks.figures
+"""
+
+import json
+from pathlib import Path
+
+from benchmarks.coserve import plots as coserve
+from benchmarks.otas import figures as otas
+from benchmarks.readme import RESULTS
+from benchmarks.report import ROOT
+from benchmarks.streaming.curve import draw_curves
+from jaxinfer.evaluation.figures import write_figure
+
+DOCS = ROOT / "docs"
+MACHINE, PEERS_MACHINE = "amd-avx512", "intel-amx"
+"""The results that are drawn, and those with peers that stream: folders of `benchmarks/results`."""
+
+
+def draw(docs: Path) -> None:
+    """Write all figures below a folder."""
+
+    def read(machine: str, name: str) -> dict:
+        return json.loads((RESULTS / machine / f"{name}.json").read_text())
+
+    for name in ("coserve-simulated", "coserve-real"):
+        coserve.draw_all(read(MACHINE, name), docs / "coserve")
+    otas.draw_all(read(MACHINE, "otas"), docs / "otas")
+    curves = draw_curves([read(machine, "streaming") for machine in (MACHINE, PEERS_MACHINE)])
+    write_figure(docs / "streaming-batch.svg", curves)
+
+
+if __name__ == "__main__":
+    draw(DOCS)
