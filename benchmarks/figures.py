@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.coserve import plots as coserve
 from benchmarks.otas import figures as otas
-from benchmarks.readme import RESULTS
+from benchmarks.pages import RESULTS
 from benchmarks.report import ROOT
 from benchmarks.streaming.curve import draw_curves
 from jaxinfer.evaluation.figures import write_figure

@@ -45,7 +45,12 @@ ELSEWHERE = {
 }
 """What files import that run in environments of their own, which their docstrings tell how to make."""
 
-FIGURES = {"jaxinfer.cli.bench.plots", "jaxinfer.evaluation.elastic.plots", "jaxinfer.evaluation.elastic.report"}
+FIGURES = {
+    "jaxinfer.cli.bench.plots",
+    "jaxinfer.evaluation.elastic.plots",
+    "jaxinfer.evaluation.elastic.report",
+    "jaxinfer.evaluation.figures",
+}
 """Modules that nothing imports before `require_extra`."""
 
 

@@ -37,8 +37,8 @@ def draw_all(result: Mapping[str, Any], folder: Path) -> None:
         simulated = f"{SIMULATED}; {result['date']}, commit {result['commit'][:10]}"
         write_figure(folder / "throughput.svg", draw_compared(compared(rows), simulated))
         write_figure(folder / "ablation.svg", draw_ablation(figure_rows(rows, "ablation"), simulated))
-        swept = (figure_rows(rows, name) for name in ("executors", "memory", "search"))
-        write_figure(folder / "sweeps.svg", draw_sweeps(*swept, simulated))
+        executors, memory, searches = (figure_rows(rows, name) for name in ("executors", "memory", "search"))
+        write_figure(folder / "sweeps.svg", draw_sweeps(executors, memory, searches, simulated))
     if figure_rows(rows, "rates"):
         drawn = draw_rates(figure_rows(rows, "rates"), figure_rows(rows, "live rate"), caption(result, RATES))
         write_figure(folder / "rates.svg", drawn)
@@ -48,8 +48,8 @@ def draw_compared(rows: Rows, caption: str) -> Figure:
     """Draw throughput and switches by task: the paper's figures 13 and 14."""
     machines = list(dict.fromkeys(row["machine"] for row in rows))
     figure = Figure(figsize=(10, 0.3 + 2.8 * len(machines)), layout="constrained")
-    for panels, machine in zip(figure.subplots(len(machines), 2, squeeze=False), machines, strict=True):
-        _draw_both(*panels, [row for row in rows if row["machine"] == machine], f"{machine}: ")
+    for (left, right), machine in zip(figure.subplots(len(machines), 2, squeeze=False), machines, strict=True):
+        _draw_both(left, right, [row for row in rows if row["machine"] == machine], f"{machine}: ")
     legend_outside(figure, *figure.axes)
     return finish(figure, caption)
 
@@ -57,7 +57,8 @@ def draw_compared(rows: Rows, caption: str) -> Figure:
 def draw_ablation(rows: Rows, caption: str) -> Figure:
     """Draw throughput and switches by CoServe's parts: the paper's figures 15 and 16."""
     figure = Figure(figsize=(10, 3.2), layout="constrained")
-    _draw_both(*figure.subplots(1, 2), rows, "NUMA: ")
+    left, right = figure.subplots(1, 2)
+    _draw_both(left, right, rows, "NUMA: ")
     legend_outside(figure, *figure.axes)
     return finish(figure, caption)
 

@@ -1,11 +1,14 @@
 """The figures of docs/elastic.md, from a result: those of `jaxinfer elastic report`, a file each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.otas.setting import INFAAS
+from benchmarks.otas.tables import Rows, cell_of
+from benchmarks.otas.virtual import SHOWN
 from benchmarks.report import caption
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.evaluation.elastic import plots
@@ -16,18 +19,34 @@ MODEL = "examples/elastic_vit"
 
 
 def draw_all(result: Mapping[str, Any], folder: Path) -> None:
-    """Write all figures of a result that has them: one of the part `virtual`."""
-    for row in result["rows"]:
-        if row["figure"] == "setting":
-            source = caption(result, f"{MODEL}, measured")
-            write_figure(folder / "levels.svg", plots.draw_levels(_profile(row), source))
-            write_figure(folder / "batches.svg", plots.draw_batches(_profile(row), source))
-        elif row["figure"] == "shown":
-            cell = msgspec.convert(row["summary"], CellSummary, strict=False)
-            load = f"{cell.arrivals} arrivals at {cell.load}x the capacity of level 0"
-            what = f"{MODEL}, {load}, simulated with measured times"
-            for name, draw in plots.OF_CELLS.items():
-                write_figure(folder / f"{cell.arrivals}-{name}.svg", draw(cell, caption(result, what)))
+    """Write the figures for which a result has rows: of the setting, and of cells, some of these over time."""
+    rows = result["rows"]
+    for row in (row for row in rows if row["figure"] == "setting"):
+        profile, source = _profile(row), caption(result, f"{MODEL}, measured")
+        write_figure(folder / "levels.svg", plots.draw_levels(profile, source))
+        write_figure(folder / "batches.svg", plots.draw_batches(profile, source))
+        for cell in SHOWN:
+            policies = [row for row in rows if row["figure"] == "virtual" and cell_of(row) == cell]
+            if policies:
+                _draw_policies(policies, profile.levels, caption(result, _load(*cell[:2])), folder / cell.trace)
+    for row in (row for row in rows if row["figure"] == "shown"):
+        cell = msgspec.convert(row["summary"], CellSummary, strict=False)
+        what = f"{_load(cell.arrivals, cell.load)}, one run of {cell.queries:,} queries"
+        for name, draw in plots.OVER_TIME.items():
+            write_figure(folder / f"{cell.arrivals}-{name}.svg", draw(cell, caption(result, what)))
+
+
+def _draw_policies(rows: Rows, levels: Sequence[int], source: str, begin: Path) -> None:
+    """Write the figures of a cell that are means of all seeds."""
+    outcomes = {row["policy"]: row["outcomes"] for row in rows}
+    chosen = {row["policy"]: {int(level): share for level, share in row["levels"].items()} for row in rows}
+    del chosen[INFAAS]  # its levels are models
+    write_figure(begin.with_name(f"{begin.name}-outcomes.svg"), plots.draw_outcomes(outcomes, source))
+    write_figure(begin.with_name(f"{begin.name}-chosen.svg"), plots.draw_chosen(chosen, levels, source))
+
+
+def _load(arrivals: str, load: float) -> str:
+    return f"{MODEL}, {arrivals} arrivals at {load}x the capacity of level 0, simulated with measured times"
 
 
 def _profile(row: Mapping[str, Any]) -> ServingProfile:

@@ -24,7 +24,7 @@ def tables(rows: Rows) -> dict[str, str]:
     return {title: text for title, text in made.items() if text.count("\n") > 1}
 
 
-def _cell(row: Mapping[str, Any]) -> Cell:
+def cell_of(row: Mapping[str, Any]) -> Cell:
     return Cell(row["trace"], row["load"], row["mix"])
 
 
@@ -32,7 +32,7 @@ def simulated(rows: Rows) -> str:
     """Make a line per cell: utilities of the policies, and of the best fixed level."""
     cells: dict[Cell, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for row in rows:
-        cells[_cell(row)][row["policy"]] = row
+        cells[cell_of(row)][row["policy"]] = row
     shown, lines = [*POLICIES, INFAAS], []
     for cell, utilities in cells.items():
         fixed = max((name for name in utilities if name not in shown), key=lambda name: utilities[name]["utility"])
@@ -63,7 +63,7 @@ def live(rows: Rows) -> str:
     """Make a line per cell: live utility, and that simulated with the run's own batch times."""
     cells: dict[Cell, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        cells[_cell(row)][row["policy"]].append(row)
+        cells[cell_of(row)][row["policy"]].append(row)
 
     def mean(runs: Rows, name: str) -> str:
         return f"{statistics.mean(run[name] for run in runs):.3f}"

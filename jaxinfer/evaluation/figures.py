@@ -93,12 +93,13 @@ def bar_style(name: str, colour: str) -> dict[str, Any]:
 
 def legend_outside(figure: Figure, *axes: Axes, title: str | None = None) -> None:
     """Put the figure's legend right of it, each name of the axes' once."""
-    found: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for each in axes:
-        handles, labels = each.get_legend_handles_labels()
-        for handle, label in zip(handles, labels, strict=True):
-            found.setdefault(label, handle)
-    figure.legend(found.values(), found.keys(), loc="outside right upper", fontsize="small", frameon=False, title=title)
+        for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside right upper", fontsize="small", frameon=False, title=title
+    )
 
 
 def plain_ticks(axis: Axis, values: Sequence[float]) -> None:

@@ -1,6 +1,6 @@
 """The figures of OTAS's evaluation (section V), drawn from a profile and from summaries of recorded runs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -122,28 +122,30 @@ def draw_accuracies(cell: CellSummary, caption: str = "") -> Figure:
     return finish(figure, caption)
 
 
-def draw_chosen(cell: CellSummary, caption: str = "") -> Figure:
-    """Draw the share of queries at each level (Fig. 12), of the policies that choose among the levels."""
-    chosen = [name for name in _systems(cell) if name != "pets" and cell.policies[name].levels]
+def draw_chosen(chosen: Mapping[str, Mapping[int, float]], levels: Sequence[int], caption: str = "") -> Figure:
+    """Draw the share of answers at each level (Fig. 12), of the policies that choose among the levels."""
+    chosen = {
+        name: shares for name, shares in chosen.items() if fixed_level(name) is None and name != "pets" and shares
+    }
     figure, colours = Figure(figsize=(9, 3.2), layout="constrained"), colours_of(chosen)
     axes, width = figure.subplots(), 0.8 / max(len(chosen), 1)
-    for place, name in enumerate(chosen):
-        shares = [100 * cell.policies[name].levels.get(level, 0.0) for level in cell.levels]
-        middles = np.arange(len(cell.levels)) + (place + 0.5) * width - 0.4
-        axes.bar(middles, shares, width, label=name, **bar_style(name, colours[name]))
-    axes.set_xticks(range(len(cell.levels)), [_signed(level) for level in cell.levels])
+    for place, (name, shares) in enumerate(chosen.items()):
+        middles = np.arange(len(levels)) + (place + 0.5) * width - 0.4
+        heights = [100 * shares.get(level, 0.0) for level in levels]
+        axes.bar(middles, heights, width, label=name, **bar_style(name, colours[name]))
+    axes.set_xticks(range(len(levels)), [_signed(level) for level in levels])
     axes.set(title="Levels that policies chose", xlabel="level", ylabel="% of answers")
     legend_outside(figure, axes)
     return finish(figure, caption)
 
 
-def draw_outcomes(cell: CellSummary, caption: str = "") -> Figure:
-    """Draw the queries' outcomes by policy, over all seeds (Fig. 13)."""
-    figure = Figure(figsize=(9, 1.4 + 0.2 * len(cell.policies)), layout="constrained")
-    axes, names = figure.subplots(), list(cell.policies)
+def draw_outcomes(outcomes: Mapping[str, Sequence[float]], caption: str = "") -> Figure:
+    """Draw the shares of queries by `Outcome`, by policy (Fig. 13)."""
+    figure = Figure(figsize=(9, 1.4 + 0.2 * len(outcomes)), layout="constrained")
+    axes, names = figure.subplots(), list(outcomes)
     begin = np.zeros(len(names))
     for place, (label, colour) in enumerate(zip(OUTCOMES.values(), OUTCOME_COLOURS, strict=True)):
-        shares = np.array([100 * policy.outcomes[place] for policy in cell.policies.values()])
+        shares = np.array([100 * policy[place] for policy in outcomes.values()])
         axes.barh(names, shares, left=begin, label=label, color=colour, edgecolor="white", linewidth=0.5)
         begin += shares
     axes.invert_yaxis()
@@ -168,11 +170,5 @@ def _signed(level: int) -> str:
     return f"{level:+d}" if level else "0"
 
 
-OF_CELLS = {
-    "arrivals": draw_arrivals,
-    "utility": draw_utility,
-    "outcomes": draw_outcomes,
-    "chosen": draw_chosen,
-    "accuracies": draw_accuracies,
-}
-"""The figures of a cell, by the names of their files."""
+OVER_TIME = {"arrivals": draw_arrivals, "utility": draw_utility, "accuracies": draw_accuracies}
+"""The figures of one run of each policy, by the names of their files."""

@@ -36,7 +36,10 @@ def page(runs: Sequence[Run]) -> str:
     sections = [Section("The levels", (), _svgs([plots.draw_levels(profile), plots.draw_batches(profile)]))]
     for cell, cell_runs in by_cell(runs).items():
         summary, title = summarise(cell_runs), title_of(cell)
-        figures = [draw(summary, title) for draw in plots.OF_CELLS.values()]
+        outcomes = {name: policy.outcomes for name, policy in summary.policies.items()}
+        chosen = {name: policy.levels for name, policy in summary.policies.items()}
+        figures = [draw(summary, title) for draw in plots.OVER_TIME.values()]
+        figures += [plots.draw_outcomes(outcomes, title), plots.draw_chosen(chosen, summary.levels, title)]
         sections.append(Section(title, rows_of(cell_runs), _svgs(figures)))
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template(
