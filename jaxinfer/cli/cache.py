@@ -12,6 +12,9 @@ KINDS = {
     "experts": "files of experts whose model directories may not be written to",
     "costs": "measured times of programs",
     "choices": "the fastest implementations, as `tune` measured them",
+    "models": "models that examples converted",
+    "circuit-board": "experts that an example trained",
+    "benchmarks": "models and results of benchmarks",
 }
 """The folders of the cache."""
 
@@ -25,7 +28,9 @@ def cache(
             show_default=False,
         ),
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Delete all that is shown.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Delete all that is shown, and say how much that was.")
+    ] = False,
 ) -> None:
     """Show what is kept on disk between starts, where, and how large it is.
 
@@ -33,37 +38,43 @@ def cache(
     """
     if directory is not None:
         return _layer_files(directory, clear)
-    from rich.console import Console
     from rich.filesize import decimal
-    from rich.table import Table
 
+    from jaxinfer.cli.display import show, table
     from jaxinfer.disk_cache import cache_folder
 
     folder = cache_folder()
-    table = Table("", "files", "size", "", title=str(folder), title_justify="left")
-    for name, meaning in KINDS.items():
-        if clear:
+    before = {name: _sizes(folder / name) for name in KINDS}
+    if clear:
+        for name in KINDS:
             shutil.rmtree(folder / name, ignore_errors=True)
-        sizes = _sizes(folder / name)
-        table.add_row(name, str(len(sizes)), decimal(sum(sizes)), meaning)
-    Console().print(table)
+    shown = table("", "", "files", "size", figures=2, title=str(folder))
+    kept = {name: _sizes(folder / name) for name in KINDS}
+    for name, sizes in kept.items():
+        shown.add_row(name, KINDS[name], f"{len(sizes):,}", decimal(sum(sizes)))
+    show(shown)
+    if clear:
+        typer.echo(f"Freed {decimal(sum(map(sum, before.values())) - sum(map(sum, kept.values())))}.")
 
 
 def _layer_files(directory: Path, clear: bool) -> None:
-    from rich.console import Console
     from rich.filesize import decimal
-    from rich.table import Table
 
+    from jaxinfer.cli.display import show, table
     from jaxinfer.streaming.layer_folders import find_layer_folders, remove_layer_folders
 
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such directory; name a model directory, or one with files of layers.")
+    before = find_layer_folders(directory)
     if clear:
         remove_layer_folders(directory)
-    table = Table("", "size", "layers of", title=str(directory), title_justify="left")
-    for folder in find_layer_folders(directory):
-        table.add_row(folder.path.name, decimal(folder.bytes), folder.about)
-    Console().print(table)
+    shown = table("", "layers of", "size", figures=1, title=str(directory))
+    kept = find_layer_folders(directory)
+    for folder in kept:
+        shown.add_row(folder.path.name, folder.about, decimal(folder.bytes))
+    show(shown)
+    if clear:
+        typer.echo(f"Freed {decimal(sum(f.bytes for f in before) - sum(f.bytes for f in kept))}.")
 
 
 def _sizes(folder: Path) -> list[int]:

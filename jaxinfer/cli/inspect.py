@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
+from jaxinfer.cli.display import show, table
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -72,7 +73,7 @@ def inspect(
         stored=description.quantization,
     )
     report = compile_program(gpu, spec, sizes, mesh=built, resources=registers)
-    _print(report, f"{directory}: decode of {passes} passes, batch {batch}, {context} tokens", registers)
+    show(*report_tables(report, f"{directory}: decode of {passes} passes, batch {batch}, {context} tokens", registers))
 
 
 def decode_program(
@@ -106,31 +107,21 @@ def decode_program(
     return decode.spec(layout), decode.Decode(batch=batch, speculative=0, pages=pages)
 
 
-def _print(report: "TargetReport", title: str, registers: bool) -> None:
-    from rich.console import Console
+def report_tables(report: "TargetReport", title: str, registers: bool) -> "list[Table]":
+    """Return the tables of a report.
 
+    registers: whether it has each kernel's resources.
+    """
     last = report.layers - 1
     each_pass = [kernel for kernel in report.outside_layers() if kernel.in_loop and not kernel.condition]
-    console = Console()
-    for table in (
+    return [
         _summary(report, title),
         _kernels(f"layer {last}", report.of_layer(last), registers),
         _kernels("outside the layers", each_pass, registers),
         _branches(report),
         *([_collectives(report)] if report.collectives else []),
         _temporaries(report),
-    ):
-        console.print(table)
-
-
-def _table(*columns: str, numbers: int = 0) -> "Table":
-    """Return an empty table whose last `numbers` columns are right-aligned."""
-    from rich.table import Table
-
-    table = Table(*columns)
-    for column in table.columns[len(columns) - numbers :]:
-        column.justify = "right"
-    return table
+    ]
 
 
 def _summary(report: "TargetReport", title: str) -> "Table":
@@ -139,7 +130,7 @@ def _summary(report: "TargetReport", title: str) -> "Table":
     per_layer = {len(report.of_layer(layer)) for layer in range(1, report.layers)} or {len(report.of_layer(0))}
     conditional = sum(bool(kernel.condition) for kernel in report.kernels)
     outside = [kernel.in_loop for kernel in report.outside_layers() if not kernel.condition]
-    table = _table("", title)
+    summary = table("", title)
     for name, value in (
         ("target", f"{report.target}, compiled in {report.compile_seconds:.1f} s"),
         ("CUDA graphs", f"{report.graphs}, and {len(report.host_launches) or 'no'} launches outside"),
@@ -151,55 +142,57 @@ def _summary(report: "TargetReport", title: str) -> "Table":
         ("workspace", decimal(report.temp_bytes)),
         ("memory per device", decimal(report.argument_bytes + report.temp_bytes)),
     ):
-        table.add_row(name, value)
-    return table
+        summary.add_row(name, value)
+    return summary
 
 
 def _kernels(title: str, kernels: "Iterable[Kernel]", registers: bool) -> "Table":
-    resources = ("registers", "spilled bytes", "SASS") if registers else ()
-    table = _table(title, "from", "blocks", "threads", "shared bytes", *resources, numbers=3 + len(resources))
+    texts = (title, "from", *(["SASS"] if registers else []))
+    sizes = ("blocks", "threads", "shared\nbytes", *(["registers", "spilled\nbytes"] if registers else []))
+    rows = table(*texts, *sizes, figures=len(sizes))
     for kernel in kernels:
-        sizes = (kernel.grid, kernel.threads, kernel.shared_bytes)
-        cells = [f"{size:,}" for size in sizes] if kernel.grid else [""] * 3  # they are not known for copies
-        used = kernel.resources
-        if used:
-            cells += [str(used.registers), str(used.spill_bytes), " ".join(used.features)]
-        table.add_row(kernel.name, _place(kernel.scope), *cells)
-    return table
+        launch = (kernel.grid, kernel.threads, kernel.shared_bytes)
+        cells = [f"{size:,}" for size in launch] if kernel.grid else [""] * 3  # they are not known for copies
+        used, features = kernel.resources, []
+        if registers:
+            cells += [f"{used.registers}", f"{used.spill_bytes:,}"] if used else ["", ""]
+            features = [" ".join(used.features) if used else ""]
+        rows.add_row(kernel.name, _place(kernel.scope), *features, *cells)
+    return rows
 
 
 def _branches(report: "TargetReport") -> "Table":
-    table = _table("run only if a row asks for it", "kernels", numbers=1)
+    branches = table("run only if a row asks for it", "kernels", figures=1)
     counts = collections.Counter(_place(kernel.condition) for kernel in report.kernels if kernel.condition)
     for place, count in counts.items():
-        table.add_row(place, str(count))
-    return table
+        branches.add_row(place, str(count))
+    return branches
 
 
 def _collectives(report: "TargetReport") -> "Table":
     """Return a table of what a pass exchanges; a line sums up arrays of one kind, shape and place in all layers."""
-    table = _table("exchanged in a pass", "from", "devices", "array", "how many", "bytes sent", numbers=4)
+    exchanges = table("exchanged\nin a pass", "from", "array", "devices", "how\nmany", "bytes sent", figures=3)
     counts: collections.Counter[tuple[str, ...]] = collections.Counter()
     sent: collections.Counter[tuple[str, ...]] = collections.Counter()
     for collective in report.collectives:
         place = _place(collective.op_name.split("/", 1)[-1]) + (", if asked" if collective.conditions else "")
         array = f"{collective.dtype}[{','.join(map(str, collective.shape))}]"
-        key = collective.kind, place, str(collective.participants), array
+        key = collective.kind, place, array, str(collective.participants)
         counts[key] += collective.trips
         sent[key] += round(collective.trips * collective.wire_bytes)
     for key, count in counts.items():
-        table.add_row(*key, str(count), f"{sent[key]:,}")
-    return table
+        exchanges.add_row(*key, str(count), f"{sent[key]:,}")
+    return exchanges
 
 
 def _temporaries(report: "TargetReport") -> "Table":
-    table = _table("largest temporaries", "from", "bytes", "how many", numbers=2)
+    largest = table("largest temporaries", "from", "bytes", "how many", figures=2)
     same = collections.Counter((buffer.shape, buffer.bytes) for buffer in report.temporaries)
     scopes = {kernel.instruction: kernel.scope for kernel in report.kernels}
     for (shape, size), count in list(same.items())[:TEMPORARIES]:
         first = next(buffer.name for buffer in report.temporaries if buffer.shape == shape)
-        table.add_row(shape, _place(scopes.get(first.split("{")[0], "")), f"{size:,}", str(count))
-    return table
+        largest.add_row(shape, _place(scopes.get(first.split("{")[0], "")), f"{size:,}", str(count))
+    return largest
 
 
 _CONTROL = re.compile(r"while|shard_map|body|cond|branch_\d+_fun|jit\(.*\)|layers\.\d+")

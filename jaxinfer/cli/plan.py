@@ -37,10 +37,9 @@ def plan(
     A pass takes as long as fetching its layers or computing them, whichever is longer; several devices share the disk
     and the host's memory.
     """
-    from rich.console import Console
     from rich.filesize import decimal
-    from rich.table import Table
 
+    from jaxinfer.cli.display import figure, show, table
     from jaxinfer.generation.api.build import split_options
     from jaxinfer.generation.engine.config import EngineConfig
     from jaxinfer.generation.execution.memory import FRACTION
@@ -72,18 +71,16 @@ def plan(
         there = placement.tiers.count("device") + placement.depth.device + 1
         most = max(1, int((needs.limit - needs.of_streamed(there, 0)) * FRACTION) // needs.cache)
         best = min(best, most)
-    table = Table(
-        "sequences", "s a pass", "tokens/s", "TFLOP/s", "limited by", title=str(placement), title_justify="left"
-    )
+    passes = table("limited by", "sequences", "s a pass", "tokens/s", "TFLOP/s", figures=4, title=str(placement))
     for tokens in sorted({1, 8, 64, best, most} - {size for size in (8, 64) if size > most}):
         prediction = planned.predict(tokens)
         limit = "computing" if prediction.compute_seconds > prediction.fetch_seconds else "fetching"
-        figures = f"{prediction.seconds:.3g}", f"{prediction.tokens_per_s:.3g}", f"{prediction.flops / 1e12:.3g}", limit
-        table.add_row(f"{tokens}{' (recommended)' if tokens == best else ''}", *figures)
-    Console().print(table)
+        figures = (figure(x, 3) for x in (prediction.seconds, prediction.tokens_per_s, prediction.flops / 1e12))
+        passes.add_row(limit, f"{'(recommended) ' if tokens == best else ''}{tokens:,}", *figures)
+    show(passes)
     rates = ", ".join(f"{decimal(int(rate))}/s from {tier}" for tier, rate in planned.bandwidths.items())
-    room = f"; the cache has room for {most} sequences of {context} tokens" if needs.cache else ""
-    typer.echo(f"{rates} to all devices, {planned.flops / 1e12:.3g} TFLOP/s of each{room}.")
+    room = f"; the cache has room for {most:,} sequences of {context} tokens" if needs.cache else ""
+    typer.echo(f"{rates} to all devices, {figure(planned.flops / 1e12, 3)} TFLOP/s of each{room}.")
 
 
 def parse_bandwidths(text: str | None) -> dict[str, float]:

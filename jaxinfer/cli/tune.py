@@ -1,11 +1,13 @@
 """`jaxinfer tune`: measure which implementations a model's operations are the fastest with on this machine."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxinfer.cli.common import DtypeOption, QuantizeOption
+from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,9 +28,7 @@ def tune(
     Later runs on this machine use them, for the same shapes and with the same version. Their programs are compiled
     anew, and numbers may differ in the last bits.
     """
-    from rich.console import Console
-    from rich.progress import track
-
+    from jaxinfer.cli.display import show
     from jaxinfer.compiled.choices import forget_choices, measure_choices
     from jaxinfer.generation import LLM
     from jaxinfer.generation.execution.decoder import DecoderExecutor
@@ -36,28 +36,32 @@ def tune(
     if forget:
         forget_choices()
         return
-    console = Console()
     with (
-        console.status("Tracing the model's programs"),
+        long_work("tracing the model's programs"),
         LLM(directory, max_batch=batch, context=context, dtype=dtype, quantize=quantize) as llm,
     ):
         executor = llm.engine.executor
         assert isinstance(executor, DecoderExecutor), "an LLM has one"
         calls = executor.calls()
-    rows = list(track(measure_choices(calls), "Measuring", total=len(calls), console=console, transient=True))
+    rows = []
+    with long_work("measuring calls", total=len(calls)) as work:
+        for row in measure_choices(calls):
+            rows.append(row)
+            work.advance()
     if not rows:
-        console.print(f"{directory}: every operation has a single implementation here; there is nothing to measure.")
+        typer.echo(f"{directory}: every operation has a single implementation here; there is nothing to measure.")
         return
-    console.print(_table(rows))
+    show(times_table(rows))
 
 
-def _table(rows: "list[tuple[Call, dict[str, float]]]") -> "Table":
-    from rich.table import Table
-
+def times_table(rows: "list[tuple[Call, dict[str, float]]]") -> "Table":
+    """Return a table of what implementations took in each call."""
+    from jaxinfer.cli.display import figure, table
     from jaxinfer.pallas_kernels.choices import fastest
 
-    table = Table("operation", "shapes", "microseconds", "later runs use")
+    times = table("operation", "shapes", "later runs\nuse", "timed", "µs", figures=1)
     for call, seconds in rows:
-        times = "\n".join(f"{name} {1e6 * taken:.0f}" for name, taken in seconds.items())
-        table.add_row(call.operation, call.shapes, times, fastest(call, seconds))
-    return table
+        shapes = ", ".join(part for part in re.split("[,;] ", call.shapes) if not part.endswith("None"))
+        names, figures = "\n".join(seconds), "\n".join(figure(1e6 * taken) for taken in seconds.values())
+        times.add_row(call.operation, shapes, fastest(call, seconds), names, figures)
+    return times

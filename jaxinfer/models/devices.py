@@ -74,7 +74,7 @@ def device_name(device: Any) -> str:
     if device.platform != "cpu":
         return device.device_kind
     cores = min(usable_cores(), int(os.environ.get("NPROC") or usable_cores()))  # XLA has at most NPROC threads
-    return f"{cpu_model()}, {cores} cores"
+    return f"{cpu_model()}, {cores} core{'' if cores == 1 else 's'}"
 
 
 def sharding_on(mesh: Mesh | None, rules: ShardingRules, axes: Sequence[str | None], shape: Sequence[int]) -> Sharding:

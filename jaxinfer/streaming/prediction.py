@@ -2,12 +2,11 @@
 
 import collections
 import dataclasses
-import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoints import CheckpointError
-from jaxinfer.checkpoints.layer_files import BLOCK_BYTES, aligned_buffer, read_direct
+from jaxinfer.checkpoints.layer_files import ALIGNMENT, BLOCK_BYTES, aligned_buffer, read_direct
 from jaxinfer.checkpoints.readers import Readers
 from jaxinfer.checkpoints.stores import to_host
 from jaxinfer.models.devices import devices_of
@@ -153,19 +152,24 @@ def moved_bytes(opened: OpenedModel, placement: Placement) -> dict[str, int]:
 def measure_disk(folder: Path, preadv: Callable[[int, list[Any], int], int] = os.preadv) -> float:
     """Measure a disk's bytes a second on a folder's files, past the page cache, read and verified as for streaming.
 
+    They are read in blocks, as long as the largest file where all are shorter than a block of layer files.
+
     Args:
       preadv: reads from a file into buffers; tests pass one that fails.
 
-    Raises ValueError if there is too little to read, CheckpointError, naming the file, if it cannot be read.
+    Raises ValueError if there is nothing to read, CheckpointError, naming the file, if it cannot be read.
     """
-    blocks = list(itertools.islice(_blocks(folder), MEASURED_BYTES // BLOCK_BYTES))
-    if not blocks:
-        raise ValueError(f"{folder}: no file of {BLOCK_BYTES >> 20} MiB to measure the disk with; give --bandwidth.")
+    files = {file: file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+    size = min(BLOCK_BYTES, max(files.values(), default=0) // ALIGNMENT * ALIGNMENT)
+    if not size:
+        raise ValueError(f"{folder}: no file of {ALIGNMENT} bytes to measure the disk with; give --bandwidth.")
+    blocks = [(file, start) for file, end in files.items() for start in range(0, end - size + 1, size)]
+    blocks = blocks[: MEASURED_BYTES // size]
     readers, local = Readers(), threading.local()
 
     def read(file: Path, offset: int) -> None:
         if not hasattr(local, "buffer"):
-            local.buffer = aligned_buffer(BLOCK_BYTES).data
+            local.buffer = aligned_buffer(size).data
         try:
             read_direct(file, offset, local.buffer, preadv)
         except OSError as error:
@@ -177,18 +181,11 @@ def measure_disk(folder: Path, preadv: Callable[[int, list[Any], int], int] = os
         while not count or seconds < MEASURED_SECONDS:
             tasks = [(readers.submit(read, *block), *block) for block in blocks]
             for task, file, offset in tasks:
-                readers.result(task, f"{file}, bytes {offset} to {offset + BLOCK_BYTES}")
+                readers.result(task, f"{file}, bytes {offset} to {offset + size}")
             count, seconds = count + len(blocks), time.perf_counter() - start
     finally:
         readers.close()
-    return count * BLOCK_BYTES / seconds
-
-
-def _blocks(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Yield files with the offsets of their whole blocks."""
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-        for offset in range(0, file.stat().st_size - BLOCK_BYTES + 1, BLOCK_BYTES):
-            yield file, offset
+    return count * size / seconds
 
 
 def measure_host_copy(devices: Sequence[Any], size: int | None = None) -> float:

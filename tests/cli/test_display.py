@@ -1,14 +1,25 @@
 """Tables in a terminal of 80 columns: every figure is there, whole."""
 
+import dataclasses
+import importlib
 import io
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
 from jaxinfer.cli import display
 from jaxinfer.cli.bench.results import STATISTICS, Distribution, Latency, Throughput, WarmUp
 from jaxinfer.cli.bench.tables import latency_table, print_tables, throughput_tables
+from jaxinfer.compiled.dumps import Buffer, Collective, Resources
+from jaxinfer.compiled.target import Kernel, TargetReport
+from jaxinfer.pallas_kernels.choices import Call
+from jaxinfer.pallas_kernels.implementation import Implementation
+
+inspect, tune = (importlib.import_module(f"jaxinfer.cli.{name}") for name in ("inspect", "tune"))
+"""The modules, whose names in the package are the commands'."""
 
 
 def shown(*tables, width=80):
@@ -64,6 +75,65 @@ def test_metrics_without_samples_are_left_out():
     text = shown(latency_table([result], 8))
     assert "output token" not in text.replace("output tokens", "")
     assert text.split().count("500.0") == text.split().count("250.0") == len(STATISTICS)
+
+
+KERNEL = Kernel(
+    name="decode_attention_with_a_long_name_kernel",
+    instruction="custom-call.1",
+    scope="layers.1/attention/decode_attention/scores",
+    kind="mosaic",
+    grid=1_234_567,
+    threads=1024,
+    shared_bytes=233_472,
+    in_graph=True,
+    in_loop=True,
+    condition="",
+    resources=Resources(registers=255, spill_bytes=12_345, instructions={"HGMMA.64x128x16.F32": 8, "LDGSTS.E": 2}),
+)
+EXCHANGE = Collective(
+    kind="collective-permute",
+    dtype="bf16",
+    shape=(128, 32_768, 8192),
+    participants=16,
+    trips=12_345,
+    conditions=("sample",),
+    op_name="jit(step)/layers.1/attention/output/projection",
+)
+REPORT = TargetReport(
+    target="h200",
+    kernels=(dataclasses.replace(KERNEL, scope="layers.0/attention/scores"), KERNEL),
+    graphs=1,
+    host_launches=(),
+    argument_bytes=1 << 40,
+    output_bytes=1,
+    alias_bytes=1 << 39,
+    temp_bytes=1 << 38,
+    temporaries=(Buffer(name="fusion.1", shape="bf16[128,32768,8192]", bytes=68_719_476_736),),
+    collectives=(EXCHANGE,),
+    donated=1234,
+    aliased=1234,
+    compile_seconds=1234.5,
+)
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_no_figure_of_a_gpus_programs_is_cut(registers):
+    words = shown(*inspect.report_tables(REPORT, "a model", registers)).split()
+    assert {"1,234,567", "1,024", "233,472"} <= {*words}
+    assert {"16", "12345", f"{round(EXCHANGE.trips * EXCHANGE.wire_bytes):,}", "68,719,476,736"} <= {*words}
+    assert {"1.1", "549.8", "1234.5"} <= {*words}
+    assert ({"255", "12,345"} <= {*words}) == registers
+
+
+def test_no_figure_of_tuning_is_cut():
+    names = ("reference", "composed", "mosaic_tensor_cores")
+    array = jax.ShapeDtypeStruct((8192, 1, 65_536), jnp.bfloat16)
+    implementations = tuple(Implementation(name=name, call=print) for name in names)
+    call = Call("decode_attention", implementations, (array,) * 6 + (None,), {"window": None, "scale": 0.125}, tuple)
+    seconds = dict(zip(names, (1.2345678, 0.0001235, 0.98), strict=True))
+    words = shown(tune.times_table([(call, seconds)])).split()
+    assert {"1,234,568", "123.5", "980,000"} <= {*words}
+    assert "None" not in words
 
 
 def test_narrow_terminals_break_lines_and_lose_nothing(monkeypatch, capsys):

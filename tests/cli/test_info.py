@@ -1,4 +1,6 @@
+import inspect
 import pathlib
+import re
 
 import pytest
 from rich.filesize import decimal
@@ -6,6 +8,7 @@ from typer.testing import CliRunner
 
 from jaxinfer import LLM
 from jaxinfer.cli import app
+from jaxinfer.cli.generate import generate
 from jaxinfer.generation.api.build import build_engine
 from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.models.files.conversion import convert
@@ -63,6 +66,18 @@ def test_what_is_reserved_is_what_a_model_reserves(model):
     assert _rows(model, "--dtype", "bfloat16")["weights"] == "25.1 kB"  # half, but for the norms
 
 
+def test_info_announces_what_generate_takes(tmp_path):
+    convert(GOLDENS / "llama_llama3", tmp_path / "model", dtype="bfloat16")
+    options = inspect.signature(generate).parameters
+    defaults = {name: options[name].default for name in ("dtype", "context", "max_batch", "kv_dtype")}
+    with LLM(tmp_path / "model", **defaults) as llm:
+        held = {held.tenant: decimal(held.bytes) for held in llm.budgets[HOST].holdings if held.owner == "LLM model"}
+    rows = _rows(tmp_path / "model")
+    assert rows["stored as"] == "bfloat16"
+    assert held["weights"] == "49.6 kB"  # a CPU computes in float32
+    assert rows.items() >= held.items()
+
+
 def test_encoders_have_no_cache(tmp_path):
     convert(GOLDENS / "bert_pooled", tmp_path / "model")
     rows = _rows(tmp_path / "model")
@@ -96,7 +111,7 @@ def test_no_model(tmp_path):
 
 def test_costs_that_were_measured_on_this_machine(model, tmp_path, monkeypatch):
     def shown(path):
-        return CliRunner().invoke(app, ["info", str(path), "--costs"], env={"COLUMNS": "140"}).stdout
+        return CliRunner().invoke(app, ["info", str(path), "--costs"]).stdout
 
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
     assert "No programs of this model were measured on" in shown(model)
@@ -105,8 +120,16 @@ def test_costs_that_were_measured_on_this_machine(model, tmp_path, monkeypatch):
         for _ in range(3):
             engine.executor.costs.record("decode", (("batch", batch), ("pages", 8)), 0.001 * batch + 0.5)
     engine.executor.costs.save()
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown(model).splitlines() if "│" in line]
-    assert ["decode", "batch=4, pages=8", "2", "504.000"] in [row[:4] for row in rows]
-    assert ["decode", "batch", "pages=8", "1.0000", "500.0000", "1.000", "3"] in rows
+    output = shown(model)
+    rows = [re.split(" {2,}", line.strip()) for line in output.splitlines()]
+    assert ["decode", "batch=4, pages=8", "2", "504.0"] in [row[:4] for row in rows]
+    assert ["decode", "batch", "pages=8", "1.000", "500.0", "1.000", "3"] in rows
+    narrow = (
+        CliRunner().invoke(app, ["info", str(model), "--costs"], env={"TTY_COMPATIBLE": "1", "COLUMNS": "80"}).stdout
+    )
+    assert "…" not in narrow
+    assert {"504.0", "502.0", "501.0", "500.0", "1.000"} <= {*narrow.split()}
+    assert "float32, kernels=True, page_size=16" in output
+    assert not re.search(r"WeightFormat|dtype\(|=None|max_adapters=0", output)
     convert(GOLDENS / "bert_pooled", tmp_path / "other")
     assert "No programs of this model were measured on" in shown(tmp_path / "other")

@@ -34,7 +34,7 @@ from jaxinfer.models import DecoderConfig, EncoderConfig
 from jaxinfer.models.devices import AnyMesh, device_name, devices_of
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel
 from jaxinfer.serving.budget import Reservation, sizes_of
-from jaxinfer.sharding import MeshFile
+from jaxinfer.sharding import MeshFile, ShardingRules
 from jaxinfer.streaming.config import MemoryConfig, MemoryOptions, Placement
 from jaxinfer.streaming.model import StreamedModel, stream_model
 
@@ -191,6 +191,13 @@ def _reserved(reservation: Reservation, opened: OpenedModel, placement: Placemen
     reservation.resize(sizes_of(devices, each, host=host))
 
 
+def _mesh_text(model: OpenedModel) -> str:
+    if model.mesh is None:
+        return ""
+    axes = ", ".join(f"{axis}={size}" for axis, size in model.mesh.shape.items())
+    return axes if model.rules == ShardingRules() else f"{axes}, {model.rules}"
+
+
 def open_costs(model: OpenedModel, config: SharedConfig, logits_processors: Iterable[str] = ()) -> Costs:
     """Open the record of a model's programs on disk, under everything that decides how long they take.
 
@@ -201,8 +208,8 @@ def open_costs(model: OpenedModel, config: SharedConfig, logits_processors: Iter
         device=device_name(devices_of(model.mesh)[0]),
         model={
             "config": str(model.description.config),
-            "weights": str(model.weights),
-            "mesh": "" if model.mesh is None else f"{dict(model.mesh.shape)} {model.rules}",
+            "weights": f"{model.weights.quantized or ''} {model.weights.dtype}".strip(),
+            "mesh": _mesh_text(model),
             "options": ", ".join(f"{name}={value}" for name, value in config.deciding_costs.items()),
             "logits_processors": ", ".join(logits_processors),
         },
