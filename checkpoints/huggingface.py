@@ -84,6 +84,18 @@ def read_json(path: pathlib.Path, *, required: bool = False) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not a JSON object ({error}); fetch it again.") from error
 
 
+def read_index(path: pathlib.Path) -> dict[str, set[str]]:
+    """Return the names of the tensors in each file that the index of a directory lists."""
+    try:
+        weight_map = msgspec.convert(read_json(path / INDEX, required=True).get("weight_map"), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path / INDEX}: weight_map: {error}; fetch it again.") from error
+    names: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        names.setdefault(file, set()).add(name)
+    return names
+
+
 def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
     """Return each safetensors file, and the names that the index expects in it."""
     if path.is_file():
@@ -93,13 +105,7 @@ def _shards(path: pathlib.Path) -> dict[pathlib.Path, set[str]]:
     if (path / SINGLE).is_file():
         return {path / SINGLE: set()}
     if (path / INDEX).is_file():
-        shards: dict[pathlib.Path, set[str]] = {}
-        try:
-            weight_map = msgspec.convert(read_json(path / INDEX).get("weight_map"), dict[str, str])
-        except msgspec.ValidationError as error:
-            raise CheckpointError(f"{path / INDEX}: weight_map: {error}; fetch it again.") from error
-        for name, file in weight_map.items():
-            shards.setdefault(inside(path, file), set()).add(name)
+        shards = {inside(path, file): names for file, names in read_index(path).items()}
         if missing := sorted(file.name for file in shards if not file.is_file()):
             raise CheckpointError(f"{path}: {INDEX} names files that are missing: {', '.join(missing)}; fetch them.")
         return shards

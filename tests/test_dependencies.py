@@ -19,6 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 PACKAGES = {
     "grimp": "import-linter",
+    "huggingface_hub": "huggingface-hub",
     "llama_cpp": "llama-cpp-python",
     "markdown_it": "markdown-it-py",
     "ml_dtypes": "ml-dtypes",

@@ -1,4 +1,4 @@
-"""`jaxinfer convert`: from a Hugging Face directory to a model directory."""
+"""`jaxinfer convert`: from a Hugging Face directory, or a repository of the hub, to a model directory."""
 
 import contextlib
 import dataclasses
@@ -12,15 +12,28 @@ from jaxinfer.cli.common import LayerFilesOption, MeshOption, parse_mesh
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from jaxinfer.models.files.description import Description
     from jaxinfer.sharding import MeshConfig, ShardingRules
 
 
 def convert(
-    hf_dir: Annotated[
+    source: Annotated[
         Path,
-        typer.Argument(help="Directory with config.json and safetensors files, or state dict of ResNet or YOLOv5."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Directory with config.json and safetensors files, repository of the Hugging Face hub (ORG/NAME or "
+            "ORG/NAME@REVISION), or state dict of ResNet or YOLOv5.",
+            show_default=False,
+        ),
     ],
-    out_dir: Annotated[Path, typer.Argument(help="Model directory to write; must not exist or be empty.")],
+    out_dir: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Model directory to write; must not exist or be empty (default: the cache folder, where other "
+            "commands find it by the same MODEL).",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: unchanged).")
     ] = None,
@@ -40,6 +53,7 @@ def convert(
 ) -> None:
     """Convert a Hugging Face checkpoint, or the state dict of an image model, tensor by tensor.
 
+    Safetensors, configs and the tokenizer of a repository are fetched; files that were fetched before are not again.
     OUT_DIR appears only when everything is written; if the command was interrupted, run it again. With --layout
     streaming, a run with the same --mesh, --dtype and --quantize finds its layers written; without --dtype those are
     written that a run without it reads on this machine: float32 on a CPU, else as stored.
@@ -49,21 +63,33 @@ def convert(
     for option, value in (("--mesh", mesh), ("--layer-files", layer_files)):
         if value is not None and layout != "streaming":
             raise ValueError(f"{option} says how layers are written: add --layout streaming, or leave it out.")
+    if out_dir is None and (dtype or quantize or layout != "orbax"):
+        raise ValueError("The cache keeps models as they are stored: --dtype, --quantize and --layout need an OUT_DIR.")
+    from jaxinfer.hub import fetch, resolve
     from jaxinfer.models.files.conversion import convert as convert_model
+    from jaxinfer.models.files.conversion import open_writer
+    from jaxinfer.models.files.description import Description
 
+    if out_dir is None:
+        folder = resolve(source)
+        return _print(folder, Description.read(folder))
+    kept = "single-file" if layout == "single-file" else "orbax"
+    open_writer(out_dir, dtype=dtype, quantize=quantize, layout=kept)  # refuses what cannot be written before fetching
+    hf_dir, fetched = fetch(source, None if dtype or quantize else out_dir)
     run = _Run.from_options(hf_dir, mesh, layer_files, quantize) if layout == "streaming" else None
-    description = convert_model(
-        hf_dir,
-        out_dir,
-        dtype=dtype,
-        quantize=quantize,
-        layout="single-file" if layout == "single-file" else "orbax",
-    )
-    written = run.write_layers(out_dir, dtype) if run else ""
+    description = convert_model(hf_dir, out_dir, dtype=dtype, quantize=quantize, layout=kept, source=fetched)
+    _print(out_dir, description)
+    if run:
+        typer.echo(run.write_layers(out_dir, dtype))
+
+
+def _print(folder: Path, description: "Description") -> None:
+    """Print what is in a model directory, and where it comes from."""
+    from jaxinfer.models.files.conversion import source_of
+
     stored = description.quantization or description.dtype
-    typer.echo(f"{out_dir}: {description.family} {description.kind}, {stored}")
-    if written:
-        typer.echo(written)
+    source = f", from {origin}" if (origin := source_of(folder)) else ""
+    typer.echo(f"{folder}: {description.family} {description.kind}, {stored}{source}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,14 +43,17 @@ def info(
 
     from jaxinfer.checkpoints import read_manifest
     from jaxinfer.generation.execution.memory import device_tenants
+    from jaxinfer.hub import resolve
     from jaxinfer.models import VisionConfig, WeightFormat
     from jaxinfer.models.devices import bytes_per_device, default_dtype
+    from jaxinfer.models.files.conversion import source_of
     from jaxinfer.models.files.description import Description, weight_format
     from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
     from jaxinfer.serving.budget import Budget, Reservation
     from jaxinfer.sharding import MeshConfig, ShardingRules
 
+    directory = resolve(directory)
     manifest, description = read_manifest(directory), Description.read(directory)
     config, file = description.config, parse_mesh(mesh)
     weights = weight_format(description, dtype=dtype or default_dtype(None), quantize=quantize)
@@ -69,6 +72,7 @@ def info(
 
     table = Table("", str(directory), title_justify="left")
     for name, value in (
+        ("fetched from", source_of(directory)),
         ("family", f"{description.family} ({description.kind})"),
         *(_vision_rows(config) if reads_images else _transformer_rows(config)),
         ("parameters", f"{parameters:,}"),

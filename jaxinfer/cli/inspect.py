@@ -48,10 +48,11 @@ def inspect(
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns about what it cannot tune without the GPU
     from jaxinfer.compiled.target import Target, compile_program
+    from jaxinfer.hub import resolve
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.files.description import Description, require_transformer, weight_format
 
-    gpu, description = Target.load(target), Description.read(directory)
+    gpu, description = Target.load(target), Description.read(resolve(directory))
     file = parse_mesh(mesh)
     weights, config = (
         weight_format(description, dtype=dtype, quantize=quantize),

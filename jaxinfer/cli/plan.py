@@ -44,6 +44,7 @@ def plan(
     from jaxinfer.generation.engine.config import EngineConfig
     from jaxinfer.generation.execution.memory import FRACTION
     from jaxinfer.generation.execution.placement import DeviceBytes, plan_placement
+    from jaxinfer.hub import resolve
     from jaxinfer.models.files.loading import open_model
     from jaxinfer.streaming.prediction import plan_pass
 
@@ -54,7 +55,7 @@ def plan(
         options.setdefault("weights", "disk")
     _, memory = split_options(options, file, owner="plan")  # type: ignore[arg-type]  # checked there
     bandwidths = parse_bandwidths(bandwidth)
-    opened = open_model(directory, mesh=file, dtype=dtype, quantize=quantize)
+    opened = open_model(resolve(directory), mesh=file, dtype=dtype, quantize=quantize)
     longest = opened.transformer.context
     context = context or longest
     if not 1 < context <= longest:

@@ -39,8 +39,8 @@ _GPU = ("compute_capability", "core_count", "shared_memory_per_block_optin")
 _NOT_COMPILED = ("jax_compilation_cache_", "jax_persistent_cache_", "jax_log", "jax_debug_log", "jax_explain_")
 """Options of JAX that begin with these say what is kept and what is printed, not what is compiled."""
 
-_IMPORTED = ("crc32c", "filelock", "jinja2", "llguidance", "matplotlib", "msgspec", "optax", "orbax", "platformdirs")
-_IMPORTED += ("PIL", "rich", "safetensors", "tensorstore", "tokenizers", "typer")
+_IMPORTED = ("crc32c", "filelock", "huggingface_hub", "jinja2", "llguidance", "matplotlib", "msgspec", "optax", "orbax")
+_IMPORTED += ("PIL", "platformdirs", "rich", "safetensors", "tensorstore", "tokenizers", "typer")
 """Other packages that our modules import, whose functions may therefore stand in our modules."""
 
 

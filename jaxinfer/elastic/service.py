@@ -32,6 +32,7 @@ from jaxinfer.elastic.tasks.images import check_images
 from jaxinfer.elastic.tasks.repository import Task, TaskRepository
 from jaxinfer.elastic.tasks.training import Trainer, TrainingConfig
 from jaxinfer.generation.fields import check
+from jaxinfer.hub import HubName, resolve
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.files.loading import LoadedModel, load_model
@@ -178,14 +179,16 @@ class Service(Closeable):
         """Make a service from a model directory, with its registered tasks.
 
         Args:
-          path: a model directory of a vision transformer.
-          repository: the folder of tasks; None: `tasks` in the model directory.
+          path: a model directory of a vision transformer, or what stands for one, as in `LLM`.
+          repository: the folder of tasks; None: `tasks` in the folder `path`.
           dtype, quantize: see `load_model`.
           options: the options of `Service`.
 
         Raises CheckpointError for files that are damaged or of other models, ElasticError for options.
         """
-        model = load_model(path, dtype=dtype, quantize=quantize)
+        if repository is None and not Path(path).is_dir() and HubName.parse(path):
+            raise ElasticError(f"{path} is a repository of the hub: give `repository`, a folder to keep tasks in.")
+        model = load_model(resolve(path), dtype=dtype, quantize=quantize)
         return cls(model, TaskRepository(Path(path) / "tasks" if repository is None else repository), **options)
 
     @property

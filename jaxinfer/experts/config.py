@@ -11,7 +11,11 @@ import msgspec
 from jaxinfer.experts.errors import ConfigError
 from jaxinfer.experts.scheduling.experts import InputKind, Rule
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
+from jaxinfer.hub import HubName
 from jaxinfer.streaming.config import parse_bytes
+
+HUB = "hf://"
+"""A checkpoint that begins so is a repository of the hub: ORG/NAME alone is a path, which may be missing for now."""
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +70,7 @@ class ExpertConfig:
     """The config of an expert.
 
     Attributes:
-      checkpoint: the expert's model directory.
+      checkpoint: the expert's model directory, or a repository of the hub.
       pinned: whether it stays once it is loaded.
       usage: share of all inputs that reach it; None: derived from the inputs and rules.
       image_size: height and width of its images; None: the model's.
@@ -75,7 +79,7 @@ class ExpertConfig:
     """
 
     name: str
-    checkpoint: pathlib.Path
+    checkpoint: pathlib.Path | HubName
     pinned: bool = False
     usage: float | None = None
     image_size: tuple[int, int] | None = None
@@ -145,7 +149,7 @@ class SystemConfig:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, mode: str | None = None) -> Self:
-        """Read a TOML file; checkpoints are relative to its folder.
+        """Read a TOML file; checkpoints are relative to its folder, or repositories of the hub, as hf://ORG/NAME.
 
         Args:
           mode: a policy that replaces the file's.
@@ -183,7 +187,15 @@ def _expert(name: str, given: _Expert, folder: pathlib.Path) -> ExpertConfig:
     if given.usage is not None and not (math.isfinite(given.usage) and given.usage >= 0):
         raise ConfigError(f"experts.{name}.usage must be at least 0, got {given.usage}.")
     fields = msgspec.structs.asdict(given)
-    return ExpertConfig(name=name, checkpoint=folder / fields.pop("checkpoint"), **fields)
+    return ExpertConfig(name=name, checkpoint=_checkpoint(name, fields.pop("checkpoint"), folder), **fields)
+
+
+def _checkpoint(name: str, text: str, folder: pathlib.Path) -> pathlib.Path | HubName:
+    if not text.startswith(HUB):
+        return folder / text
+    if (repository := HubName.parse(text.removeprefix(HUB))) is None:
+        raise ConfigError(f"experts.{name}.checkpoint must be {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, got {text!r}.")
+    return repository
 
 
 def _executors(place: int, given: _Executor) -> list[ExecutorOptions]:

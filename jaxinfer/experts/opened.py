@@ -24,6 +24,7 @@ from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, Rule
 from jaxinfer.experts.scheduling.policy import Policy
 from jaxinfer.experts.scheduling.profile import Profiles
 from jaxinfer.experts.scheduling.scheduler import Scheduler
+from jaxinfer.hub import HubName, resolve
 from jaxinfer.models.files.loading import open_model
 from jaxinfer.serving.budget import Budget, BudgetError, Offer, Reservation, budget_of, host_budget, sizes_of
 from jaxinfer.serving.heap import map_large_arrays
@@ -167,7 +168,9 @@ class OpenedSystem:
 
     def _open_expert(self, name: str) -> OpenedExpert:
         expert = self._configs[name]
-        opened = open_model(expert.checkpoint, dtype=self.config.dtype)
+        checkpoint = expert.checkpoint
+        folder = resolve(str(checkpoint)) if isinstance(checkpoint, HubName) else checkpoint
+        opened = open_model(folder, dtype=self.config.dtype)
         kind = kind_of(opened, size=expert.image_size, tokens=expert.tokens)
         _check_verdicts(name, kind, self.config.rules)
         self._check_inputs(name, kind)

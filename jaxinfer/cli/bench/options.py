@@ -35,10 +35,11 @@ def check_spread(spread: float) -> None:
 
 def read_config(directory: Path) -> "DecoderConfig":
     """Return the config of a decoder. Raises ValueError for an encoder."""
+    from jaxinfer.hub import resolve
     from jaxinfer.models import DecoderConfig
     from jaxinfer.models.files.description import Description, require_transformer
 
-    config = require_transformer(directory, Description.read(directory).config)
+    config = require_transformer(directory, Description.read(resolve(directory)).config)
     if not isinstance(config, DecoderConfig):
         raise ValueError(f"{directory} holds an encoder; bench measures decoders.")
     return config

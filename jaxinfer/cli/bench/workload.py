@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxinfer.cli.common import read_prompts
 from jaxinfer.generation.text import Tokenizer, encode_prompt
+from jaxinfer.hub import resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ def spread_lengths(rng: np.random.Generator, mean: int, spread: float, count: in
 
 def encode_prompts(file: Path, count: int | None, model: Path, vocab: int) -> list[list[int]]:
     """Return the token ids of the first `count` prompts in `file`; of all if None."""
-    prompts, tokenizer = read_prompts([], file, []), Tokenizer.from_folder(model)
+    prompts, tokenizer = read_prompts([], file, []), Tokenizer.from_folder(resolve(model))
     if count is not None and count > len(prompts):
         raise ValueError(f"--requests {count} is more than the {len(prompts)} prompts in {file}.")
     encoded = []

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxinfer.generation.api.embedding import pooling_requests
 from jaxinfer.generation.api.holder import EngineHolder
-from jaxinfer.generation.api.loading import load_decoder, load_encoder
+from jaxinfer.generation.api.loading import load_engine
 from jaxinfer.generation.chat_template import ChatOptions, Messages, check_messages, check_options
 from jaxinfer.generation.engine.decider import RequestDecider
 from jaxinfer.generation.engine.request import Request
@@ -22,7 +22,6 @@ from jaxinfer.generation.other_names import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
-from jaxinfer.models.files.description import Description
 from jaxinfer.progress import ProgressOption, showing
 from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.statistics import Statistics
@@ -34,7 +33,7 @@ class AsyncLLM(EngineHolder):
     """A model that takes requests from many tasks and threads, and runs them together in its own thread.
 
     Args:
-      path: a model directory; an encoder can only `embed`.
+      path: a model directory, or what stands for one, as in `LLM`; an encoder can only `embed`.
       max_requests: how many requests can be in flight, waiting or running; further callers wait until one has ended.
       progress: as in `LLM`.
       options: those of `LLM`, for an encoder those of `Embedder`.
@@ -57,9 +56,8 @@ class AsyncLLM(EngineHolder):
 
     def __init__(self, path: str | Path, *, max_requests: int = 1024, progress: ProgressOption = None, **options: Any):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
-        load = load_decoder if Description.read(path).kind == "decoder" else load_encoder
         with showing(progress):
-            super().__init__(load(path, owner="AsyncLLM", **options))
+            super().__init__(load_engine(path, owner="AsyncLLM", **options))
             self.engine.compile_ahead()
         self._loop = RequestDecider(self.engine, max_requests=max_requests).loop
         self._loop.stop_when_dropped(self)

@@ -9,11 +9,10 @@ import numpy as np
 from jaxinfer.generation.api.build import ModelOptions
 from jaxinfer.generation.api.embedding import embed
 from jaxinfer.generation.api.holder import EngineHolder
-from jaxinfer.generation.api.loading import load_decoder, load_encoder
+from jaxinfer.generation.api.loading import load_engine
 from jaxinfer.generation.other_names import MODEL, refuses
 from jaxinfer.generation.text import Prompt
 from jaxinfer.models.devices import AnyMesh
-from jaxinfer.models.files.description import Description
 from jaxinfer.progress import ProgressOption, showing
 from jaxinfer.sharding import ShardingRules
 
@@ -23,7 +22,7 @@ class Embedder(EngineHolder):
     """A model, ready to embed texts: an encoder with its pooling, or a decoder by the mean of its hidden vectors.
 
     Args:
-      path: a model directory.
+      path: a model directory, or what stands for one, as in `LLM`.
       mesh: how to split the model over devices, as in `LLM`.
       dtype: as in `LLM`.
       quantize: as in `LLM`.
@@ -50,9 +49,8 @@ class Embedder(EngineHolder):
         progress: ProgressOption = None,
         **options: Unpack[ModelOptions],
     ):
-        load = load_decoder if Description.read(path).kind == "decoder" else load_encoder
         with showing(progress):
-            loaded = load(
+            loaded = load_engine(
                 path,
                 owner="Embedder",
                 mesh=mesh,

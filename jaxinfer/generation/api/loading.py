@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from jaxinfer.compiled import Costs
 from jaxinfer.generation.api.build import (
@@ -32,6 +32,7 @@ from jaxinfer.generation.execution.memory import (
 from jaxinfer.generation.lora.adapter_info import AdapterInfo
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Tokenizer
+from jaxinfer.hub import resolve
 from jaxinfer.models import DecoderConfig
 from jaxinfer.models.devices import AnyMesh, build_mesh, devices_of, open_mesh
 from jaxinfer.models.files.description import Description, require_transformer
@@ -73,6 +74,13 @@ class LoadedEngine:
         return executor.prefetcher.statistics if streams else None
 
 
+def load_engine(path: str | Path, *, owner: str, **options: Any) -> LoadedEngine:
+    """Load the engine of a decoder or an encoder, whichever the model is; options are those of the one."""
+    folder = resolve(path)
+    load = load_decoder if Description.read(folder).kind == "decoder" else load_encoder
+    return load(folder, owner=owner, **options)
+
+
 def load_decoder(
     path: str | Path,
     *,
@@ -95,7 +103,7 @@ def load_decoder(
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="LLM", others=_names(load_decoder))
     mesh, rules = build_mesh(mesh, rules)
-    opened = open_model(path, mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
+    opened = open_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
     if not isinstance(opened.transformer, DecoderConfig):
         raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
     context = _context(context, opened.transformer.context, owner="LLM")
@@ -148,13 +156,14 @@ def load_encoder(
     """Load the engine of an encoder. Arguments and errors are those of `Embedder`; owner: who holds the memory."""
     if max_batch < 1:
         raise ValueError(f"Embedder.max_batch must be >= 1, got {max_batch}.")
-    longest = require_transformer(path, Description.read(path).config).context
+    folder = resolve(path)
+    longest = require_transformer(path, Description.read(folder).config).context
     context = _context(context, longest, owner="Embedder")
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="Embedder", others=_names(load_encoder))
     config = EncoderEngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     mesh, rules = build_mesh(mesh, rules)
-    opened = open_model(path, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
+    opened = open_model(folder, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
     costs = open_costs(opened, config)
     reservation = Reservation(f"{owner} {opened.name}")
     model, config = place_model(

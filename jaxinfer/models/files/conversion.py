@@ -6,14 +6,15 @@ import os
 import pathlib
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
-from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer
+from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, read_file
 from jaxinfer.checkpoints.huggingface import SafetensorsFolder, read_json
 from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling, VisionConfig, ViTConfig, YoloConfig
 from jaxinfer.models.devices import host_device
@@ -29,7 +30,7 @@ from jaxinfer.models.families import (
     yolov5,
 )
 from jaxinfer.models.files.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
-from jaxinfer.models.files.tokenizer_files import tokenizer_files
+from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, COPIED, OLDER, TOKENIZER, tokenizer_files
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.pallas_kernels.weights import QuantizedFormat
 from jaxinfer.pallas_kernels.weights import quantize as quantize_matrix
@@ -37,6 +38,9 @@ from jaxinfer.progress import ProgressOption, long_work, showing
 
 log = logging.getLogger(__name__)
 
+GENERATION, POOLING, LABELS = "generation_config.json", f"1_Pooling/{CONFIG}", "labels.txt"
+SOURCE = "source.json"
+"""In a model directory that was converted from a repository of the hub: which, and which commit of it."""
 BLOCK_BYTES = 64 << 20  # of float32, quantised at once
 
 
@@ -57,7 +61,10 @@ class HuggingFaceModel:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
         if not self.path.exists():
-            raise CheckpointError(f"{path}: no such directory; name one with config.json and safetensors files.")
+            raise CheckpointError(
+                f"{path}: no such directory; name one with config.json and safetensors files, or a repository of the "
+                "hub as ORG/NAME."
+            )
         folder = self.path if self.path.is_dir() else self.path.parent
         fields = read_json(self.path / CONFIG)
         self._tensors = SafetensorsFolder(self.path)
@@ -68,7 +75,7 @@ class HuggingFaceModel:
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         self.model_type: str = fields.get("model_type", family.model_types[0])
-        self.fields = fields | read_json(self.path / "generation_config.json")
+        self.fields = fields | read_json(self.path / GENERATION)
         self.dtype = _main_dtype(self._tensors, self._plan)
 
     def _describe(self, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
@@ -77,9 +84,7 @@ class HuggingFaceModel:
             return family_of_timm(fields, self._tensors.shapes)
         if not fields and (recognised := recognise(self._tensors.shapes)):
             return recognised
-        family = family_of(fields or read_json(self.path / CONFIG, required=True))
-        config = _with_pooling(self.path, family.config(fields))
-        return family, _with_preprocessor(self.path, config)
+        return _describe(self.path, fields or read_json(self.path / CONFIG, required=True))
 
     def _with_anchors(self, config: ModelConfig, family: Family) -> ModelConfig:
         """Return the config with a detector's own anchors, which training may have fitted to its images."""
@@ -115,6 +120,32 @@ class HuggingFaceModel:
         return tuple(i for i in ids if 0 <= i < vocab)
 
 
+def beside_weights(names: Collection[str]) -> list[str]:
+    """Return those files of a Hugging Face directory that are read beside its weights."""
+    read = {CONFIG, GENERATION, vit.PREPROCESSOR, POOLING, LABELS, TOKENIZER, *COPIED}
+    if TOKENIZER not in names:
+        read |= set(OLDER)
+    return [
+        name for name in names if name in read or (name.startswith(f"{CHAT_TEMPLATES}/") and name.endswith(".jinja"))
+    ]
+
+
+def check_description(path: pathlib.Path) -> None:
+    """Raise CheckpointError for a Hugging Face directory whose model or tokenizer is not implemented.
+
+    Its weights need not be there yet; what they alone say is checked with them.
+    """
+    fields = read_json(path / CONFIG)
+    if not fields or is_timm(fields):
+        return
+    try:
+        family, config = _describe(path, fields)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(config, VisionConfig):
+        tokenizer_files(path, fields.get("model_type", family.model_types[0]), config.vocab)
+
+
 def convert(
     hf_dir: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
@@ -123,6 +154,7 @@ def convert(
     quantize: str | None = None,
     layout: Layout = "orbax",
     progress: ProgressOption = None,
+    source: Mapping[str, str] | None = None,
 ) -> Description:
     """Write the model in `hf_dir` as a model directory.
 
@@ -139,23 +171,22 @@ def convert(
       layout: "orbax", or "single-file" for a small model.
       progress: whether a line on stderr shows the bytes written so far and the total, or who is called with them; as in
         `LLM`.
+      source: where `hf_dir` comes from, for the file `source.json`.
     """
-    require_choice("dtype", dtype, (None, *DTYPES))
-    quantization = parse_quantization(quantize)
-    writer = Writer(out_dir, layout=layout)  # refuses an occupied directory
-    source = HuggingFaceModel(hf_dir)
+    writer = open_writer(out_dir, dtype=dtype, quantize=quantize, layout=layout)
+    model = HuggingFaceModel(hf_dir)
     description = Description(
-        family=source.model_type,
-        config=source.config,
-        dtype=dtype or source.dtype,
-        quantization=quantization,
-        bos_id=next(iter(source.token_ids("bos_token_id")), None),
-        eos_ids=source.token_ids("eos_token_id"),
+        family=model.model_type,
+        config=model.config,
+        dtype=dtype or model.dtype,
+        quantization=parse_quantization(quantize),
+        bos_id=next(iter(model.token_ids("bos_token_id")), None),
+        eos_ids=model.token_ids("eos_token_id"),
     )
     files = {}
-    if not isinstance(source.config, VisionConfig):
-        files = tokenizer_files(source.path, source.model_type, source.config.vocab)
-    leaves = canonical_leaves(source.config, description.stored)
+    if not isinstance(model.config, VisionConfig):
+        files = tokenizer_files(model.path, model.model_type, model.config.vocab)
+    leaves = canonical_leaves(model.config, description.stored)
     total = sum(leaf.bytes for leaf in leaves.values())
     writer.check_size(total)
     _check_disk(writer.path, total)
@@ -163,10 +194,29 @@ def convert(
         for name, content in files.items():
             writer.add_file(name, content)
         writer.add_file(CONFIG, description.to_json())
-        for name, array in _stored_leaves(source, leaves):
+        if source:
+            writer.add_file(SOURCE, msgspec.json.format(msgspec.json.encode(source), indent=2) + b"\n")
+        for name, array in _stored_leaves(model, leaves):
             writer.add(name, array, leaves[name].axes)
             work.advance(leaves[name].bytes)
     return description
+
+
+def open_writer(
+    out_dir: str | os.PathLike[str], *, dtype: str | None = None, quantize: str | None = None, layout: Layout = "orbax"
+) -> Writer:
+    """Return the writer of a conversion. Raises ValueError for bad options or an occupied directory."""
+    require_choice("dtype", dtype, (None, *DTYPES))
+    parse_quantization(quantize)
+    return Writer(out_dir, layout=layout)
+
+
+def source_of(path: str | os.PathLike[str]) -> str:
+    """Return where a model directory was fetched from, as ORG/NAME@COMMIT; empty if it was not."""
+    content = read_file(path, SOURCE)
+    return (
+        "" if content is None else "{repository}@{commit}".format(**msgspec.json.decode(content, type=dict[str, str]))
+    )
 
 
 def _stored_leaves(source: HuggingFaceModel, leaves: Mapping[str, Leaf]) -> Iterator[tuple[str, np.ndarray]]:
@@ -197,15 +247,21 @@ def _quantize(matrix: np.ndarray, quantized: QuantizedFormat) -> tuple[np.ndarra
     return np.concatenate(matrices), np.concatenate(scales, axis=-1)  # outputs come last in all scales
 
 
+def _describe(path: pathlib.Path, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
+    """Return the family and the model of a directory, by the fields of its `config.json` and the files beside it."""
+    family = family_of(fields)
+    return family, _with_preprocessor(path, _with_pooling(path, family.config(fields)))
+
+
 def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
     """Return the config with the pooling of an encoder from sentence-transformers' file, if there is one."""
-    fields = read_json(path / "1_Pooling" / CONFIG)
+    fields = read_json(path / POOLING)
     modes = {name for name, on in fields.items() if name.startswith("pooling_mode_") and on is True}
     if not isinstance(config, EncoderConfig) or not modes:
         return config
     known = {"pooling_mode_mean_tokens": Pooling.MEAN, "pooling_mode_cls_token": Pooling.CLS}
     if len(modes) > 1 or not modes <= known.keys():
-        raise ValueError(f"1_Pooling/config.json: {sorted(modes)} is not implemented; known: {', '.join(known)}.")
+        raise ValueError(f"{POOLING}: {sorted(modes)} is not implemented; known: {', '.join(known)}.")
     return dataclasses.replace(config, pooling=known[modes.pop()])
 
 
@@ -217,12 +273,12 @@ def _with_preprocessor(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
 
 def _with_labels(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:
     """Return the config with the labels of `labels.txt`, if there is one."""
-    file = folder / "labels.txt"
+    file = folder / LABELS
     if not isinstance(config, VisionConfig) or not file.is_file():
         return config
     labels = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
     if len(labels) != len(config.labels):
-        raise ValueError(f"labels.txt has {len(labels)} labels for {len(config.labels)} classes; give one a line.")
+        raise ValueError(f"{LABELS} has {len(labels)} labels for {len(config.labels)} classes; give one a line.")
     return dataclasses.replace(config, labels=labels)
 
 

@@ -20,6 +20,8 @@ TOKENIZER = "tokenizer.json"
 _USUALLY_SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<pad>", "<unk>", "<mask>")
 COPIED = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "special_tokens_map.json")
 CHAT_TEMPLATES = "additional_chat_templates"
+OLDER = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "tokenizer.model", "spiece.model")
+"""Read where there is no `tokenizer.json`, the last two to say that they cannot be."""
 
 
 def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, bytes | pathlib.Path]:

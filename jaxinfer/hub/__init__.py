@@ -1,0 +1,12 @@
+"""Models by name: a folder, or a repository of the Hugging Face hub, which is fetched and converted once.
+
+Start at `resolve`: all that takes a model, in Python and on the command line, finds its folder there. Then `names.py`
+(how a repository and its revision are written), `repository.py` (all that is asked of the hub, through
+`huggingface_hub`), and `kept.py` (converted models in the cache folder).
+"""
+
+from jaxinfer.hub.kept import fetch, resolve
+from jaxinfer.hub.names import HubName
+from jaxinfer.hub.repository import HubError
+
+__all__ = ["HubError", "HubName", "fetch", "resolve"]

@@ -1,0 +1,110 @@
+"""Models that were converted once, in `models/` of the cache folder: a folder each, with a name that says which."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import filelock
+
+from jaxinfer.checkpoints import CheckpointError, is_complete
+from jaxinfer.checkpoints.manifest import FORMAT
+from jaxinfer.disk_cache import cache_folder, write_atomically
+from jaxinfer.hub.names import HubName
+from jaxinfer.hub.repository import find
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.models.files.description import CONFIG
+from jaxinfer.progress import long_work
+
+
+def resolve(model: str | os.PathLike[str]) -> Path:
+    """Return the model directory that a model is in.
+
+    Args:
+      model: a model directory; a Hugging Face directory, which is converted into the cache folder unless it was; or a
+        repository of the hub, ORG/NAME or ORG/NAME@REVISION, which is fetched, and converted likewise. A folder of that
+        name goes before the repository.
+
+    Raises CheckpointError for what is none of these or cannot be had, in one line that says what to do.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return _local(path)
+    if path.exists():
+        raise CheckpointError(f"{path}: {_about_file(path)}")
+    if (name := HubName.parse(model)) is None:
+        raise CheckpointError(
+            f"{path}: no such directory; give a model directory, a Hugging Face directory, or a repository of the hub "
+            "such as Qwen/Qwen3-0.6B."
+        )
+    return _of_hub(name)
+
+
+def fetch(model: str | os.PathLike[str], out: Path | None = None) -> tuple[Path, Mapping[str, str] | None]:
+    """Return the Hugging Face directory, or the file of a state dict, to convert; and where it comes from, if fetched.
+
+    Args:
+      model: the directory or the file itself, or a repository of the hub, as in `resolve`.
+      out: where the model is to be written as it is stored, which needs room too.
+    """
+    name = HubName.parse(model)
+    if name is None or Path(model).exists():
+        return Path(model), None
+    commit = find(name)
+    return commit.fetch(out), commit.source
+
+
+def _about_file(path: Path) -> str:
+    if path.suffix == ".gguf":
+        return "GGUF is not read yet; give the Hugging Face directory that it was made from, or its name on the hub."
+    return "a file, not a model directory; if it is a state dict in safetensors: `jaxinfer convert FILE MODEL_DIR`."
+
+
+def _local(path: Path) -> Path:
+    """Return a folder itself, unless it is a Hugging Face directory: then the model that is converted from it."""
+    if is_complete(path):
+        return path
+    files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
+    if not ((path / CONFIG).is_file() and any(file.suffix == ".safetensors" for file in files)):
+        if gguf := next(path.glob("*.gguf"), None):
+            raise CheckpointError(f"{gguf}: {_about_file(gguf)}")
+        return path  # whoever opens it says what is missing
+    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(repr((str(path.resolve()), state)).encode()).hexdigest()
+    folder = _folder(path.resolve().name, digest)
+    _make(folder, lambda: convert(path, folder))
+    return folder
+
+
+def _of_hub(name: HubName) -> Path:
+    if name.pinned and is_complete(folder := _folder(name.repository, name.revision)):
+        return folder
+    noted = _models() / f".{name.repository}@{name.revision}".replace("/", "--")
+    commit = find(name, known=noted.read_text() if noted.is_file() else None)
+    folder = _folder(name.repository, commit.hash)
+    _make(folder, lambda: convert(commit.fetch(folder), folder, source=commit.source))
+    if commit.sizes is not None and not name.pinned:
+        write_atomically(noted, commit.hash.encode())
+    return folder
+
+
+def _models() -> Path:
+    return cache_folder() / "models"
+
+
+def _folder(name: str, version: str) -> Path:
+    """Return the folder of a model by its name, such as ORG/NAME, and its version, such as a commit."""
+    return _models() / f"{name.replace('/', '--')}@{version[:12]}.{FORMAT}"
+
+
+def _make(folder: Path, make: Callable[[], object]) -> None:
+    """Make a folder, unless it is there, in one process at a time."""
+    if is_complete(folder):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
+    with long_work(f"waiting for another process, which makes {folder.name}"):
+        held = lock.acquire()
+    with held:
+        if not is_complete(folder):
+            make()

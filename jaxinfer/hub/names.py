@@ -1,0 +1,42 @@
+"""How a repository of the hub is written: ORG/NAME, or ORG/NAME@REVISION for another revision than `main`."""
+
+import dataclasses
+import os
+import re
+from typing import Self
+
+_PART = r"[A-Za-z0-9_][\w.-]*"  # a path that begins with a dot is a folder
+_NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(@(?P<revision>[\w./-]+))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclasses.dataclass(frozen=True)
+class HubName:
+    """A repository and a revision of it.
+
+    Attributes:
+      repository: ORG/NAME.
+      revision: a branch, a tag, or the 40 digits of a commit.
+    """
+
+    repository: str
+    revision: str = "main"
+
+    @classmethod
+    def parse(cls, text: str | os.PathLike[str]) -> Self | None:
+        """Return the repository that is written so; None for what can only be a path.
+
+        >>> HubName.parse("Qwen/Qwen3-0.6B@main")
+        HubName(repository='Qwen/Qwen3-0.6B', revision='main')
+        >>> HubName.parse("./models/qwen")
+        """
+        match = _NAME.fullmatch(os.fspath(text))
+        return match and cls(match["repository"], match["revision"] or "main")
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the revision is a commit, whose files never change."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    def __str__(self) -> str:
+        return self.repository if self.revision == "main" else f"{self.repository}@{self.revision}"

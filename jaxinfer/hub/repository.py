@@ -1,0 +1,328 @@
+"""All that is asked of the hub: which commit a name means, which files it has, and those that a model needs.
+
+`huggingface_hub` is imported when it is first needed: `import jaxinfer` and a converted model do without it.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Self
+
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.huggingface import INDEX, SINGLE, SafetensorsFolder, read_index
+from jaxinfer.hub.names import HubName
+from jaxinfer.models.files.conversion import beside_weights, check_description
+from jaxinfer.models.files.description import CONFIG
+from jaxinfer.progress import LongWork, long_work
+
+ANSWER_SECONDS = 10.0
+"""How long the hub may take to say what a repository has. A network that drops all packets never says anything."""
+
+_log = logging.getLogger("jaxinfer.hub")
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class HubError(CheckpointError):
+    """A repository that cannot be fetched, or that holds no model of ours."""
+
+
+class UnreachableError(HubError):
+    """The hub does not answer, or may not be asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """A commit of a repository.
+
+    Attributes:
+      name: the repository, and the revision that was asked for.
+      hash: the 40 digits of the commit.
+      sizes: the bytes of its files by name; None: the hub was not asked, only its cache on this machine.
+      error: why the hub was not asked.
+    """
+
+    name: HubName
+    hash: str
+    sizes: Mapping[str, int] | None
+    error: UnreachableError | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name.repository}@{self.hash[:12]}"
+
+    @property
+    def source(self) -> dict[str, str]:
+        """The origin of a model directory, as its `source.json` has it."""
+        return {"repository": self.name.repository, "commit": self.hash}
+
+    def fetch(self, out: Path | None = None) -> Path:
+        """Return a Hugging Face directory with what a model needs: safetensors, configs and tokenizer.
+
+        Files that were fetched before are in the hub's cache, and are taken from there.
+
+        Args:
+          out: where the model is to be written as it is stored, which needs room too.
+
+        Raises HubError for a repository that holds no model of ours, before its weights are fetched.
+        """
+        folder = _cache_of(self.name.repository) / "snapshots" / self.hash
+        if self.sizes is None:
+            self._require_cached(folder)
+            return folder
+        self._require_weights(self.sizes)
+        with long_work(f"fetching {self}", in_bytes=True) as work:
+            if CONFIG in self.sizes:
+                _download(self.name, CONFIG, self.name.revision)  # the hub's cache notes the commit of the revision
+                self._get([CONFIG], work)
+                self._check(folder)
+            self._get([*beside_weights(self.sizes), *({INDEX} & self.sizes.keys())], work)
+            self._check(folder)
+            weights = self._weights(folder, self.sizes)
+            size = sum(self.sizes[name] for name in weights)
+            missing = sum(self.sizes[name] for name in weights if not (folder / name).exists())
+            _check_room(f"{self}", {folder: missing} if out is None else {folder: missing, out: size})
+            work.update(done=0, total=size)
+            self._get(weights, work)
+        return folder
+
+    def _require_weights(self, sizes: Mapping[str, int]) -> None:
+        """Raise HubError for a repository without safetensors, which says what there is."""
+        if "adapter_config.json" in sizes and CONFIG not in sizes:
+            raise HubError(f"{self.name}: a LoRA adapter; load its base model, and give it by `adapters`.")
+        if any("/" not in name and name.endswith(".safetensors") for name in sizes):
+            return
+        files = [name for name in sizes if name.endswith((".gguf", ".safetensors", *_PICKLES))]
+        has = f"only {', '.join(files[:3])}{', ...' * (len(files) > 3)}" if files else "and no other weights"
+        remedy = "name a repository of a model"
+        if any(name.endswith(".gguf") for name in files):
+            remedy = "GGUF is not read yet: name the repository that it was made from"
+        elif any(name.endswith(_PICKLES) for name in files):
+            remedy = (
+                "pickles can run code, so they are not read: name a revision with safetensors (ORG/NAME@refs/pr/N, if "
+                "a pull request has them), or save them with save_pretrained(DIR, safe_serialization=True)"
+            )
+        elif files:
+            remedy = "its parts are models of their own, as a pipeline has them, which is not implemented"
+        raise HubError(f"{self.name} has no safetensors at its top, {has}; {remedy}.")
+
+    def _weights(self, folder: Path, sizes: Mapping[str, int]) -> list[str]:
+        """Return the names of the files that the weights are in, as the converter will choose them."""
+        if SINGLE in sizes:
+            return [SINGLE]
+        if INDEX in sizes:
+            names = sorted(read_index(folder))
+            if missing := [name for name in names if name not in sizes or not name.endswith(".safetensors")]:
+                raise HubError(f"{self}: {INDEX} names {', '.join(missing)}, which it has not as safetensors.")
+            return names
+        names = [name for name in sizes if "/" not in name and name.endswith(".safetensors")]
+        if len(names) > 1:
+            raise HubError(f"{self} has {len(names)} safetensors files, but neither {SINGLE} nor {INDEX}.")
+        return names
+
+    def _check(self, folder: Path) -> None:
+        try:
+            check_description(folder)
+        except CheckpointError as error:
+            raise HubError(str(error).replace(str(folder), str(self))) from error
+
+    def _get(self, names: Sequence[str], work: LongWork) -> None:
+        """Fetch files, unless they were."""
+        assert self.sizes is not None
+        done = work.done
+        for name in names:
+            _download(self.name, name, self.hash, _bar_of(work))
+            done += self.sizes[name]
+            work.update(done=done)  # whether it was fetched or there
+
+    def _require_cached(self, folder: Path) -> None:
+        """Raise the error of the hub unless all files are in its cache."""
+        assert self.error is not None
+        if not folder.is_dir():
+            raise self.error
+        try:
+            SafetensorsFolder(folder)
+        except CheckpointError as error:
+            raise UnreachableError(f"{self.error} (In its cache: {error})") from error
+
+
+def find(name: HubName, known: str | None = None) -> Commit:
+    """Return the commit that a name means.
+
+    Args:
+      name: the repository and the revision.
+      known: the commit that the revision meant when it was last asked for, for the case that the hub does not answer.
+
+    Raises HubError for a repository or a revision that does not exist, or may not be read; UnreachableError if the hub
+    does not answer, and neither `known` nor its cache on this machine says which commit is meant.
+    """
+    try:
+        return _ask(name)
+    except UnreachableError as error:
+        noted = _cache_of(name.repository) / "refs" / name.revision
+        commit = name.revision if name.pinned else known or (noted.read_text() if noted.is_file() else None)
+        if commit is None:
+            raise
+        if not (name.pinned or _offline()):
+            _log.warning("The hub does not answer: %s is taken as it was when it last did, at %s.", name, commit[:12])
+        return Commit(name, commit, None, error)
+
+
+def _ask(name: HubName) -> Commit:
+    import huggingface_hub
+
+    with _explained(name):
+        hub = huggingface_hub.HfApi(library_name="jaxinfer")
+
+        def ask() -> huggingface_hub.ModelInfo:
+            return hub.model_info(
+                name.repository, revision=name.revision, timeout=ANSWER_SECONDS / 2, files_metadata=True
+            )
+
+        with long_work(f"asking the hub for {name}"):
+            info = _within(ANSWER_SECONDS, ask)
+    assert info.sha is not None
+    return Commit(name, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or []})
+
+
+def _within[Made](seconds: float, call: Callable[[], Made]) -> Made:
+    """Return what a call returns. Raises TimeoutError after so many seconds: a look-up of a name has no limit."""
+    made: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(call())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="jaxinfer-hub", daemon=True).start()
+    return made.result(seconds)
+
+
+def _download(name: HubName, file: str, revision: str, bar: type | None = None) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import logging as hub_logging
+
+    said = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()  # what went wrong is told once, when it is not mended by trying again
+    bar = bar or _bar_of(None)
+    try:
+        with _explained(name, file):
+            huggingface_hub.hf_hub_download(
+                name.repository, file, revision=revision, library_name="jaxinfer", tqdm_class=bar
+            )
+    finally:
+        hub_logging.set_verbosity(said)
+
+
+def _bar_of(work: LongWork | None) -> type:
+    """Return a class that `huggingface_hub` takes for tqdm's, and tells of the bytes of a file."""
+
+    class Bar:
+        def __init__(self, *_: object, initial: int = 0, **__: object):
+            self.update(initial)
+
+        def update(self, n: float | None = 1) -> None:
+            if work is not None:
+                work.advance(int(n or 0))
+
+        def update_transfer(self, n: float | None = 1) -> None:
+            """Ignore bytes on the network, which are counted again when they are written."""
+
+        def set_postfix_str(self, *_: object, **__: object) -> None:
+            """Ignore the rate."""
+
+        set_transfer_postfix_str = set_postfix_str
+
+        def close(self) -> None: ...
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    return Bar
+
+
+def _cache_of(repository: str) -> Path:
+    """Return the folder of a repository in the hub's cache on this machine, with its `refs` and `snapshots`."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser().absolute() / f"models--{repository.replace('/', '--')}"
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return constants.is_offline_mode()
+
+
+def _check_room(what: str, sizes: Mapping[Path, int]) -> None:
+    """Raise HubError if the disks of folders have less room than is needed there."""
+    needed, places = Counter[int](), {}
+    for folder, size in sizes.items():
+        place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        needed[device := place.stat().st_dev] += size
+        places[device] = place
+    for device, size in needed.items():
+        if (free := shutil.disk_usage(places[device]).free) < size:
+            raise HubError(
+                f"{what}: its weights need {size / 1e9:.2f} GB in {places[device]}, fetched and converted, and "
+                f"{free / 1e9:.2f} GB are free; free some, or set HF_HOME or JAXINFER_CACHE to another disk."
+            )
+
+
+@contextlib.contextmanager
+def _explained(name: HubName, file: str = "") -> Iterator[None]:
+    """Raise what goes wrong between here and the hub as an error of one line, which says what to do."""
+    from huggingface_hub import constants, errors
+
+    what, page = f"{name}: {file}" if file else f"{name}", f"{constants.ENDPOINT}/{name.repository}"
+    by_hand = (
+        f"fetch it where there is a network, with `hf download {name.repository} --local-dir DIR`, and give DIR here"
+    )
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise HubError(
+            f"{name} is gated: accept its licence at {page}, and log in with `hf auth login` or set HF_TOKEN."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise HubError(
+            f"{name}: no such folder here, and no such repository at {constants.ENDPOINT}; correct the name, or, if it "
+            "is private, log in with `hf auth login` or set HF_TOKEN."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(
+            f"{name.repository} has no revision {name.revision!r}; see {page}/commits for those that it has."
+        ) from error
+    except errors.HFValidationError as error:
+        raise HubError(f"{name}: no such folder here, and no name of a repository: {error}") from error
+    except errors.OfflineModeIsEnabled as error:
+        raise UnreachableError(
+            f"{name} is not on this machine, and HF_HUB_OFFLINE says not to ask the hub: unset it, or {by_hand}."
+        ) from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            raise HubError(
+                f"{what}: the hub refused access ({status}); log in with `hf auth login` or set HF_TOKEN."
+            ) from error
+        raise UnreachableError(f"{what}: the hub answered {status}; try again later, or {by_hand}.") from error
+    except (TimeoutError, errors.LocalEntryNotFoundError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage]
+        raise UnreachableError(
+            f"{what}: {constants.ENDPOINT} does not answer; check the network and try again (files that are complete "
+            f"are kept), or {by_hand}."
+        ) from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise HubError(
+                f"{what}: the disk of {constants.HF_HUB_CACHE} is full; free some, or set HF_HOME."
+            ) from error
+        raise HubError(f"{what}: {error}") from error

@@ -1,0 +1,286 @@
+"""Models of a hub: what is fetched, converted once, and asked for again; and what is refused before it is fetched."""
+
+import json
+import os
+import socket
+import time
+
+import huggingface_hub.constants as constants
+import pytest
+from safetensors.numpy import load_file, save
+from typer.testing import CliRunner
+
+from jaxinfer import LLM
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.cli import app
+from jaxinfer.elastic import ElasticError, Service
+from jaxinfer.hub import HubError, repository, resolve
+from jaxinfer.models.files.verification import compare_tensors
+from tests.hub.server import COMMIT, files_of
+from tests.tiny import byte_tokenizer
+
+NAME = "org--tiny@0123456789ab.2"
+
+
+def _run(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def _folders(tmp_path):
+    return [path.name for path in (tmp_path / "cache" / "models").glob("[!.]*")]
+
+
+def test_fetches_what_is_needed_and_converts_once(hub, tiny, tmp_path):
+    others = ("pytorch_model.bin", "modeling_tiny.py", "onnx/model.onnx", "original/model.safetensors", "README.md")
+    hub.repositories["org/tiny"] |= dict.fromkeys(others, b"x") | {"generation_config.json": b'{"eos_token_id": 3}'}
+    folder = resolve("org/tiny")
+    assert folder == tmp_path / "cache" / "models" / NAME
+    assert hub.fetched == ["config.json", "generation_config.json", "model.safetensors"]
+    assert compare_tensors(folder, tiny).max_abs_diff == 0
+    assert json.loads((folder / "source.json").read_text()) == {"repository": "org/tiny", "commit": COMMIT}
+
+    hub.requests.clear()
+    assert resolve("org/tiny") == folder
+    assert hub.requests == ["org/tiny"]  # which commit `main` means
+    assert resolve(f"org/tiny@{COMMIT}") == folder
+    assert hub.requests == ["org/tiny"]
+
+
+def test_a_new_commit_is_fetched_and_the_old_one_stays(hub, tmp_path):
+    first = resolve("org/tiny")
+    hub.commit = "f" * 40
+    assert resolve("org/tiny") == first.with_name("org--tiny@ffffffffffff.2")
+    assert resolve(f"org/tiny@{COMMIT}") == first
+    assert len(_folders(tmp_path)) == 2
+
+
+def test_fetches_the_shards_that_the_index_lists(hub, tiny):
+    tensors = load_file(tiny / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-1-of-2.safetensors": names[:3], "model-2-of-2.safetensors": names[3:]}
+    files = {file: save({name: tensors[name] for name in part}) for file, part in parts.items()}
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    del hub.repositories["org/tiny"]["model.safetensors"]
+    hub.repositories["org/tiny"] |= {
+        **files,
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "consolidated.safetensors": b"x",
+    }
+    assert compare_tensors(resolve("org/tiny"), tiny).max_abs_diff == 0
+    assert hub.fetched == ["config.json", "model.safetensors.index.json", *files]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config.json": b"{}", "pytorch_model.bin": b"x"}, "only pytorch_model.bin; pickles can run code"),
+        ({"tiny.Q4_K.gguf": b"x"}, "only tiny.Q4_K.gguf; GGUF is not read yet"),
+        ({"unet/model.safetensors": b"x"}, "its parts are models of their own"),
+        ({"README.md": b"x"}, "no safetensors at its top, and no other weights; name a repository of a model"),
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "a LoRA adapter"),
+        ({"config.json": b'{"model_type": "t5"}', "model.safetensors": b"x"}, "model_type='t5' is not implemented"),
+        ({"config.json": b'{"model_type": "bert"}', "model.safetensors": b"x"}, "config.json: "),
+        ({"a.safetensors": b"x", "b.safetensors": b"x"}, "2 safetensors files, but neither"),
+    ],
+)
+def test_what_holds_no_model_is_refused_before_its_weights_are_fetched(hub, tmp_path, files, message):
+    hub.repositories["org/other"] = files
+    with pytest.raises(HubError, match=r"^org/other") as error:
+        resolve("org/other")
+    assert message in str(error.value)
+    assert set(hub.fetched) <= {"config.json"}
+    assert _folders(tmp_path) == []
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_the_weights_are_fetched(hub):
+    hub.repositories["org/tiny"]["tokenizer.json"] = byte_tokenizer().to_str().encode()
+    hub.repositories["org/tiny"]["vocab.json"] = b"{}"
+    with pytest.raises(HubError, match=r"^org/tiny@0123456789ab: the tokenizer's token .* has id 256 but"):
+        resolve("org/tiny")
+    assert hub.fetched == ["config.json", "tokenizer.json"]
+
+
+def test_an_index_cannot_name_other_files(hub, tiny):
+    del hub.repositories["org/tiny"]["model.safetensors"]
+    index = {"weight_map": {"a": "../../x.safetensors", "b": "pytorch_model.bin"}}
+    hub.repositories["org/tiny"] |= {
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "pytorch_model.bin": b"x",
+        "x.safetensors": b"x",
+    }
+    with pytest.raises(HubError, match=r"names \.\./\.\./x\.safetensors, pytorch_model\.bin, which"):
+        resolve("org/tiny")
+    assert set(hub.fetched) == {"config.json", "model.safetensors.index.json"}
+
+
+def test_too_little_room_is_said_before_the_weights_are_fetched(hub):
+    hub.sizes["model.safetensors"] = 10**16
+    with pytest.raises(HubError, match=r"org/tiny@0123456789ab: its weights need 20000000\.00 GB in .* are free"):
+        resolve("org/tiny")
+    assert hub.fetched == ["config.json"]
+
+
+def test_a_connection_that_ends_is_taken_up_where_it_ended(hub, tiny, monkeypatch):
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    hub.cut = [10_000, 5_000]
+    assert compare_tensors(resolve("org/tiny"), tiny).max_abs_diff == 0
+    ranges = [request.partition("safetensors")[2].strip() for request in hub.requests if "GET" in request]
+    assert ranges[1:] == ["", "10000-", "15000-"]
+
+
+def test_files_that_were_fetched_are_not_fetched_again(hub, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    assert _run("convert", "org/tiny", "out").exit_code == 2
+    assert hub.requests == []  # an occupied directory is refused first
+    for out in ("first", "second"):
+        done = _run("convert", "org/tiny", out, "--quantize", "int8")
+        assert (done.exit_code, done.stdout) == (0, f"{out}: llama decoder, int8, from org/tiny@{COMMIT}\n")
+    assert hub.fetched == ["config.json", "model.safetensors"]
+
+
+def test_the_command_line_takes_names(hub, tmp_path):
+    done = _run("convert", "org/tiny")
+    folder = tmp_path / "cache" / "models" / NAME
+    assert done.stdout == f"{folder}: llama decoder, float32, from org/tiny@{COMMIT}\n"
+    assert f"org/tiny@{COMMIT}" in _run("info", "org/tiny").stdout
+    verified = _run("verify", "org/tiny", "--reference", "org/tiny")
+    assert "15 tensors, max abs diff 0" in verified.stdout
+    refused = _run("convert", "org/tiny", "--quantize", "int8")
+    assert refused.stderr == (
+        "error: The cache keeps models as they are stored: --dtype, --quantize and --layout need an OUT_DIR.\n"
+    )
+
+
+def test_python_takes_names(hub, tiny):
+    with LLM("org/tiny", max_batch=1) as llm:
+        assert llm.model.name == NAME
+    with LLM(tiny, max_batch=1) as llm:  # a Hugging Face directory is converted likewise
+        assert llm.model.name.startswith("llama_llama3@")
+
+
+def test_tasks_are_not_kept_in_the_cache(hub):
+    with pytest.raises(ElasticError, match="give `repository`, a folder to keep tasks in"):
+        Service.from_checkpoint("org/tiny")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("org/none", "org/none: no such folder here, and no such repository at {url}; correct the name, or, if it is"),
+        ("org/tiny@v9", "org/tiny has no revision 'v9'; see {url}/org/tiny/commits"),
+        ("org/gated", "org/gated is gated: accept its licence at {url}/org/gated, and log in with `hf auth login`"),
+        ("org/a--b", "org/a--b: no such folder here, and no name of a repository: "),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(hub, tiny, name, message):
+    hub.repositories["org/gated"] = files_of(tiny)
+    hub.gated = {"org/gated"}
+    done = _run("info", name)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: " + message.format(url=hub.url))
+    assert len(done.stderr.splitlines()) == 1
+
+
+def _refused_quickly(name: str) -> str:
+    start = time.monotonic()
+    with pytest.raises(HubError) as error:
+        resolve(name)
+    assert time.monotonic() - start < 15
+    assert "`hf download org/tiny --local-dir DIR`, and give DIR here" in str(error.value)
+    return str(error.value)
+
+
+def test_no_network_is_one_line_that_says_how_to_fetch_by_hand(hub, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    assert f"org/tiny: {url} does not answer; check the network" in _refused_quickly("org/tiny")
+
+
+def test_a_network_that_is_silent_is_given_up(hub, monkeypatch):
+    monkeypatch.setattr(repository, "ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert "does not answer" in _refused_quickly("org/tiny")
+
+
+def test_a_hub_that_is_down_is_one_line(hub):
+    hub.down = True
+    assert "org/tiny: the hub answered 503; try again later" in _refused_quickly("org/tiny")
+
+
+def test_a_converted_model_needs_no_network(hub, monkeypatch, caplog):
+    folder = resolve("org/tiny")
+    hub.down = True
+    assert resolve("org/tiny") == folder
+    assert caplog.messages == [
+        "The hub does not answer: org/tiny is taken as it was when it last did, at 0123456789ab."
+    ]
+    caplog.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "nowhere")
+    assert resolve("org/tiny") == folder
+    assert caplog.messages == []
+
+
+def _as_in_the_hubs_cache(tmp_path, files):
+    """Write the cache that other libraries have written."""
+    folder = tmp_path / "hf" / "hub" / "models--org--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(COMMIT)
+    (folder / "blobs").mkdir()
+    (folder / "snapshots" / COMMIT).mkdir(parents=True)
+    for number, (name, content) in enumerate(files.items()):
+        (folder / "blobs" / str(number)).write_bytes(content)
+        (folder / "snapshots" / COMMIT / name).symlink_to(f"../../blobs/{number}")
+
+
+def test_offline_the_hubs_cache_is_converted(hub, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE says not to ask the hub" in _refused_quickly("org/tiny")
+    _as_in_the_hubs_cache(tmp_path, files_of(tiny))
+    assert compare_tensors(resolve("org/tiny"), tiny).max_abs_diff == 0
+    assert resolve(f"org/tiny@{COMMIT}") == resolve("org/tiny")
+    assert hub.requests == []
+
+
+def test_offline_a_cache_in_part_is_refused(hub, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    _as_in_the_hubs_cache(tmp_path, {"config.json": (tiny / "config.json").read_bytes()})
+    assert "no model.safetensors and no model.safetensors.index.json" in _refused_quickly("org/tiny")
+
+
+def test_a_folder_goes_before_a_repository(hub, tmp_path, tiny):
+    _run("convert", tiny, tmp_path / "org" / "tiny")
+    assert str(resolve("org/tiny")) == "org/tiny"
+    assert hub.requests == []
+
+
+def test_a_folder_is_converted_again_when_its_files_change(hub, tiny, tmp_path):
+    for name, content in files_of(tiny).items():
+        (tmp_path / name).write_bytes(content)
+    folder = resolve(tmp_path)
+    assert resolve(tmp_path) == folder
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    assert resolve(tmp_path) != folder
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nothere", "nothere: no such directory; give a model directory, a Hugging Face directory, or a repository of"),
+        ("org/na me", "org/na me: no such directory"),
+        ("org/file", "org/file: a file, not a model directory"),
+        ("org/model.gguf", "org/model.gguf: GGUF is not read yet"),
+        ("org", "org/model.gguf: GGUF is not read yet"),
+    ],
+)
+def test_paths_without_a_model_are_refused(hub, tmp_path, path, message):
+    (tmp_path / "org").mkdir()
+    for name in ("file", "model.gguf"):
+        (tmp_path / "org" / name).touch()
+    with pytest.raises(CheckpointError, match=f"^{message}"):
+        resolve(path)
+    assert hub.requests == []
