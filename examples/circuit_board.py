@@ -42,7 +42,7 @@ from jaxinfer.models.layers.convolution import Conv
 from jaxinfer.models.presets import parameter_count
 from jaxinfer.models.vision.resnet import ResNet
 from jaxinfer.models.vision.yolo import Yolo
-from jaxinfer.serving.progress import Progress
+from jaxinfer.progress import Progress
 
 SIZE = 64
 """Height and width of an image in pixels."""

@@ -4,6 +4,7 @@ Expected errors (bad files, bad values, too little memory, missing packages) end
 without traceback.
 """
 
+import logging
 from typing import Annotated
 
 import typer
@@ -22,6 +23,7 @@ from jaxinfer.cli.plan import plan
 from jaxinfer.cli.tune import tune
 from jaxinfer.cli.verify import verify
 from jaxinfer.extras import MissingExtraError
+from jaxinfer.progress import paused
 from jaxinfer.serving.errors import ServingError
 
 
@@ -33,10 +35,21 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # nobody reads our output any more: click exits silently
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from error
         except (ValueError, OSError, MemoryError, MissingExtraError, ServingError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"error: {message}", err=True)
             raise typer.Exit(2) from error
+
+
+class _Notes(logging.Handler):
+    """Warnings, each a line on stderr that does not run into the line of long work."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with paused():
+            typer.echo(f"{record.levelname.lower()}: {self.format(record)}", err=True)
 
 
 app = typer.Typer(
@@ -59,6 +72,7 @@ def _main(
     ] = False,
 ) -> None:
     """Compiled transformer inference in JAX."""
+    logging.basicConfig(handlers=[_Notes()])
 
 
 for _command in (cache, convert, generate, info, inspect, plan, tune, verify):

@@ -69,13 +69,14 @@ def read_lines[T](
 def _read_line[T](line: bytes, kind: type[T], problem: str) -> T:
     try:
         value = msgspec.json.decode(line)
-        if unknown := _unknown_fields(value, kind):
-            raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
+        _check_fields(value, kind)
         return msgspec.convert(value, kind)
     except (msgspec.MsgspecError, ValueError) as error:
         raise ValueError(f"{problem} ({error}); write the file again.") from error
 
 
-def _unknown_fields(value: Any, kind: Any) -> set[str]:
-    """Return the fields of a line that its class does not have."""
-    return value.keys() - {field.name for field in dataclasses.fields(kind)} if isinstance(value, dict) else set()
+def _check_fields(value: Any, kind: Any) -> None:
+    """Check that the class has a line's fields. Raises ValueError that names the known ones."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    if isinstance(value, dict) and (unknown := value.keys() - set(known)):
+        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}; known: {', '.join(known)}")

@@ -4,12 +4,14 @@ import dataclasses
 import math
 import os
 import pathlib
+import re
+from collections.abc import Callable
 from typing import Any, Self
 
 import msgspec
 
 from jaxinfer.experts.errors import ConfigError
-from jaxinfer.experts.scheduling.experts import InputKind, Rule
+from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, InputKind, Rule
 from jaxinfer.experts.scheduling.policy import Policy, policy_of
 from jaxinfer.hub import HubName
 from jaxinfer.streaming.config import parse_bytes
@@ -65,6 +67,10 @@ class _File(_Strict):
     dtype: str | None = None
 
 
+_TABLES: dict[str, type[_Strict]] = {"experts": _Expert, "inputs": _Input, "rules": _Rule, "executors": _Executor}
+"""The tables of a file, each of many."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
     """The config of an expert.
@@ -101,6 +107,11 @@ class ExecutorOptions:
     device: str | None = None
     expert_memory: int
     activation_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("expert_memory", "activation_memory"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"executor {self.name!r}: {name} must be at least 1 byte, got {value}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,8 +169,10 @@ class SystemConfig:
         """
         path = pathlib.Path(path)
         try:
-            file = msgspec.toml.decode(path.read_bytes(), type=_File)
-            return cls(
+            content = msgspec.toml.decode(path.read_bytes())
+            _check_fields(content)
+            file = msgspec.convert(content, _File)
+            config = cls(
                 name=path.stem,
                 experts=tuple(_expert(name, expert, path.parent) for name, expert in file.experts.items()),
                 inputs=tuple(InputKind(name=x.kind, expert=x.expert, share=x.share) for x in file.inputs),
@@ -173,10 +186,49 @@ class SystemConfig:
                 max_queued=file.max_queued,
                 dtype=file.dtype,
             )
+            config.graph()
+            return config
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; name a TOML file that describes a system.") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, TypeError) as error:
+        except msgspec.ValidationError as error:
             raise ConfigError(f"{path}: {error}") from error
+        except msgspec.DecodeError as error:
+            line = re.search(r"line (\d+)", str(error))
+            raise ConfigError(f"{path}:{line[1] if line else _last_line(path)}: not TOML: {error}.") from error
+        except (UnicodeDecodeError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def graph(self, info: Callable[[ExpertConfig], ExpertInfo] | None = None) -> ExpertGraph:
+        """Return which expert follows which, and each one's usage.
+
+        Args:
+          info: describes an expert for the scheduler; None: routes alone count, and all experts are alike.
+
+        Raises ConfigError or RoutingError for routes that lead nowhere, or in a circle.
+        """
+        info = info or (lambda expert: ExpertInfo(name=expert.name, architecture="any", bytes=1))
+        usage = {expert.name: expert.usage for expert in self.experts if expert.usage is not None}
+        return ExpertGraph(map(info, self.experts), self.inputs, self.rules, usage=usage)
+
+
+def _check_fields(content: Any) -> None:
+    """Check the names of all fields. Raises ConfigError that names the known ones."""
+    _check_table("the file", content, _File)
+    for name, kind in _TABLES.items():
+        tables = content.get(name)
+        named = enumerate(tables) if isinstance(tables, list) else tables.items() if isinstance(tables, dict) else ()
+        for key, table in named:
+            _check_table(f"{name}.{key}", table, kind)
+
+
+def _check_table(where: str, table: Any, kind: type[_Strict]) -> None:
+    known = kind.__struct_fields__
+    if isinstance(table, dict) and (unknown := [name for name in table if name not in known]):
+        raise ConfigError(f"{where}: unknown field {', '.join(map(repr, unknown))}; known: {', '.join(known)}.")
+
+
+def _last_line(path: pathlib.Path) -> int:
+    return len(path.read_bytes().splitlines())
 
 
 def _expert(name: str, given: _Expert, folder: pathlib.Path) -> ExpertConfig:

@@ -1,5 +1,6 @@
 """A system of experts before it runs: checkpoints opened and checked, costs measured, programs compiled."""
 
+import itertools
 import logging
 import os
 import weakref
@@ -20,15 +21,15 @@ from jaxinfer.experts.execution.loader import ExpertLoader, OpenedExpert, file_b
 from jaxinfer.experts.execution.profiler import Measured, measure
 from jaxinfer.experts.scheduling.executor_state import ExecutorConfig
 from jaxinfer.experts.scheduling.expert_manager import ExpertManager
-from jaxinfer.experts.scheduling.experts import ExpertGraph, ExpertInfo, Rule
+from jaxinfer.experts.scheduling.experts import ExpertInfo, Rule
 from jaxinfer.experts.scheduling.policy import Policy
-from jaxinfer.experts.scheduling.profile import Profiles
+from jaxinfer.experts.scheduling.profile import Profile, Profiles
 from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.hub import HubName, resolve
 from jaxinfer.models.files.loading import open_model
+from jaxinfer.progress import ProgressOption, chosen, long_work, showing
 from jaxinfer.serving.budget import Budget, BudgetError, Offer, Reservation, budget_of, host_budget, sizes_of
 from jaxinfer.serving.heap import map_large_arrays
-from jaxinfer.serving.progress import Progress, log_progress
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +41,12 @@ Most arrays of a convolutional model are small.
 
 
 class OpenedSystem:
-    """The experts of a config, opened and checked, with their files written; nothing is loaded and no thread runs.
+    """The experts of a config, opened and checked; nothing is loaded and no thread runs.
 
     Args:
       config: the system's config.
       preadv: reads experts' files; benchmarks pass a slower one.
-      progress: told of steps that take a while.
+      progress: whether work of seconds shows a line on stderr, or who hears of it; as in `LLM`.
 
     Attributes:
       config: the config given.
@@ -62,21 +63,24 @@ class OpenedSystem:
         config: SystemConfig,
         *,
         preadv: Callable[[int, list[Any], int], int] = os.preadv,
-        progress: Progress = log_progress,
+        progress: ProgressOption = None,
     ):
-        map_large_arrays(SMALLEST_MAPPED)
-        self.config, self._preadv, self._progress = config, preadv, progress
+        self.config, self._preadv = config, preadv
         self._configs = {expert.name: expert for expert in config.experts}
         self.broken: dict[str, Exception] = {}
         self.experts: dict[str, OpenedExpert] = {}
-        self.devices = [_device(executor) for executor in config.executors]
-        self._open()
-        all_experts = sum(self._like(name).architecture.bytes for name in self._configs)
-        self._managers: list[ExpertManager] = []  # those of the first scheduler, which runs
-        self._reservation = _reserve(config, self.devices, all_experts, self._managers)
-        self.graph = self._graph(config)
-        self._prepare()
         self._programs: dict[tuple[Architecture, Any], ArchitecturePrograms] = {}
+        self._managers: list[ExpertManager] = []  # those of the first scheduler, which runs
+        config.graph()  # routes that cannot be are refused before anything is opened
+        self.devices = [_device(executor) for executor in config.executors]
+        map_large_arrays(SMALLEST_MAPPED)
+        with showing(progress):
+            self._progress = chosen()  # also for work that begins later
+            self._open()
+        all_experts = sum(self._like(name).architecture.bytes for name in self._configs)
+        self._reservation = _reserve(config, self.devices, all_experts, self._managers)
+        self.graph = config.graph(self._info)
+        self.check_memory()
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], *, mode: str | None = None, **options: Any) -> Self:
@@ -103,12 +107,26 @@ class OpenedSystem:
           scheduler: makes it.
           options: the options of `Scheduler`.
         """
-        executors = [_executor_config(x, device) for x, device in zip(self.config.executors, self.devices, strict=True)]
+        executors = self._executors()
         given = {"host_bytes": self.config.host_memory, "max_queued": self.config.max_queued} | options
         made = scheduler(self.graph, profiles, executors, policy or self.config.policy, **given)
         if not self._managers:
             self._managers.append(made.manager)
         return made
+
+    def check_memory(self, policy: Policy | None = None) -> None:
+        """Check that every expert has room somewhere, whatever batches take: before costs are measured.
+
+        Args:
+          policy: replaces the config's.
+
+        Raises ConfigError.
+        """
+        costs = Profile(k=1.0, b=0.0, max_batch=1, load={"disk": 0.0})
+        keys = itertools.product(self.graph.experts.values(), self.devices)
+        profiles = {(expert.architecture, device.platform): costs for expert, device in keys}
+        policy = policy or self.config.policy
+        ExpertManager(self.graph, profiles, self._executors(), policy, host_bytes=self.config.host_memory)
 
     @property
     def budgets(self) -> dict[str, Budget]:
@@ -126,43 +144,57 @@ class OpenedSystem:
 
     def measured(self, *, anew: bool = False) -> dict[tuple[str, str], Measured]:
         """Return the costs with how well a line fits the latencies, and the memory of batches."""
-        beside, single = Counter(self.devices), self.config.policy.one_executor
+        measured: dict[tuple[str, str], Measured] = {}
+        self.measure_into(measured, anew=anew)
+        return measured
+
+    def measure_into(self, measured: dict[tuple[str, str], Measured], *, anew: bool = False) -> None:
+        """Do what `measured` does, into a dictionary that has what is measured so far after Ctrl-C."""
         devices = {device.platform: device for device in self.devices}
         architectures = {expert.architecture for expert in self.experts.values()}
         pairs = [(architecture, device) for architecture in architectures for device in devices.values()]
-        measured = {}
-        for done, (architecture, device) in enumerate(sorted(pairs, key=lambda key: (key[0].name, str(key[1])))):
-            self._progress("measuring architectures", done, len(pairs))
-            loader = self._loader([device])
-            experts = iter([name for name, expert in self.experts.items() if expert.architecture == architecture])
-            key = architecture.name, device.platform
-            while key not in measured:
+        pairs.sort(key=lambda key: (key[0].name, str(key[1])))
+        with showing(self._progress):
+            self._prepare()
+            with long_work("measuring architectures", total=len(pairs)) as work:
+                for architecture, device in pairs:
+                    measured[architecture.name, device.platform] = self._measure(architecture, device, anew=anew)
+                    work.advance()
+
+    # -- parts --
+
+    def _measure(self, architecture: Architecture, device: Any, *, anew: bool) -> Measured:
+        """Measure by the first expert that can be loaded."""
+        loader, beside = self._loader([device]), self.devices.count(device)
+        try:
+            for name in [name for name, expert in self.experts.items() if expert.architecture == architecture]:
                 try:
-                    measured[key] = measure(
+                    return measure(
                         self._programs_for(architecture, device),
                         loader,
                         0,
-                        next(experts),
+                        name,
                         max_batch=self.config.max_batch,
-                        beside=1 if single else beside[device],
+                        beside=1 if self.config.policy.one_executor else beside,
                         anew=anew,
                     )
                 except LoadError as error:
                     log.warning("%s", error)
-                except StopIteration:
-                    raise LoadError(f"no expert of architecture {architecture.name} can be loaded.") from None
+        finally:
             loader.close()
-        return measured
+        raise LoadError(f"no expert of architecture {architecture.name} can be loaded.")
 
-    # -- parts --
+    def _executors(self) -> list[ExecutorConfig]:
+        return [_executor_config(x, device) for x, device in zip(self.config.executors, self.devices, strict=True)]
 
     def _open(self) -> None:
-        for done, name in enumerate(self._configs):
-            self._progress("opening experts", done, len(self._configs))
-            try:
-                self.experts[name] = self._open_expert(name)
-            except (CheckpointError, OSError) as error:
-                self._break(name, error)
+        with long_work("opening experts", total=len(self._configs)) as work:
+            for name in self._configs:
+                try:
+                    self.experts[name] = self._open_expert(name)
+                except (CheckpointError, OSError) as error:
+                    self._break(name, error)
+                work.advance()
         if not self.experts:
             raise LoadError(f"no expert can be opened; the first: {next(iter(self.broken.values()))}")
 
@@ -227,17 +259,13 @@ class OpenedSystem:
 
     def _prepare(self) -> None:
         """Write the files of experts that have none yet."""
-        for done, expert in enumerate(list(self.experts.values())):
-            self._progress("preparing experts", done, len(self.experts))
-            try:
-                write_expert(expert.opened)
-            except CheckpointError as error:
-                self._break(expert.name, error)
-
-    def _graph(self, config: SystemConfig) -> ExpertGraph:
-        graph = ExpertGraph((self._info(expert) for expert in config.experts), config.inputs, config.rules)
-        usage = {expert.name: expert.usage for expert in config.experts if expert.usage is not None}
-        return graph.with_usage(usage)
+        with long_work("writing files of experts", total=len(self.experts)) as work:
+            for expert in list(self.experts.values()):
+                try:
+                    write_expert(expert.opened)
+                except CheckpointError as error:
+                    self._break(expert.name, error)
+                work.advance()
 
     def _info(self, expert: ExpertConfig) -> ExpertInfo:
         """Return an expert's description for the scheduler."""
@@ -260,11 +288,12 @@ class OpenedSystem:
     def _compile(self, profiles: Profiles, devices: list[Any]) -> None:
         architectures = {expert.architecture for expert in self.experts.values()}
         used = [(architecture, device) for architecture in architectures for device in set(devices)]
-        for done, (architecture, device) in enumerate(sorted(used, key=lambda key: (key[0].name, str(key[1])))):
-            self._progress("compiling architectures", done, len(used))
-            profile = profiles.get((architecture.name, device.platform))
-            if profile is not None:
-                self._programs_for(architecture, device).compile_ahead(profile.max_batch)
+        with long_work("compiling architectures", total=len(used)) as work:
+            for architecture, device in sorted(used, key=lambda key: (key[0].name, str(key[1]))):
+                profile = profiles.get((architecture.name, device.platform))
+                if profile is not None:
+                    self._programs_for(architecture, device).compile_ahead(profile.max_batch)
+                work.advance()
 
     def _loader(self, devices: list[Any]) -> ExpertLoader:
         """Return a loader with a pool on each of these devices; it keeps one buffer, as large as the largest expert."""

@@ -21,10 +21,10 @@ from jaxinfer.experts.scheduling.profile import Profile
 from jaxinfer.experts.scheduling.request import Action, Load
 from jaxinfer.experts.scheduling.scheduler import Assignment, Scheduler
 from jaxinfer.generation.fields import NotNegative, check
+from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import OverloadedError
 from jaxinfer.serving.heap import trim_heap
 from jaxinfer.serving.lifecycle import Closeable
-from jaxinfer.serving.progress import Progress, log_progress
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class System(OpenedSystem, Closeable):
       preadv: reads experts' files; benchmarks pass a slower one.
       on_assignment: called with every assignment of a request to an executor, with the times behind it.
       scheduler: makes the scheduler; benchmarks pass one that records, or that replays (`jaxinfer.evaluation`).
-      progress: told of steps that take a while.
+      progress: whether work of seconds shows a line on stderr, or who hears of it; as in `LLM`.
 
     Raises ConfigError for a config that cannot work. An expert whose checkpoint cannot be opened is no error:
     its requests fail with LoadError, others go on.
@@ -61,13 +61,18 @@ class System(OpenedSystem, Closeable):
         preadv: Callable[[int, list[Any], int], int] = os.preadv,
         on_assignment: Callable[[Assignment], None] | None = None,
         scheduler: Callable[..., Scheduler] = Scheduler,
-        progress: Progress = log_progress,
+        progress: ProgressOption = None,
     ):
         super().__init__(config, preadv=preadv, progress=progress)
-        self.profiles = ObservedProfiles(profiles if profiles is not None else self.measure())
-        self.scheduler = self.make_scheduler(self.profiles, scheduler=scheduler, on_assignment=on_assignment)
-        self._compile(self.profiles, self.devices[: len(self.scheduler.executors)])
-        self._start()
+        with showing(progress):
+            if profiles is None:
+                profiles = self.measure()
+            else:
+                self._prepare()
+            self.profiles = ObservedProfiles(profiles)
+            self.scheduler = self.make_scheduler(self.profiles, scheduler=scheduler, on_assignment=on_assignment)
+            self._compile(self.profiles, self.devices[: len(self.scheduler.executors)])
+            self._start()
         self._runner = ExpertRunner(self.scheduler.executors, self.devices, self.experts, self._programs, self._weights)
         self._decider = InputDecider(self.scheduler, self.profiles, self._runner)
         self._decider.loop.stop_when_dropped(self)
@@ -190,14 +195,15 @@ class System(OpenedSystem, Closeable):
         self._weights = self._loader([devices[pool.index] for pool in self.scheduler.manager.pools])
         placed = [(pool, name) for pool, names in self.scheduler.manager.place().items() for name in names]
         self._initially: set[str] = set()
-        for done, (pool, name) in enumerate(placed):
-            self._progress("loading experts", done, len(placed))
-            try:
-                self._weights.prepare(Load(executor=0, pool=pool, expert=name, tier="disk"))()
-                self._initially.add(name)
-            except InsufficientMemoryError as error:
-                log.warning("%s", error)
-                self.scheduler.manager.remove_placed(pool, name)
-            except LoadError as error:
-                self._break(name, error)
-                self.scheduler.manager.remove_placed(pool, name)
+        with long_work("loading experts", total=len(placed)) as work:
+            for pool, name in placed:
+                try:
+                    self._weights.prepare(Load(executor=0, pool=pool, expert=name, tier="disk"))()
+                    self._initially.add(name)
+                except InsufficientMemoryError as error:
+                    log.warning("%s", error)
+                    self.scheduler.manager.remove_placed(pool, name)
+                except LoadError as error:
+                    self._break(name, error)
+                    self.scheduler.manager.remove_placed(pool, name)
+                work.advance()

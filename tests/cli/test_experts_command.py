@@ -1,15 +1,28 @@
 """`jaxinfer experts`, on a board of three tiny classifiers."""
 
 import json
+import re
 import shutil
 import struct
 import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
+from jaxinfer.cli.experts import tables
+from jaxinfer.evaluation.experts.forecast import Forecast, MemoryAdvice
+from jaxinfer.evaluation.experts.memory_search import Window
+from jaxinfer.experts import POLICIES, opened
+from jaxinfer.experts.execution.architectures import Architecture
+from jaxinfer.experts.execution.profiler import Measured
+from jaxinfer.experts.scheduling.profile import Profile
+from jaxinfer.models import WeightFormat
+from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, ViTConfig
+from tests.cli.test_display import shown
 from tests.experts.boards import image, save_classifiers
 
 FILE = """
@@ -53,18 +66,56 @@ def invoke(command, board, *options, code=0):
     return done
 
 
+def check_tables(output):
+    """No figure is cut, and a terminal of 80 columns has room."""
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
 def test_profile(board):
-    output = invoke("profile", board, "--anew").output
+    output = invoke("profile", board, "--anew").stdout
     assert "A batch of n takes K n + B" in output
-    assert "classifier-32x32-" in output
+    assert re.search(r"classifier *\n +32x32 *\n", output)
+    check_tables(output)
+
+
+def test_profile_of_several_architectures_fits():
+    config = ViTConfig(
+        labels=("good", "bad"),
+        embed=16,
+        layers=1,
+        attention=AttentionConfig(q_heads=2, kv_heads=2, head_dim=8),
+        mlp=MlpConfig(hidden=16, activation=Activation.GELU),
+        norm=NormConfig(kind=NormKind.LAYER),
+        image_size=1024,
+        patch_size=512,
+    )
+    profile = Profile(
+        k=12.3456,
+        b=1.23456,
+        max_batch=1024,
+        load={"disk": 123.456, "host": 9.9996},
+        evict=1e-7,
+        activation_bytes=10**12,
+    )
+    measurement = Measured(profile=profile, r_squared=0.98765, workspace={})
+    kinds = [Architecture(config, WeightFormat(), (1024, 1024 + count, 3), "uint8") for count in range(5)]
+    system = SimpleNamespace(experts={str(count): SimpleNamespace(architecture=x) for count, x in enumerate(kinds)})
+    made = tables.profile_tables(system, {(kind.name, "cpu"): measurement for kind in kinds})
+    output = shown(*made)
+    assert output.split().count("12,346") == output.split().count("123,456") == len(kinds)
+    assert output.split().count("vision_transformer") == len(kinds)
 
 
 def test_plan(board):
-    output = invoke("plan", board, "--requests", 100, "--interval-ms", 0.01, "--top", 2).output
+    output = invoke("plan", board, "--requests", 100, "--interval-ms", 0.01, "--top", 2).stdout
     assert "The 2 most used of 3 experts" in output
     assert "75.0%" in output
     assert "any scheduler needs at least 0" in output
-    assert "Room for the" in output
+    rates = re.findall(r"^ \d+ to \d+% +(?:\d+ to )?(\d+) +([\d,.]+) $", output, re.MULTILINE)
+    best = max(rates, key=lambda row: float(row[1].replace(",", "")))[0]
+    assert f"Best: room for the {'most used expert' if best == '1' else f'{best} most used experts'}:" in output
+    check_tables(output)
     assert "No advice on memory: experts keep up with 1.0" in invoke("plan", board, "--interval-ms", 1000).output
 
 
@@ -73,9 +124,24 @@ def test_simulate(board, tmp_path):
     options = ["--mode", "samba", "--mode", "best", "--requests", 50]
     output = invoke("simulate", board, *options, "--save-trace", file).output
     assert "50 inputs on a simulated clock" in output
+    check_tables(output)
     assert all(mode in output for mode in ("samba", "best"))
     assert len(file.read_text().splitlines()) == 50
     assert "50 inputs" in invoke("simulate", board, "--mode", "paper", "--trace", file).output
+
+
+def test_policies_and_windows_fit():
+    counted = SimpleNamespace(loads=Counter(disk=123456, host=1), batches=1234567)
+    outcome = SimpleNamespace(throughput=1234.56, statistics=counted, latencies=[0.1234, 1234.5], failed=12345)
+    item = Forecast(outcome=outcome, scheduler=None, placed={}, bound=98765)
+    output = shown(tables.mode_table(dict.fromkeys(POLICIES, item), 100_000))
+    for figure in ("1,235", "123457", "123456", "98765", "1234567", "617,312", "12345"):
+        assert output.split().count(figure) == len(POLICIES)
+    windows = [Window(lower=0.0, upper=15.0, experts=(1, 7), throughput=1.0)]
+    windows += [Window(lower=low, upper=low + 9, experts=(7, 12), throughput=9.0) for low in (15.0, 24.0)]
+    advice = MemoryAdvice(windows=windows, experts=12, expert_bytes=[1], activation_bytes=[1])
+    rows = [line.split() for line in shown(tables.window_table(advice)).splitlines()]
+    assert ["15", "to", "33%", "7", "to", "12", "9.000"] in rows
 
 
 def test_run_files(board):
@@ -127,13 +193,20 @@ def test_errors_are_one_line(board, tmp_path, monkeypatch):
     for name, kind, file in (("unknown", "K7", "a.npy"), ("pictures", "K0", "a.png"), ("empty", "K0", "a.txt")):
         (tmp_path / name / kind).mkdir(parents=True)
         (tmp_path / name / kind / file).touch()
+    (tmp_path / "unknown.jsonl").write_text('{"arrival": 0, "experts": ["c9"]}')
+    (tmp_path / "torn.jsonl").write_text('{"arrival": 0, "expert": "c0"}')
+    monkeypatch.setattr(opened, "open_model", lambda *_, **__: pytest.fail("an expert was opened before the error"))
     for command, options, message in (
         ("run", [], "Give exactly one of --images and --random."),
         ("run", ["--images", tmp_path / "none"], "there is no such folder"),
         ("run", ["--images", tmp_path / "empty"], "there are no images"),
         ("run", ["--images", tmp_path / "unknown"], "no input is of kind 'K7'"),
         ("run", ["--images", tmp_path / "pictures"], "needs pillow, of the extra images: pip install pillow"),
+        ("profile", ["--mode", "fast"], "mode='fast' is not known"),
         ("simulate", ["--mode", "fast"], "mode='fast' is not known"),
+        ("simulate", ["--save-trace", tmp_path / "none" / "trace"], "No such file"),
+        ("simulate", ["--trace", tmp_path / "unknown.jsonl"], "there is no expert 'c9'; known: c0, c1, c2."),
+        ("plan", ["--trace", tmp_path / "torn.jsonl"], "unknown fields: expert; known: arrival, experts"),
         ("plan", ["--trace", tmp_path / "none"], "No such file"),
     ):
         done = invoke(command, board, *options, code=2)
@@ -141,3 +214,56 @@ def test_errors_are_one_line(board, tmp_path, monkeypatch):
         assert done.stderr.splitlines()[-1].startswith("error: ")
     done = CliRunner().invoke(app, ["experts", "plan", str(tmp_path / "none.toml")])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+
+
+@pytest.fixture
+def changed(board, tmp_path):
+    """Return a function that writes the board's file with a change."""
+
+    def write(old, new):
+        text = (board / "board.toml").read_text()
+        assert old in text
+        folder = tmp_path / "changed"
+        folder.mkdir(exist_ok=True)
+        text = text.replace(old, new, 1).replace('checkpoint = "c', f'checkpoint = "{board}/c')
+        (folder / "board.toml").write_text(text)
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("command", ["profile", "plan", "simulate", "run"])
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("max_batch = 2", "max_bach = 2", "unknown field 'max_bach'; known: experts, inputs, executors, rules, mode,"),
+        ('verdict = "ok"', 'verdikt = "ok"', "rules.0: unknown field 'verdikt'; known: expert, verdict, next, prob"),
+        ('next = "c2"', 'next = "c0"', "the rules make a cycle: c0 -> c0"),
+        ('expert_memory = "60kB"', 'expert_memory = "-1"', "expert_memory must be bytes or a size"),
+        ('expert_memory = "60kB"', "expert_memory = 0", "executor 'executor-0': expert_memory must be at least 1 byte"),
+    ],
+)
+def test_files_are_refused_before_experts_are_opened(changed, command, old, new, message, monkeypatch):
+    monkeypatch.setattr(opened, "open_model", lambda *_, **__: pytest.fail("an expert was opened before the error"))
+    given = changed(old, new)
+    options = ["--random", 1] if command == "run" else []
+    assert re.search(f"board.toml: (the file: )?{re.escape(message)}", invoke(command, given, *options, code=2).stderr)
+
+
+@pytest.mark.parametrize("command", ["profile", "plan", "simulate", "run"])
+def test_memory_that_no_expert_fits_is_refused_before_measuring(changed, command, monkeypatch):
+    monkeypatch.setattr(opened, "write_expert", lambda _: pytest.fail("a file was written before the error"))
+    given = changed('expert_memory = "60kB"', 'expert_memory = "3kB"')
+    options = ["--random", 1] if command == "run" else []
+    assert "takes 3592 bytes and the largest pool has 3000" in invoke(command, given, *options, code=2).stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_no_figures_of_an_expert_that_is_not_there(changed, command, monkeypatch):
+    """Unless the file says which one it is like."""
+    given = changed('c2 = {checkpoint = "c2"}', 'c2 = {checkpoint = "gone"}')
+    done = invoke(command, given, code=2)
+    assert "expert 'c2' cannot be opened, so its costs are not known: " in done.stderr
+    assert not done.stdout
+    given = changed('c2 = {checkpoint = "c2"}', 'c2 = {checkpoint = "gone", like = "c1"}')
+    assert "c2" in invoke(command, given, "--requests", 20).stdout or command == "simulate"

@@ -263,11 +263,10 @@ def test_configs_that_cannot_work(board, start, tmp_path):
         (ConfigError, "there is no device 'cpu:x'", {"device": "cpu:x"}),
         (ConfigError, "there is no device 'cpu:-1'", {"device": "cpu:-1"}),
         (ConfigError, "the largest pool has 7", {"expert_memory": 7}),
-        (ConfigError, "expert_bytes must be at least 1", {"expert_memory": 0}),
+        (ConfigError, "expert_memory must be at least 1 byte", {"expert_memory": 0}),
     ):
-        options = ExecutorOptions(**{"name": "x", "expert_memory": 10**6, **changes})
         with pytest.raises(error, match=message):
-            start("c0", executors=1, **{"executors_given": (options,)})
+            start("c0", executors_given=(ExecutorOptions(**{"name": "x", "expert_memory": 10**6, **changes}),))
     with pytest.raises(ConfigError, match=r"'c0' takes images of \[32, 32, 3\], and 'larger' images of \[64, 64, 3\]"):
         start("c0", "larger", folder=tmp_path, rules=[("c0", "ok", "larger")])
     for name, verdict, known in (("c0", "OK", "'ok', 'defect'"), ("e0", "ok", "'done'"), ("d0", "", "'none'")):

@@ -67,8 +67,11 @@ def test_a_file(tmp_path):
     ("old", "new", "message"),
     [
         ('mode = "paper"', 'mode = "papier"', "mode='papier' is not known; known: samba"),
-        ('mode = "paper"', 'mod = "paper"', "unknown field `mod`"),
-        ('mode = "paper"', "mode =", "Invalid value"),
+        ('mode = "paper"', 'mod = "paper"', "the file: unknown field 'mod'; known: experts, inputs, executors"),
+        ("pinned = true", "pined = true", "experts.joint: unknown field 'pined'; known: checkpoint, pinned, usage"),
+        ('kind = "R"', 'kinds = "R"', "inputs.0: unknown field 'kinds'; known: kind, expert, share"),
+        ("[[rules]]", "[[rule]]", "the file: unknown field 'rule'"),
+        ('next = "joint"', 'next = "join"', "leads to 'join', which is no expert; known: joint, resistor"),
         ("prefetch = 1", "prefetches = 1", "a policy has no prefetches"),
         ("prefetch = 1", 'prefetch = "all"', r"policy: Expected `int`, got `str` - at `\$.prefetch`"),
         ("prefetch = 1", "prefetch = 99", r"prefetch must be in \[0, 64\], got 99"),
@@ -115,3 +118,9 @@ def test_a_system_needs_some_of_each():
         SystemConfig(**{**given, "experts": given["experts"] * 2})
     with pytest.raises(ConfigError, match="host_memory must be at least 0"):
         SystemConfig(**given, host_memory=-1)
+
+
+def test_what_is_no_toml_is_named_with_its_line(tmp_path):
+    for text, line in (("max_batch = 2\nx = [\n", 2), ("x = [\nmode = 3", 2), ("mode =\n", 1), ("a = 1\na = 2\n", 2)):
+        with pytest.raises(ConfigError, match=rf"board.toml:{line}: not TOML: "):
+            read(tmp_path, text)

@@ -7,7 +7,8 @@ import typer
 
 if TYPE_CHECKING:
     from jaxinfer.evaluation.experts import TraceRequest
-    from jaxinfer.experts import OpenedSystem
+    from jaxinfer.experts import OpenedSystem, Policy, SystemConfig
+    from jaxinfer.experts.scheduling.profile import Profiles
 
 ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A TOML file that describes a system.", show_default=False)
@@ -36,21 +37,16 @@ def profile(
 
     A batch of n takes K n + B. Experts load from disk, or from a copy in the host's memory.
     """
-    from jaxinfer.cli.display import show, show_progress
+    from jaxinfer.cli.display import show
     from jaxinfer.cli.experts import tables
     from jaxinfer.experts import OpenedSystem
 
-    with show_progress() as progress:
-        opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
-        measured = opened.measured(anew=anew)
-    show(tables.profile_table(opened, measured))
-    for (architecture, device), measurement in measured.items():
-        if measurement.r_squared < tables.MIN_R_SQUARED:
-            typer.echo(
-                f"warning: the latency of {architecture} on {device} is no line over batch sizes "
-                f"(R^2 {measurement.r_squared:.2f}): measure again with --anew on a quiet machine.",
-                err=True,
-            )
+    opened = OpenedSystem.from_config(config, mode=mode)
+    measured = {}
+    try:
+        opened.measure_into(measured, anew=anew)
+    finally:  # after Ctrl-C: what is measured, which is kept
+        show(*tables.profile_tables(opened, measured))
 
 
 @app.command()
@@ -64,34 +60,33 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="How many experts are shown, the most used first.")] = 10,
 ) -> None:
     """Say where experts are at the start, what a simulation expects, and how much memory experts should get."""
-    from jaxinfer.cli.display import show, show_progress
+    from jaxinfer.cli.display import show
     from jaxinfer.cli.experts import tables
     from jaxinfer.evaluation.experts.forecast import advise_memory, forecast
-    from jaxinfer.experts import ConfigError, OpenedSystem
+    from jaxinfer.experts import ConfigError, SystemConfig
 
-    with show_progress() as progress:
-        opened = OpenedSystem.from_config(config, mode=mode, progress=progress)
-        profiles = opened.measure()
-    given = _trace(opened, trace, requests, interval_ms, seed)
-    expected = forecast(opened, profiles, given)
+    given = SystemConfig.read(config, mode=mode)
+    inputs = _trace(given, trace, requests, interval_ms, seed)
+    opened, profiles = _measured(given)
+    expected = forecast(opened, profiles, inputs)
     show(tables.usage_table(opened, expected, top), tables.pool_table(expected))
     loads = expected.outcome.statistics.loads
     typer.echo(
-        f"Simulated, {len(given)} inputs: {expected.outcome.throughput:.4g} a second, {loads.total()} loads "
+        f"Simulated, {len(inputs)} inputs: {expected.outcome.throughput:.4g} a second, {loads.total()} loads\n"
         f"({loads['disk']} from disk, {loads['host']} from the host); any scheduler needs at least {expected.bound}."
     )
     if expected.outcome.failed:
         typer.echo(f"warning: {expected.outcome.failed} inputs would fail for lack of memory.", err=True)
     try:
-        advice = advise_memory(opened, profiles, given)
+        advice = advise_memory(opened, profiles, inputs)
     except ConfigError as error:
         typer.echo(f"No advice on memory: {error}")
         return
     show(tables.window_table(advice))
-    expert_memory, activation_memory = tables.sizes(advice.expert_bytes), tables.sizes(advice.activation_bytes)
+    most_used = "the most used expert" if advice.experts == 1 else f"the {advice.experts} most used experts"
     typer.echo(
-        f"Room for the {advice.choice.experts} most used experts: expert_memory of {expert_memory}, "
-        f"activation_memory of {activation_memory}."
+        f"Best: room for {most_used}:\n  expert_memory of {tables.sizes(advice.expert_bytes)}\n"
+        f"  activation_memory of {tables.sizes(advice.activation_bytes)}"
     )
 
 
@@ -114,7 +109,6 @@ def run(
     json: Annotated[bool, typer.Option("--json", help="A JSON object a line; the summary goes to stderr.")] = False,
 ) -> None:
     """Judge images, a line each, and sum up. Status 1 if some could not be judged."""
-    from jaxinfer.cli.display import show_progress
     from jaxinfer.cli.experts import judging
     from jaxinfer.experts import System, SystemConfig
 
@@ -122,12 +116,13 @@ def run(
         raise ValueError("Give exactly one of --images and --random.")
     given = SystemConfig.read(config, mode=mode)
     files = judging.image_files(images, [kind.name for kind in given.inputs]) if images is not None else []
-    with show_progress() as progress:
-        system = System(given, progress=progress)
-    with system:
+    with System(given) as system:
         inputs = judging.read_images(files) if random is None else judging.random_inputs(system, random, seed)
-        summary = judging.judge(system, inputs, lambda line: typer.echo(line), as_json=json)
-    typer.echo(summary.text, err=json)
+        summary = judging.Summary(random or len(files))
+        try:
+            judging.judge(system, inputs, summary, typer.echo, as_json=json)
+        finally:  # after Ctrl-C too
+            typer.echo(summary.text(system.statistics), err=json)
     if summary.failed:
         raise typer.Exit(1)
 
@@ -146,28 +141,60 @@ def simulate(
     seed: SeedOption = 0,
 ) -> None:
     """Compare policies on one trace and a simulated clock, from what experts cost here."""
-    from jaxinfer.cli.display import show, show_progress
+    from jaxinfer.cli.display import show
     from jaxinfer.cli.experts import tables
     from jaxinfer.evaluation.experts.forecast import forecast
     from jaxinfer.evaluation.traces import write_trace
-    from jaxinfer.experts import OpenedSystem, policy_of
+    from jaxinfer.experts import SystemConfig, policy_of
 
     policies = {name: policy_of(name) for name in mode or ("samba", "paper", "best")}
-    with show_progress() as progress:
-        opened = OpenedSystem.from_config(config, progress=progress)
-        profiles = opened.measure()
-    given = _trace(opened, trace, requests, interval_ms, seed)
+    given = SystemConfig.read(config)
+    inputs = _trace(given, trace, requests, interval_ms, seed)
     if save_trace is not None:
-        write_trace(save_trace, given)
-    forecasts = {name: forecast(opened, profiles, given, policy=policy) for name, policy in policies.items()}
-    show(tables.mode_table(forecasts, len(given)))
+        write_trace(save_trace, inputs)
+    opened, profiles = _measured(given, *policies.values())
+    forecasts = {}
+    try:
+        for name, policy in policies.items():
+            forecasts[name] = forecast(opened, profiles, inputs, policy=policy)
+    finally:  # after Ctrl-C: those that are done
+        show(tables.mode_table(forecasts, len(inputs)))
 
 
 def _trace(
-    opened: "OpenedSystem", file: Path | None, requests: int, interval_ms: float, seed: int
+    given: "SystemConfig", file: Path | None, requests: int, interval_ms: float, seed: int
 ) -> "list[TraceRequest]":
+    """Read or draw a trace, before anything is opened."""
     from jaxinfer.evaluation.experts import draw_trace, read_trace
 
     if file is not None:
-        return read_trace(file, opened.graph)
-    return draw_trace(opened.graph, requests, interval=interval_ms / 1e3, seed=seed)
+        return read_trace(file, given.graph())
+    return draw_trace(given.graph(), requests, interval=interval_ms / 1e3, seed=seed)
+
+
+def _measured(given: "SystemConfig", *policies: "Policy") -> "tuple[OpenedSystem, Profiles]":
+    """Open a system whose experts are all there, or assumed to be by `like`, and measure what is not known.
+
+    Args:
+      policies: what else it is to work with.
+
+    Raises LoadError naming an expert that is not there.
+    """
+    from jaxinfer.experts import OpenedSystem
+
+    opened = OpenedSystem(given)
+    _refuse_missing(opened)
+    for policy in policies:
+        opened.check_memory(policy)
+    profiles = opened.measure()
+    _refuse_missing(opened)  # files can turn out to be damaged when they are read
+    return opened, profiles
+
+
+def _refuse_missing(opened: "OpenedSystem") -> None:
+    for expert in opened.config.experts:
+        if expert.like is None and expert.name in opened.broken:
+            raise ValueError(
+                f"expert {expert.name!r} cannot be opened, so its costs are not known: {opened.broken[expert.name]} "
+                "Mend it, take it out of the file, or name an expert of the same architecture: like = NAME."
+            )

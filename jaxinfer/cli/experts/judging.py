@@ -13,9 +13,11 @@ import numpy as np
 from jaxinfer.evaluation.experts.workloads import draw_kinds
 from jaxinfer.experts.errors import RoutingError
 from jaxinfer.experts.results import Result
+from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.system import System
 from jaxinfer.extras import require_extra
 from jaxinfer.models.config import EncoderConfig
+from jaxinfer.progress import long_work, paused
 
 PILLOW = {".png", ".jpg", ".jpeg"}
 
@@ -29,12 +31,22 @@ class Input:
     read: Callable[[], Any]
 
 
-@dataclasses.dataclass(frozen=True)
 class Summary:
-    """All inputs together, in words, and the number that could not be judged."""
+    """All inputs together: how many there are, how many were judged, and how many could not be."""
 
-    text: str
-    failed: int
+    def __init__(self, total: int):
+        self.total, self.judged, self.failed, self._begun = total, 0, 0, time.perf_counter()
+
+    def text(self, statistics: ExpertStatistics) -> str:
+        """Return a summary in words, of what is done so far."""
+        seconds, loads = time.perf_counter() - self._begun, statistics.loads
+        left = self.total - self.judged - self.failed
+        return (
+            f"{self.judged} inputs in {seconds:.3g} s: {self.judged / seconds:.4g} a second; {self.failed} failed"
+            f"{f'; {left} not judged' if left else ''}.\n"
+            f"{statistics.batches} batches; {loads.total()} loads ({loads['disk']} from disk, {loads['host']} from "
+            f"the host);\nmanaging experts took {statistics.management_share:.2%} of the executors' time."
+        )
 
 
 def image_files(folder: Path, kinds: Sequence[str]) -> list[tuple[str, Path]]:
@@ -80,24 +92,21 @@ def random_inputs(system: System, count: int, seed: int) -> Iterator[Input]:
         yield Input(f"{kind}/{number}", kind, lambda kind=kind: draw(kind))
 
 
-def judge(system: System, inputs: Iterable[Input], write: Callable[[str], None], *, as_json: bool) -> Summary:
-    """Judge all inputs; writes a line for each, in their order."""
-    begun, judged, failed = time.perf_counter(), 0, 0
-    for item, outcome in _outcomes(system, inputs):
-        if isinstance(outcome, Exception):
-            write(_error_line(item, outcome, as_json))
-            failed += 1
-        else:
-            write(_line(item, outcome, as_json))
-            judged += 1
-    seconds = time.perf_counter() - begun
-    loads = system.statistics.loads
-    text = (
-        f"{judged} inputs in {seconds:.3g} s: {judged / seconds:.4g} a second; {failed} failed; "
-        f"{system.statistics.batches} batches; {loads.total()} loads ({loads['disk']} from disk, {loads['host']} from "
-        f"the host); managing experts took {system.statistics.management_share:.2%} of the executors' time."
-    )
-    return Summary(text, failed)
+def judge(
+    system: System, inputs: Iterable[Input], summary: Summary, write: Callable[[str], None], *, as_json: bool
+) -> None:
+    """Judge all inputs; writes a line for each, in their order, and counts it in the summary."""
+    with long_work("judging inputs", total=summary.total) as work:
+        for item, outcome in _outcomes(system, inputs):
+            if isinstance(outcome, Exception):
+                line = _error_line(item, outcome, as_json)
+                summary.failed += 1
+            else:
+                line = _line(item, outcome, as_json)
+                summary.judged += 1
+            work.advance()
+            with paused():
+                write(line)
 
 
 def _outcomes(system: System, inputs: Iterable[Input]) -> Iterator[tuple[Input, Result | Exception]]:

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from jaxinfer.evaluation.experts.memory_search import MemoryChoice, search_memory
+from jaxinfer.evaluation.experts.memory_search import Window, search_memory
 from jaxinfer.evaluation.experts.simulator import SimulatedRun, Simulator
 from jaxinfer.evaluation.experts.workloads import TraceRequest
 from jaxinfer.experts.errors import ConfigError
@@ -13,6 +13,7 @@ from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.experts.scheduling.policy import Policy
 from jaxinfer.experts.scheduling.profile import Profiles
 from jaxinfer.experts.scheduling.scheduler import Scheduler
+from jaxinfer.progress import long_work
 
 KEEPS_UP = 0.9
 """Share of the arrival rate that a system must reach not to be busy all the time."""
@@ -69,11 +70,13 @@ class MemoryAdvice:
     """Advice on dividing the memory of all executors.
 
     Attributes:
-      choice: number of experts to have room for, and the windows tried.
+      windows: the numbers of experts tried.
+      experts: the best of them to have room for.
       expert_bytes: each executor's bytes for experts, in order. activation_bytes: the rest, for batches.
     """
 
-    choice: MemoryChoice
+    windows: Sequence[Window]
+    experts: int
     expert_bytes: Sequence[int]
     activation_bytes: Sequence[int]
 
@@ -108,6 +111,7 @@ def advise_memory(opened: OpenedSystem, profiles: Profiles, trace: Sequence[Trac
         )
 
     def throughput(count: int) -> float:
+        work.update(what=f"simulating room for {count} experts")
         parts = [
             dataclasses.replace(config, expert_bytes=part, activation_bytes=total - part)
             for config, part, total in zip(configs, divided(count), totals, strict=True)
@@ -116,9 +120,11 @@ def advise_memory(opened: OpenedSystem, profiles: Profiles, trace: Sequence[Trac
         return _run(scheduler, trace).outcome.throughput
 
     rate = len(trace) / trace[-1].arrival if trace and trace[-1].arrival else math.inf
-    if throughput(limit) > KEEPS_UP * rate:
-        raise ConfigError(f"experts keep up with {rate:.4g} inputs a second anyhow; try inputs that come faster.")
-    choice = search_memory(opened.graph.usage.values(), throughput, limit=limit, choose="midpoint")
-    parts = divided(choice.experts)
+    with long_work("simulating") as work:
+        if throughput(limit) > KEEPS_UP * rate:
+            raise ConfigError(f"experts keep up with {rate:.4g} inputs a second anyhow; try inputs that come faster.")
+        windows = search_memory(opened.graph.usage.values(), throughput, limit=limit).windows
+    best = max(windows, key=lambda window: window.throughput).experts[1]  # rather than one that was not tried
+    parts = divided(best)
     rest = [total - part for total, part in zip(totals, parts, strict=True)]
-    return MemoryAdvice(choice=choice, expert_bytes=parts, activation_bytes=rest)
+    return MemoryAdvice(windows=windows, experts=best, expert_bytes=parts, activation_bytes=rest)

@@ -73,7 +73,7 @@ def search_memory(
     w0: float = W0,
     margin: float = MARGIN,
     axis: Literal["usage", "count"] = "usage",
-    choose: Literal["random", "midpoint", "argmax"] = "random",
+    choose: Literal["random", "argmax"] = "random",
     limit: int | None = None,
     seed: int = 0,
 ) -> MemoryChoice:
@@ -89,7 +89,7 @@ def search_memory(
       w0: size of the first window in percent.
       margin: share of the prediction.
       axis: the windows' percentages are of all usage, or of the number of experts.
-      choose: any number in the window (the paper's choice), its middle, or the better one of its two ends.
+      choose: any number in the window (the paper's choice), or the better one of its two ends.
       limit: largest number of experts that fit beside one request; None: all fit.
       seed: seed of the random choice.
 
@@ -150,13 +150,11 @@ def _require_throughput(value: float, experts: int) -> float:
     return value
 
 
-def _chosen(windows: Sequence[Window], choose: Literal["random", "midpoint", "argmax"], seed: int) -> int:
+def _chosen(windows: Sequence[Window], choose: Literal["random", "argmax"], seed: int) -> int:
     low, high = windows[-1].experts
     match choose:
         case "random":
             return int(np.random.default_rng(seed).integers(low, high, endpoint=True))
-        case "midpoint":
-            return (low + high) // 2
         case "argmax":
             before = windows[-2].throughput if len(windows) > 1 else 0.0
             return low if before > windows[-1].throughput else high

@@ -16,6 +16,7 @@ from jaxinfer.experts.scheduling.executor_state import ExpertStatistics
 from jaxinfer.experts.scheduling.profile import Tier
 from jaxinfer.experts.scheduling.request import Action, Batch, Evict, Failure, Load, Request
 from jaxinfer.experts.scheduling.scheduler import Scheduler
+from jaxinfer.progress import long_work
 from jaxinfer.serving.errors import ServingError
 from jaxinfer.serving.simulation import Simulation
 
@@ -107,7 +108,13 @@ class Simulator:
         self._inputs = list(trace)
         for number, item in enumerate(self._inputs):
             self._simulation.arrive(item.arrival, Request(id=number, expert=item.experts[0], arrival=item.arrival))
-        self._simulation.run(self._handle, self._begin)
+        with long_work("simulating inputs", total=len(self._inputs)) as work:
+
+            def handle(event: Load | Batch | Request) -> None:
+                self._handle(event)
+                work.update(done=len(self._ends) + self._failed)
+
+            self._simulation.run(handle, self._begin)
         start, end = self._inputs[0].arrival if self._inputs else 0.0, max(self._ends.values(), default=0.0)
         return SimulatedRun(
             seconds=end - start if self._ends else 0.0,

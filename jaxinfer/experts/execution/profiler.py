@@ -20,6 +20,7 @@ from jaxinfer.experts.execution.loader import ExpertLoader
 from jaxinfer.experts.scheduling.profile import MIN_R_SQUARED, Profile, Tier, choose_max_batch, fit_latency
 from jaxinfer.experts.scheduling.request import Eviction, Load
 from jaxinfer.generation.engine.buckets import powers
+from jaxinfer.progress import LongWork, long_work
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,12 @@ def measure(
             break
         _run(programs, loader, pool, expert, costs, beside=beside)
     latency, k, b, r_squared = dataclasses.astuple(_fit(costs, sizes, max_batch))
+    if r_squared < MIN_R_SQUARED:
+        log.warning(
+            "the latency of %s is no line over batch sizes, so that K is taken from the largest batch; measure again "
+            "on a quiet machine: jaxinfer experts profile --anew",
+            programs.architecture.name,
+        )
     best = max(size for size in latency if size <= max_batch)
     workspace = {size: programs.workspace_bytes(size) for size in sizes}
     one_more = (workspace[sizes[-1]] - workspace[1]) // (sizes[-1] - 1)
@@ -113,8 +120,7 @@ def _fit(costs: Costs, sizes: Sequence[int], max_batch: int) -> _Fit:
     latency = {size: seconds for size, seconds in known.items() if size <= max(best, 2)}
     try:
         k, b, r_squared = fit_latency(latency)
-    except ProfileError as error:
-        log.warning("%s K is taken from the largest batch.", error)
+    except ProfileError:
         k, r_squared = latency[max(latency)] / max(latency), 0.0
         b = max(latency[1] - k, 0.0)
     return _Fit(latency=latency, k=k, b=b, r_squared=r_squared)
@@ -130,6 +136,15 @@ def _run(
     programs: ArchitecturePrograms, loader: ExpertLoader, pool: int, expert: str, costs: Costs, *, beside: int
 ) -> None:
     """Load the expert from every tier, run batches of all sizes, and record their times."""
+    steps = (1 + REPEATS) * (1 + len(programs.sizes))
+    with long_work(f"measuring {programs.architecture.name}", total=steps) as work:
+        _run_loads(loader, pool, expert, costs, work)
+        _load(loader, pool, expert, "disk", costs)
+        _run_batches(programs, loader.leaves(pool, expert), costs, work, beside=beside)
+        loader.note(pool, [Eviction(expert=expert, to_host=False)], ())()
+
+
+def _run_loads(loader: ExpertLoader, pool: int, expert: str, costs: Costs, work: LongWork) -> None:
     for _ in range(1 + REPEATS):  # the first call of each does not count
         for tier in ("disk", "host"):
             _load(loader, pool, expert, tier, costs)
@@ -137,8 +152,12 @@ def _run(
             loader.note(pool, [Eviction(expert=expert, to_host=tier == "disk")], ())()
             if tier == "disk":
                 costs.record(EVICT, (), time.perf_counter() - begun)
-    _load(loader, pool, expert, "disk", costs)
-    leaves = loader.leaves(pool, expert)
+        work.advance()
+
+
+def _run_batches(
+    programs: ArchitecturePrograms, leaves: Sequence, costs: Costs, work: LongWork, *, beside: int
+) -> None:
     for size in programs.sizes:
         inputs = [np.zeros(programs.architecture.shape, programs.architecture.dtype)] * size
         ended = threading.Event()
@@ -152,11 +171,11 @@ def _run(
                 begun = time.perf_counter()
                 programs.run(leaves, inputs)
                 costs.record(PROGRAM, (("batch", size),), time.perf_counter() - begun)
+                work.advance()
         finally:
             ended.set()
             for thread in others:
                 thread.join()
-    loader.note(pool, [Eviction(expert=expert, to_host=False)], ())()
 
 
 def _load(loader: ExpertLoader, pool: int, expert: str, tier: Tier, costs: Costs) -> None:

@@ -134,10 +134,6 @@ class ExpertGraph:
 
         The usage of following experts changes with it.
         """
-        for name, value in usage.items():
-            self.require(name)
-            if not math.isfinite(value) or value < 0:
-                raise ConfigError(f"the usage of expert {name!r} must be at least 0, got {value}.")
         return ExpertGraph(self.experts.values(), self._inputs.values(), self._rules.values(), usage=usage)
 
     @cached_property
@@ -162,6 +158,10 @@ class ExpertGraph:
         Args:
           given: the usage of experts for which it is known.
         """
+        for name, value in given.items():
+            self.require(name)
+            if not math.isfinite(value) or value < 0:
+                raise ConfigError(f"the usage of expert {name!r} must be at least 0, got {value}.")
         usage = dict.fromkeys(self.experts, 0.0)
         for kind, share in self.shares.items():
             usage[self._inputs[kind].expert] += share
