@@ -40,10 +40,13 @@ class CompletionOutput:
 
     Attributes:
       index: which of the request's `n` completions it is.
-      text: the output as text, without a stop string.
+      text: the output as text, without the stop string unless `include_stop_str_in_output`.
       token_ids: the output tokens.
       finish_reason: why it ended; None while it runs.
+      stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; None for the model's end-of-text, a
+        length, or complete structured output.
       logprobs: one entry per output token, if asked for.
+      cumulative_logprob: the sum of the output tokens' log probabilities, if asked for.
       timings: how long it took.
       num_draft_tokens: tokens that the n-gram proposer suggested.
       num_accepted_tokens: suggested tokens that were right.
@@ -54,7 +57,9 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None
+    cumulative_logprob: float | None = None
     timings: Timings
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -66,7 +71,7 @@ class RequestOutput:
     """All completions of one prompt.
 
     Attributes:
-      request_id: the engine's name for the request.
+      request_id: the request's name, the caller's own or the engine's.
       prompt: the prompt as text, if it was given so.
       prompt_token_ids: the prompt as tokens; one list for all outputs of a run.
       prompt_logprobs: one entry per prompt token, if asked for; None for the first, which has no probability.
@@ -80,3 +85,8 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions have ended."""
+        return all(completion.finish_reason is not None for completion in self.outputs)

@@ -27,6 +27,8 @@ MAX_PRIORITY = 1000
 MAX_N = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
+MAX_BAD_WORDS = 10_000
+MAX_BAD_WORD_TOKENS = 512  # in bad words of several tokens
 MAX_LOGITS_PROCESSORS = 64
 MAX_INT = 2**30  # for values that are added to a length on the device, in int32
 
@@ -127,10 +129,16 @@ class SamplingParams:
       presence_penalty: subtracted once from the scores of tokens in the output.
       frequency_penalty: subtracted from these scores for every occurrence.
       logit_bias: token id -> value added to its score; -inf bans it.
+      allowed_token_ids: the only tokens that may be chosen, any number of them; None: all. A text without an
+        end-of-text token among them ends by `stop_token_ids` among them, `stop` or its length.
+      bad_words: words that are never generated: of the tokens of each, alone and after a space, the last may not follow
+        the others in the output. Words of one token, and up to 512 tokens in words of several.
       seed: same seed, prompt and options, same text, whatever else is in the batch. None: a random seed.
       n: completions of this prompt, each with its own seed.
-      stop: strings that end the text, and are not part of it.
+      stop: strings that end the text.
       stop_token_ids: token ids that end the text.
+      include_stop_str_in_output: whether the text keeps the stop string or the stop token's text that ends it.
+      skip_special_tokens: whether the text leaves special tokens out.
       ignore_eos: go on after the model's end-of-text token.
       logprobs: None: none; k: the log probability of each chosen token and of the k likeliest (0: chosen only),
         from the model's own distribution, before any option above changes it.
@@ -157,6 +165,16 @@ class SamplingParams:
             description=f"a dict of at most {MAX_LOGIT_BIAS} token ids, each with a finite value or -inf",
         ),
     ] = dataclasses.field(default_factory=dict, hash=False)
+    allowed_token_ids: (
+        Annotated[tuple[_TokenId, ...], Meta(min_length=1, description="one or more token ids")] | None
+    ) = None
+    bad_words: Annotated[
+        tuple[_StopString, ...],
+        Meta(
+            max_length=MAX_BAD_WORDS,
+            description=f"at most {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_LENGTH} characters",
+        ),
+    ] = ()
     seed: Annotated[int, Meta(ge=0, lt=2**32, description="an integer in [0, 2**32)")] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N, description=f"an integer in [1, {MAX_N}]")] = 1
     stop: Annotated[
@@ -167,6 +185,8 @@ class SamplingParams:
         ),
     ] = ()
     stop_token_ids: StopTokenIds = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: _Logprobs | None = None
     prompt_logprobs: _Logprobs | None = None

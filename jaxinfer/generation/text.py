@@ -1,6 +1,6 @@
 """Conversion between text and token ids: prompts, the tokenizer of a model directory, text that grows by tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import Annotated, Any, Unpack, cast
@@ -70,17 +70,21 @@ class Tokenizer:
             ) from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Decode token ids, without special tokens."""
-        return self._tokenizer.decode(ids)
+    def encode_word(self, text: str) -> list[int]:
+        """Encode a part of a text, without special tokens."""
+        return self._encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Decode token ids, by default without special tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Encode a conversation, by `ChatTemplates.render`."""
         return self._encode(self._chat_templates.render(messages, **options), add_special_tokens=False)
 
-    def stream(self, prompt_ids: Sequence[int]) -> "TextStream":
+    def stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> "TextStream":
         """Begin a text that follows a prompt and grows with the tokens pushed to it."""
-        return TextStream(self, prompt_ids)
+        return TextStream(self, prompt_ids, skip_special_tokens=skip_special_tokens)
 
 
 def as_list[T](prompts: T | Sequence[T]) -> list[T]:
@@ -136,22 +140,27 @@ class TextStream:
 
     Args:
       prompt_ids: the tokens before the first one.
+      skip_special_tokens: whether the text leaves special tokens out.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", prompt_ids: Sequence[int]):
+    def __init__(self, tokenizer: "Tokenizer", prompt_ids: Sequence[int], *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
+        self._skipped: Collection[int] = tokenizer.special_ids if skip_special_tokens else ()
         start = max(0, len(prompt_ids) - PROMPT_TOKENS)
         while start and prompt_ids[start] in tokenizer.byte_ids:
             start -= 1
-        self._begin([i for i in prompt_ids[start:] if i not in tokenizer.special_ids])
+        self._begin([i for i in prompt_ids[start:] if i not in self._skipped])
 
     def _begin(self, ids: list[int]) -> None:
         """Decode from here on with these tokens as context, whose text has been given."""
-        self._ids, self._num_given, self._given = ids, len(ids), self._tokenizer.decode(ids)
+        self._ids, self._num_given, self._given = ids, len(ids), self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=bool(self._skipped))
 
     def push(self, token: int) -> str:
         """Return the text that this token completes, often empty."""
-        if token in self._tokenizer.special_ids:
+        if token in self._skipped:
             return ""
         self._ids.append(token)
         return "" if token in self._tokenizer.byte_ids else self._take()
@@ -161,7 +170,7 @@ class TextStream:
         return self._take(whole=True)
 
     def _take(self, *, whole: bool = False) -> str:
-        text = self._tokenizer.decode(self._ids)
+        text = self._decode(self._ids)
         if text.endswith(UNFINISHED) and not whole:
             return ""
         if self._given.endswith(UNFINISHED) and not text.startswith(self._given):

@@ -321,7 +321,10 @@ class Loop[AnyTicket: Ticket[Any]]:
         if self._closed:
             raise self.end_error()
         if ticket.key in self._tickets or ticket.key in self._line:
-            raise ValueError("This prepared request runs already: prepare the prompt once for each time it is to run.")
+            raise ValueError(
+                f"Request {ticket.key!r} is in flight already: give another id, or prepare the prompt once for each "
+                "time it is to run."
+            )
         if self._max_tickets is None or len(self._tickets) < self._max_tickets:
             self._accept(ticket)
             return None

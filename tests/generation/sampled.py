@@ -23,6 +23,8 @@ SAMPLED = {
     "all cuts": {"temperature": 2.0, "seed": 6, "top_k": 40, "top_p": 0.8, "min_p": 0.01},
     "penalties": {"temperature": 0, "repetition_penalty": 1.6, "presence_penalty": 0.4, "frequency_penalty": 0.3},
     "bias": {"temperature": 0, "logit_bias": {250: 90.0, 3: -100.0}},
+    "bad words": {"temperature": 0, "bad_words": [chr(a) + chr(b) for a in range(35, 51) for b in range(40, 56)]},
+    "allowed tokens": {"temperature": 1.5, "seed": 9, "top_p": 0.9, "allowed_token_ids": range(5, 256, 3)},
     "min_tokens": {"temperature": 0, "min_tokens": 6, "stop_token_ids": [0, 100, 200, 256]},
     "logits processor": {"temperature": 1.0, "seed": 7, "logits_processors": ("even",)},
     "structured": {

@@ -86,6 +86,12 @@ WRONG = [
     (SamplingParams, {"repetition_penalty": 1e-60}, "repetition_penalty must be a finite number > 0, got 1e-60"),
     (SamplingParams, {"logit_bias": {"5": 1.0}}, "logit_bias must be a dict of at most 300 token ids"),
     (SamplingParams, {"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias must be a dict of at most 300"),
+    (SamplingParams, {"allowed_token_ids": []}, r"allowed_token_ids must be one or more token ids or None, got \[\]"),
+    (
+        SamplingParams,
+        {"bad_words": "abc"},
+        "bad_words must be at most 10000 strings of 1 to 1024 characters, got 'abc'",
+    ),
     (SamplingParams, {"structured_outputs": {"regex": "a"}}, "structured_outputs must be StructuredOutputsParams or"),
     (SamplingParams, {"logits_processors": "even"}, "logits_processors must be at most 64 names, got 'even'"),
     (SamplingParams, {"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
@@ -136,6 +142,8 @@ def test_advice_is_for_options_that_exist(names, options):
 def test_an_unknown_option_is_answered_by_those_there_are(model_dir):
     with pytest.raises(TypeError, match=r"SamplingParams has no option tempratur; known: adapter,.* temperature,"):
         SamplingParams(tempratur=1)
+    with pytest.raises(TypeError, match="BeamSearchParams has no option bad_words; known: adapter, beam_width, "):
+        BeamSearchParams(bad_words=("a",))
     with pytest.raises(TypeError, match=r"LLM has no option heads; known: adapter_bytes, adapters, .*mesh, .*rules, "):
         LLM(model_dir, heads=1)
 

@@ -1,5 +1,7 @@
 """What a prompt can be, and what is refused by its place among the prompts."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,9 +9,11 @@ from hypothesis import given, settings
 from jaxinfer.generation import LLM, SamplingParams
 from jaxinfer.generation.api.beam_search import BeamSearchParams
 from jaxinfer.generation.api.embedding import embed
-from jaxinfer.generation.text import as_list, encode_prompt
+from jaxinfer.generation.engine.input import InputProcessor
+from jaxinfer.generation.text import Tokenizer, as_list, encode_prompt
 from tests.generation.wrong import JSON
 
+DEMO, DEMO_VOCAB = Path(__file__).parents[2] / "examples/demo_model", 4096
 ONE = SamplingParams(temperature=0, max_tokens=1)
 BEAMS = BeamSearchParams(beam_width=2, max_tokens=1)
 
@@ -101,6 +105,17 @@ def test_one_text_has_one_vector(llm):
         assert alone.shape == (1, size)
         np.testing.assert_array_equal(llm.embed(text), alone)
     assert embed(llm.engine, [], size=size).shape == (0, size)
+
+
+def test_bad_words_are_tokens_alone_and_after_a_space():
+    tokenizer = Tokenizer(DEMO)
+    inputs = InputProcessor(vocab=DEMO_VOCAB, eos_ids=(), context=64, tokenizer=tokenizer, generates=True)
+    request = inputs.process("a", SamplingParams(bad_words=("self", " return", "zqxj", "\n")))
+    banned = {token for token in range(DEMO_VOCAB) if not request.bitmask[token // 32] >> (token % 32) & 1}
+    assert {tokenizer.decode([token]) for token in banned} >= {"self", " self", "return", " return", "\n"}
+    assert len(banned) <= 8
+    assert "zqxj" in {tokenizer.decode(list(word)) for word in request.bad_words}
+    assert inputs.process("a", SamplingParams()).bitmask is None
 
 
 @pytest.mark.parametrize("wrong", [{"max_tokens": 5}, [{}], "greedy", 0, {}])

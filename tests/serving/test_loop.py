@@ -160,7 +160,7 @@ def test_callers_stand_in_line(start):
         while loop.num_tickets < count:
             assert time.monotonic() < give_up
             time.sleep(1e-3)
-    with pytest.raises(ValueError, match="runs already"):
+    with pytest.raises(ValueError, match="is in flight already"):
         loop.submit(Item(2), block=True)
     held.go.set()
     for thread in threads:

@@ -63,28 +63,47 @@ class AsyncLLM(EngineHolder):
         self._loop.stop_when_dropped(self)
 
     def prepare(
-        self, prompt: Prompt | Request, sampling_params: SamplingParams | PoolingParams | None = None
+        self,
+        prompt: Prompt | Request,
+        sampling_params: SamplingParams | PoolingParams | None = None,
+        request_id: str | None = None,
     ) -> Request:
         """Tokenise and check a prompt; other methods take the request, whose `request_id` is known, in its place.
 
+        Args:
+          prompt: the prompt.
+          sampling_params: how to continue it, or PoolingParams to embed it.
+          request_id: your own name for the request; None: a new one.
+
         Raises the ValueError that they would raise for this prompt.
         """
-        return self.engine.prepare(prompt, sampling_params)
+        return self.engine.prepare(prompt, sampling_params, request_id=request_id)
 
     # Tasks
 
-    def generate(self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None) -> "OutputStream":
+    def generate(
+        self,
+        prompt: Prompt | Request,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> "OutputStream":
         """Continue a prompt: `async for` its outputs or pieces of its text, or await the final output.
+
+        A `request_id` names the request for `abort` and in its outputs; no other in flight may have it.
 
         The request is made in a thread beside the event loop and begins when the stream is first read, which raises
         ValueError for an invalid prompt. If the reading task is cancelled, or closes or drops the stream, the request
         is given up.
         """
         prompt = copied(prompt)  # the caller's list may change until the stream is read
-        return self._stream(lambda: self.prepare(prompt, sampling_params))
+        return self._stream(lambda: self.prepare(prompt, sampling_params, request_id))
 
     def chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[ChatOptions],
     ) -> "OutputStream":
         """Answer a conversation as `LLM.chat` does, streamed as by `generate`.
 
@@ -92,7 +111,9 @@ class AsyncLLM(EngineHolder):
         cannot take.
         """
         messages, options = check_messages(messages), check_options(options)
-        return self._stream(lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), sampling_params))
+        return self._stream(
+            lambda: self.prepare(encode_chat(self.tokenizer, messages, **options), sampling_params, request_id)
+        )
 
     async def embed(self, texts: Prompt | Sequence[Prompt], *, adapter: str | None = None) -> np.ndarray:
         """Return the vectors that `LLM.embed` or `Embedder.embed` gives: of length 1, float32 [texts, D].
@@ -151,16 +172,24 @@ class AsyncLLM(EngineHolder):
 
     @overload
     def submit(
-        self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None, *, block: bool = True
+        self,
+        prompt: Prompt | Request,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        block: bool = True,
     ) -> Future[RequestOutput]: ...
 
     @overload
-    def submit(self, prompt: Prompt, sampling_params: PoolingParams, *, block: bool = True) -> Future[np.ndarray]: ...
+    def submit(
+        self, prompt: Prompt, sampling_params: PoolingParams, request_id: str | None = None, *, block: bool = True
+    ) -> Future[np.ndarray]: ...
 
     def submit(
         self,
         prompt: Prompt | Request,
         sampling_params: SamplingParams | PoolingParams | None = None,
+        request_id: str | None = None,
         *,
         block: bool = True,
     ) -> Future[Any]:
@@ -171,7 +200,7 @@ class AsyncLLM(EngineHolder):
 
         Raises ValueError for an invalid prompt.
         """
-        ticket = RequestTicket(self.prepare(prompt, sampling_params).sequences(), owner=self)
+        ticket = RequestTicket(self.prepare(prompt, sampling_params, request_id).sequences(), owner=self)
         return self._loop.serve(ticket, block=block)
 
     def abort(self, request_id: str) -> None:

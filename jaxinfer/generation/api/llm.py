@@ -98,12 +98,19 @@ class LLM(EngineHolder):
         assert memory is not None, "a decoder has a cache"
         return memory
 
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Request:
+    def prepare(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> Request:
         """Tokenise and check a prompt once; `generate` and `stream` take the request in its place.
+
+        Args:
+          prompt: the prompt.
+          sampling_params: how to continue it.
+          request_id: your own name for the request, which its outputs have; None: a new one.
 
         Raises the ValueError that `generate` would raise for this prompt.
         """
-        return self.engine.prepare(prompt, sampling_params)
+        return self.engine.prepare(prompt, sampling_params, request_id=request_id)
 
     def generate(
         self, prompts: Prompt | Request | Sequence[Prompt | Request], sampling_params: Params | None = None
@@ -189,5 +196,7 @@ class LLM(EngineHolder):
             except ValueError as error:
                 raise ValueError(f"Prompt {index}: {error}") from error
         if len({request.request_id for request in requests}) < len(requests):
-            raise ValueError("A prepared request is given twice: prepare the prompt once for each time it is to run.")
+            raise ValueError(
+                "A prepared request or a request_id is given twice: prepare the prompt once for each time it is to run."
+            )
         return requests

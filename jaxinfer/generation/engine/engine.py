@@ -84,22 +84,29 @@ class Engine:
 
     # Requests
 
-    def prepare(self, prompt: Prompt | Request, params: SamplingParams | PoolingParams | None = None) -> Request:
+    def prepare(
+        self,
+        prompt: Prompt | Request,
+        params: SamplingParams | PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Request:
         """Check a prompt and make a request, not yet queued; in any thread. A prepared request stays as it is.
 
         Args:
           params: the prompt's params; a prepared request has its own.
+          request_id: the caller's own name for the request; None: a new one; a prepared request has its own.
 
         Raises ValueError for a request that this engine could never run, or that another engine has prepared;
         RuntimeError in a forked process.
         """
         if isinstance(prompt, Request):
-            if params is not None:
-                raise ValueError("A prepared request has its params: give none beside it.")
+            if params is not None or request_id is not None:
+                raise ValueError("A prepared request has its params and request_id: give none beside it.")
             self.inputs.check_own(prompt)
             return prompt
         self._origin.check()
-        request = self.inputs.process(prompt, SamplingParams() if params is None else params)
+        request = self.inputs.process(prompt, SamplingParams() if params is None else params, request_id)
         self.scheduler.check(request)
         return self.inputs.with_grammar(request)
 

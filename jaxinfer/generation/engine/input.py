@@ -5,13 +5,20 @@ import itertools
 import secrets
 import threading
 from collections.abc import Collection
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
 
 from jaxinfer.generation.engine.request import Request
-from jaxinfer.generation.fields import shown
+from jaxinfer.generation.fields import check, shown
 from jaxinfer.generation.lora.cache import AdapterCache
-from jaxinfer.generation.params import MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
+from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_STOP_TOKEN_IDS, PoolingParams, SamplingParams
+from jaxinfer.generation.sampling.bitmasks import bitmask_of
 from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler
 from jaxinfer.generation.text import Prompt, Tokenizer, encode_prompt
+
+_RequestId = Annotated[str, Meta(min_length=1, description="a non-empty string")]
 
 
 class InputProcessor:
@@ -43,11 +50,14 @@ class InputProcessor:
         self._logits_processors = logits_processors
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
-        self._ids = itertools.count()
+        self._ids = map(f"{secrets.token_hex(4)}-{{}}".format, itertools.count())  # no caller thinks of such a name
         self._identity = object()
 
-    def process(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> Request:
+    def process(self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str | None = None) -> Request:
         """Make a request for one prompt, still without its grammar.
+
+        Args:
+          request_id: the caller's own name for it; None: a new one.
 
         Raises ValueError for an invalid prompt or params, an empty prompt, unknown token ids, text without a
         tokenizer, an unknown adapter or logits processor, or sampling from an encoder.
@@ -59,7 +69,7 @@ class InputProcessor:
             raise ValueError("The prompt is empty: give at least one token.")
         self._check_adapter(params)
         common = {
-            "request_id": str(next(self._ids)),
+            "request_id": next(self._ids) if request_id is None else check("request_id", request_id, _RequestId),
             "prepared_by": self._identity,
             "prompt": prompt if isinstance(prompt, str) else None,
             "prompt_token_ids": tuple(token_ids),
@@ -69,12 +79,16 @@ class InputProcessor:
         if not self._generates:
             raise ValueError("This model is an encoder, which can only embed.")
         self._check_sampling(params)
+        words = self._bad_words(params)
         length = self._context if params.max_tokens is None else len(token_ids) + params.max_tokens
         return Request(
             **common,
             params=params,
             max_length=min(self._context, length),
             stop_token_ids=self._stop_token_ids(params),
+            eos_ids=() if params.ignore_eos else self._eos_ids,
+            bitmask=self._bitmask(params, {word[0] for word in words if len(word) == 1}),
+            bad_words=tuple(word for word in words if len(word) > 1),
             seed=secrets.randbits(32) if params.seed is None else params.seed,
             tokenizer=self.tokenizer,
         )
@@ -100,8 +114,8 @@ class InputProcessor:
         return dataclasses.replace(request, matcher=self._grammars.matcher(request.sampling.structured_outputs))
 
     def _check_sampling(self, params: SamplingParams) -> None:
-        for name in ("stop_token_ids", "logit_bias"):
-            if unknown := [i for i in getattr(params, name) if not 0 <= i < self._vocab]:
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            if unknown := [i for i in getattr(params, name) or () if not 0 <= i < self._vocab]:
                 raise ValueError(
                     f"SamplingParams.{name} holds {unknown[:5]}, outside the vocabulary [0, {self._vocab})."
                 )
@@ -109,13 +123,44 @@ class InputProcessor:
             raise ValueError(
                 "SamplingParams.stop needs a tokenizer, and the model directory has none: use stop_token_ids."
             )
-        if params.structured_outputs is not None and self.tokenizer is None:
-            raise ValueError("SamplingParams.structured_outputs needs a tokenizer, and the model directory has none.")
+        for name in ("structured_outputs", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(f"SamplingParams.{name} needs a tokenizer, and the model directory has none.")
         if unknown := [name for name in params.logits_processors if name not in self._logits_processors]:
             known = ", ".join(self._logits_processors) or "none"
             raise ValueError(
                 f"SamplingParams.logits_processors holds {unknown}, unknown to this engine; known: {known}."
             )
+
+    def _bad_words(self, params: SamplingParams) -> set[tuple[int, ...]]:
+        """Return the tokens of each bad word, alone and after a space; words that the model cannot write are left out.
+
+        After a space it is another word only if its first token is another and it has as many, as in vLLM.
+        """
+        words: set[tuple[int, ...]] = set()
+        for word in params.bad_words:
+            assert self.tokenizer is not None, "`_check_sampling` has refused this request"
+            stem = word.lstrip() or word
+            alone, spaced = (tuple(self.tokenizer.encode_word(text)) for text in (stem, f" {stem}"))
+            words.add(alone)
+            if len(spaced) == len(alone) and spaced[:1] != alone[:1]:
+                words.add(spaced)
+        words = {word for word in words if word and max(word) < self._vocab}
+        if (count := sum(len(word) for word in words if len(word) > 1)) > MAX_BAD_WORD_TOKENS:
+            raise ValueError(
+                f"SamplingParams.bad_words of several tokens have {count} tokens, at most {MAX_BAD_WORD_TOKENS}: give "
+                "fewer words."
+            )
+        return words
+
+    def _bitmask(self, params: SamplingParams, banned: set[int]) -> np.ndarray | None:
+        """Return the bitmask of the allowed tokens without the banned ones; None if that is all tokens."""
+        if params.allowed_token_ids is None and not banned:
+            return None
+        allowed = range(self._vocab) if params.allowed_token_ids is None else params.allowed_token_ids
+        if not (left := set(allowed) - banned):
+            raise ValueError("SamplingParams.bad_words leave none of the tokens that may be chosen.")
+        return bitmask_of(left, self._vocab)
 
     def _check_adapter(self, params: SamplingParams | PoolingParams) -> None:
         if params.adapter is None:

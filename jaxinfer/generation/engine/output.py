@@ -1,6 +1,7 @@
 """The only writer of sequences: turns a step's results into tokens, text and finish reasons."""
 
 import logging
+import operator
 
 import numpy as np
 
@@ -12,8 +13,9 @@ from jaxinfer.generation.outputs import NO_TOKEN, FinishReason, TokenLogprob
 log = logging.getLogger(__name__)
 
 NO_TOKEN_MESSAGE = (
-    "No token can be chosen: every score is -inf, or one is not a number. Look at logit_bias, stop_token_ids with "
-    "min_tokens, structured_outputs and logits processors; or the model's own scores overflow."
+    "No token can be chosen: every score is -inf, or one is not a number. Look at logit_bias, allowed_token_ids, "
+    "bad_words, stop_token_ids with min_tokens, structured_outputs and logits processors; or the model's own scores "
+    "overflow."
 )
 
 
@@ -93,11 +95,16 @@ def _append(sequence: Sequence, token: int, logprob: TokenLogprob | None, now: f
     sequence.token_ids.append(token)
     if logprob is not None:
         sequence.logprobs.append(logprob)
-    reason = _reason_to_end(sequence, token)
+        sequence.cumulative_logprob += logprob.logprob
+    reason, stops = _reason_to_end(sequence, token), token in sequence.request.stop_token_ids
+    if stops and token not in sequence.request.eos_ids:
+        sequence.stop_reason = token
     if sequence.detokenizer is not None:
-        text = "" if token in sequence.request.stop_token_ids else sequence.detokenizer.push(token)
-        if _add_text(sequence, text if reason is None else text + sequence.detokenizer.flush()):
-            reason = FinishReason.STOP
+        silent = stops and not sequence.request.sampling.include_stop_str_in_output
+        text = "" if silent else sequence.detokenizer.push(token)
+        stop = _add_text(sequence, text if reason is None else text + sequence.detokenizer.flush())
+        if stop is not None:
+            reason, sequence.stop_reason = FinishReason.STOP, stop
     sequence.finish_reason = reason
 
 
@@ -115,16 +122,18 @@ def _reason_to_end(sequence: Sequence, token: int) -> FinishReason | None:
     return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_length else None
 
 
-def _add_text(sequence: Sequence, text: str) -> bool:
-    """Let the text grow, up to a stop string; returns whether there is one."""
-    stops, before = sequence.request.sampling.stop, len(sequence.text)
+def _add_text(sequence: Sequence, text: str) -> str | None:
+    """Let the text grow, up to a stop string, or its end if it is kept; returns the string, None if there is none."""
+    params, before = sequence.request.sampling, len(sequence.text)
     sequence.text += text
     # A stop string may have begun before.
-    start = max(0, before - max(map(len, stops), default=0))
-    stop_positions = [at for stop in stops if (at := sequence.text.find(stop, start)) >= 0]
-    if stop_positions:
-        sequence.text = sequence.text[: min(stop_positions)]
-    return bool(stop_positions)
+    start = max(0, before - max(map(len, params.stop), default=0))
+    places = [(at, stop) for stop in params.stop if (at := sequence.text.find(stop, start)) >= 0]
+    if not places:
+        return None
+    at, stop = min(places, key=operator.itemgetter(0))
+    sequence.text = sequence.text[: at + len(stop) * params.include_stop_str_in_output]
+    return stop
 
 
 def _pool(sequence: Sequence, total: np.ndarray, chunk: Chunk, now: float) -> None:

@@ -16,13 +16,16 @@ class Request:
     """A caller's request for one prompt, checked; made by `InputProcessor`.
 
     Attributes:
-      request_id: the engine's name for it.
+      request_id: its name, the caller's own or the engine's.
       prepared_by: the identity of that engine, which alone can run it.
       prompt: the prompt as text, if it was given so.
       prompt_token_ids: the prompt as tokens.
       params: how to continue it, or that its vector is wanted.
       max_length: the number of tokens, prompt included, at which a completion ends.
       stop_token_ids: tokens that end a completion, the model's end-of-text included.
+      eos_ids: the model's end-of-text tokens among them.
+      bitmask: the tokens that may be chosen (sampling/bitmasks.py); None: all.
+      bad_words: the tokens of bad words of several tokens.
       seed: the seed of the first completion.
       matcher: the matcher of the structured output, at its beginning; or None.
       tokenizer: turns tokens into text; None without.
@@ -34,6 +37,9 @@ class Request:
     params: SamplingParams | PoolingParams
     max_length: int
     stop_token_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    bitmask: np.ndarray | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     matcher: GrammarMatcher | None = None
     tokenizer: Tokenizer | None = None
@@ -71,8 +77,10 @@ class Sequence:
       token_ids: prompt and output so far, as far as the host has seen them.
       text: the output as text.
       finish_reason: why it ended; None while it runs.
+      stop_reason: as in `CompletionOutput`.
       error: the error that ended it, if any.
       logprobs: log probabilities of the output tokens, if asked for.
+      cumulative_logprob: their sum.
       prompt_logprobs: log probabilities of the prompt tokens that have been computed, if asked for.
       embedding: float32 [D], the prompt's vector of a pooling request; while it runs, the sum so far.
       num_cached_tokens: prompt tokens that were in the cache when it was first admitted; None before.
@@ -91,8 +99,10 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
         self.error: str | None = None
         self.logprobs: list[TokenLogprob] = []
+        self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.embedding: np.ndarray | None = None
         self.num_cached_tokens: int | None = None
@@ -115,7 +125,8 @@ class Sequence:
     def detokenizer(self) -> TextStream | None:
         """Turns its tokens into text; None without a tokenizer. Made at the first token: many sequences may wait."""
         if self._detokenizer is None and self.request.tokenizer is not None:
-            self._detokenizer = self.request.tokenizer.stream(self.request.prompt_token_ids)
+            skip = self.request.sampling.skip_special_tokens
+            self._detokenizer = self.request.tokenizer.stream(self.request.prompt_token_ids, skip_special_tokens=skip)
         return self._detokenizer
 
     @property

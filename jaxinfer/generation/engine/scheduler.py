@@ -370,9 +370,11 @@ def _speculative_tokens(allocation: Allocation) -> int:
 
 def _token_bitmask(sequence: Sequence) -> tuple[np.ndarray | None, str | None]:
     """Return the tokens that may come next (None: all), and an error if none may (else None)."""
+    asked = sequence.request.bitmask
     if sequence.matcher is None or sequence.matcher.finished:
-        return None, None
+        return asked, None
     try:
-        return sequence.matcher.token_bitmask(), None
+        follows = sequence.matcher.token_bitmask()
     except Exception as error:  # no token of this model can continue: only this request fails
         return None, str(error)
+    return follows if asked is None else follows & asked, None

@@ -25,6 +25,8 @@ class CompletionSnapshot(NamedTuple):
     num_cached_tokens: int | None
     text: str
     finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    cumulative_logprob: float
     error: str | None
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -42,6 +44,8 @@ class CompletionSnapshot(NamedTuple):
             sequence.num_cached_tokens,
             sequence.text,
             sequence.finish_reason,
+            sequence.stop_reason,
+            sequence.cumulative_logprob,
             sequence.error,
             sequence.num_draft_tokens,
             sequence.num_accepted_tokens,
@@ -52,13 +56,16 @@ class CompletionSnapshot(NamedTuple):
     def output(self) -> CompletionOutput:
         """Return the completion as of the snapshot."""
         sequence, first, last = self.sequence, self.first_token_time, self.last_token_time
+        asked = sequence.request.sampling.logprobs is not None
         count = self.num_tokens - sequence.num_prompt_tokens
         return CompletionOutput(
             index=sequence.index,
             text=self._safe_text(),
             token_ids=sequence.token_ids[sequence.num_prompt_tokens : self.num_tokens],
             finish_reason=self.finish_reason,
-            logprobs=None if sequence.request.sampling.logprobs is None else sequence.logprobs[: self.num_logprobs],
+            stop_reason=self.stop_reason,
+            logprobs=sequence.logprobs[: self.num_logprobs] if asked else None,
+            cumulative_logprob=self.cumulative_logprob if asked else None,
             timings=Timings(
                 first_token_s=None if first is None else first - sequence.arrival_time,
                 total_s=last - sequence.arrival_time,
@@ -71,9 +78,10 @@ class CompletionSnapshot(NamedTuple):
 
     def _safe_text(self) -> str:
         """Return the text without an end that may turn out to begin a stop string."""
-        if self.finish_reason is not None:
+        params = self.sequence.request.sampling
+        if self.finish_reason is not None or params.include_stop_str_in_output:
             return self.text
-        return self.text[: len(self.text) - held_back(self.text, self.sequence.request.sampling.stop)]
+        return self.text[: len(self.text) - held_back(self.text, params.stop)]
 
 
 class RequestSnapshot(NamedTuple):

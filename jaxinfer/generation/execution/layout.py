@@ -15,8 +15,8 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.execution.state import DeviceState, Rows, Slots
 from jaxinfer.generation.lora.peft import Adapter, adapter_shapes
 from jaxinfer.generation.sampling.arrays import idle_options, sampling_arrays
+from jaxinfer.generation.sampling.bitmasks import bitmask_words
 from jaxinfer.generation.sampling.sampler import LogitsProcessors
-from jaxinfer.generation.sampling.structured_outputs import bitmask_words
 from jaxinfer.models import DecoderConfig, KVPages, LayerAdapters, LowRankStack, WeightFormat
 from jaxinfer.models.devices import fetch_sharding_on, sharding_on
 from jaxinfer.models.files.loading import LoadedModel, OpenedModel

@@ -58,7 +58,8 @@ class Packer:
             return idle_options(len(self._processors))
         chosen = tuple(name in request.sampling.logits_processors for name in self._processors)
         prompt, limit = sequence.num_prompt_tokens, sequence.max_length
-        return RowOptions(request.sampling, sequence.seed, prompt, limit, request.stop_token_ids, chosen)
+        stops, words = request.stop_token_ids, request.bad_words
+        return RowOptions(request.sampling, sequence.seed, prompt, limit, stops, chosen, words)
 
     def page_table_width(self, batch: Batch) -> int:
         """Return the pages of the longest page table, rounded up."""

@@ -8,7 +8,10 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxinfer.generation.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxinfer.generation.params import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+NO_WORD = -(2**31)
+"""Where `SamplingArrays.bad_words` is unused: the word of a token that does not exist."""
 
 
 class _Column:
@@ -65,6 +68,8 @@ class SamplingArrays:
       constrained: bool [B], whether a token bitmask limits which tokens may be chosen.
       bias_ids: int32 [B, MAX_LOGIT_BIAS], -1 where unused.
       bias: float32 [B, MAX_LOGIT_BIAS].
+      bad_words: int32 [B, MAX_BAD_WORD_TOKENS], the tokens of all bad words of several tokens, one word after the
+        other, the last of each as ~token; NO_WORD where unused.
       processors: bool [B, n], which logits processors to apply.
     """
 
@@ -88,6 +93,7 @@ class SamplingArrays:
     constrained = _Column(np.bool_)
     bias_ids = _Column(np.int32, MAX_LOGIT_BIAS)
     bias = _Column(np.float32, MAX_LOGIT_BIAS)
+    bad_words = _Column(np.int32, MAX_BAD_WORD_TOKENS)
     processors = _Column(np.bool_, 0)
 
 
@@ -104,6 +110,7 @@ class RowOptions(NamedTuple):
       limit: the number of tokens, prompt included, at which it ends.
       stop_token_ids: stop tokens of the options, and the model's end-of-text.
       processors: a flag for each logits processor of the engine.
+      bad_words: the tokens of each bad word of several.
     """
 
     params: SamplingParams
@@ -112,6 +119,7 @@ class RowOptions(NamedTuple):
     limit: int
     stop_token_ids: tuple[int, ...]
     processors: tuple[bool, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 def idle_options(processors: int) -> RowOptions:
@@ -142,10 +150,21 @@ def sampling_arrays(rows: list[RowOptions]) -> SamplingArrays:
         "frequency": [p.frequency_penalty for p in params],
         "logprobs": [p.logprobs is not None for p in params],
         "prompt_logprobs": [p.prompt_logprobs is not None for p in params],
-        "constrained": [p.structured_outputs is not None for p in params],
+        "constrained": [_constrained(p) for p in params],
         "bias_ids": [padded(p.logit_bias, MAX_LOGIT_BIAS, -1) for p in params],
         "bias": [padded(p.logit_bias.values(), MAX_LOGIT_BIAS, 0.0) for p in params],
+        "bad_words": [padded(_joined(row.bad_words), MAX_BAD_WORD_TOKENS, NO_WORD) for row in rows],
         "processors": [row.processors for row in rows],
     }
     columns = [column.pack(values[name]) for name, column in SamplingArrays.COLUMNS.items()]
     return SamplingArrays(np.concatenate(columns, axis=1))  # type: ignore[arg-type]  # numpy until it is sent
+
+
+def _constrained(params: SamplingParams) -> bool:
+    """Return whether a token bitmask may limit the tokens."""
+    return params.structured_outputs is not None or params.allowed_token_ids is not None or bool(params.bad_words)
+
+
+def _joined(words: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Return `SamplingArrays.bad_words` of one row."""
+    return [token for word in words for token in (*word[:-1], ~word[-1])]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.generation.sampling.arrays import SamplingArrays
+from jaxinfer.generation.sampling.arrays import NO_WORD, SamplingArrays
 from jaxinfer.generation.sampling.vocabulary import greedy, local_bitmask, whole
 from jaxinfer.pallas_kernels.sampling.api import threshold
 from jaxinfer.sharding.collectives import all_gather, axis_size, local_index, local_part, mesh_axes, psum
@@ -49,6 +49,22 @@ def penalize(logits: jax.Array, history: jax.Array, length: jax.Array, options: 
     logits = jnp.where(generated + prompt > 0, repeated, logits)
     logits -= options.frequency[:, None] * generated
     return logits - options.presence[:, None] * (generated > 0)
+
+
+def ends_of_bad_words(history: jax.Array, length: jax.Array, options: SamplingArrays) -> jax.Array:
+    """Return the tokens that would complete a bad word of several: int32 [B, MAX_BAD_WORD_TOKENS], -1 for none.
+
+    history: int32 [B, C]; length: int32 [B] tokens known. The word's other tokens are the last ones of the output.
+    """
+    words = options.bad_words
+    last, index = words < 0, jnp.arange(words.shape[1])
+    end = lax.cummin(jnp.where(last, index, len(index)), axis=1, reverse=True)  # where each token's word ends
+    at = length[:, None] - (end - index)
+    there = (jnp.take_along_axis(history, jnp.maximum(at, 0), axis=1) == words) & (at >= options.prompt_length[:, None])
+    missing = jnp.cumsum(~(there | last), axis=1)
+    before = lax.cummax(jnp.where(last, missing, 0), axis=1)  # the words before that of the next token
+    before = jnp.pad(before[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(last & (missing == before), ~words, -1)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
@@ -178,6 +194,7 @@ class _Asked(NamedTuple):
     bias: jax.Array
     penalties: jax.Array
     min_length: jax.Array
+    bad_words: jax.Array
     bitmask: jax.Array
     draw: jax.Array
     logprobs: jax.Array
@@ -188,6 +205,7 @@ def _asked(options: SamplingArrays, length: jax.Array) -> _Asked:
         bias=options.bias_ids[:, 0] >= 0,
         penalties=(options.repetition != 1) | (options.presence != 0) | (options.frequency != 0),
         min_length=length < options.min_length,
+        bad_words=options.bad_words[:, 0] != NO_WORD,
         bitmask=options.constrained,
         draw=options.temperature > 0,
         logprobs=options.logprobs,
@@ -234,6 +252,10 @@ def sample(
             -jnp.inf, mode="drop"
         )
 
+    def without_bad_words(x):
+        ends = local_index(ends_of_bad_words(history[slot], length, options), "vocab", size)
+        return x.at[rows, ends].set(-jnp.inf, mode="drop")
+
     def without_banned(x):
         may = allowed(local_bitmask(bitmask, size), size)
         return jnp.where(may | ~options.constrained[:, None], x, -jnp.inf)
@@ -253,6 +275,7 @@ def sample(
         asking = options.processors[:, index]
         scores = _if_any("logits_processor", asking, processed(process, asking), scores)
     scores = _if_any("min_tokens", asked.min_length, without_stops, scores)
+    scores = _if_any("bad_words", asked.bad_words, without_bad_words, scores)
     scores = _if_any("bitmask", asked.bitmask, without_banned, scores)
     return greedy(_if_any("draw", asked.draw, lambda x: _perturb(x, length, options), scores))
 

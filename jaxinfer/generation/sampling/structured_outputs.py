@@ -15,19 +15,15 @@ import numpy as np
 import tokenizers
 
 from jaxinfer.generation.params import StructuredOutputsParams
+from jaxinfer.generation.sampling.bitmasks import bitmask_of
 
 _KEPT_GRAMMARS = 128  # compiled grammars that stay in memory
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)  # messages without the parser's internal state
 
 
-def bitmask_words(vocab: int) -> int:
-    """Return how many 32-bit words hold one bit for each token."""
-    return -(-vocab // 32)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Vocabulary:
-    """The tokens of one model, as bitmasks: uint32 [bitmask_words(vocab)], bit i % 32 of word i // 32 is token i."""
+    """The tokens of one model, as bitmasks."""
 
     size: int
     text: np.ndarray  # tokens that the tokenizer has, the model scores, and that do not end the text
@@ -43,12 +39,6 @@ class _Vocabulary:
 
 def _has(bits: np.ndarray, token: int) -> bool:
     return bool(bits[token // 32] >> (token % 32) & 1)
-
-
-def _bits(tokens: set[int], vocab: int) -> np.ndarray:
-    flags = np.zeros(32 * bitmask_words(vocab), bool)
-    flags[list(tokens)] = True
-    return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
 
 
 class GrammarMatcher:
@@ -72,7 +62,7 @@ class GrammarMatcher:
         return self._state.is_stopped() and not self._state.is_error()
 
     def token_bitmask(self) -> np.ndarray:
-        """Return the tokens that may follow: uint32 [bitmask_words(vocab)], bit i % 32 of word i // 32 is token i.
+        """Return the bitmask of the tokens that may follow.
 
         End-of-text tokens may follow exactly where `accepting`. At least one bit is set.
 
@@ -140,8 +130,8 @@ class GrammarCompiler:
             raise ValueError(f"This tokenizer cannot be used for structured output: {error}") from error
         self._vocabulary = _Vocabulary(
             size=vocab,
-            text=_bits({i for i in ids if i < vocab} - set(eos_ids), vocab),
-            ends=_bits(set(eos_ids), vocab),
+            text=bitmask_of({i for i in ids if i < vocab} - set(eos_ids), vocab),
+            ends=bitmask_of(eos_ids, vocab),
             end=end,
         )
         self._compiled = functools.lru_cache(maxsize=_KEPT_GRAMMARS)(self._compile)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import itertools
 import subprocess
@@ -138,6 +139,8 @@ async def read_all(stream):
 def test_outputs_grow_to_what_llm_generates(llm, start):
     prompts = prompts_of(6)
     params = [SamplingParams(seed=i, max_tokens=20, ignore_eos=True, n=1 + i % 2, logprobs=1) for i in range(6)]
+    limits = {"bad_words": ("ab", "c", "!!"), "allowed_token_ids": range(90)}
+    params[::3] = [dataclasses.replace(options, **limits) for options in params[::3]]
     expected = llm.generate(prompts, params)
     served = start()
 
@@ -152,7 +155,10 @@ def test_outputs_grow_to_what_llm_generates(llm, start):
             assert all(longer[: len(shorter)] == shorter for shorter, longer in pairs)
             assert any(len(shorter) < len(longer) for shorter, longer in pairs) or after is outputs[-1]
         assert len({output.request_id for output in outputs}) == 1
-        assert all(len(c.logprobs) == len(c.token_ids) for output in outputs for c in output.outputs)
+        for completion in (completion for output in outputs for completion in output.outputs):
+            assert len(completion.logprobs) == len(completion.token_ids)
+            assert completion.cumulative_logprob == pytest.approx(sum(t.logprob for t in completion.logprobs))
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
 def test_pieces_of_text_and_the_whole(llm, start):
@@ -254,10 +260,21 @@ def test_what_is_refused(served, model_dir):
             await anext(served.generate(request, LONG))
         first = served.generate(request)
         await anext(first)
-        with pytest.raises(ValueError, match="This prepared request runs already"):
+        with pytest.raises(ValueError, match="is in flight already"):
             await anext(served.generate(request))
         assert (await first.final()).outputs[0].finish_reason is FinishReason.LENGTH
         await served.generate(request).final()  # again, after its end
+        mine = served.generate("a", LONG, "mine")
+        assert (await anext(mine)).request_id == "mine"
+        for other in (
+            served.generate("b", SHORT, "mine"),
+            served.chat([{"role": "user", "content": ""}], SHORT, "mine"),
+        ):
+            with pytest.raises(ValueError, match="Request 'mine' is in flight already: give another id"):
+                await other.final()
+        served.abort("mine")
+        assert (await mine.final()).outputs[0].finish_reason is FinishReason.ABORT
+        assert (await served.generate("b", SHORT, "mine").final()).request_id == "mine"
 
     asyncio.run(main())
     with pytest.raises(ValueError, match="Token ids"):

@@ -1,5 +1,6 @@
 """Generation against the model run without a cache, token by token."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -100,8 +101,15 @@ def test_prepared_requests_run_as_their_prompts_do(llm):
     assert completions(llm.generate(requests[0])) == expected[:1]
     with pytest.raises(ValueError, match="has its SamplingParams: give none beside it"):
         llm.generate(requests, GREEDY)
-    with pytest.raises(ValueError, match="A prepared request is given twice"):
+    with pytest.raises(ValueError, match="is given twice"):
         llm.generate([requests[0], requests[0]])
+    mine = [llm.prepare([3], GREEDY, request_id=name) for name in ("a", "b", "a")]
+    assert [output.request_id for output in llm.generate(mine[:2])] == ["a", "b"]
+    with pytest.raises(ValueError, match="a request_id is given twice"):
+        llm.generate(mine)
+    for wrong in ("", 5):
+        with pytest.raises(ValueError, match=f"request_id must be a non-empty string, got {wrong!r}"):
+            llm.prepare([3], GREEDY, request_id=wrong)
 
 
 def test_sampling_is_the_same_alone_and_in_a_batch(llm):
@@ -113,6 +121,51 @@ def test_sampling_is_the_same_alone_and_in_a_batch(llm):
     assert completions(llm.generate(prompts, params)) == together
     other_seeds = [SamplingParams(seed=i + 9, temperature=0.9, max_tokens=20, ignore_eos=True) for i in range(3)]
     assert completions(llm.generate(prompts, other_seeds)) != together
+
+
+def spell(tokens):
+    """Tokens 0 to 93 are the characters from "!" to "~"."""
+    return "".join(chr(33 + token) for token in tokens)
+
+
+def continue_without(logits_of, ids, count, allowed, words):
+    """Greedily, by the definition of `allowed_token_ids` and `bad_words`."""
+    ids, out = list(ids), []
+    for _ in range(count):
+        banned = {word[-1] for word in words if out[len(out) - len(word) + 1 :] == word[:-1] or len(word) == 1}
+        scores = logits_of([*ids, *out])[-1]
+        out.append(max(set(allowed) - banned, key=lambda token: scores[token]))
+    return out
+
+
+def test_bad_words_and_allowed_tokens_are_as_defined(llm, logits_of):
+    allowed, prompts, options = range(94), [[7, 7, 3], [20] * 40], []
+    for prompt in prompts:
+        words = []
+        for size in (1, 2, 3, 2, 1, 4):  # each a piece of what would come without it
+            out = continue_without(logits_of, prompt, 20, allowed, words)
+            words.append(out[size : 2 * size])
+        words.append([prompt[-1], continue_without(logits_of, prompt, 1, allowed, words)[0]])  # begins in the prompt
+        options.append((allowed, words))
+    expected = [continue_without(logits_of, p, 20, *given) for p, given in zip(prompts, options, strict=True)]
+    assert [out[0] for out in expected] == [words[-1][-1] for _, words in options]
+    sampling = {"max_tokens": 20, "ignore_eos": True, "allowed_token_ids": allowed}
+    params = [
+        SamplingParams(temperature=0, bad_words=[spell(word) for word in words], **sampling) for _, words in options
+    ]
+    assert completions(llm.generate(prompts, params)) == expected
+    *_, streamed = llm.stream(prompts[0], params[0], max_passes=1)
+    assert streamed.outputs[0].token_ids == expected[0]
+    words = [spell([a, b]) for a in range(3) for b in range(3)]
+    few = sampling | {"max_tokens": 60, "allowed_token_ids": (0, 1, 2, 50)}
+    for output in llm.generate([[1], [2]], SamplingParams(n=2, seed=1, bad_words=[*words, spell([50, 50])], **few)):
+        for completion in output.outputs:
+            text = completion.text
+            assert set(text) <= set(spell([0, 1, 2, 50]))
+            assert {x == spell([50]) for x in text[::2]} != {x == spell([50]) for x in text[1::2]}  # by turns
+            assert len(set(text)) > 2
+    (only,) = llm.generate([[1]], SamplingParams(max_tokens=4, bad_words=[spell([a]) for a in range(94)], seed=1))
+    assert min(only.outputs[0].token_ids) >= 94
 
 
 def test_n_completions_differ_and_repeat(llm):
@@ -129,6 +182,7 @@ def test_stop_ids_end_the_text(llm):
     completion = out[0].outputs[0]
     assert completion.token_ids == free[: free.index(stop) + 1]
     assert completion.finish_reason is FinishReason.STOP
+    assert completion.stop_reason == stop
 
 
 def test_the_end_of_text_token_stops_unless_ignored(llm):
@@ -138,8 +192,23 @@ def test_the_end_of_text_token_stops_unless_ignored(llm):
     assert completion.token_ids[-1] == 256
     assert 256 not in completion.token_ids[:-1]
     assert len(completion.token_ids) == 4
+    assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, None)
+    also = SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=[256], logit_bias=wants_end)
+    assert llm.generate([[7, 7]], also)[0].outputs[0].stop_reason == 256
     out = llm.generate([[7]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logit_bias=wants_end))
     assert out[0].outputs[0].token_ids == [256] * 9
+    assert (out[0].outputs[0].text, out[0].outputs[0].stop_reason) == ("", None)
+
+
+def test_special_and_stop_tokens_are_part_of_the_text_if_asked(llm):
+    ends = {"temperature": 0, "logit_bias": {256: 1000.0}, "skip_special_tokens": False, "max_tokens": 3}
+    kept = {"include_stop_str_in_output": True}
+    texts = ["<end>" * 3, "", "<end>"]
+    for more, text in zip(({"ignore_eos": True}, {}, kept), texts, strict=True):
+        assert llm.generate("a", SamplingParams(**ends, **more))[0].outputs[0].text == text
+    wants = {"temperature": 0, "logit_bias": {5: 1000.0}, "stop_token_ids": [5]}
+    assert llm.generate("a", SamplingParams(**wants))[0].outputs[0].text == ""
+    assert llm.generate("a", SamplingParams(**wants, **kept))[0].outputs[0].text == spell([5])
 
 
 def test_stop_strings_are_cut_off_even_across_tokens(llm):
@@ -151,10 +220,13 @@ def test_stop_strings_are_cut_off_even_across_tokens(llm):
     )
     out = llm.generate("hello", params)[0].outputs[0]
     assert out.text == text[: text.index(stop)]
-    assert out.finish_reason is FinishReason.STOP
-    streamed = [o.outputs[0].text for o in llm.stream("hello", params, max_passes=1)]
-    assert streamed[-1] == out.text
-    assert all(out.text.startswith(piece) for piece in streamed)
+    assert (out.finish_reason, out.stop_reason) == (FinishReason.STOP, stop)
+    kept = dataclasses.replace(params, stop=("nowhere", stop), include_stop_str_in_output=True)
+    for each, end in ((params, out.text), (kept, out.text + stop)):
+        streamed = list(llm.stream("hello", each, max_passes=1))
+        assert streamed[-1].outputs[0].text == end
+        assert all(end.startswith(piece.outputs[0].text) for piece in streamed)
+        assert [piece.finished for piece in streamed] == [False] * (len(streamed) - 1) + [True]
 
 
 def test_streaming_grows_to_what_generate_returns(llm):
@@ -186,7 +258,7 @@ def test_options_do_not_recompile(llm):
     every_option = SamplingParams(
         max_tokens=12, min_tokens=2, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
         presence_penalty=0.1, frequency_penalty=0.1, logit_bias={4: 1.0}, seed=5, stop=("zz",), stop_token_ids=(9,),
-        logprobs=5, prompt_logprobs=2,
+        logprobs=5, prompt_logprobs=2, bad_words=("ab", "c"), allowed_token_ids=range(200), skip_special_tokens=False,
     )  # fmt: skip
     with llm.engine.executor.programs.forbid_compile():
         llm.generate([[3, 2, 1]], every_option)
@@ -289,6 +361,9 @@ def test_extremes_run_and_harm_nobody(llm):
         ([1] * 128, {}, "Prompt 1: The prompt has 128 tokens; the context of 128 leaves no room"),
         ([1], {"stop_token_ids": (300,)}, r"SamplingParams.stop_token_ids holds \[300\]"),
         ([1], {"logit_bias": {-1: 1.0}}, r"SamplingParams.logit_bias holds \[-1\]"),
+        ([1], {"allowed_token_ids": (3, 257)}, r"SamplingParams.allowed_token_ids holds \[257\]"),
+        ([1], {"allowed_token_ids": (0,), "bad_words": ["!"]}, "SamplingParams.bad_words leave none of the tokens"),
+        ([1], {"bad_words": ["abcdefgh" * 65]}, "SamplingParams.bad_words of several tokens have 520 tokens, at most"),
     ],
 )
 def test_bad_requests_fail_at_the_call(llm, prompt, params, message):

@@ -65,8 +65,9 @@ PROMPTS = [[5, 6, 7, 8, 9] * 4, [7] * 12]
         {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
         {"temperature": 0.0, "logprobs": 2},
         {"temperature": 0.5, "stop_token_ids": tuple(range(0, 256, 17))},
+        {"temperature": 0.0, "bad_words": ("&'(", "'(&", "((", ")&&"), "allowed_token_ids": (5, 6, 7, 8)},  # "&" is 5
     ],
-    ids=["greedy", "sampled", "penalties", "logprobs", "stops"],
+    ids=["greedy", "sampled", "penalties", "logprobs", "stops", "bad words"],
 )
 def test_the_text_is_that_without_speculation(llm, speculating, options):
     # A bias makes the model repeat itself, so that speculative tokens are accepted.
@@ -81,6 +82,9 @@ def test_the_text_is_that_without_speculation(llm, speculating, options):
         np.testing.assert_allclose([p.logprob for c in drafted for p in c.logprobs], expected, atol=1e-4)
     if options == {"temperature": 0.0}:
         assert sum(c.num_accepted_tokens for c in drafted) > 10
+    if "bad_words" in options:
+        assert not any(word in c.text for c in drafted for word in options["bad_words"])
+        assert 10 < sum(c.num_accepted_tokens for c in drafted) < sum(c.num_draft_tokens for c in drafted)
 
 
 def test_the_distribution_is_that_of_the_model(llm, speculating):

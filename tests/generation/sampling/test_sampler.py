@@ -14,11 +14,18 @@ from jaxinfer.generation.outputs import NO_TOKEN
 from jaxinfer.generation.params import SamplingParams, StructuredOutputsParams
 from jaxinfer.generation.sampling.arrays import RowOptions, SamplingArrays, sampling_arrays
 from jaxinfer.generation.sampling.logprobs import logprobs_of, no_logprobs, record_logprobs
-from jaxinfer.generation.sampling.sampler import asks_more_than_greedy, greedy, penalize, sample, truncate
+from jaxinfer.generation.sampling.sampler import (
+    asks_more_than_greedy,
+    ends_of_bad_words,
+    greedy,
+    penalize,
+    sample,
+    truncate,
+)
 from jaxinfer.sharding import MeshConfig
 
 VOCAB, CONTEXT = 50, 12
-_truncate, _penalize = map(jax.jit, (truncate, penalize))
+_truncate, _penalize, _ends_of_bad_words = map(jax.jit, (truncate, penalize, ends_of_bad_words))
 
 
 @jax.jit
@@ -116,6 +123,8 @@ GREEDY = SamplingParams(temperature=0)
         {"min_tokens": 1},
         {"logprobs": 0},
         {"structured_outputs": StructuredOutputsParams(choice=("a",))},
+        {"allowed_token_ids": (3,)},
+        {"bad_words": ("a",)},
     ],
 )
 def test_one_row_that_asks_for_more_than_the_best_token_is_noticed(more):
@@ -140,6 +149,21 @@ def test_min_tokens_keeps_stop_tokens_away():
     arrays = options(SamplingParams(temperature=0, min_tokens=2), stop_token_ids=(7,))
     history = np.zeros((1, CONTEXT), np.int32)
     assert [_sample(logits, history, np.array([n]), arrays)[0].item() for n in (4, 5, 6)] == [8, 8, 7]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    words=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=5).map(tuple), max_size=8),
+    text=st.lists(st.integers(0, 2), min_size=1, max_size=CONTEXT),
+    prompt_length=st.integers(1, 6),
+)
+def test_bad_words_end_where_the_output_ends_as_they_begin(words, text, prompt_length):
+    output = text[prompt_length:]
+    ends = {word[-1] for word in words if len(word) <= len(output) + 1 and [*word[:-1]] == output[1 - len(word) :]}
+    row = RowOptions(GREEDY, 0, prompt_length, CONTEXT, (), (), tuple(words))
+    history = np.array([[*text, *[1] * (CONTEXT - len(text))]], np.int32)  # what is behind the text is no part of it
+    found = _ends_of_bad_words(history, np.array([len(text)]), sampling_arrays([row]))
+    assert set(found[0].tolist()) - {-1, 2**31 - 1} == ends
 
 
 def test_draws_follow_the_distribution():

@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from jaxinfer.generation.params import StructuredOutputsParams
-from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler, GrammarMatcher, bitmask_words
+from jaxinfer.generation.sampling.bitmasks import bitmask_words
+from jaxinfer.generation.sampling.structured_outputs import GrammarCompiler, GrammarMatcher
 from tests.schemas import random_schema
 from tests.tiny import byte_tokenizer
 
