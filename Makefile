@@ -8,7 +8,7 @@ PYTHON ?= $(shell ./find-python)
 # Shares of the slow tests: so many that one takes at most 12 minutes on 2 cores.
 SLOW_SHARES := 8
 
-.PHONY: demo test interpreted slow slow-share aot newest peers lint types contracts clean
+.PHONY: demo docs test interpreted slow slow-share aot newest peers lint types contracts clean
 
 demo: .venv/.base
 	.venv/bin/jaxinfer generate examples/demo_model --max-tokens 56 --temperature 0.7 --top-p 0.9 --seed 0 \
@@ -46,6 +46,10 @@ lint: .venv/.dev
 types: .venv/.dev
 	.venv/bin/pyright
 
+# The site in build/site; dead links are errors. Its search needs a server: python -m http.server -d build/site
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
+
 contracts: .venv/.dev
 	.venv/bin/lint-imports --no-cache  # which would know modules that are gone, behind links
 
@@ -63,7 +67,7 @@ clean:
 	@touch $@
 
 .venv/.dev: .venv/.base
-	@./pip-install .venv -e '.[dev,all]' -c constraints.txt
+	@./pip-install .venv -e '.[dev,docs,all]' -c constraints.txt
 	@touch $@
 
 .venv-aot/.aot: .venv-aot/pyvenv.cfg pyproject.toml constraints.txt

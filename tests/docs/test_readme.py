@@ -1,8 +1,33 @@
-"""README is short enough to be read."""
+"""README is short enough to be read, and pages lead somewhere where they are read as files."""
 
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+import pytest
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def links(text):
+    """Return the relative addresses of links and pictures, without anchors, which `make docs` checks."""
+    tokens = [child for token in MarkdownIt("commonmark").enable("table").parse(text) for child in token.children or ()]
+    addresses = [token.attrs.get("href", token.attrs.get("src", "")) for token in tokens]
+    return {address.partition("#")[0] for address in addresses if address and ":" not in address} - {""}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page):
+    assert [link for link in links(page.read_text()) if not (page.parent / link).exists()] == []
+
+
+def test_links_are_found():
+    assert links("[a](a.md#b) ![c](c.svg) [d](https://e.org) [f](#g)\n\n| x |\n|-|\n| [h](h/) |") == {
+        "a.md",
+        "c.svg",
+        "h/",
+    }
 
 
 def test_readme_is_short():

@@ -1,0 +1,48 @@
+"""What pages take for granted: files that their reader has beside a clone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+BOARD = """
+max_batch = 2
+[experts.resistor]
+checkpoint = "experts/resistor"
+[experts.solder]
+checkpoint = "experts/solder"
+[[inputs]]
+kind = "resistor"
+expert = "resistor"
+[[rules]]
+expert = "resistor"
+verdict = "ok"
+next = "solder"
+[[executors]]
+device = "cpu:0"
+expert_memory = "1GiB"
+activation_memory = "64MiB"
+"""
+
+
+def save_adapters(folder: Path) -> None:
+    """Write two adapters of the demo model that change what it writes."""
+    from tests.peft import random_pair, save_adapter
+
+    for seed, name in enumerate(("upper", "tests")):
+        rng = np.random.default_rng(seed)
+        save_adapter(folder / "adapters" / name, {"model.layers.0.self_attn.q_proj": random_pair(256, 256, 4, rng)})
+
+
+def save_experts(folder: Path) -> None:
+    """Write a board of two classifiers that runs on this machine's CPU."""
+    from tests.experts.boards import save_classifiers
+
+    save_classifiers([folder / "experts/resistor", folder / "experts/solder"])
+    (folder / "board.toml").write_text(BOARD)
+
+
+PREPARED: dict[Path, Callable[[Path], None]] = {
+    Path("docs/how-to/adapters.md"): save_adapters,
+    Path("docs/experts.md"): save_experts,
+}

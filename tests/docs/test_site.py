@@ -1,0 +1,62 @@
+"""The site: whole, without dead links (which `make docs` refuses), and on its own: nothing is fetched to read it."""
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FETCHED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
+"""What a browser fetches from elsewhere, in HTML."""
+ELSEWHERE = {"__version__", "elastic", "evaluation", "experts", "serving"}
+"""Names of jaxinfer that are modules, which have pages of their own, or no part of the API."""
+
+
+def build(project, folder):
+    """Run what `make docs` does. (With --quiet it would not fail for a warning.)"""
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
+    return subprocess.run(mkdocs, cwd=project, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_whole_and_fetches_nothing(tmp_path):
+    done = build(ROOT, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {str(page.relative_to(tmp_path)): page.read_text() for page in tmp_path.rglob("*.html")}
+    assert {page: FETCHED.findall(text) for page, text in pages.items() if FETCHED.search(text)} == {}
+    assert 'id="jaxinfer-generate"' in pages["command-line.html"]
+    for module in ("jaxinfer", "jaxinfer.experts", "jaxinfer.elastic", "jaxinfer.serving", "jaxinfer.checkpoints"):
+        page = pages[f"api/{module.removeprefix('jaxinfer.').replace('jaxinfer', 'generation')}.html"]
+        names = set(importlib.import_module(module).__all__) - ELSEWHERE
+        assert [name for name in sorted(names) if f'id="{module}.{name}"' not in page] == []
+
+
+@pytest.mark.slow
+def test_dead_links_are_refused(tmp_path):
+    links = ("nothing.md", "structure.md#nothing", "../pyproject.toml")
+    for name in ("mkdocs.yml", "README.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("jaxinfer", "pallas_kernels", "sharding", "checkpoints"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    with (tmp_path / "docs/features.md").open("a") as page:
+        page.writelines(f"\n[dead]({link})\n" for link in links)
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0
+    assert [link for link in links if f"'{link}'" not in done.stderr] == []
+
+
+@pytest.mark.parametrize(
+    ("html", "fetched"),
+    [
+        ('<script src="https://a.org/b.js"></script>', True),
+        ("<link rel=stylesheet href=//fonts.org/a.css>", True),
+        ('<a href="https://a.org">a</a><img src="a.svg">', False),
+    ],
+)
+def test_what_is_fetched_is_found(html, fetched):
+    assert bool(FETCHED.search(html)) == fetched
