@@ -12,7 +12,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxinfer import elastic, evaluation, experts, serving
-    from jaxinfer.generation import LLM, Embedder, FinishReason, PoolingParams, Request, RequestOutput, SamplingParams
+    from jaxinfer.generation import (
+        LLM,
+        Embedder,
+        EngineStats,
+        FinishReason,
+        PoolingParams,
+        Request,
+        RequestOutput,
+        SamplingParams,
+    )
     from jaxinfer.generation.api.async_llm import AsyncLLM, OutputStream
     from jaxinfer.generation.api.beam_search import BeamSearchOutput, BeamSearchParams
     from jaxinfer.generation.params import StructuredOutputsParams
@@ -25,6 +34,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "Embedder",
+    "EngineStats",
     "FinishReason",
     "LogitsProcessor",
     "MeshConfig",

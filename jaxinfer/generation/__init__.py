@@ -9,6 +9,7 @@ from jaxinfer.generation.api.embedder import Embedder
 from jaxinfer.generation.api.llm import LLM
 from jaxinfer.generation.engine.engine import Engine
 from jaxinfer.generation.engine.request import Request
+from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.outputs import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 
@@ -17,6 +18,7 @@ __all__ = [
     "CompletionOutput",
     "Embedder",
     "Engine",
+    "EngineStats",
     "FinishReason",
     "PoolingParams",
     "Request",

@@ -24,7 +24,6 @@ from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
 from jaxinfer.progress import ProgressOption, showing
 from jaxinfer.serving.errors import FailedError
-from jaxinfer.serving.statistics import Statistics
 from jaxinfer.serving.ticket import Reader
 
 
@@ -212,11 +211,6 @@ class AsyncLLM(EngineHolder):
     def num_requests(self) -> int:
         """The number of requests that have not ended: in flight, or waiting for one of those to end."""
         return self._loop.num_tickets
-
-    @property
-    def statistics(self) -> Statistics:
-        """Counts of requests by outcome, so far."""
-        return self._loop.statistics
 
     @property
     def is_running(self) -> bool:

@@ -6,6 +6,7 @@ import time
 from jaxinfer.compiled import close_at_exit
 from jaxinfer.generation.api.loading import LoadedEngine
 from jaxinfer.generation.engine.engine import Engine
+from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.execution.memory import MemoryPlan
 from jaxinfer.generation.text import Tokenizer
 from jaxinfer.models.files.loading import LoadedModel
@@ -56,6 +57,10 @@ class EngineHolder(Closeable):
     def memory(self) -> MemoryPlan | None:
         """How memory is divided; None for an encoder, which has no cache."""
         return self._loaded.memory
+
+    def stats(self) -> EngineStats:
+        """Return what the engine holds (requests, pages), and has done so far (tokens, steps); from any thread."""
+        return self.engine.stats()
 
     @property
     def budgets(self) -> dict[str, Budget]:

@@ -7,6 +7,7 @@ from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import check_context, queue_order
+from jaxinfer.generation.engine.stats import Load
 from jaxinfer.generation.engine.waiting import WaitingQueue
 
 
@@ -80,6 +81,11 @@ class EncoderScheduler:
         for sequence in leaving:
             self._forget(sequence)
         return leaving
+
+    @property
+    def load(self) -> Load:
+        """The completions and pages that it holds; in any thread."""
+        return Load(running=len(self._running), waiting=len(self._orders) - len(self._running))
 
     @property
     def sequences(self) -> list[Sequence]:

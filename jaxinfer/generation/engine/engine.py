@@ -16,6 +16,7 @@ from jaxinfer.generation.engine.input import InputProcessor
 from jaxinfer.generation.engine.output import OutputProcessor
 from jaxinfer.generation.engine.protocols import Executor, InFlightStep, Scheduler
 from jaxinfer.generation.engine.request import Request, Sequence
+from jaxinfer.generation.engine.stats import EngineStats
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt
@@ -81,6 +82,12 @@ class Engine:
         if self._executor is None:
             raise closed_error("This model")
         return self._executor
+
+    def stats(self) -> EngineStats:
+        """Return what the engine holds, and has done so far; from any thread."""
+        load, counters = self.scheduler.load, vars(self._outputs.counters)
+        counted = {**counters, "ended": dict(counters["ended"])}
+        return EngineStats(**load._asdict(), **counted, compile_misses=self.executor.programs.misses)
 
     # Requests
 

@@ -8,6 +8,7 @@ import numpy as np
 from jaxinfer.compiled import Clock
 from jaxinfer.generation.engine.batch import Batch, Chunk, DecodeRow, SequenceOutput, StepOutput
 from jaxinfer.generation.engine.request import Sequence
+from jaxinfer.generation.engine.stats import Counters
 from jaxinfer.generation.outputs import NO_TOKEN, FinishReason, TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -20,10 +21,10 @@ NO_TOKEN_MESSAGE = (
 
 
 class OutputProcessor:
-    """Writes results to sequences; `clock` is the engine's."""
+    """Writes results to sequences, and counts them; `clock` is the engine's."""
 
     def __init__(self, clock: Clock):
-        self._clock = clock
+        self._clock, self.counters = clock, Counters()
         self._unfinished: Sequence | None = None  # its results are being written, or were when it was interrupted
 
     def arrive(self, sequence: Sequence) -> None:
@@ -36,14 +37,14 @@ class OutputProcessor:
         An error in the results of one sequence ends that sequence alone.
         """
         now = self._clock()
+        self.counters.steps += 1
         for admission in batch.admissions:
-            sequence = admission.sequence
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = min(admission.num_cached_tokens, sequence.num_prompt_tokens)
+            self._begin(admission.sequence, admission.num_cached_tokens)
         for part, result in zip(batch.parts, output.outputs, strict=True):
             if part.sequence.finished:
                 continue
-            self._unfinished = part.sequence
+            self._begin(part.sequence, 0)  # which an encoder does not admit
+            self._unfinished, length = part.sequence, len(part.sequence.token_ids)
             try:
                 if part.error is not None:
                     raise ValueError(part.error)
@@ -53,7 +54,23 @@ class OutputProcessor:
             except Exception as error:
                 log.error("The results of a sequence could not be applied; it ends with an error.", exc_info=error)
                 self.fail(part.sequence, f"{type(error).__name__}: {error}")
+            else:
+                self._count(part.sequence, result)
+            self.counters.generated_tokens += len(part.sequence.token_ids) - length
             self._unfinished = None
+
+    def _begin(self, sequence: Sequence, num_cached_tokens: int) -> None:
+        """Note that a sequence runs for the first time."""
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(num_cached_tokens, sequence.num_prompt_tokens)
+            self.counters.prompt_tokens += sequence.num_prompt_tokens
+            self.counters.cached_tokens += sequence.num_cached_tokens
+
+    def _count(self, sequence: Sequence, result: SequenceOutput) -> None:
+        self.counters.draft_tokens += result.num_draft_tokens
+        self.counters.accepted_tokens += result.num_accepted_tokens
+        if sequence.finish_reason is not None:
+            self.counters.ended[sequence.finish_reason] += 1
 
     def take_unfinished(self) -> Sequence | None:
         """Return, once, the sequence that an interrupt has left with a part of its results."""
@@ -64,10 +81,12 @@ class OutputProcessor:
         """End with an error."""
         sequence.last_token_time = self._clock()
         sequence.finish_reason, sequence.error = FinishReason.ERROR, message
+        self.counters.ended[FinishReason.ERROR] += 1
 
     def abort(self, sequence: Sequence) -> None:
         """End because the caller gave it up."""
         sequence.finish_reason = FinishReason.ABORT
+        self.counters.ended[FinishReason.ABORT] += 1
 
 
 def _extend(part: Chunk | DecodeRow, result: SequenceOutput, now: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from jaxinfer.compiled import Costs, Program, ProgramCache
 from jaxinfer.generation.engine.batch import Batch, StepOutput
 from jaxinfer.generation.engine.request import Request, Sequence
+from jaxinfer.generation.engine.stats import Load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Scheduler(Protocol):
     @property
     def needs_host_sync(self) -> bool:
         """Whether a sequence's tokens must be on the host before its next step can be scheduled."""
+        ...
+
+    @property
+    def load(self) -> Load:
+        """The completions and pages that it holds; in any thread."""
         ...
 
     @property

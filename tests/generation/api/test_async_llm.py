@@ -61,7 +61,7 @@ def short_outputs(llm):
 @pytest.fixture
 def start(llm, model_dir, monkeypatch):
     """Makes an AsyncLLM around the model of `llm`; at the end nothing of its requests is left."""
-    monkeypatch.setattr(async_llm, "load_decoder", lambda path, **options: llm._loaded)
+    monkeypatch.setattr(async_llm, "load_engine", lambda path, **options: llm._loaded)
     monkeypatch.setattr(llm.engine, "close", lambda: None)  # other tests use it
     with contextlib.ExitStack() as stack:
 
@@ -235,7 +235,11 @@ def test_embeddings(llm, start):
 def test_an_encoder_embeds_only(tmp_path):
     convert(GOLDEN, tmp_path / "encoder")
     prompts = [[1, 2, 3], [4] * 20]
-    expected = Embedder(tmp_path / "encoder", max_batch=2).embed(prompts)
+    embedder = Embedder(tmp_path / "encoder", max_batch=2)
+    expected = embedder.embed(prompts)
+    stats = embedder.stats()
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.ended) == (23, 0, {FinishReason.STOP: 2})
+    assert (stats.running, stats.waiting, stats.num_pages) == (0, 0, 0)
     served = AsyncLLM(tmp_path / "encoder", max_batch=2)
 
     async def main():
@@ -264,17 +268,6 @@ def test_what_is_refused(served, model_dir):
             await anext(served.generate(request))
         assert (await first.final()).outputs[0].finish_reason is FinishReason.LENGTH
         await served.generate(request).final()  # again, after its end
-        mine = served.generate("a", LONG, "mine")
-        assert (await anext(mine)).request_id == "mine"
-        for other in (
-            served.generate("b", SHORT, "mine"),
-            served.chat([{"role": "user", "content": ""}], SHORT, "mine"),
-        ):
-            with pytest.raises(ValueError, match="Request 'mine' is in flight already: give another id"):
-                await other.final()
-        served.abort("mine")
-        assert (await mine.final()).outputs[0].finish_reason is FinishReason.ABORT
-        assert (await served.generate("b", SHORT, "mine").final()).request_id == "mine"
 
     asyncio.run(main())
     with pytest.raises(ValueError, match="Token ids"):
@@ -282,6 +275,26 @@ def test_what_is_refused(served, model_dir):
     for wrong in (0, 1.5, "8", True):
         with pytest.raises(ValueError, match=f"AsyncLLM.max_requests must be an integer >= 1, below .*, got {wrong!r}"):
             AsyncLLM(model_dir, max_requests=wrong)
+
+
+def test_requests_have_the_names_that_callers_give(gate, served):
+    async def main():
+        mine = served.generate("a", LONG, "mine")
+        gate.open(TO_FIRST_OUTPUT)
+        assert (await anext(mine)).request_id == "mine"
+        assert (served.stats().running, served.stats().waiting) == (1, 0)
+        chat = [{"role": "user", "content": "hi"}]
+        for other in (served.generate("b", SHORT, "mine"), served.chat(chat, SHORT, "mine")):
+            with pytest.raises(ValueError, match="Request 'mine' is in flight already: give another id"):
+                await other.final()
+        with pytest.raises(ValueError, match="is in flight already"):
+            served.submit("b", SHORT, "mine")
+        served.abort("mine")
+        gate.open()
+        assert (await mine.final()).outputs[0].finish_reason is FinishReason.ABORT
+        assert (await served.generate("b", SHORT, "mine").final()).request_id == "mine"
+
+    asyncio.run(main())
 
 
 def test_options_are_those_of_llm(model_dir):
@@ -919,7 +932,7 @@ def test_a_thread_that_dies_ends_every_request_once(llm, start, monkeypatch):
 
 
 def test_dropping_it_ends_its_thread_when_its_requests_have_ended(llm, model_dir, monkeypatch):
-    monkeypatch.setattr(async_llm, "load_decoder", lambda path, **options: llm._loaded)
+    monkeypatch.setattr(async_llm, "load_engine", lambda path, **options: llm._loaded)
     monkeypatch.setattr(llm.engine, "close", lambda: None)  # other tests use it
     served = AsyncLLM(model_dir)
     thread = served._loop._thread

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import jax
 import numpy as np
@@ -242,6 +243,38 @@ def test_streaming_grows_to_what_generate_returns(llm):
         assert lengths[0] == 1
         assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
         assert outputs[-1].outputs[0].text == expected.outputs[0].text
+
+
+def test_stats_count_what_was_done(llm):
+    def sums(stats):
+        ended = {f"ended by {reason}": count for reason, count in stats.ended.items()}
+        return Counter({name: value for name, value in vars(stats).items() if isinstance(value, int)} | ended)
+
+    before = llm.stats()
+    outputs = llm.generate([[9] * 40, [8] * 3], SamplingParams(n=2, seed=1, max_tokens=9, ignore_eos=True))
+    stream = llm.stream(["a", "b"], GREEDY, max_passes=1)
+    next(stream)
+    middle = llm.stats()
+    assert (middle.running, middle.waiting, middle.used_pages) == (2, 0, 2)
+    assert middle.cache_usage == 2 / middle.num_pages
+    stream.close()
+    after = sums(llm.stats())
+    after.subtract(sums(before))
+    done = [completion for output in outputs for completion in output.outputs]
+    assert after["ended by length"] == len(done) == 4
+    assert after["ended by abort"] == 2
+    assert after["prompt_tokens"] == 2 * 43 + 2
+    cached = after["cached_tokens"]
+    assert 0 <= cached <= 86
+    assert after["generated_tokens"] >= sum(len(completion.token_ids) for completion in done) + 2
+    assert after["steps"] > 3
+    assert after["running"] == after["waiting"] == after["used_pages"] == 0
+    again = llm.generate([[9] * 40], GREEDY)[0]
+    found = llm.stats().cached_tokens - middle.cached_tokens
+    assert found == again.num_cached_tokens > 30
+    assert max(map(len, str(llm.stats()).splitlines())) <= 80
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.steps = 0
 
 
 def test_closing_a_stream_frees_its_pages(llm):

@@ -74,7 +74,11 @@ def test_the_text_is_that_without_speculation(llm, speculating, options):
     bias = dict.fromkeys((5, 6, 7, 8, 9), 6.0)
     params = [SamplingParams(seed=s, max_tokens=60, ignore_eos=True, logit_bias=bias, **options) for s in range(2)]
     plain = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+    before = speculating.stats()
     drafted = [output.outputs[0] for output in speculating.generate(PROMPTS, params)]
+    after = speculating.stats()
+    assert after.draft_tokens - before.draft_tokens == sum(c.num_draft_tokens for c in drafted)
+    assert after.accepted_tokens - before.accepted_tokens == sum(c.num_accepted_tokens for c in drafted)
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
     assert [c.finish_reason for c in drafted] == [c.finish_reason for c in plain]
     if "logprobs" in options:

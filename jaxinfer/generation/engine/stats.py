@@ -1,0 +1,104 @@
+"""Sums of an engine's work so far, and its load of the moment."""
+
+import dataclasses
+from collections import Counter
+from typing import NamedTuple
+
+from jaxinfer.generation.outputs import FinishReason
+
+
+class Load(NamedTuple):
+    """The load of a scheduler: completions (a request has `n`) and pages of the KV cache.
+
+    Attributes:
+      running: completions that run.
+      waiting: completions that wait.
+      preemptions: how often one had to wait again, so far.
+      used_pages: pages that running completions have.
+      num_pages: all pages; 0 for an encoder, which has no cache.
+    """
+
+    running: int
+    waiting: int
+    preemptions: int = 0
+    used_pages: int = 0
+    num_pages: int = 0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Counters:
+    """The sums of `EngineStats`, as the engine counts them."""
+
+    ended: Counter[FinishReason] = dataclasses.field(default_factory=Counter)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    steps: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A model's state of the moment, and its sums since it was loaded. Completions count: a request has `n`.
+
+    Attributes:
+      running: completions that run.
+      waiting: completions that wait for room.
+      ended: how many ended, by why.
+      prompt_tokens: tokens of the prompts that have begun.
+      cached_tokens: how many of these were in the cache.
+      generated_tokens: output tokens.
+      draft_tokens: tokens that the n-gram proposer suggested.
+      accepted_tokens: suggested tokens that were right.
+      used_pages: pages of the KV cache that running completions have.
+      num_pages: all pages; 0 for an encoder, which has no cache.
+      preemptions: how often a completion gave its pages to another, and waited again.
+      steps: steps of the engine.
+      compile_misses: programs that were compiled when a step needed them, rather than ahead.
+    """
+
+    running: int
+    waiting: int
+    ended: dict[FinishReason, int]
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    used_pages: int
+    num_pages: int
+    preemptions: int
+    steps: int
+    compile_misses: int
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of pages in use, from 0 to 1."""
+        return _share(self.used_pages, self.num_pages)
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """The share of prompt tokens that were in the cache, from 0 to 1."""
+        return _share(self.cached_tokens, self.prompt_tokens)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of suggested tokens that were right, from 0 to 1."""
+        return _share(self.accepted_tokens, self.draft_tokens)
+
+    def __str__(self) -> str:
+        ended = ", ".join(f"{count} {reason}" for reason, count in self.ended.items()) or "none"
+        cached = f"{self.cached_tokens} ({self.cache_hit_rate:.0%}) in the cache"
+        lines = {
+            "completions": f"{self.running} running, {self.waiting} waiting, ended: {ended}",
+            "tokens": f"{self.prompt_tokens} of prompts, {cached}; {self.generated_tokens} generated",
+            "cache": f"{self.used_pages} of {self.num_pages} pages in use, {self.preemptions} preemptions",
+            "speculation": f"{self.accepted_tokens} of {self.draft_tokens} accepted ({self.acceptance_rate:.0%})",
+            "steps": f"{self.steps}, {self.compile_misses} compile misses",
+        }
+        return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
