@@ -61,6 +61,12 @@ CHECKS = {
     "vs_accelerate_b1": "tokens/s against accelerate's disk offload, same cap, batch 1",
     "vs_accelerate_b8": "the same, batch 8",
     "vs_llamacpp": "tokens/s against llama.cpp's mmap, same cap, batch 1",
+    "import_ms": "`from jaxinfer import LLM`",
+    "cold_first_token_s": "first token, nothing compiled before",
+    "warm_first_token_s": "first token, programs kept from an earlier start",
+    "classify_two_images_cold_s": "`jaxinfer elastic classify` of two images, nothing compiled before",
+    "warm_vs_llama.cpp": "first token, programs kept, against llama.cpp",
+    "warm_vs_transformers": "the same, against transformers",
 }
 """Names of checks in the table; other checks are left out."""
 SHORT_UNITS = {"": "", "x": "x", "of": ""}
@@ -143,6 +149,17 @@ def streaming_section(result: Result) -> list[str]:
     return ["Larger than memory: 8 GiB of layers.", checks_table(result), " ".join(summary(result["rows"]))]
 
 
+def start_section(result: Result) -> list[str]:
+    """Write the seconds of every engine until its first token, and the checks."""
+    rows = [row for row in result["rows"] if row["figure"] == "first token"]
+    lines = [[engine_name(row["engine"]), f"{row['s']:.2f}", f"{min(row['all_s']):.2f}"] for row in rows]
+    return [
+        "Seconds from the start of a process to its first token, median and least of rounds in turn.",
+        table(["engine", "s", "least"], lines),
+        checks_table(result),
+    ]
+
+
 def checks_table(result: Result) -> str:
     """Write every check with a name here, its target, and whether it was met."""
     checks = [Check(**check) for check in result["checks"] if check["name"] in CHECKS]
@@ -159,11 +176,13 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "engine": engine_section,
     "quality": quality_section,
     "streaming": streaming_section,
+    "start": start_section,
 }
 """Paragraphs of each command `benchmarks.NAME`, whose result is NAME.json."""
 PAGES = {
     "language-models.md": ("cpu_decode", "engine", "quality"),
     "larger-than-memory.md": ("streaming",),
+    "start.md": ("start",),
 }
 """The sections of each page."""
 
