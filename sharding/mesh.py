@@ -51,11 +51,15 @@ class MeshConfig:
 
     def build(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
         """Return the mesh over `devices`, or over the first `size` devices of this process's backend."""
+        more = ""
         if devices is None:
             devices = jax.devices()[: self.size]
+            more = f", or set JAX_NUM_CPU_DEVICES={self.size}" if jax.default_backend() == "cpu" else ""
         if len(devices) != self.size:
+            ways = ", ".join(f"{axis}={getattr(self, axis)}" for axis in self.AXES if getattr(self, axis) > 1)
             raise ValueError(
-                f"{self} needs {self.size} devices, got {len(devices)}: lower {' or '.join(self.IMPLEMENTED)}."
+                f"mesh {ways} needs {self.size} devices, and there {'is' if len(devices) == 1 else 'are'} "
+                f"{len(devices)}: lower {' or '.join(self.IMPLEMENTED)}{more}."
             )
         shape = tuple(getattr(self, axis) for axis in self.AXES)
         # Placing arrays needs Auto axes. Model programs are traced inside `jax.shard_map`, which makes them Manual.

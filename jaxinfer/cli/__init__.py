@@ -5,7 +5,8 @@ without traceback.
 """
 
 import logging
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -40,8 +41,26 @@ class _Commands(TyperGroup):
             raise typer.Exit(130) from error
         except (ValueError, OSError, MemoryError, MissingExtraError, ServingError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
-            typer.echo(f"error: {message}", err=True)
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            typer.echo(f"error: {_with_options(message, _options(command))}", err=True)
             raise typer.Exit(2) from error
+
+
+def _options(command: Any) -> dict[str, str]:
+    """Return the options of a command, and of those in a group, by the names of their parameters."""
+    options = {p.name: p.opts[0] for p in getattr(command, "params", ()) if p.param_type_name == "option"}
+    for inner in getattr(command, "commands", {}).values():
+        options |= _options(inner)
+    return options
+
+
+def _with_options(message: str, options: dict[str, str]) -> str:
+    """Name options as they are typed.
+
+    >>> _with_options("LLM.context must be in [2, 128], got 1.", {"context": "--context"})
+    '--context must be in [2, 128], got 1.'
+    """
+    return re.sub(r"(?<![\w./-])[A-Z]\w*\.(\w+)", lambda match: options.get(match[1], match[0]), message)
 
 
 class _Notes(logging.Handler):

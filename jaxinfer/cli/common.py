@@ -17,7 +17,9 @@ MeshOption = Annotated[
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: as stored; float32 on a CPU)."),
+    typer.Option(
+        help="Of the matrices: float32, bfloat16 or float16, also bf16 (default: as stored; float32 on a CPU)."
+    ),
 ]
 QuantizeOption = Annotated[str | None, typer.Option(help="Of the matrices: int8, int4 or fp8 (default: as stored).")]
 SpeculationOption = Annotated[
@@ -72,7 +74,9 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
     from jaxinfer.generation.engine.config import EngineOptions
     from jaxinfer.streaming.config import MemoryOptions
 
-    names = ("dtype", "quantize", "context", *(ctx.params.keys() & EngineOptions.__annotations__.keys()))
+    engine = ctx.params.keys() & EngineOptions.__annotations__.keys()
+    chosen = (name for name in engine if getattr(ctx.get_parameter_source(name), "name", "") != "DEFAULT")
+    names = ("dtype", "quantize", "context", *chosen)
     memory = {name: value for name in MemoryOptions.__annotations__ if (value := ctx.params.get(name)) is not None}
     return LLM(
         ctx.params["model"],

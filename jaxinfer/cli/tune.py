@@ -38,7 +38,7 @@ def tune(
         return
     with (
         long_work("tracing the model's programs"),
-        LLM(directory, max_batch=batch, context=context, dtype=dtype, quantize=quantize) as llm,
+        LLM(directory, max_batch=batch, context=context, dtype=dtype, quantize=quantize, kernels=True) as llm,
     ):
         executor = llm.engine.executor
         assert isinstance(executor, DecoderExecutor), "an LLM has one"

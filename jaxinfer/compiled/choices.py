@@ -14,6 +14,8 @@ import jax
 from jaxinfer.disk_cache import KeptFiles, cache_folder, keys
 from jaxinfer.models.devices import device_name
 from jaxinfer.pallas_kernels.choices import Call, Choices, fastest, measure
+from jaxinfer.pallas_kernels.dispatch import kernels_available
+from jaxinfer.pallas_kernels.target import interpreting
 
 MAX_BYTES = 16 << 20
 """Bytes of the tables of all devices together."""
@@ -33,6 +35,20 @@ def stored_choices() -> Choices:
     except keys.NoKeyError as error:
         _log.info("implementations are chosen without measurements: %s", error)
         return Choices()
+
+
+def warn_of_unmeasured_kernels() -> None:
+    """Log, once in a process, that GPU kernels run which were not measured on this kind of GPU."""
+    if kernels_available() and not interpreting() and not stored_choices().entries:
+        _warn_once(
+            "GPU kernels run here that were never measured on this GPU: `jaxinfer tune DIR` measures them; "
+            "kernels=False (--no-kernels) leaves them out, kernels=True (--kernels) uses them without this warning"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
 
 
 def measure_choices(calls: Iterable[Call]) -> Iterator[tuple[Call, dict[str, float]]]:

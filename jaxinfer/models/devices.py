@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
+from rich.filesize import decimal
 
 from jaxinfer.checkpoints import Leaf
 from jaxinfer.disk_cache.processor import cpu_model, usable_cores
@@ -113,8 +114,8 @@ def check_memory(folder: pathlib.Path, needed: int, mesh: Mesh | None) -> None:
     """Raise MemoryError unless each device has this many bytes free for the model in `folder`."""
     if needed > (available := available_bytes(mesh)):
         raise MemoryError(
-            f"{folder}: loading needs {needed / 2**30:.2f} GiB of memory and {available / 2**30:.2f} GiB are "
-            "available; use weights='auto', quantize='int4', a smaller dtype, or a mesh with more devices."
+            f"{folder}: loading needs {decimal(needed)} of memory and {decimal(available)} are available; use "
+            "weights='auto', quantize='int4', a smaller dtype, or a mesh with more devices."
         )
 
 

@@ -1,5 +1,6 @@
 """What all subcommands share: the version, `python -m jaxinfer`, and one line for a missing package."""
 
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import jaxinfer
 from jaxinfer.cli import app
 from jaxinfer.elastic.tasks import datasets, images
 from jaxinfer.extras import MissingExtraError
+from jaxinfer.models.files.conversion import convert
+from tests.models.goldens import DIRECTORY as GOLDENS
 
 
 def test_the_module_is_the_command():
@@ -56,3 +59,34 @@ def test_a_missing_package_is_named(monkeypatch, module, package, load):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=f": pip install {package}$"):
         load()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("app") / "model"
+    convert(GOLDENS / "llama_llama3", path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "9999"], "--context must be in [2, 64] for this model, got 9999."),
+        (["--top-p", "7"], "--top-p"),
+        (["--max-batch", "0"], "--max-batch must be >= 1, got 0."),
+        (["--mesh", "tensor=64"], "needs 64 devices, and there are 8: lower tensor, or set JAX_NUM_CPU_DEVICES=64."),
+        (["--dtype", "int7"], "dtype='int7' is not implemented; known: float32, bfloat16, float16."),
+    ],
+)
+def test_errors_name_options_as_they_are_typed(model, arguments, message):
+    done = CliRunner().invoke(app, ["generate", model, "--token-ids", "1", *arguments])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
+    assert not re.search(r"(LLM|EngineConfig|SamplingParams)\.", done.stderr)
+
+
+@pytest.mark.parametrize(("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_dtypes_have_short_names(model, short, dtype):
+    shown, of_short = (CliRunner().invoke(app, ["info", model, "--dtype", name]).stdout for name in (dtype, short))
+    assert f"each device, {dtype}, " in shown
+    assert shown == of_short

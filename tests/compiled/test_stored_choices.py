@@ -1,14 +1,19 @@
 """Choices on disk: what is measured once is used by later processes, and is part of every key."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxinfer.compiled import choices
+from jaxinfer.compiled.target import Target
 from jaxinfer.disk_cache import keys
+from jaxinfer.generation.api import loading
 from jaxinfer.pallas_kernels.choices import Choices, recorded_calls, use_choices
 from jaxinfer.pallas_kernels.dispatch import Operation
 from jaxinfer.pallas_kernels.implementation import reference, xla
+from jaxinfer.pallas_kernels.target import targeting
 
 
 def plus_one(x):
@@ -88,3 +93,34 @@ def test_choices_are_part_of_every_key():
         assert key() != plain
     with use_choices(Choices()):
         assert key() == plain
+
+
+def test_kernels_that_were_not_measured_are_said_once(call, monkeypatch, caplog):
+    choices._warn_once.cache_clear()
+    choices.warn_of_unmeasured_kernels()
+    assert not caplog.messages  # a CPU has none
+    with targeting(Target.load("h100-pcie").gpu):
+        for _ in range(2):
+            choices.warn_of_unmeasured_kernels()
+        (message,) = caplog.messages
+        assert "`jaxinfer tune DIR` measures them" in message
+        assert "\n" not in message
+        choices._warn_once.cache_clear()
+        monkeypatch.setattr(choices, "measure", lambda call: {"xla": 2.0, "reference": 1.0})
+        list(choices.measure_choices([call]))
+        choices.stored_choices.cache_clear()  # as in another process
+        choices.warn_of_unmeasured_kernels()
+        assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("options", "warns"), [({}, True), ({"kernels": True}, False), ({"kernels": False}, False)])
+def test_kernels_that_were_asked_for_are_not_warned_of(model_dir, monkeypatch, options, warns):
+    class WarnedError(Exception):
+        pass
+
+    def warn():
+        raise WarnedError
+
+    monkeypatch.setattr(loading, "warn_of_unmeasured_kernels", warn)
+    with pytest.raises(WarnedError) if warns else contextlib.nullcontext():
+        loading.load_decoder(model_dir, max_batch=1, context=16, **options)

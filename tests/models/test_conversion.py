@@ -271,7 +271,7 @@ def test_full_disk_is_said_before_writing(hf, out, monkeypatch):
     free = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     monkeypatch.setattr(HuggingFaceModel, "read", lambda *_: pytest.fail("a tensor was read"))
-    _refuses(hf, out, "GiB on disk and 0.00 GiB are free")
+    _refuses(hf, out, "B on disk and 1.0 kB are free")
 
 
 def test_occupied_output_is_refused_first(hf, tmp_path):

@@ -14,12 +14,12 @@ def test_builds_over_the_first_devices():
 
 def test_builds_over_given_devices():
     assert list(MeshConfig(tensor=2).build(jax.devices()[4:6]).devices.flat) == jax.devices()[4:6]
-    with pytest.raises(ValueError, match="needs 2 devices, got 3"):
+    with pytest.raises(ValueError, match=r"^mesh tensor=2 needs 2 devices, and there are 3: lower tensor\.$"):
         MeshConfig(tensor=2).build(jax.devices()[:3])
 
 
 def test_too_few_devices():
-    with pytest.raises(ValueError, match="needs 64 devices, got 8"):
+    with pytest.raises(ValueError, match=r"needs 64 devices, and there are 8: .*set JAX_NUM_CPU_DEVICES=64"):
         MeshConfig(tensor=64).build()
 
 

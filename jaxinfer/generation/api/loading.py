@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jaxinfer.compiled import Costs
+from jaxinfer.compiled.choices import warn_of_unmeasured_kernels
 from jaxinfer.generation.api.build import (
     ModelOptions,
     build_engine,
@@ -103,6 +104,8 @@ def load_decoder(
     mesh = open_mesh(mesh)
     engine_options, memory_config = split_options(options, mesh, owner="LLM", others=_names(load_decoder))
     mesh, rules = build_mesh(mesh, rules)
+    if "kernels" not in engine_options:
+        warn_of_unmeasured_kernels()
     opened = open_model(resolve(path), mesh=mesh, rules=rules, dtype=dtype, quantize=quantize)
     if not isinstance(opened.transformer, DecoderConfig):
         raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
@@ -163,6 +166,8 @@ def load_encoder(
     engine_options, memory_config = split_options(options, mesh, owner="Embedder", others=_names(load_encoder))
     config = EncoderEngineConfig.from_options(engine_options, max_batch=max_batch, context=context)
     mesh, rules = build_mesh(mesh, rules)
+    if "kernels" not in engine_options:
+        warn_of_unmeasured_kernels()
     opened = open_model(folder, mesh=mesh, dtype=dtype, quantize=quantize, rules=rules)
     costs = open_costs(opened, config)
     reservation = Reservation(f"{owner} {opened.name}")

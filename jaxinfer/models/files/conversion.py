@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from rich.filesize import decimal
 
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, read_file
 from jaxinfer.checkpoints.huggingface import SafetensorsFolder, read_json
@@ -29,7 +30,7 @@ from jaxinfer.models.families import (
     vit,
     yolov5,
 )
-from jaxinfer.models.files.description import CONFIG, DTYPES, Description, parse_quantization, require_choice
+from jaxinfer.models.files.description import CONFIG, Description, parse_dtype, parse_quantization
 from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, COPIED, OLDER, TOKENIZER, tokenizer_files
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
 from jaxinfer.pallas_kernels.weights import QuantizedFormat
@@ -178,7 +179,7 @@ def convert(
     description = Description(
         family=model.model_type,
         config=model.config,
-        dtype=dtype or model.dtype,
+        dtype=parse_dtype(dtype) or model.dtype,
         quantization=parse_quantization(quantize),
         bos_id=next(iter(model.token_ids("bos_token_id")), None),
         eos_ids=model.token_ids("eos_token_id"),
@@ -206,7 +207,7 @@ def open_writer(
     out_dir: str | os.PathLike[str], *, dtype: str | None = None, quantize: str | None = None, layout: Layout = "orbax"
 ) -> Writer:
     """Return the writer of a conversion. Raises ValueError for bad options or an occupied directory."""
-    require_choice("dtype", dtype, (None, *DTYPES))
+    parse_dtype(dtype)
     parse_quantization(quantize)
     return Writer(out_dir, layout=layout)
 
@@ -298,6 +299,6 @@ def _check_disk(path: pathlib.Path, needed: int) -> None:
     existing: Any = next(parent for parent in path.parents if parent.exists())
     if (free := shutil.disk_usage(existing).free) < needed:
         raise CheckpointError(
-            f"{path}: the model needs {needed / 2**30:.2f} GiB on disk and {free / 2**30:.2f} GiB are free; "
+            f"{path}: the model needs {decimal(needed)} on disk and {decimal(free)} are free; "
             "free some, or convert with --quantize int4."
         )

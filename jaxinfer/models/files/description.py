@@ -26,6 +26,7 @@ from jaxinfer.pallas_kernels.weights import STORED_AS, QuantizedFormat
 
 CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 Kind = Literal["decoder", "encoder", "classifier", "detector", "vision_transformer"]
 KINDS: dict[Kind, type[ModelConfig]] = {
@@ -122,7 +123,7 @@ def require_transformer(folder: str | os.PathLike[str], config: ModelConfig) -> 
     """Return the config if its model reads text. Raises ValueError, which names the folder, if it does not."""
     if isinstance(config, VisionConfig):
         raise ValueError(
-            f"{folder} holds a model of images ({kind_of(config)}), which has no text; use load_model for it."
+            f"{folder} holds a model of images ({kind_of(config)}), which has no text; name a model of text."
         )
     return config
 
@@ -142,6 +143,16 @@ def require_choice(name: str, value: str | None, choices: tuple[str | None, ...]
         raise ValueError(f"{name}={value!r} is not implemented; known: {known}.")
 
 
+def parse_dtype(name: str | None) -> str | None:
+    """Return the dtype of matrices with this name, or its short one, such as bf16; None stays.
+
+    Raises ValueError, which lists the known names.
+    """
+    dtype = None if name is None else _SHORT_NAMES.get(name, name)
+    require_choice("dtype", dtype, (None, *DTYPES))
+    return dtype
+
+
 def parse_quantization(name: str | None) -> QuantizedFormat | None:
     """Return the format of matrices with this name. Raises ValueError, which lists the known names."""
     require_choice("quantize", name, (None, *STORED_AS))
@@ -158,7 +169,7 @@ def _check_quantization(config: ModelConfig, quantization: QuantizedFormat | Non
 
 def weight_format(description: Description, *, dtype: str | None = None, quantize: str | None = None) -> WeightFormat:
     """Return the format of a model loaded with these options; None: as stored."""
-    require_choice("dtype", dtype, (None, *DTYPES))
+    dtype = parse_dtype(dtype)
     quantization, stored = parse_quantization(quantize), description.quantization
     _check_quantization(description.config, quantization)
     if stored is not None and quantization not in (None, stored):
