@@ -1,6 +1,6 @@
 """OTAS (arXiv:2401.05031): elastic tokens under load.
 
-    python -m benchmarks.otas [--quick] [--part planning,virtual,live] [--figures FOLDER] [--json FILE]
+    python -m benchmarks.otas [--quick] [--part planning,virtual,shown,live] [--figures FOLDER] [--json FILE]
 
 The tasks of examples/elastic_vit in the paper's mix of queries (Table II), at loads that are multiples of this
 machine's capacity at level 0. Deadlines are the paper's, as many times shorter as a batch is faster here.
@@ -8,6 +8,7 @@ machine's capacity at level 0. Deadlines are the paper's, as many times shorter 
 - `planning`: the planner against trying everything, and its speed.
 - `virtual`: all policies on a simulated clock, with measured latencies and answers; means of several seeds. Beside the
   paper's mix: equal utility, some far deadlines, a load that swings, and a fragile task with the paper's accuracies.
+- `shown`: one run of each policy in the two cells whose figures are in docs/elastic.md; `virtual` has them, too.
 - `live`: two loads with real images on the wall clock, for 40 minutes, beside the same simulated; and a slow spell.
 
 XLA has one thread (NPROC=1), so that clients and the controller have a core of their own: if they shared one, the
@@ -23,7 +24,7 @@ from pathlib import Path
 from benchmarks.otas.live import live
 from benchmarks.otas.planning import planning
 from benchmarks.otas.setting import Setting, measure_setting
-from benchmarks.otas.virtual import virtual
+from benchmarks.otas.virtual import shown, virtual
 from benchmarks.report import Report
 
 
@@ -48,9 +49,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.otas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ("planning", "virtual", "live")
+    parts = ("planning", "virtual", "shown", "live")
     parser.add_argument("--quick", action="store_true", help="fewer seeds, short traces")
-    parser.add_argument("--part", metavar="PARTS", default=",".join(parts), help="some of the parts")
+    parser.add_argument("--part", metavar="PARTS", default="planning,virtual,live", help="some of the parts")
     parser.add_argument("--live-seconds", type=float, default=45.0, help="of each live run")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the figures of docs/elastic.md there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
@@ -67,8 +68,11 @@ def main() -> None:
             planning(report)
         else:
             setting = setting or _setting(report)
+            queries = 5_000 if args.quick else 15_000
             if part == "virtual":
-                virtual(report, setting, seeds=2 if args.quick else 5, queries=5_000 if args.quick else 15_000)
+                virtual(report, setting, seeds=2 if args.quick else 5, queries=queries)
+            elif part == "shown":
+                shown(report, setting, queries=queries)
             else:
                 seeds, seconds = (1, 5.0) if args.quick else (3, args.live_seconds)
                 live(report, setting, seeds=seeds, seconds=seconds, save=lambda: report.save(args.json))

@@ -29,9 +29,10 @@ def draw_all(result: Mapping[str, Any], folder: Path) -> None:
             policies = [row for row in rows if row["figure"] == "virtual" and cell_of(row) == cell]
             if policies:
                 _draw_policies(policies, profile.levels, caption(result, _load(*cell[:2])), folder / cell.trace)
+    notes = [row["text"] for row in rows if row["figure"] == "note"]
     for row in (row for row in rows if row["figure"] == "shown"):
         cell = msgspec.convert(row["summary"], CellSummary, strict=False)
-        what = f"{_load(cell.arrivals, cell.load)}, one run of {cell.queries:,} queries"
+        what = ", ".join([_load(cell.arrivals, cell.load), f"one run of {cell.queries:,} queries", *notes])
         for name, draw in plots.OVER_TIME.items():
             write_figure(folder / f"{cell.arrivals}-{name}.svg", draw(cell, caption(result, what)))
 

@@ -74,6 +74,13 @@ def virtual(report: Report, setting: Setting, *, seeds: int, queries: int) -> Ru
     return runs
 
 
+def shown(report: Report, setting: Setting, *, queries: int) -> None:
+    """Simulate one run of all policies in the cells of `SHOWN`, for figures over time."""
+    for cell in track(SHOWN, "simulated"):
+        runs = {(cell, name): [setting.simulate(cell, name, seed=0, count=queries)] for name in setting.policies}
+        report.rows.append(summary_row(setting, cell, runs))
+
+
 def summary_row(setting: Setting, cell: Cell, runs: Runs) -> dict[str, Any]:
     """Summarise a cell's runs in the row that its figures are drawn from."""
     recorded = []

@@ -19,7 +19,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from jaxinfer.disk_cache.files import write_atomically
 
 OURS, BLUE, GREEN, ORANGE = "#d55e00", "#0072b2", "#009e73", "#e69f00"
-SKY, PINK, BLACK, GREY = "#56b4e9", "#cc79a7", "#222222", "#777777"
+SKY, PINK = "#56b4e9", "#cc79a7"
+BLACK, GREY, LIGHT_GREY = "#222222", "#777777", "#b0b0b0"
 SEQUENCE = (BLUE, ORANGE, GREEN, PINK, SKY, BLACK)
 """Colours of what is neither a policy nor a system, such as tasks and batch sizes."""
 

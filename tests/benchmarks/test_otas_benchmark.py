@@ -92,7 +92,7 @@ def test_what_is_checked(setting, tmp_path):
     assert values["late_share_virtual"] == 0  # batches here take no longer than the profile says
     assert 0.5 < values["utility_1_1x"] <= 1.05
     pytest.importorskip("benchmarks.otas.figures").draw_all(json.loads(json.dumps(report.result())), tmp_path)
-    assert len(list(tmp_path.glob("*.svg"))) == 10
+    assert len(list(tmp_path.glob("*.svg"))) == 12
     made = tables(report.rows)
     assert [text.count("\n") for text in made.values()] == [2 + len(CELLS) - 1, 2 + len(LOADS) - 1]
     utility = report.rows[0]["utility"]

@@ -10,7 +10,7 @@ from jaxinfer.evaluation.elastic.summaries import QUANTILES, TIMES, CellSummary
 from jaxinfer.evaluation.elastic.tables import OUTCOMES
 from jaxinfer.evaluation.figures import (
     BLACK,
-    GREY,
+    LIGHT_GREY,
     SEQUENCE,
     bar_style,
     colours_of,
@@ -64,7 +64,8 @@ def draw_arrivals(cell: CellSummary, caption: str = "") -> Figure:
     """Draw queries a second over time (Fig. 8)."""
     figure = Figure(figsize=(9, 2.4), layout="constrained")
     axes = figure.subplots()
-    axes.stairs(cell.rates, np.linspace(0, cell.rates_until, len(cell.rates) + 1), color=GREY, label="arrivals")
+    edges = np.linspace(0, cell.rates_until, len(cell.rates) + 1)
+    axes.stairs(cell.rates, edges, fill=True, color=LIGHT_GREY, label="arrivals")
     axes.axhline(cell.capacity, color=BLACK, linestyle="--", linewidth=1, label="capacity at level 0")
     axes.set(title="Queries that arrive, against what level 0 can serve", xlabel="s", ylabel="queries/s")
     axes.set_ylim(0)
@@ -112,7 +113,7 @@ def draw_accuracies(cell: CellSummary, caption: str = "") -> Figure:
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     for axes, (title, names) in zip(grid.flat, panels.items(), strict=False):
-        for name in [*names, *([OURS] if OURS in drawn else [])]:
+        for name in [*([OURS] if OURS in drawn else []), *names]:
             axes.plot(drawn[name], QUANTILES, label=name, **line_style(name, colours[name]))
         axes.set_title(title, fontsize="medium")
         axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
