@@ -12,7 +12,7 @@ KINDS = {
     "experts": "files of experts whose model directories may not be written to",
     "costs": "measured times of programs",
     "choices": "the fastest implementations, as `tune` measured them",
-    "models": "models that examples converted",
+    "models": "models that were fetched by name, or that examples converted",
     "circuit-board": "experts that an example trained",
     "benchmarks": "models and results of benchmarks",
 }
