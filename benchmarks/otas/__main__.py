@@ -31,17 +31,7 @@ from benchmarks.report import Report
 def _setting(report: Report) -> Setting:
     """Measure the setting, and report it."""
     setting = measure_setting()
-    levels, models = setting.levels, setting.models
-    report.row(
-        figure="setting",
-        capacity=round(levels.capacity, 1),
-        latency_scale=round(levels.scale, 4),
-        seconds={f"{n} {b}": round(s, 5) for (n, b), s in levels.profile.seconds.items()},
-        accuracy={f"{task} {n}": round(float(right.mean()), 4) for (task, n), right in levels.right.items()},
-        model_capacity=[round(models.profile.capacity(n), 1) for n in models.profile.levels],
-        model_accuracy={f"{task} {n}": round(float(right.mean()), 4) for (task, n), right in models.right.items()},
-        load_seconds=[round(s, 4) for s in setting.load_seconds.values()],
-    )
+    report.rows.append(setting.row())
     return setting
 
 

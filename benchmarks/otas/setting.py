@@ -3,7 +3,7 @@
 import dataclasses
 import gzip
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,6 +77,22 @@ class Setting(NamedTuple):
         """The policies that adapt, PetS, INFaaS, and the other fixed levels."""
         fixed = (level for level in self.levels.profile.levels if level)
         return [*POLICIES, INFAAS, *(f"level{level:+d}" for level in fixed)]
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of a result that holds the measured figures."""
+        levels, models = self.levels, self.models
+        return {
+            "figure": "setting",
+            "capacity": round(levels.capacity, 1),
+            "latency_scale": round(levels.scale, 4),
+            "seconds": {f"{n} {b}": round(s, 5) for (n, b), s in levels.profile.seconds.items()},
+            "accuracy": {f"{task} {n}": round(float(right.mean()), 4) for (task, n), right in levels.right.items()},
+            "model_capacity": [round(models.profile.capacity(n), 1) for n in models.profile.levels],
+            "model_accuracy": {
+                f"{task} {n}": round(float(right.mean()), 4) for (task, n), right in models.right.items()
+            },
+            "load_seconds": [round(s, 4) for s in self.load_seconds.values()],
+        }
 
     def make(self, policy: str) -> Policy:
         """Make a policy by name, with the paper's batching at this device's pace."""

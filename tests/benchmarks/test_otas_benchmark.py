@@ -91,6 +91,7 @@ def test_what_is_checked(setting, tmp_path):
     values = {check.name: check.value for check in report.checks}
     assert values["late_share_virtual"] == 0  # batches here take no longer than the profile says
     assert 0.5 < values["utility_1_1x"] <= 1.05
+    report.rows.append(setting.row())
     pytest.importorskip("benchmarks.otas.figures").draw_all(json.loads(json.dumps(report.result())), tmp_path)
     assert len(list(tmp_path.glob("*.svg"))) == 12
     made = tables(report.rows)
