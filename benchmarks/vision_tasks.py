@@ -30,6 +30,7 @@ TEXTS, TOKENS = 256, 128
 def tasks(report: Report, args: argparse.Namespace) -> None:
     """Measure the committed tasks' accuracy on images that nothing was trained on, and each level's throughput."""
     service = Service.from_checkpoint(BACKBONE)
+    service.compile_ahead()
     largest, table = service.batch_sizes[-1], Table("level", *service.tasks, "images/s", title="right answers, %")
     tests = {name: _test_images(name, service) for name in service.tasks}
     seconds = _level_seconds(service, next(iter(tests.values())).images[:largest], args.rounds)
@@ -119,6 +120,7 @@ def switching(report: Report, args: argparse.Namespace) -> None:
         np.zeros((1, service.config.image_size, service.config.image_size, 3), np.uint8),
     )
     levels = [level for level in service.levels if level <= 0 or level in service.task(name).prompts]
+    service.compile_ahead(levels)
     compiled = service.compiled
     for level in levels * 3:
         service.classify(image, name, level)

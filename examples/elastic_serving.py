@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from jaxinfer.elastic import Dataset, Service, load_dataset
-from jaxinfer.elastic.scheduling.policies import Policy, make_policy
+from jaxinfer.elastic.scheduling.policies import Policy, check_policy, make_policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
 from jaxinfer.elastic.scheduling.query import Query
 from jaxinfer.elastic.service import PLAN_SECONDS
@@ -45,6 +45,7 @@ def serve(
     options = {"merge_levels": args.merge_levels, "max_batch": args.max_batch}
     with Service.from_checkpoint(args.model, policy=make, **options) as service:
         service.measure_latency()  # nothing to do if earlier measurements could be kept
+        service.start()  # compiles all programs; else the first queries are served at one level
         dashboard = Dashboard(service, f"{policy}: {args.arrivals} at {args.load:.2f}x", len(queries))
         with Live(dashboard, console=Console(), refresh_per_second=4):
             answers = send_queries(service, queries, tests, watch=dashboard.watch)
@@ -56,6 +57,8 @@ def serve(
 
 
 def main(args: argparse.Namespace) -> None:
+    for policy in args.policies:
+        check_policy(policy)
     service = Service.from_checkpoint(args.model, merge_levels=args.merge_levels, max_batch=args.max_batch)
     size = service.config.image_size
     tests = {name: service.task(name).divide(load_dataset(name, size)).test for name in args.tasks}

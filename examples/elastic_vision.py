@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from jaxinfer.elastic import Dataset, Division, Service, TrainingConfig, load_dataset
@@ -24,23 +23,6 @@ from jaxinfer.elastic import Dataset, Division, Service, TrainingConfig, load_da
 BACKBONE = Path(__file__).parent / "elastic_vit"
 DIVISION = Division(test_share=0.25, test_seed=1)
 """Division of train_elastic_vit.py: the backbone has not seen the images for tests."""
-
-
-def register(service: Service, name: str, dataset: Dataset, args: argparse.Namespace) -> None:
-    """Train a task, with a progress bar for each part."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=None)
-        service.register_task(
-            name,
-            dataset,
-            prompts=args.prompts,
-            division=DIVISION,
-            training=TrainingConfig(steps=args.steps),
-            progress=lambda what, done, total: bar.update(
-                task, description=f"{name}: {what}", completed=done, total=total
-            ),
-        )
 
 
 def right_answers(service: Service, name: str, test: Dataset, level: int) -> tuple[float, float]:
@@ -85,8 +67,10 @@ def main(args: argparse.Namespace) -> None:
         for name in args.tasks:
             dataset = load_dataset(name, service.config.image_size)
             if name not in service.tasks:
-                register(service, name, dataset, args)
+                training = TrainingConfig(steps=args.steps)
+                service.register_task(name, dataset, prompts=args.prompts, division=DIVISION, training=training)
             tests[name] = service.task(name).divide(dataset).test
+        service.compile_ahead()  # else each program is compiled when it is first needed
         print(f"{service.compiled} programs, none compiled from here on. Right answers to images never seen:")
         Console().print(compare_levels(service, tests))
         # Images of several tasks go through the model together.

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from jaxinfer.compiled.executables import ExecutableStore
-from jaxinfer.compiled.interruptible import results, start
+from jaxinfer.compiled.interruptible import run_all
 from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.pallas_kernels.choices import Call, recorded_calls, supported
 from jaxinfer.pallas_kernels.dispatch import allow_kernels
-from jaxinfer.progress import LongWork, chosen, long_work, showing
+from jaxinfer.progress import chosen, long_work, showing
 
 _forbidding: contextvars.ContextVar[frozenset["ProgramCache[Any]"]] = contextvars.ContextVar(
     "forbidding", default=frozenset()
@@ -77,7 +77,7 @@ class ProgramCache[Buckets]:
         reachable = (sizes for spec in self._specs.values() for sizes in spec.reachable(buckets))
         missing = [sizes for sizes in dict.fromkeys(reachable) if sizes not in self._programs]
         if missing:
-            self._compile_all(missing.copy(), min(len(missing), workers or os.cpu_count() or 1))
+            self._compile_all(missing, min(len(missing), workers or os.cpu_count() or 1))
         return len(missing)
 
     def calls(self, buckets: Buckets) -> list[Call]:
@@ -94,25 +94,18 @@ class ProgramCache[Buckets]:
         return [call for call in calls.values() if len(supported(call)) > 1]
 
     def _compile_all(self, missing: list[Sizes], workers: int) -> None:
-        remaining = iter(missing)  # shared: each worker takes the next
-
-        def compile_remaining(work: LongWork) -> None:
-            try:
-                for sizes in remaining:
-                    self._compile(sizes)
-                    work.advance()
-            finally:
-                missing.clear()  # ends the iteration of the other workers after an error
-
         what = "compiling programs" if len(missing) > 1 else f"compiling {missing[0].program}({missing[0]})"
-        try:
-            with showing(self._progress), long_work(what, total=len(missing)) as work:
-                if workers == 1:
-                    compile_remaining(work)
-                else:
-                    results([start(lambda: compile_remaining(work)) for _ in range(workers)])
-        finally:
-            missing.clear()
+        with showing(self._progress), long_work(what, total=len(missing)) as work:
+
+            def compile_one(sizes: Sizes) -> None:
+                self._compile(sizes)
+                work.advance()
+
+            if workers == 1:
+                for sizes in missing:
+                    compile_one(sizes)
+            else:
+                run_all(compile_one, missing, workers)
 
     def _compile(self, sizes: Sizes) -> None:
         with self._locks.setdefault(sizes, threading.Lock()):
@@ -130,5 +123,8 @@ class ProgramCache[Buckets]:
         finally:
             _forbidding.reset(before)
 
+    def __contains__(self, sizes: Sizes) -> bool:
+        return sizes in self._programs
+
     def __iter__(self) -> Iterator[Program]:
-        return iter(self._programs.values())
+        return iter(list(self._programs.values()))  # others may be added meanwhile

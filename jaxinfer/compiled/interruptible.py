@@ -1,4 +1,8 @@
-"""Interruptible waits for calls that Ctrl-C cannot stop, such as XLA's compiler: Ctrl-C stops the caller instead."""
+"""Interruptible waits for calls that Ctrl-C cannot stop, such as XLA's compiler: Ctrl-C stops the caller instead.
+
+A process that ends while such a call runs waits for it, since code that still runs while the process is taken down
+would crash it. One that Ctrl-C ends does not wait: it ends as if by SIGINT.
+"""
 
 import atexit
 import os
@@ -14,6 +18,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self.lock, self.running, self.left = threading.Lock(), 0, False
+        self.ended = threading.Condition(self.lock)
 
 
 _calls = _Calls()
@@ -33,6 +38,7 @@ def start[Result](call: Callable[[], Result]) -> Future[Result]:
         finally:
             with _calls.lock:
                 _calls.running -= 1
+                _calls.ended.notify_all()
 
     with _calls.lock:
         _calls.running += 1
@@ -41,11 +47,7 @@ def start[Result](call: Callable[[], Result]) -> Future[Result]:
 
 
 def results[Result](futures: Iterable[Future[Result]]) -> list[Result]:
-    """Return the results of started calls. If the caller is interrupted, the calls go on by themselves.
-
-    A process that ends while such a call runs ends as if by SIGINT: it cannot wait for the call, and code that still
-    runs while the process is taken down would crash it.
-    """
+    """Return the results of started calls. If the caller is interrupted, the calls go on by themselves."""
     try:
         return [future.result() for future in futures]
     except BaseException as error:
@@ -58,10 +60,48 @@ def interruptible[Result](call: Callable[[], Result]) -> Result:
     return results([start(call)])[0]
 
 
+def run_all[Argument](call: Callable[[Argument], None], arguments: Iterable[Argument], workers: int) -> None:
+    """Make a call for each argument, several at a time. After an error or Ctrl-C, no more of them begin."""
+    remaining = list(arguments)[::-1]
+
+    def run() -> None:
+        try:
+            while remaining:
+                try:
+                    argument = remaining.pop()
+                except IndexError:  # another worker has taken the last one
+                    return
+                call(argument)
+        except BaseException:
+            remaining.clear()
+            raise
+
+    try:
+        results([start(run) for _ in range(min(len(remaining), workers))])
+    finally:
+        remaining.clear()
+
+
 @atexit.register
 def _end() -> None:
-    if _calls.left and _calls.running:
+    interrupted = _calls.left or isinstance(getattr(sys, "last_exc", None), KeyboardInterrupt)
+    try:
+        with _calls.lock:
+            if not interrupted:
+                _calls.ended.wait_for(lambda: not _calls.running)
+    except KeyboardInterrupt:
+        pass
+    if _calls.running:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def _after_fork() -> None:
+    """Begin anew in a process that was forked: no call runs there."""
+    global _calls
+    _calls = _Calls()
+
+
+os.register_at_fork(after_in_child=_after_fork)

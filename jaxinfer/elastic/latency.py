@@ -9,7 +9,7 @@ from jaxinfer.compiled import Bucket, Cost, Costs, Drift
 from jaxinfer.compiled.costs import SHORTEST
 from jaxinfer.compiled.drift import NEWEST
 from jaxinfer.elastic.errors import ProfileError
-from jaxinfer.elastic.programs import PROGRAM
+from jaxinfer.elastic.programs import PROGRAM, LevelAndSize
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +17,6 @@ REPEATS = 5
 """Minimum number of timed batches per level and size in the profile."""
 DRIFT = 1.3
 """Factor by which the newest batches of a level and size must differ from the known time to change it."""
-
-
-LevelAndSize = tuple[int, int]
-"""A level, and the size that a batch is padded to."""
 
 
 class Latency(NamedTuple):
@@ -65,7 +61,7 @@ class LatencyProfile:
         ]
 
     def seconds(self, level: int, batch: int) -> Latency:
-        """Return the latency of a compiled batch size. Raises ProfileError if it was not measured."""
+        """Return the latency of batches of a size. Raises ProfileError if it was not measured."""
         with self._lock:
             cost, factor = self._measured(level, batch), self._drift.factors.get((level, batch), 1.0)
         return Latency(factor * cost.p50, factor * cost.p95)

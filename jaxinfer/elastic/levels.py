@@ -1,10 +1,11 @@
 """Levels: how many tokens each layer adds or merges (OTAS's gamma)."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
-from jaxinfer.elastic.errors import LevelError
-from jaxinfer.models.config import ViTConfig
+from jaxinfer.elastic.errors import ElasticError, LevelError
+from jaxinfer.models.config import ModelConfig, ViTConfig
 from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
 
 _SHARES = (1.25, 1.0, 0.75, 0.5, 0.25)
@@ -18,6 +19,13 @@ def default_merge_levels(config: ViTConfig) -> tuple[int, ...]:
     """
     per_layer, most = config.patches / config.layers, config.patches // 2
     return tuple(sorted({-min(max(1, round(share * per_layer)), most) for share in _SHARES}))
+
+
+def require_vit(folder: str | os.PathLike[str], config: ModelConfig) -> ViTConfig:
+    """Return the config of a vision transformer. Raises ElasticError, which names the folder, for any other."""
+    if not isinstance(config, ViTConfig):
+        raise ElasticError(f"{folder} is no vision transformer; its tokens cannot be adapted for tasks.")
+    return config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

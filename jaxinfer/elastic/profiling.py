@@ -6,17 +6,16 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from jaxinfer.elastic.accuracy import LevelAccuracy
-from jaxinfer.elastic.latency import LevelAndSize
 from jaxinfer.elastic.levels import Levels
-from jaxinfer.elastic.programs import LevelPrograms
+from jaxinfer.elastic.programs import LevelAndSize, LevelPrograms
 from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.elastic.tasks.repository import Task
 from jaxinfer.models.layers.token_adaptation import MergeSchedule, TokenAdaptation
-from jaxinfer.serving.progress import Progress
+from jaxinfer.progress import long_work
 
 
 def time_batches(
-    programs: LevelPrograms, batches: Sequence[LevelAndSize], repeats: int, progress: Progress
+    programs: LevelPrograms, batches: Sequence[LevelAndSize], repeats: int
 ) -> dict[LevelAndSize, np.ndarray]:
     """Time each batch; return its seconds, [repeats].
 
@@ -26,22 +25,24 @@ def time_batches(
     rng, size = np.random.default_rng(0), programs.image_size
     images = rng.integers(0, 256, (programs.sizes[-1], size, size, 3), np.uint8)
     times = {batch: list[float]() for batch in batches}
-    for done in range(1 + repeats):  # the first round links programs, and is not counted
-        for level, count in rng.permutation(batches).tolist():
-            times[level, count].append(programs.rehearse(level, images[:count]))
-        progress("latency", done, repeats)
+    with long_work("timing batches", total=(1 + repeats) * len(times)) as work:
+        for _ in range(1 + repeats):  # the first round links programs, and is not counted
+            for level, count in rng.permutation(batches).tolist():
+                times[level, count].append(programs.rehearse(level, images[:count]))
+                work.advance()
     return {batch: np.array(seconds[1:]) for batch, seconds in times.items()}
 
 
 def choose_schedules(
-    programs: LevelPrograms, levels: Levels, task: Task, validation: Dataset, progress: Progress
+    programs: LevelPrograms, levels: Levels, task: Task, validation: Dataset
 ) -> dict[int, MergeSchedule]:
     """Return the merging levels' schedules; where they are undecided, choose them by this task."""
     schedules = dict(levels.schedules)
     undecided = [level for level in levels.merge_levels if level not in schedules and levels.forced is None]
-    for done, level in enumerate(undecided):
-        schedules[level] = _choose_schedule(programs, levels, level, task, validation)
-        progress("schedules", done + 1, len(undecided))
+    with long_work("choosing where levels merge", total=len(undecided)) as work:
+        for level in undecided:
+            schedules[level] = _choose_schedule(programs, levels, level, task, validation)
+            work.advance()
     return schedules
 
 
@@ -79,26 +80,26 @@ def schedules_of(tasks: Collection[Task], levels: Levels, weights: str) -> dict[
 
 
 def profile_accuracy(
-    programs: LevelPrograms, task: Task, validation: Dataset, weights: str, progress: Progress
+    programs: LevelPrograms, task: Task, validation: Dataset, weights: str
 ) -> dict[str, LevelAccuracy]:
-    """Measure a task's accuracy at all compiled levels that it has; return it by `what_runs`.
+    """Measure a task's accuracy at all levels that it has; return it by `what_runs`.
 
     Args:
       programs: the programs of the levels.
       task: a task that they need not serve.
       validation: images that it was not trained on.
       weights: the format of the weights.
-      progress: see `Progress`.
     """
     levels = [level for level in programs.levels if level <= 0 or level in task.prompts]
-    plain, _ = _evaluate(programs, task, programs.adaptation(0), validation)
     accuracies = {}
-    for done, level in enumerate(levels):
-        adaptation = programs.adaptation(level)
-        correct = _evaluate(programs, task, adaptation, validation)[0] if level else plain
-        ran = what_runs(adaptation, weights)
-        accuracies[ran] = LevelAccuracy.from_correct(correct, plain, ran)
-        progress("accuracy", done + 1, len(levels))
+    with long_work("measuring accuracy", total=len(levels)) as work:
+        plain, _ = _evaluate(programs, task, programs.adaptation(0), validation)
+        for level in levels:
+            adaptation = programs.adaptation(level)
+            correct = _evaluate(programs, task, adaptation, validation)[0] if level else plain
+            ran = what_runs(adaptation, weights)
+            accuracies[ran] = LevelAccuracy.from_correct(correct, plain, ran)
+            work.advance()
     return accuracies
 
 

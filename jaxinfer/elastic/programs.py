@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +14,16 @@ import numpy as np
 from rich.filesize import decimal
 
 from jaxinfer.compiled import DeviceTime, ExecutableStore, Program, ProgramCache, ProgramSpec, Sizes, check_mappings
+from jaxinfer.compiled.interruptible import run_all
+from jaxinfer.elastic.background import Turns
 from jaxinfer.elastic.errors import ElasticError, LevelError
 from jaxinfer.elastic.tasks.repository import Head, Task
-from jaxinfer.generation.engine.buckets import powers, round_up
+from jaxinfer.generation.engine.buckets import powers
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.files.loading import LoadedModel
 from jaxinfer.models.layers.token_adaptation import TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
+from jaxinfer.progress import long_work, showing
 from jaxinfer.sharding import ShardingRules
 from jaxinfer.sharding.collectives import use_rules
 
@@ -26,6 +31,9 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "classify"
 """The program's name in caches and in the record of costs."""
+
+LevelAndSize = tuple[int, int]
+"""A level, and the size that a batch is padded to."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +107,8 @@ def image_bytes(config: ViTConfig) -> int:
 class LevelPrograms:
     """The programs of all levels, and the tasks that they run.
 
+    A program is compiled when it is asked for, and ready when its owner has admitted it, having reserved its memory.
+
     Args:
       model: the backbone.
       max_batch: images of the largest batch; smaller batches have powers of two as sizes.
@@ -106,9 +116,9 @@ class LevelPrograms:
       store: keeps executables between processes; None: nothing does.
 
     Attributes:
-      sizes: the compiled batch sizes, ascending.
+      sizes: the sizes that batches are padded to, ascending, compiled or not.
       device: times all batches, whoever sends them.
-      compiled: number of programs compiled ahead, or read from the store.
+      turns: who compiles first.
     """
 
     def __init__(
@@ -127,8 +137,7 @@ class LevelPrograms:
         self.sizes = powers(2, 1, max_batch)
         self._levels: dict[int, _Level] = {}
         self._served = _Served({}, {})
-        self.device = DeviceTime()
-        self.compiled = 0
+        self.device, self.turns = DeviceTime(), Turns()
         self._warm: set[Program] = set()
 
     @property
@@ -138,28 +147,76 @@ class LevelPrograms:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The compiled levels, ascending."""
+        """The levels, ascending, compiled or not."""
         return tuple(sorted(self._levels))
 
+    @property
+    def compiled(self) -> int:
+        """The number of programs that are compiled, or were read from the store."""
+        return sum(len(tuple(level.cache)) for level in self._levels.values())
+
+    def ready(self, level: int) -> tuple[int, ...]:
+        """Return the sizes, ascending, at which a level can run."""
+        return tuple(size for size in self.sizes if size in self._levels[level].ready)
+
+    def padded(self, level: int, count: int) -> int:
+        """Return the size that runs `count` images at a level. Raises LevelError if none of them is ready."""
+        for size in self.ready(level):
+            if size >= count:
+                return size
+        raise LevelError(f"level {level} is not compiled for {count} images.")
+
     def adaptation(self, level: int) -> TokenAdaptation:
-        """Return a level's adaptation. Raises LevelError for one that is not compiled."""
+        """Return a level's adaptation. Raises LevelError for one that there is not."""
         if level not in self._levels:
-            known = ", ".join(map(str, self.levels)) or "none"
-            raise LevelError(f"level {level} is not compiled; compiled: {known}.")
+            raise LevelError(f"there is no level {level}; levels: {', '.join(map(str, self.levels))}.")
         return self._levels[level].adaptation
 
-    def compile_ahead(self, level: int, adaptation: TokenAdaptation) -> None:
-        """Compile a level for all batch sizes, unless it is compiled with this adaptation. Raises MappingsError."""
-        if level in self._levels and self._levels[level].adaptation == adaptation:
+    def add(self, level: int, adaptation: TokenAdaptation) -> None:
+        """Have a level, unless it is there with this adaptation. What was ready is, since it is compiled first."""
+        before = self._levels.get(level)
+        if before is not None and before.adaptation == adaptation:
             return
-        check_mappings()
-        cache = self._cache_of(adaptation)
-        self.compiled += cache.compile_ahead(self.sizes)
+        made = _Level(adaptation, self._cache_of(adaptation), set(before.ready) if before else set())
+        self._compile([(made.cache, size) for size in sorted(made.ready)])
         tasks, arrays = self._served
         if adaptation.prompts not in arrays:
             arrays = arrays | {adaptation.prompts: self._arrays_of(tasks.values(), adaptation.prompts)}
         self._served = _Served(tasks, arrays)
-        self._levels = self._levels | {level: _Level(adaptation, cache)}
+        self._levels = self._levels | {level: made}
+
+    def missing(self, needed: Iterable[LevelAndSize]) -> list[LevelAndSize]:
+        """Return those of these programs that are not ready."""
+        return [(level, size) for level, size in dict.fromkeys(needed) if size not in self.ready(level)]
+
+    def compile(self, needed: Iterable[LevelAndSize]) -> None:
+        """Compile these programs, several at a time, before any in the background. Raises MappingsError, ClosedError.
+
+        Ctrl-C ends the call at once.
+        """
+        self._compile([(self._levels[level].cache, size) for level, size in needed])
+
+    def _compile(self, needed: Sequence[tuple[ProgramCache[Sequence[int]], int]]) -> None:
+        missing = [(cache, size) for cache, size in needed if Classify(batch=size) not in cache]
+        if not missing:
+            return
+        with self.turns.first(), long_work("compiling programs", total=len(missing)) as work:
+
+            def compile_one(needed: tuple[ProgramCache[Sequence[int]], int]) -> None:
+                self.turns.check()
+                compile_size(*needed)
+                work.advance()
+
+            run_all(compile_one, missing, os.cpu_count() or 1)
+
+    def compiler(self, level: int, size: int) -> Callable[[], None]:
+        """Return a function that compiles a program, and keeps none of the model's memory alive meanwhile."""
+        return functools.partial(compile_size, self._levels[level].cache, size)
+
+    def admit(self, programs: Iterable[LevelAndSize]) -> None:
+        """Let these programs run, which are compiled."""
+        for level, size in programs:
+            self._levels[level].ready.add(size)
 
     @contextlib.contextmanager
     def unchanged_by_errors(self) -> Iterator[None]:
@@ -171,35 +228,40 @@ class LevelPrograms:
             self._levels, self._served = before
             raise
 
-    def bytes_needed(self, batch: int) -> int:
-        """Return the bytes that the model, the tasks and two batches of this size take together."""
-        return sum(self.tenants(batch).values())
+    def bytes_needed(self, batch: int, also: Collection[LevelAndSize] = ()) -> int:
+        """Return the bytes that the model, the tasks and two batches of this size take together; see `tenants`."""
+        return sum(self.tenants(batch, also).values())
 
-    def tenants(self, batch: int) -> dict[str, int]:
-        """Return these bytes of the device by use, at the level that takes most.
+    def tenants(self, batch: int, also: Collection[LevelAndSize] = ()) -> dict[str, int]:
+        """Return these bytes of the device by use, at the level that takes most of those that are ready, or `also` are.
 
         Two batches, since one is sent while another runs.
         """
-        programs = (level.cache.get(Classify(batch=batch)) for level in self._levels.values())
+        ready = {(level, size) for level in self._levels for size in self.ready(level)} | set(also)
+        workspaces = (
+            self._levels[level].cache.get(Classify(batch=size)).memory.workspace_bytes
+            for level, size in ready
+            if size <= batch
+        )
         return {
             "weights": sum(leaf.nbytes for leaf in self._leaves),
             "prompts and heads": sum(leaf.nbytes for leaf in jax.tree.leaves(self._served.arrays)),
-            "programs' workspace": 2 * max((program.memory.workspace_bytes for program in programs), default=0),
+            "programs' workspace": 2 * max(workspaces, default=0),
             "images": 2 * batch * image_bytes(self._config),
         }
 
-    def fit(self, device_memory: int, *, may_shrink: bool = True) -> None:
-        """Keep the batch sizes that fit the memory.
+    def fit(self, device_memory: int, also: Collection[LevelAndSize] = (), *, may_shrink: bool = True) -> None:
+        """Keep the batch sizes that fit the memory, as far as they are compiled.
 
         Raises ElasticError if none fits, or if sizes would go and may not.
         """
-        fitting = tuple(size for size in self.sizes if self.bytes_needed(size) <= device_memory)
+        fitting = tuple(size for size in self.sizes if self.bytes_needed(size, also) <= device_memory)
         if not fitting or (not may_shrink and fitting != self.sizes):
             size = self.sizes[-1] if fitting else self.sizes[0]
             raise ElasticError(
                 f"device_memory={decimal(device_memory)} is too little for batches of {size}, which need "
-                f"{decimal(self.bytes_needed(size))} at the levels {', '.join(map(str, self.levels))}: raise it, or "
-                "open the service with fewer levels or a smaller max_batch."
+                f"{decimal(self.bytes_needed(size, also))} at the levels {', '.join(map(str, self.levels))}: raise it, "
+                "or open the service with fewer levels or a smaller max_batch."
             )
         if fitting != self.sizes:
             log.info("Batches of more than %d do not fit into %s.", fitting[-1], decimal(device_memory))
@@ -223,7 +285,7 @@ class LevelPrograms:
     def launch(self, level: int, tasks: Sequence[str], images: np.ndarray) -> "Launched":
         """Send a batch of at most the largest size, without waiting for it.
 
-        Compiles nothing. Raises LevelError for a level that is not compiled.
+        Compiles nothing. Raises LevelError for a level that is not ready for as many images.
         """
         served = self._served
         places = {name: place for place, name in enumerate(served.tasks)}
@@ -238,19 +300,24 @@ class LevelPrograms:
 
     def _launch(self, served: "_Served", level: int, places: Sequence[int], images: np.ndarray) -> jax.Array:
         adaptation = self.adaptation(level)
-        cache = self._levels[level].cache
+        cache, batch = self._levels[level].cache, self.padded(level, len(images))
         with cache.forbid_compile():
-            return self._call(cache, served.arrays[adaptation.prompts], places, images)
+            return self._call(cache, served.arrays[adaptation.prompts], places, images, batch)
 
     def warm_up(self, levels: Iterable[int]) -> None:
-        """Run each program of these levels once, if it has not run: the first call links the compiled code."""
+        """Run each ready program of these levels once, if it has not run: the first call links the compiled code."""
         size = self._config.image_size
-        for level in levels:
-            cache = self._levels[level].cache
-            for batch in self.sizes:
-                if (program := cache.get(Classify(batch=batch))) not in self._warm:
-                    self.rehearse(level, np.zeros((batch, size, size, 3), np.uint8))
-                    self._warm.add(program)
+        cold = [
+            (program, level, batch)
+            for level in levels
+            for batch in self.ready(level)
+            if (program := self._levels[level].cache.get(Classify(batch=batch))) not in self._warm
+        ]
+        with long_work("running programs once", total=len(cold)) as work:
+            for program, level, batch in cold:
+                self.rehearse(level, np.zeros((batch, size, size, 3), np.uint8))
+                self._warm.add(program)
+                work.advance()
 
     def try_task(self, task: Task, adaptation: TokenAdaptation) -> Callable[[np.ndarray], np.ndarray]:
         """Return a function from images, at most the largest batch, to the logits of a task that need not be served."""
@@ -260,7 +327,7 @@ class LevelPrograms:
 
         def logits(images: np.ndarray) -> np.ndarray:
             sent = self.device.clock()
-            logits = np.asarray(self._call(cache, arrays, [0] * len(images), images, batch=self.sizes[-1]))
+            logits = np.asarray(self._call(cache, arrays, [0] * len(images), images, self.sizes[-1]))
             self.device.end(sent)
             return logits[: len(images)]
 
@@ -272,10 +339,8 @@ class LevelPrograms:
         arrays: TaskArrays,
         places: Sequence[int],
         images: np.ndarray,
-        *,
-        batch: int | None = None,
+        batch: int,
     ) -> jax.Array:
-        batch = batch or round_up(len(images), self.sizes)
         padding = batch - len(images)
         if padding:
             images = np.concatenate((images, np.zeros((padding, *images.shape[1:]), np.uint8)))
@@ -285,11 +350,15 @@ class LevelPrograms:
     def _cache_of(self, adaptation: TokenAdaptation) -> ProgramCache[Sequence[int]]:
         """Return a cache for the programs of an adaptation, none compiled yet."""
         config, size = self._config, self._config.image_size
-        leaves, arrays = self._leaves, self._arrays_of([], adaptation.prompts)
+        # Shapes, not arrays: compiling may go on for a while after the model is closed, whose memory is then free.
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._leaves]
+        tasks = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._arrays_of([], adaptation.prompts)
+        )
 
         def arguments(sizes: Classify) -> tuple[Any, ...]:
             images = jax.ShapeDtypeStruct((sizes.batch, size, size, 3), jnp.uint8)
-            return leaves, *arrays, jax.ShapeDtypeStruct((sizes.batch,), jnp.int32), images
+            return leaves, *tasks, jax.ShapeDtypeStruct((sizes.batch,), jnp.int32), images
 
         spec: ProgramSpec[Classify, Sequence[int]] = ProgramSpec(
             sizes=Classify,
@@ -298,7 +367,8 @@ class LevelPrograms:
             arguments=arguments,
             reachable=lambda sizes: (Classify(batch=size) for size in sizes),
         )
-        return ProgramCache([spec], store=self._store)
+        with showing(False):  # who compiles says so
+            return ProgramCache([spec], store=self._store)
 
     def _arrays_of(self, tasks: Iterable[Task], prompts: int) -> TaskArrays:
         return task_arrays(tasks, self._config, prompts, **self._most)
@@ -328,5 +398,14 @@ class _Served(NamedTuple):
 
 
 class _Level(NamedTuple):
+    """A level: its programs, and the sizes of those that may run."""
+
     adaptation: TokenAdaptation
     cache: ProgramCache[Sequence[int]]
+    ready: set[int]
+
+
+def compile_size(cache: ProgramCache[Sequence[int]], size: int) -> None:
+    """Compile the program of a batch size. Raises MappingsError."""
+    check_mappings()
+    cache.compile_ahead([size], workers=1)

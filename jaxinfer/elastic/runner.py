@@ -8,7 +8,6 @@ import numpy as np
 from jaxinfer.elastic.latency import LatencyProfile
 from jaxinfer.elastic.programs import Launched, LevelPrograms
 from jaxinfer.elastic.scheduling.query import Query
-from jaxinfer.generation.engine.buckets import round_up
 from jaxinfer.serving.errors import FailedError
 
 
@@ -75,8 +74,8 @@ class LevelRunner:
         return best_labels(launched)
 
     def expected_seconds(self, level: int, count: int) -> float:
-        return self._latency.seconds(level, round_up(count, self._programs.sizes)).p50
+        return self._latency.seconds(level, self._programs.padded(level, count)).p50
 
     def observe(self, level: int, count: int, seconds: float) -> None:
-        if self._latency.observe(level, round_up(count, self._programs.sizes), seconds):
+        if self._latency.observe(level, self._programs.padded(level, count), seconds):
             self._on_drift()

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Self
@@ -18,12 +18,13 @@ from msgspec import Meta
 from jaxinfer.compiled import Costs, ExecutableStore, Origin
 from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
 from jaxinfer.elastic.answers import Answer, Classification, QueryStatistics
+from jaxinfer.elastic.background import Step, grow
 from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
-from jaxinfer.elastic.latency import REPEATS, LatencyProfile, LevelAndSize
-from jaxinfer.elastic.levels import Levels, default_merge_levels
+from jaxinfer.elastic.latency import REPEATS, LatencyProfile
+from jaxinfer.elastic.levels import Levels, default_merge_levels, require_vit
 from jaxinfer.elastic.profiling import choose_schedules, profile_accuracy, schedules_of, time_batches, what_runs
-from jaxinfer.elastic.programs import LevelPrograms, image_bytes
+from jaxinfer.elastic.programs import LevelAndSize, LevelPrograms, image_bytes
 from jaxinfer.elastic.runner import LevelRunner, best_labels
 from jaxinfer.elastic.scheduling.policies import Elastic, Policy
 from jaxinfer.elastic.scheduling.profile import ServingProfile
@@ -31,17 +32,17 @@ from jaxinfer.elastic.tasks.datasets import Dataset, Division
 from jaxinfer.elastic.tasks.images import check_images
 from jaxinfer.elastic.tasks.repository import Task, TaskRepository
 from jaxinfer.elastic.tasks.training import Trainer, TrainingConfig
+from jaxinfer.generation.engine.buckets import round_up
 from jaxinfer.generation.fields import check
-from jaxinfer.hub import HubName, resolve
-from jaxinfer.models.config import ViTConfig
+from jaxinfer.hub import resolve
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.files.loading import LoadedModel, load_model
 from jaxinfer.models.layers.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
+from jaxinfer.progress import ProgressOption, chosen, showing
 from jaxinfer.serving.budget import Budget, Reservation, sizes_of
 from jaxinfer.serving.errors import FailedError, closed_error
 from jaxinfer.serving.heap import trim_heap
 from jaxinfer.serving.lifecycle import Closeable
-from jaxinfer.serving.progress import Progress, no_progress
 from jaxinfer.streaming.config import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -64,8 +65,9 @@ class Service(Closeable):
     """One vision transformer that classifies images for any of its tasks, at any level.
 
     A level > 0 adds as many prompts in each layer, 0 is the plain model, a level < 0 merges as many tokens in each
-    layer. All programs are compiled when tasks are registered or the service starts, none while it classifies. Several
-    threads may classify at a time.
+    layer. A program is compiled when it is first needed: `classify` waits for those of its level and its numbers of
+    images alone; the first query for two of one level, while the others are compiled in the background, and no query
+    for any more. `start` and `compile_ahead` wait for all. Several threads may classify at a time.
 
     Args:
       model: a vision transformer.
@@ -81,7 +83,9 @@ class Service(Closeable):
       max_waiting: waiting queries beyond which more are refused. None: `MAX_WAITING`, or as many as have images of
         `WAITING_BYTES` together.
       device_memory: memory for the model, its tasks and the two batches in flight: bytes, or such as "8GiB"; if
-        `max_batch` does not fit, batches are smaller. None: any.
+        `max_batch` does not fit, batches are smaller, which shows when their programs are compiled. None: any.
+      progress: whether work of seconds, such as compiling, shows a line on stderr: True, False, a function to call with
+        (what, done, total), or None: as the caller has chosen, else yes unless `JAXINFER_PROGRESS=0`.
 
     Attributes:
       config: the model's config.
@@ -104,10 +108,11 @@ class Service(Closeable):
         policy: Callable[[ServingProfile], Policy] = plan_in_time,
         max_waiting: int | None = None,
         device_memory: int | str | None = None,
+        progress: ProgressOption = None,
     ):
-        config = model.config
-        if not isinstance(config, ViTConfig):
-            raise ElasticError(f"{model.folder} is no vision transformer; its tokens cannot be adapted for tasks.")
+        with showing(progress):
+            self._progress = chosen()
+        config = require_vit(model.folder, model.config)
         if max_waiting is None:
             max_waiting = max(1, min(MAX_WAITING, WAITING_BYTES // image_bytes(config)))
         for name, value in (
@@ -153,18 +158,16 @@ class Service(Closeable):
         )
         self.latency = LatencyProfile(costs, _merged(programs))
         self._registering = threading.Lock()  # held while a task is trained and profiled
-        self._serving = threading.Lock()  # held while the tasks, levels or decider change
+        self._serving = threading.Lock()  # held while the tasks, levels, programs that may run, or decider change
         self._policy, self._max_waiting = policy, max_waiting
         self._memory = None if device_memory is None else parse_bytes("device_memory", device_memory)
         self._decider: QueryDecider | None = None
         self._closed = False
         self._devices = next(iter(model.leaves.values())).devices()
         self._reservation = Reservation(f"Service {model.name}")
-        self._reserve()
+        self._add_levels(*self._tasks.values())
         for task in self._tasks.values():
             self._programs.put(task)
-        if self._tasks:
-            self._compile_ahead(*self._tasks.values())
 
     @classmethod
     def from_checkpoint(
@@ -174,6 +177,7 @@ class Service(Closeable):
         repository: str | Path | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
+        progress: ProgressOption = None,
         **options,
     ) -> Self:
         """Make a service from a model directory, with its registered tasks.
@@ -182,14 +186,13 @@ class Service(Closeable):
           path: a model directory of a vision transformer, or what stands for one, as in `LLM`.
           repository: the folder of tasks; None: `tasks` in the folder `path`.
           dtype, quantize: see `load_model`.
-          options: the options of `Service`.
+          progress, options: the options of `Service`.
 
         Raises CheckpointError for files that are damaged or of other models, ElasticError for options.
         """
-        if repository is None and not Path(path).is_dir() and HubName.parse(path):
-            raise ElasticError(f"{path} is a repository of the hub: give `repository`, a folder to keep tasks in.")
-        model = load_model(resolve(path), dtype=dtype, quantize=quantize)
-        return cls(model, TaskRepository(Path(path) / "tasks" if repository is None else repository), **options)
+        tasks = TaskRepository.of_model(path, repository)
+        with showing(progress):
+            return cls(load_model(resolve(path), dtype=dtype, quantize=quantize), tasks, **options)
 
     @property
     def _programs(self) -> LevelPrograms:
@@ -213,12 +216,12 @@ class Service(Closeable):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The compiled levels, ascending."""
+        """The levels, ascending, whether their programs are compiled yet or not."""
         return self._programs.levels
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The sizes that batches are padded to, ascending."""
+        """The sizes that batches are padded to, ascending, whether their programs are compiled yet or not."""
         return self._programs.sizes
 
     @property
@@ -232,7 +235,7 @@ class Service(Closeable):
         return dict(self._tasks)
 
     def adaptation(self, level: int) -> TokenAdaptation:
-        """Return a level's adaptation of each layer. Raises LevelError for one that is not compiled."""
+        """Return a level's adaptation of each layer. Raises LevelError for one that there is not."""
         return self._programs.adaptation(level)
 
     def task(self, name: str) -> Task:
@@ -247,15 +250,15 @@ class Service(Closeable):
     def classify(
         self, images: np.ndarray | Sequence[np.ndarray], task: str | Sequence[str], level: int = 0
     ) -> list[Classification]:
-        """Classify images.
+        """Classify images. Waits for the programs of this level and these numbers of images, if they are not compiled.
 
         Args:
           images: uint8 [B, size, size, 3], RGB, of the model's size; any number of them, or a single one.
           task: the task of all images, or one for each; they are computed together.
           level: one of `levels` that the tasks have.
 
-        Raises InvalidImageError, UnknownTaskError or LevelError before anything runs, FailedError for logits that are
-        not finite.
+        Raises InvalidImageError, UnknownTaskError or LevelError before anything runs or is compiled, BudgetError where
+        a program needs more memory than there is, FailedError for logits that are not finite.
         """
         images = check_images(images, self.config.image_size)
         tasks, level = check("task", task, _TaskOrTasks), check("level", level, int)
@@ -265,6 +268,8 @@ class Service(Closeable):
         for name in dict.fromkeys(tasks):
             self._check_has_level(self.task(name), level)
         programs, answers = self._programs, []  # kept, as the service may be closed meanwhile
+        with showing(self._progress):
+            self._compile(programs, lambda: [(level, size) for size in _sizes_of(len(images), programs.sizes)])
         largest = programs.sizes[-1]
         for first in range(0, len(images), largest):
             part = slice(first, first + largest)
@@ -315,12 +320,29 @@ class Service(Closeable):
             accuracy=accuracy,
         )
 
+    def _ready_profile(self, tasks: Mapping[str, Task]) -> ServingProfile:
+        """Return what a live service plans with: levels that can run batches of all sizes.
+
+        A size that is not compiled yet takes the seconds of the next one, which it runs in.
+        """
+        whole, programs = self._serving_profile(tasks), self._programs
+        ready = {level: sizes for level in whole.levels if programs.sizes[-1] in (sizes := programs.ready(level))}
+        padded = {(n, b): whole.seconds[n, round_up(b, sizes)] for n, sizes in ready.items() for b in whole.sizes}
+        return dataclasses.replace(_at_levels(whole, ready), seconds=padded)
+
+    @property
+    def shared_levels(self) -> tuple[int, ...]:
+        """The levels that all tasks have, ascending: those of queries."""
+        return tuple(self._shared_levels(self._tasks))
+
     def _shared_levels(self, tasks: Mapping[str, Task]) -> list[int]:
-        """Return the levels that all these tasks have."""
         return [n for n in self.levels if n <= 0 or all(n in task.prompts for task in tasks.values())]
 
     def make_query(self, image: np.ndarray, task: str, *, latency: float, utility: float = 1.0) -> "Future[Answer]":
         """Classify an image within a time, at a level that is chosen when it runs (OTAS's Make_Query).
+
+        The first query waits until one level can answer, if `start` was not called, and other levels are compiled in
+        the background: levels are chosen among those that are there.
 
         Args:
           image: uint8 [size, size, 3], RGB, of the model's size.
@@ -343,11 +365,33 @@ class Service(Closeable):
         return await asyncio.wrap_future(self.make_query(image, task, latency=latency, utility=utility))
 
     def start(self) -> None:
-        """Get ready to answer queries: run every program once, for which the first query would wait otherwise.
+        """Get ready to answer queries at all levels: compile all that is not, and run every program once.
 
-        Raises ProfileError for what was not measured, or has changed since.
+        Without it the first query comes sooner, and those that follow it have fewer levels for a while. Raises
+        ProfileError for what was not measured, or has changed since, before it compiles; else as `compile_ahead`.
         """
-        self._started()
+        with showing(self._progress):
+            levels = self.serving_profile().levels
+            self._compile_all(levels)
+            self._programs.warm_up(levels)
+            self._started()
+            self._plan_anew()
+
+    def compile_ahead(self, levels: Sequence[int] | None = None, *, progress: ProgressOption = None) -> None:
+        """Compile all programs that are not yet, rather than when they are needed.
+
+        Args:
+          levels: the levels to compile; None: all.
+          progress: who is told how far it is, as in `Service`; None: as chosen there.
+
+        Raises LevelError, BudgetError where they need more memory than there is, ElasticError for a `device_memory`
+        that is too little for a batch of one, MappingsError.
+        """
+        levels = self.levels if levels is None else levels
+        for level in levels:
+            self.adaptation(level)
+        with self._showing(progress):
+            self._compile_all(levels)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Close the service, as `Closeable` says. A task that is being registered or profiled is kept first."""
@@ -364,8 +408,11 @@ class Service(Closeable):
         if self._origin.forked or not self._registering.acquire(blocking=False):
             return
         try:
-            self._held = None
-            self._reservation.release()
+            with self._serving:
+                if self._held is not None:
+                    self._held[0].turns.stop()
+                self._held = None
+                self._reservation.release()
             trim_heap()
         finally:
             self._registering.release()
@@ -396,26 +443,89 @@ class Service(Closeable):
         return 0 if self._decider is None else self._decider.loop.num_tickets
 
     def _started(self) -> QueryDecider:
-        """Return the decider, which starts with the first query."""
+        """Return the decider, which starts with the first query, when one level is ready."""
         if self._decider is None:
+            programs = self._programs
+            self._compile_first(programs)
             with self._serving:
                 if self._closed:
                     raise closed_error("This service")
                 if self._decider is None:
-                    profile = self.serving_profile()
-                    self._programs.warm_up(profile.levels)
-                    runner = LevelRunner(self._programs, self.latency, _weakly(self._plan_anew))
-                    self._decider = QueryDecider(
-                        runner, self._policy(profile), max_waiting=self._max_waiting, device=self._programs.device
-                    )
+                    policy = self._policy(self.serving_profile())
+                    policy.use(self._ready_profile(self._tasks))
+                    runner = LevelRunner(programs, self.latency, _weakly(self._plan_anew))
+                    self._decider = QueryDecider(runner, policy, max_waiting=self._max_waiting, device=programs.device)
                     self._decider.loop.stop_when_dropped(self)
+                    held = weakref.ref(self)
+                    grow(
+                        programs.turns,
+                        lambda tried: None if (alive := held()) is None else alive._next_step(tried),
+                        lambda program: None if (alive := held()) is None else alive._take(program),
+                    )
         return self._decider
+
+    def _compile_first(self, programs: LevelPrograms) -> None:
+        """Compile the fewest programs that can answer queries: two of one level, at which the policy can decide.
+
+        They are of the smallest size, as a query that comes alone should not pay for a large batch, and the largest, as
+        any number of queries fits into it, so that nothing waits for the sizes between. `device_memory` needs the
+        largest of all levels, since it limits the sizes of all.
+        """
+        profile = self.serving_profile()
+        levels = profile.levels if self._memory is not None else _fewest_levels(profile, self._policy)
+        with showing(self._progress):
+            self._compile(programs, lambda: [(level, programs.sizes[-1]) for level in levels])
+            self._compile(programs, lambda: [(level, programs.sizes[0]) for level in levels])
+            programs.warm_up(levels)
+
+    def _next_step(self, tried: set[LevelAndSize]) -> tuple[LevelAndSize, Step] | None:
+        """Return the next program to compile in the background: first the fastest level, for a service that is busy."""
+        if self._closed:
+            return None
+        programs, levels = self._programs, self.shared_levels
+        needed = [(n, b) for b in programs.sizes[:-1] for n in levels]
+        for level, size in programs.missing([*((n, programs.sizes[-1]) for n in levels), *needed]):
+            if (level, size) not in tried:
+                what = f"Batches of {size} at level {level}"
+                return (level, size), Step(what, programs.compiler(level, size))
+        return None
+
+    def _take(self, program: LevelAndSize) -> None:
+        """Plan with a program from now on. Raises BudgetError or ElasticError if its memory does not fit."""
+        programs = self._programs
+        self._admit(programs, [program])
+        programs.warm_up([program[0]])
+        self._plan_anew()
 
     def _plan_anew(self) -> None:
         """Give the decider the present latencies; it keeps its own if not all are measured."""
         with self._serving, contextlib.suppress(ProfileError):
             if self._decider is not None:
-                self._decider.use(self.serving_profile())
+                self._decider.use(self._ready_profile(self._tasks))
+
+    def _compile_all(self, levels: Sequence[int]) -> None:
+        programs = self._programs
+        self._compile(programs, lambda: [(level, size) for level in levels for size in programs.sizes])
+
+    def _compile(self, programs: LevelPrograms, needed: Callable[[], Iterable[LevelAndSize]]) -> None:
+        """Compile what is needed, which may be less when sizes turn out to be too large for `device_memory`."""
+        while missing := programs.missing(needed()):
+            programs.compile(missing)
+            self._admit(programs, missing)
+
+    def _admit(self, programs: LevelPrograms, compiled: Sequence[LevelAndSize]) -> None:
+        """Let compiled programs run, if memory can be reserved for them. Raises BudgetError, ElasticError."""
+        with self._serving:
+            if self._held is None:
+                raise closed_error("This service")
+            if self._memory is not None:  # waiting queries are batched by the present sizes
+                programs.fit(self._memory, compiled, may_shrink=self._decider is None)
+            compiled = [(level, size) for level, size in compiled if size in programs.sizes]
+            self._reserve(compiled)
+            programs.admit(compiled)
+
+    def _showing(self, progress: ProgressOption) -> contextlib.AbstractContextManager[None]:
+        return showing(self._progress if progress is None else progress)
 
     def accuracy(self, task: str, level: int) -> LevelAccuracy:
         """Return the accuracy measured by profiling.
@@ -445,7 +555,7 @@ class Service(Closeable):
         validation: Dataset | None = None,
         training: TrainingConfig | None = None,
         new_version: bool = False,
-        progress: Progress = no_progress,
+        progress: ProgressOption = None,
     ) -> Task:
         """Train a head and prompts for a task, profile it, keep it in the repository, and begin to serve it.
 
@@ -458,12 +568,12 @@ class Service(Closeable):
             training. None: a part of the data set.
           training: the training options of prompts.
           new_version: whether to replace a task of this name, which is an error otherwise.
-          progress: see `Progress`.
+          progress: who is told how far it is, as in `Service`; None: as chosen there.
 
         Raises TaskExistsError, InvalidImageError, ElasticError for too many classes or tasks, LevelError, BudgetError
         where programs of new levels need more memory than there is; then nothing has changed.
         """
-        with self._registration():
+        with self._registration(), self._showing(progress):
             version = self._repository.next_version(name, new_version=new_version)
             check_images(dataset.images, self.config.image_size)
             if wrong := [count for count in prompts if count < 1]:
@@ -476,7 +586,7 @@ class Service(Closeable):
                 raise ElasticError("register_task: give validation images, or a division of the data set, not both.")
             validation = self._checked_validation(validation, dataset.names)
             heads, learnt = self._trainer.train(
-                dataset, prompts, self._levels.prompt_mode, training or TrainingConfig(), progress
+                dataset, prompts, self._levels.prompt_mode, training or TrainingConfig()
             )
             task = Task(
                 name=name,
@@ -489,9 +599,9 @@ class Service(Closeable):
                 division=division,
                 version=version,
             )
-            return self._install(task, validation, progress)
+            return self._install(task, validation)
 
-    def profile(self, name: str, validation: Dataset, *, progress: Progress = no_progress) -> Task:
+    def profile(self, name: str, validation: Dataset, *, progress: ProgressOption = None) -> Task:
         """Measure a task's accuracy at all levels anew, and keep it as a new version.
 
         Latency is measured anew, too, unless queries are served meanwhile, which would count as slow batches.
@@ -499,16 +609,16 @@ class Service(Closeable):
         Args:
           name: the task's name.
           validation: images that it was not trained on, of classes of the same names.
-          progress: see `Progress`.
+          progress: who is told how far it is, as in `Service`; None: as chosen there.
 
         Raises UnknownTaskError, InvalidImageError.
         """
-        with self._registration():
+        with self._registration(), self._showing(progress):
             task = self.task(name)
             validation = self._checked_validation(validation, task.labels)
             version = self._repository.next_version(name, new_version=True)
             anew = self._decider is None
-            return self._install(dataclasses.replace(task, version=version), validation, progress, anew=anew)
+            return self._install(dataclasses.replace(task, version=version), validation, anew=anew)
 
     def measure_latency(
         self,
@@ -516,7 +626,7 @@ class Service(Closeable):
         *,
         anew: bool = False,
         repeats: int = REPEATS,
-        progress: Progress = no_progress,
+        progress: ProgressOption = None,
     ) -> dict[LevelAndSize, np.ndarray]:
         """Time batches of all sizes, except those on record unless `anew`.
 
@@ -524,25 +634,32 @@ class Service(Closeable):
           levels: the levels to time; None: all.
           anew: whether to time batches on record again and replace their record.
           repeats: how often each batch is timed, at least `REPEATS`.
-          progress: see `Progress`.
+          progress: who is told how far it is, as in `Service`; None: as chosen there.
 
         Returns:
           The seconds of each batch that was timed, [repeats].
         """
         if repeats < REPEATS:
             raise ElasticError(f"repeats must be >= {REPEATS}, got {repeats}: fewer batches are no profile.")
-        levels, sizes = self.levels if levels is None else levels, self.batch_sizes
-        batches = [(n, b) for n in levels for b in sizes] if anew else self.latency.missing(levels, sizes)
-        if not batches:
-            return {}
-        times = time_batches(self._programs, batches, repeats, progress)
+        levels = self.levels if levels is None else levels
+
+        def batches() -> list[LevelAndSize]:
+            sizes = self.batch_sizes
+            return [(n, b) for n in levels for b in sizes] if anew else self.latency.missing(levels, sizes)
+
+        with self._showing(progress):
+            programs = self._programs
+            self._compile(programs, batches)
+            if not (timed := batches()):
+                return {}
+            times = time_batches(programs, timed, repeats)
         for (level, count), seconds in times.items():
             self.latency.renew(level, count, seconds.tolist())
         self.latency.costs.save()
         self._plan_anew()
         return times
 
-    def _install(self, task: Task, validation: Dataset, progress: Progress, *, anew: bool = False) -> Task:
+    def _install(self, task: Task, validation: Dataset, *, anew: bool = False) -> Task:
         """Profile a task, keep it, and serve it; if that fails, the service stays as it is.
 
         Other tasks' profiles stay, and so do other profiles of this version's prompts and heads.
@@ -553,16 +670,18 @@ class Service(Closeable):
         before = self._levels
         try:
             with self._programs.unchanged_by_errors():
-                schedules = choose_schedules(self._programs, before, task, validation, progress)
+                schedules = choose_schedules(self._programs, before, task, validation)
                 self._levels = dataclasses.replace(before, schedules=schedules)
-                self._compile_ahead(*self._tasks.values(), task)
-                accuracies = profile_accuracy(self._programs, task, validation, self._format, progress)
+                self._add_levels(*self._tasks.values(), task)
+                self._compile_all(self.levels)
+                accuracies = profile_accuracy(self._programs, task, validation, self._format)
                 task = dataclasses.replace(task, accuracy={**task.accuracy, **accuracies})
-                self.measure_latency(anew=anew, progress=progress)
+                self.measure_latency(anew=anew, progress=chosen())
                 self._serve(task)
         except BaseException:
             self._levels = before
-            self._reserve()  # less, if there were new levels
+            with self._serving:
+                self._reserve()  # less, if there were new levels
             raise
         return task
 
@@ -571,7 +690,7 @@ class Service(Closeable):
         tasks = self._tasks | {task.name: task}
         lost = set(self._shared_levels(self._tasks)) - set(self._shared_levels(tasks))
         with self._serving:
-            profile = None if self._decider is None else self._serving_profile(tasks)
+            profile = None if self._decider is None else self._ready_profile(tasks)
             if profile is not None:
                 self._policy(profile)
                 self._programs.warm_up(profile.levels)
@@ -590,18 +709,18 @@ class Service(Closeable):
         check_images(validation.images, self.config.image_size)
         return validation.with_names(labels)
 
-    def _compile_ahead(self, *tasks: Task) -> None:
-        """Compile all levels of these tasks, and keep the batch sizes that fit into memory."""
+    def _add_levels(self, *tasks: Task) -> None:
+        """Have all levels of these tasks, and memory for their prompts. Raises BudgetError, ElasticError."""
         for level in sorted({0, *self._levels.merge_levels, *(count for task in tasks for count in task.prompts)}):
-            self._programs.compile_ahead(level, self._levels.adaptation(level))
-        if self._memory is not None:
-            with self._serving:  # waiting queries are batched by the present sizes
-                self._programs.fit(self._memory, may_shrink=self._decider is None)
-        self._reserve()
+            self._programs.add(level, self._levels.adaptation(level))
+        self._admit(self._programs, [])
 
-    def _reserve(self) -> None:
-        """Reserve memory for the model, tasks, the largest batches and waiting queries. Raises BudgetError."""
-        device = self._programs.tenants(self.batch_sizes[-1])
+    def _reserve(self, also: Sequence[LevelAndSize] = ()) -> None:
+        """Reserve memory for the model, tasks, batches of programs that are ready, or `also` are, and waiting queries.
+
+        Raises BudgetError.
+        """
+        device = self._programs.tenants(self.batch_sizes[-1], also)
         host = {"images that wait": self._max_waiting * image_bytes(self.config)}
         remedy = "lower max_batch, max_waiting, max_tasks or device_memory, or close another model"
         self._reservation.resize(sizes_of(self._devices, device, host=host), remedy=remedy)
@@ -619,6 +738,27 @@ class Service(Closeable):
                 "service with it."
             )
         return task
+
+
+def _sizes_of(count: int, sizes: Sequence[int]) -> set[int]:
+    """Return the sizes of the batches that this many images are divided into."""
+    return {round_up(min(count - first, sizes[-1]), sizes) for first in range(0, count, sizes[-1])}
+
+
+def _at_levels(profile: ServingProfile, levels: Collection[int]) -> ServingProfile:
+    """Return a profile of these levels alone."""
+    accuracy = {(task, level): right for (task, level), right in profile.accuracy.items() if level in levels}
+    return dataclasses.replace(profile, levels=tuple(n for n in profile.levels if n in levels), accuracy=accuracy)
+
+
+def _fewest_levels(profile: ServingProfile, make: Callable[[ServingProfile], Policy]) -> tuple[int, ...]:
+    """Return the fewest levels by which a policy can decide: level 0 for most, another one, or else all."""
+    policy = make(profile)
+    for level in sorted(profile.levels, key=abs):
+        with contextlib.suppress(ValueError):
+            policy.use(_at_levels(profile, [level]))
+            return (level,)
+    return profile.levels
 
 
 def _digest(model: LoadedModel) -> str:

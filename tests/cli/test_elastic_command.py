@@ -1,12 +1,19 @@
 """`jaxinfer elastic`: a task from a folder of images, registered, shown and used."""
 
+import io
+
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
+from tests.elastic.conftest import options, service
 from tests.elastic.vits import save_vit, stripes
 
 Image = pytest.importorskip("PIL.Image")
+
+
+__all__ = ["options", "service"]
 
 
 def run(*args):
@@ -54,7 +61,7 @@ def test_register_profile_classify(folders):
     assert all(0.5 <= float(line[2]) <= 1 for line in lines)
 
 
-def test_serve_simulate_report(folders, tmp_path):
+def test_run_simulate_report(folders, tmp_path):
     pytest.importorskip("matplotlib")
     data = ("--data", f"stripes={folders / 'images'}")
     tasks, runs = tmp_path / "tasks", tmp_path / "runs"
@@ -67,7 +74,9 @@ def test_serve_simulate_report(folders, tmp_path):
     assert simulated.exit_code == 0, simulated.output
     assert "poisson at 0.80x the capacity of level 0, simulated" in simulated.output
     assert "arrivals: rate " in simulated.output
-    served = run("serve", *common, "--policy", "slack", "--device-memory", "1GiB")
+    assert simulated.output.count("right") == 1  # one table for both
+    assert simulated.output.count("\nWrote ") == 3
+    served = run("run", *common, "--policy", "slack", "--device-memory", "1GiB")
     assert served.exit_code == 0, served.output
     names = [f"simulated-poisson-0.80x-{name}-0" for name in ("elastic", "level-2")] + ["wall-poisson-0.80x-slack-0"]
     assert [file.stem for file in sorted(runs.glob("*.jsonl"))] == names
@@ -76,17 +85,17 @@ def test_serve_simulate_report(folders, tmp_path):
     assert again.exit_code == 0, again.output
     assert len(list(runs.glob("simulated-poisson-0.80x-0-*x-pets-0.jsonl"))) == 1
 
+    assert "Replaced " in run("simulate", *common, "--policy", "elastic").output
+
     page = tmp_path / "report.html"
     done = run("report", runs, "--out", page)
     assert done.exit_code == 0, done.output
     assert "poisson at 0.80x the capacity of level 0, live" in done.output
     assert page.read_text().count("<h2>") == 4  # the levels, simulated, live, the trace
     for arguments, message in (
-        (("simulate", *common, "--arrivals", "daily"), "--arrivals must be one of wandering, bursty, poisson"),
-        (("simulate", *common, "--load", -1), "--load must be > 0, got -1.0"),
-        (("serve", *common, "--policy", "best"), "no policy 'best'; known: elastic, paper"),
-        (("serve", *common, "--data", "stripes"), "--data must be TASK=DATA, got 'stripes'"),
-        (("serve", *common, "--task", "faces"), "no task 'faces'; registered: stripes"),
+        (("simulate", *common, "--policy", "level-3"), "policy 'level-3': there is no such level; levels: -8, -6"),
+        (("run", *common, "--task", "faces"), "no task 'faces'; known: stripes"),
+        (("run", *common, "--data", "faces=faces"), "--data is of the task 'faces'; queried tasks: stripes"),
         (("report", tmp_path), "no runs (*.jsonl)"),
     ):
         found = run(*arguments)
@@ -95,18 +104,92 @@ def test_serve_simulate_report(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--arrivals", "daily"), "--arrivals must be one of wandering, bursty, poisson"),
+        (("--load", -1), "--load must be > 0, got -1.0"),
+        (("--seconds", "inf"), "--seconds must be > 0, got inf"),
+        (("--policy", "best"), "no policy 'best'; known: elastic, paper"),
+        (("--data", "stripes"), "--data must be TASK=DATA, got 'stripes'"),
+        (("--trace", "missing.jsonl"), "missing.jsonl"),
+        (("--out", __file__), "is no folder that can be written"),
+    ],
+)
+def test_bad_options_are_refused_before_the_model_is_opened(tmp_path, arguments, message):
+    for command in ("run", "simulate"):
+        found = run(command, tmp_path / "no_model", *arguments)
+        assert found.exit_code == 2, found.output
+        assert message in " ".join(found.output.split())
+
+
+@pytest.fixture
+def without_weights(monkeypatch):
+    """Weights are not read, and nothing is compiled."""
+
+    def refuse(*_, **__):
+        raise AssertionError("began something long")
+
+    monkeypatch.setattr("jaxinfer.models.files.loading.OpenedModel.read", refuse)
+    monkeypatch.setattr("jaxinfer.compiled.spec.ProgramSpec.compile", refuse)
+
+
+@pytest.mark.parametrize(
     ("command", "message"),
     [
         (("register", "--data", "nowhere"), "nowhere: no such folder, and no data set with this name; known: digits"),
         (("register", "--data", "digits", "--prompts", "2,x"), "--prompts must be integers separated by commas"),
         (("register", "--data", "digits", "--prompt-mode", "keep"), "'keep' is not a valid PromptMode"),
-        (("profile",), "no task 'a'; registered: none"),
+        (("register", "--data", "digits", "--test-share", "1"), "test_share must be in [0, 1), got 1.0"),
+        (("profile",), "no task 'a'; known: none"),
         (("classify", "missing.png"), "missing.png: no such file"),
+        (("classify", __file__), "not an image that can be read"),
+        (("classify", "IMAGE"), "no task 'a'; known: none"),
     ],
 )
-def test_bad_input(tmp_path, folders, command, message):
+def test_bad_input_is_refused_before_weights_are_read(tmp_path, folders, without_weights, command, message):
     name, *rest = command
+    image = next((folders / "images" / "rows").iterdir())
+    rest = [image if value == "IMAGE" else value for value in rest]
     done = run(name, folders / "vit", *rest, "--task", "a", "--repository", tmp_path / "tasks")
     assert done.exit_code == 2
     assert done.output.startswith("error: ")
     assert message in " ".join(done.output.split())
+
+
+def test_a_task_that_was_not_profiled_says_what_to_type(folders, tmp_path):
+    from jaxinfer.elastic import Service, TrainingConfig
+
+    repository, model = tmp_path / "tasks", folders / "vit"
+    plain = Service.from_checkpoint(model, repository=repository, merge_levels=(), max_batch=1)
+    plain.register_task("digits", stripes(40), training=TrainingConfig(steps=1))
+    for command in ("profile", "run", "simulate"):
+        task = ("--task", "digits", "--repository", repository)
+        found = run(
+            command, model, *task, *(() if command == "profile" else ("--data", f"digits={folders / 'images'}"))
+        )
+        assert found.exit_code == 2
+        typed = f"jaxinfer elastic profile {model} --task digits --data digits"
+        assert typed in " ".join(found.output.split()), found.output
+
+
+def test_tables_fit_into_80_columns(service):
+    """Whatever the names and figures, and none is cut."""
+    from jaxinfer.cli.elastic.tables import levels_table
+    from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
+    from tests.evaluation.elastic.test_reporting import run_of
+
+    service.measure_latency()
+    for level in service.levels:
+        service.latency.renew(level, service.batch_sizes[-1], [12.34567] * 5)
+    ((cell, runs),) = by_cell([run_of("paper_profiled"), run_of("level-20", load=1.2)]).items()
+    for table in (levels_table(service, "stripes"), terminal_table(cell, runs)):
+        texts = []
+        for width in (80, 500):
+            console = Console(width=width, file=io.StringIO())
+            console.print(table)
+            texts.append(console.file.getvalue())
+        narrow, wide = texts
+        assert max(map(len, narrow.splitlines())) <= 80
+        assert "…" not in narrow
+        assert narrow.split() == wide.split()
+        assert len(narrow.splitlines()) == len(wide.splitlines())

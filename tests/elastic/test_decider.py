@@ -520,7 +520,7 @@ def test_queries_do_not_wait_for_a_task_that_is_trained(two):
     service, ended = two(), []
 
     def meanwhile(what, done, total):
-        if what == "head" and not done:
+        if what == "fitting the head" and not ended:
             thread = threading.Thread(target=serve)
             thread.start()
             ended.append(thread.join(30) or not thread.is_alive())

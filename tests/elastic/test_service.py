@@ -81,7 +81,9 @@ def test_level_0_is_the_plain_model_to_the_bit(vit, service):
     assert service.accuracy("stripes", 0).difference == 0
 
 
-def test_nothing_is_compiled_while_it_classifies(service, monkeypatch):
+def test_nothing_is_compiled_twice(service, monkeypatch):
+    service.compile_ahead()
+
     def refuse(*args, **kwargs):
         raise AssertionError("compiled")
 
@@ -131,7 +133,7 @@ def test_wrong_tasks_and_levels(service):
     images = stripes(2).images
     with pytest.raises(UnknownTaskError, match="no task 'faces'; registered: stripes"):
         service.classify(images, "faces")
-    with pytest.raises(LevelError, match=r"level 3 is not compiled; compiled: -4, 0, 2"):
+    with pytest.raises(LevelError, match=r"there is no level 3; levels: -4, 0, 2"):
         service.classify(images, "stripes", 3)
     with pytest.raises(ElasticError, match="2 images need as many tasks or a single one, got 1"):
         service.classify(images, ["stripes"])
@@ -198,7 +200,15 @@ def test_registering(empty, vit, options):
     steps = []
     first = empty.register_task("a", dataset, prompts=[1], training=QUICK, progress=lambda *args: steps.append(args))
     assert (first.version, empty.levels) == (1, (-4, 0, 1))
-    assert {what for what, _, _ in steps} == {"head", "1 prompts", "accuracy", "latency"}
+    assert {what for what, _, _ in steps} == {
+        "computing features",
+        "fitting the head",
+        "training 1 prompts",
+        "choosing where levels merge",
+        "compiling programs",
+        "measuring accuracy",
+        "timing batches",
+    }
     with pytest.raises(TaskExistsError, match="task 'a' is registered; ask for a new version"):
         empty.register_task("a", dataset)
     second = empty.register_task("a", stripes(60, seed=2), training=QUICK, new_version=True)
@@ -297,7 +307,7 @@ def test_killed_while_it_trains(vit, registered, options, tmp_path):
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.strip() == "2 prompts":
+        if line.strip() == "training 2 prompts":
             break
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -551,17 +561,24 @@ def test_latency_measured_anew_takes_the_place_of_what_was(service):
 
 def test_batches_fit_into_device_memory(vit, registered, options):
     options = options | {"max_batch": 4}
-    programs = Service.from_checkpoint(vit, repository=registered, **options)._programs
+    whole = Service.from_checkpoint(vit, repository=registered, **options)
+    whole.compile_ahead()
+    programs = whole._programs
     needed = programs.bytes_needed
     assert needed(4) > needed(2) > needed(1)
     batch = max(level.cache.get(Classify(batch=4)).memory.workspace_bytes for level in programs._levels.values())
     weights = sum(leaf.nbytes for leaf in load_model(vit).leaves.values())
     assert needed(4) > weights + 2 * batch  # one runs while the next one is sent
     small = Service.from_checkpoint(vit, repository=registered, device_memory=needed(4) - 1, **options)
+    assert small.batch_sizes == (1, 2, 4)  # as long as no program is compiled
+    small.measure_latency()
     assert small.batch_sizes == (1, 2)
     assert len(small.classify(stripes(5).images, "stripes")) == 5
+    tiny = Service.from_checkpoint(vit, repository=registered, device_memory=str(needed(1) - 1), **options)
     with pytest.raises(ElasticError, match=r"is too little for batches of 1, which need .* at the levels -4, 0, 2"):
-        Service.from_checkpoint(vit, repository=registered, device_memory=str(needed(1) - 1), **options)
+        tiny.compile_ahead()
+    with pytest.raises(ElasticError, match=r"device_memory=1.0 kB is too little for batches of 1"):
+        Service.from_checkpoint(vit, repository=registered, device_memory=1000, **options)
 
 
 def test_images_that_wait_are_bounded(vit, registered, options, monkeypatch):
@@ -590,10 +607,11 @@ def test_images_that_wait_are_bounded(vit, registered, options, monkeypatch):
 def test_a_process_with_too_many_memory_mappings_compiles_no_more(vit, registered, options, monkeypatch, tmp_path):
     (tmp_path / "limit").write_text("100\n")
     monkeypatch.setattr("jaxinfer.compiled.mappings._LIMIT", tmp_path / "limit")
+    service, image = Service.from_checkpoint(vit, repository=registered, **options), stripes(1).images
     with pytest.raises(RuntimeError, match=r"memory mappings, and Linux ends it at 100 \(vm.max_map_count\)"):
-        Service.from_checkpoint(vit, repository=registered, **options)
+        service.classify(image, "stripes")
     monkeypatch.setattr("jaxinfer.compiled.mappings._LIMIT", tmp_path / "missing")
-    assert Service.from_checkpoint(vit, repository=registered, **options).tasks
+    assert service.classify(image, "stripes")
 
 
 def test_a_task_whose_prompts_do_not_fit_into_device_memory(empty, vit, options, tmp_path):

@@ -33,7 +33,7 @@ PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
         help="elastic, paper, pets, slack, slackfit, or a fixed level such as level-8; repeatable (default: elastic to "
-        "serve, all named ones to simulate).",
+        "run, all named ones to simulate).",
         show_default=False,
     ),
 ]
@@ -76,23 +76,22 @@ def register(
     max_batch: MaxBatchOption = 64,
 ) -> None:
     """Train a task's head and prompts, profile it at all levels, and keep it in the repository."""
-    from jaxinfer.cli.display import show, show_progress
+    from jaxinfer.cli.display import show
+    from jaxinfer.cli.elastic.opening import image_size
     from jaxinfer.cli.elastic.tables import levels_table
-    from jaxinfer.elastic import Division, Service, TrainingConfig, load_dataset
+    from jaxinfer.elastic import Division, PromptMode, Service, TaskRepository, TrainingConfig, load_dataset
 
-    counts = _numbers("--prompts", prompts)
-    with show_progress() as progress:
-        service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
-        dataset = load_dataset(data, service.config.image_size)
-        registered = service.register_task(
-            task,
-            dataset,
-            prompts=counts,
-            division=Division(test_share=test_share),
-            training=TrainingConfig(steps=steps, seed=seed),
-            new_version=new_version,
-            progress=progress,
-        )
+    options = {
+        "prompts": _numbers("--prompts", prompts),
+        "division": Division(test_share=test_share),
+        "training": TrainingConfig(steps=steps, seed=seed),
+        "new_version": new_version,
+    }
+    PromptMode(prompt_mode)
+    TaskRepository.of_model(model, repository).next_version(task, new_version=new_version)
+    dataset = load_dataset(data, image_size(model))
+    service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
+    registered = service.register_task(task, dataset, **options)
     typer.echo(f"Registered {task!r}, version {registered.version}, {len(registered.labels)} classes.")
     show(levels_table(service, task))
 
@@ -110,18 +109,20 @@ def profile(
     max_batch: MaxBatchOption = 64,
 ) -> None:
     """Show a task's accuracy, and what batches take, at all levels."""
-    from jaxinfer.cli.display import show, show_progress
+    from jaxinfer.cli.display import show
+    from jaxinfer.cli.elastic.opening import check_profiled, image_size, read_tasks
     from jaxinfer.cli.elastic.tables import levels_table
     from jaxinfer.elastic import Service, load_dataset
 
-    with show_progress() as progress:
-        service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
-        registered = service.task(task)
-        if data is not None:
-            parts = registered.divide(load_dataset(data, service.config.image_size))
-            service.profile(task, parts.validation, progress=progress)
-        else:
-            service.measure_latency(progress=progress)
+    size = image_size(model)
+    registered = read_tasks(model, repository, [task])[task]
+    validation = None if data is None else registered.divide(load_dataset(data, size)).validation
+    service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
+    if validation is not None:
+        service.profile(task, validation)
+    else:
+        check_profiled(service, model, task)
+        service.measure_latency()
     show(levels_table(service, task))
 
 
@@ -138,16 +139,19 @@ def classify(
     """Classify image files, one line each: file, label, probability."""
     import numpy as np
 
+    from jaxinfer.cli.elastic.opening import image_size, read_tasks
     from jaxinfer.elastic import Service, load_image
 
+    size = image_size(model)
+    pixels = np.stack([load_image(file, size) for file in images])
+    read_tasks(model, repository, [task])
     service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
-    pixels = np.stack([load_image(file, service.config.image_size) for file in images])
     for file, answer in zip(images, service.classify(pixels, task, level), strict=True):
         typer.echo(f"{file}\t{answer.label}\t{answer.probabilities.max():.3f}")
 
 
 @app.command()
-def serve(
+def run(
     ctx: typer.Context,
     model: ModelArgument,
     arrivals: ArrivalsOption = "bursty",
@@ -164,12 +168,14 @@ def serve(
     max_batch: MaxBatchOption = 64,
     device_memory: DeviceMemoryOption = None,
 ) -> None:
-    """Serve a trace of queries live, images by deadlines, and watch it: the level of each batch follows the load."""
-    from jaxinfer.cli.elastic import serving
+    """Serve a trace of queries live, images by deadlines, and watch it: the level of each batch follows the load.
 
-    setting, workload = serving.read_options(ctx.params)
-    for name in policy or ["elastic"]:
-        serving.record(serving.serve(setting, workload, name), out)
+    Each policy serves it; a run replaces that of the same name in the folder. Ctrl-C ends it, and what was answered by
+    then is shown and recorded.
+    """
+    from jaxinfer.cli.elastic import runs
+
+    runs.compare(ctx.params, policy or ["elastic"], runs.run_live)
 
 
 @app.command()
@@ -190,13 +196,14 @@ def simulate(
     max_batch: MaxBatchOption = 64,
     device_memory: DeviceMemoryOption = None,
 ) -> None:
-    """Serve the same on a simulated clock: the same controller, latencies and answers as measured at the start."""
-    from jaxinfer.cli.elastic import serving
+    """Serve the same on a simulated clock: the same controller, latencies and answers as measured at the start.
+
+    Each policy serves it; a run replaces that of the same name in the folder.
+    """
+    from jaxinfer.cli.elastic import runs
     from jaxinfer.elastic.scheduling.policies import POLICIES
 
-    setting, workload = serving.read_options(ctx.params)
-    for name in policy or POLICIES:
-        serving.record(serving.simulate(setting, workload, name), out)
+    runs.compare(ctx.params, policy or POLICIES, runs.simulate)
 
 
 @app.command()
@@ -208,13 +215,15 @@ def report(
     from jaxinfer.cli.display import show
     from jaxinfer.evaluation.elastic.runs import read_runs
     from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
+    from jaxinfer.progress import long_work
 
     require_extra("matplotlib", "elastic report")
     from jaxinfer.evaluation.elastic.report import write_report
 
     recorded = read_runs(runs)
     show(*(terminal_table(cell, group) for cell, group in by_cell(recorded).items()))
-    write_report(out, recorded)
+    with long_work("drawing figures"):
+        write_report(out, recorded)
     typer.echo(f"Wrote {out}")
 
 

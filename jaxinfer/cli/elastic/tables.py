@@ -1,8 +1,8 @@
 """The tables of the elastic commands."""
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from jaxinfer.cli.display import table
 from jaxinfer.elastic.service import Service
 
 
@@ -10,25 +10,22 @@ def levels_table(service: Service, name: str) -> Table:
     """Return a table of a task's levels: tokens, accuracy with standard errors, and what batches take."""
     task, sizes = service.task(name), service.batch_sizes
     largest, config = sizes[-1], service.config
-    table = Table(
+    levels = table(
         "level",
         "tokens",
         "accuracy, %",
         "less level 0",
         "p",
-        "batch of 1, ms",
-        f"batch of {largest}, ms",
+        "batch of\n1, ms",
+        f"batch of\n{largest}, ms",
         "images/s",
-        box=SIMPLE_HEAD,
+        figures=8,
         title=f"{name}: {service.accuracy(name, 0).images} validation images; tokens in the last MLP",
-        title_justify="left",
     )
-    for column in table.columns:
-        column.justify = "right"
     for level in (level for level in service.levels if level <= 0 or level in task.prompts):
         accuracy, batch = service.accuracy(name, level), service.latency.seconds(level, largest)
         _, tokens = service.adaptation(level).counts(config.tokens, config.layers)[-1]
-        table.add_row(
+        levels.add_row(
             f"{level:+d}" if level else "0",
             str(tokens),
             f"{100 * accuracy.accuracy:.1f} ± {100 * accuracy.standard_error:.1f}",
@@ -38,4 +35,4 @@ def levels_table(service: Service, name: str) -> Table:
             f"{1e3 * batch.p50:.2f}",
             f"{largest / batch.p50:,.0f}",
         )
-    return table
+    return levels

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxinfer.elastic.scheduling.batching import Batch, BatchingConfig
@@ -354,8 +354,22 @@ def make_policy(name: str, profile: ServingProfile, *, scale: float = 1.0, time_
         return Paper(profile, printed, config, profiled=name == "paper_profiled")
     if name in _SIMPLE:
         return _SIMPLE[name](profile, batching)
+    return FixedLevel(profile, _fixed_level(name), batching)
+
+
+def check_policy(name: str, levels: Collection[int] | None = None) -> None:
+    """Check a policy's name, and that a fixed level is one of these.
+
+    Raises ValueError for an unknown name or level.
+    """
+    level = 0 if name in POLICIES else _fixed_level(name)
+    if levels is not None and level not in levels:
+        raise ValueError(f"policy {name!r}: there is no such level; levels: {', '.join(map(str, levels))}.")
+
+
+def _fixed_level(name: str) -> int:
     if match := re.fullmatch(r"level([+-]\d+)", name):
-        return FixedLevel(profile, int(match[1]), batching)
+        return int(match[1])
     raise ValueError(f"no policy {name!r}; known: {', '.join(POLICIES)}, or a fixed level such as level-8 or level+2.")
 
 

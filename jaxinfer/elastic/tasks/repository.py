@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 import jax
 import msgspec
@@ -14,6 +15,7 @@ from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.elastic.accuracy import LevelAccuracy
 from jaxinfer.elastic.errors import ElasticError, TaskExistsError, UnknownTaskError
 from jaxinfer.elastic.tasks.datasets import Dataset, Division, Parts
+from jaxinfer.hub import HubName
 from jaxinfer.models.layers.token_adaptation import PromptMode
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -116,6 +118,16 @@ class TaskRepository:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+
+    @classmethod
+    def of_model(cls, model: str | Path, folder: str | Path | None = None) -> Self:
+        """Return the repository in a folder; None: in `tasks` of the model directory.
+
+        Raises ElasticError for a model of the hub without a folder.
+        """
+        if folder is None and not Path(model).is_dir() and HubName.parse(model):
+            raise ElasticError(f"{model} is a repository of the hub: give `repository`, a folder to keep tasks in.")
+        return cls(Path(model) / "tasks" if folder is None else folder)
 
     def names(self) -> list[str]:
         """List the tasks in alphabetical order."""

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxinfer.compiled.interruptible import interruptible
 from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.elastic.tasks.repository import Head
 from jaxinfer.generation.fields import AtLeast1, Positive, check_fields
 from jaxinfer.models.config import ViTConfig
 from jaxinfer.models.layers.token_adaptation import PromptMode, TokenAdaptation
 from jaxinfer.models.weight_format import WeightFormat
-from jaxinfer.serving.progress import Progress, no_progress
+from jaxinfer.progress import long_work
 
 Leaves = list[jax.Array]
 
@@ -69,7 +70,6 @@ class Trainer:
         prompts: Iterable[int],
         mode: PromptMode,
         options: TrainingConfig,
-        progress: Progress = no_progress,
     ) -> tuple[dict[int, Head], dict[int, np.ndarray]]:
         """Train a task: return a head by number of prompts (0: without any), and each layer's prompts.
 
@@ -78,32 +78,24 @@ class Trainer:
           prompts: numbers of prompts.
           mode: how a layer's prompts continue in the next one.
           options: the training options.
-          progress: see `Progress`.
         """
-        progress("head", 0, 1)
-        head = fit_head(self.features(dataset.images), dataset.labels, len(dataset.names), seed=options.seed)
-        progress("head", 1, 1)
+        features = self.features(dataset.images)
+        with long_work("fitting the head"):
+            head = fit_head(features, dataset.labels, len(dataset.names), seed=options.seed)
         heads, learnt = {0: head}, dict[int, np.ndarray]()
         for count in sorted(set(prompts)):
-            learnt[count], heads[count] = self.prompts(
-                dataset.images,
-                dataset.labels,
-                head,
-                count,
-                mode,
-                options,
-                functools.partial(progress, f"{count} prompts"),
-            )
+            learnt[count], heads[count] = self.prompts(dataset.images, dataset.labels, head, count, mode, options)
         return heads, learnt
 
     def features(self, images: np.ndarray) -> np.ndarray:
         """Compute the head's inputs at level 0, float32 [N, D]."""
-        run = _features(self._config, self._weights)
-        features = []
-        for first in range(0, len(images), _FEATURES_BATCH):
-            part = images[first : first + _FEATURES_BATCH]
-            padded = np.pad(part, ((0, _FEATURES_BATCH - len(part)), (0, 0), (0, 0), (0, 0)))
-            features.append(np.asarray(run(self._leaves, padded))[: len(part)])
+        run, features = _features(self._config, self._weights), []
+        with long_work("computing features", total=len(images)) as work:
+            for first in range(0, len(images), _FEATURES_BATCH):
+                part = images[first : first + _FEATURES_BATCH]
+                padded = np.pad(part, ((0, _FEATURES_BATCH - len(part)), (0, 0), (0, 0), (0, 0)))
+                features.append(interruptible(lambda: np.asarray(run(self._leaves, padded)))[: len(part)])  # noqa: B023
+                work.advance(len(part))
         return np.concatenate(features)
 
     def prompts(
@@ -114,7 +106,6 @@ class Trainer:
         prompts: int,
         mode: PromptMode,
         options: TrainingConfig,
-        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[np.ndarray, Head]:
         """Train the prompts of each layer, float32 [layers, prompts, D], and with them a head.
 
@@ -124,7 +115,6 @@ class Trainer:
           prompts: number of prompts per layer.
           mode: how a layer's prompts continue in the next one.
           options: the training options.
-          progress: called with the steps done and their total.
         """
         config = self._config
         rng = np.random.default_rng(options.seed)
@@ -138,12 +128,15 @@ class Trainer:
             config, self._weights, TokenAdaptation(prompts=prompts, prompt_mode=mode), options
         )
         state = optimizer.init(params)
-        total = -(-options.steps // STEPS_AT_ONCE)
-        for done in range(total):
-            drawn = rng.integers(0, len(images), (STEPS_AT_ONCE, options.batch))
-            params, state = step(params, state, self._leaves, head.weight, head.bias, images[drawn], labels[drawn])
-            jax.block_until_ready(params)  # otherwise progress would run ahead
-            progress(min((done + 1) * STEPS_AT_ONCE, options.steps), options.steps)
+        with long_work(f"training {prompts} prompts", total=options.steps) as work:
+            for done in range(0, options.steps, STEPS_AT_ONCE):
+                drawn = rng.integers(0, len(images), (STEPS_AT_ONCE, options.batch))
+                given = head.weight, head.bias, images[drawn], labels[drawn]
+                # Waits for the steps, which would be counted too early otherwise.
+                params, state = interruptible(
+                    lambda: jax.block_until_ready(step(params, state, self._leaves, *given))  # noqa: B023
+                )
+                work.update(done=min(done + STEPS_AT_ONCE, options.steps))
         weight, bias = (
             np.array(start + options.head_rate * params[name])
             for name, start in (("weight", head.weight), ("bias", head.bias))
@@ -171,7 +164,8 @@ def fit_head(features: np.ndarray, labels: np.ndarray, classes: int, *, seed: in
 
 
 def _fit(features: np.ndarray, labels: np.ndarray, classes: int, penalty: float) -> Head:
-    weight, bias = _minimise(jnp.asarray(features), jnp.asarray(labels), jnp.float32(penalty), classes=classes)
+    given = jnp.asarray(features), jnp.asarray(labels), jnp.float32(penalty)
+    weight, bias = interruptible(lambda: jax.block_until_ready(_minimise(*given, classes=classes)))
     return Head(np.array(weight), np.array(bias))
 
 

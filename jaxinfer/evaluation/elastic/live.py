@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ def send_queries(
     tests: Mapping[str, Dataset],
     *,
     watch: Callable[[int], None] = lambda sent: None,
+    stop: threading.Event | None = None,
 ) -> list[ServedQuery]:
     """Send queries when they are due, and return how each ended; refused queries count as shed.
 
@@ -31,7 +33,9 @@ def send_queries(
       queries: queries with arrivals in seconds from now; payloads are indices of images.
       tests: each task's images with labels.
       watch: called repeatedly with the number of queries sent, in this thread; it should be quick.
+      stop: once it is set, no more queries are sent, and those that have ended are returned.
     """
+    stop = stop or threading.Event()
     given = sorted(queries, key=lambda query: (query.arrival, query.id))
     if not given:
         return []
@@ -39,16 +43,20 @@ def send_queries(
     futures: list[Future[Answer] | None] = []
     with _no_garbage_collection():
         begun = time.perf_counter()
-        while len(futures) < len(given):
+        while len(futures) < len(given) and not stop.is_set():
             now = time.perf_counter() - begun
             while len(futures) < len(given) and given[len(futures)].arrival <= now:
                 futures.append(_send(service, given[len(futures)], tests))
             watch(len(futures))
             time.sleep(TICK)
-        while service.waiting:  # checking all futures would delay those still to come
+        while service.waiting and not stop.is_set():  # checking all futures would delay those still to come
             watch(len(futures))
             time.sleep(TICK)
-    return [_end_of(query, future, tests[query.task]) for query, future in zip(given, futures, strict=True)]
+    return [
+        _end_of(query, future, tests[query.task])
+        for query, future in zip(given, futures, strict=False)
+        if future is None or not stop.is_set() or future.done()
+    ]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from jaxinfer.elastic.tasks.datasets import Dataset
 from jaxinfer.evaluation.elastic.simulator import Served, simulate
 from jaxinfer.evaluation.elastic.workloads import QueryKind, make_queries, table_ii
 from jaxinfer.generation.engine.buckets import round_up
-from jaxinfer.serving.progress import Progress, no_progress
+from jaxinfer.progress import ProgressOption, long_work, showing
 
 SAMPLES = 40
 """Number of batches timed at each level and size."""
@@ -89,7 +89,7 @@ def measure(
     *,
     levels: Sequence[int] | None = None,
     samples: int = SAMPLES,
-    progress: Progress = no_progress,
+    progress: ProgressOption = None,
 ) -> Measurements:
     """Time batches and classify all images at all levels.
 
@@ -98,14 +98,17 @@ def measure(
       tests: images of its tasks, or of some of them.
       levels: the levels to measure, ascending, 0 among them; None: all that all tasks have.
       samples: number of batches timed at each level and size; they replace the service's record.
-      progress: see `Progress`.
+      progress: who is told how far it is, as in `Service`.
     """
-    times = service.measure_latency(levels, anew=True, repeats=samples, progress=progress)
-    profile = service.serving_profile(levels)
-    right = {}
-    for done, (task, test) in enumerate(tests.items()):
-        right |= {(task, level): which_are_right(service, task, level, test) for level in profile.levels}
-        progress("accuracy", done + 1, len(tests))
+    with showing(progress):
+        times = service.measure_latency(levels, anew=True, repeats=samples)
+        profile = service.serving_profile(levels)
+        judged = [(task, level) for task in tests for level in profile.levels]
+        right = {}
+        with long_work("classifying test images", total=len(judged)) as work:
+            for task, level in judged:
+                right[task, level] = which_are_right(service, task, level, tests[task])
+                work.advance()
     accuracy = {key: value for key, value in profile.accuracy.items() if key[0] in tests}
     largest = profile.sizes[-1]
     usual = float(np.median(times[0, largest]))

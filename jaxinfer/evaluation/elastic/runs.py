@@ -133,7 +133,7 @@ def read_runs(folder: Path) -> list[Run]:
     """Read all runs in a folder, by name. Raises ValueError if there are none."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
-        raise ValueError(f"{folder}: no runs (*.jsonl); record some with `jaxinfer elastic serve` or `simulate`.")
+        raise ValueError(f"{folder}: no runs (*.jsonl); record some with `jaxinfer elastic run` or `simulate`.")
     return [read_run(file) for file in files]
 
 

@@ -63,10 +63,11 @@ def rows_of(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def terminal_table(cell: Cell, runs: Sequence[Run]) -> Table:
-    """Make the table of a cell's runs for a terminal."""
-    table = Table(*HEADINGS, box=SIMPLE_HEAD, title=title_of(cell), title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    """Make the table of a cell's runs for a terminal of 80 columns."""
+    table = Table(box=SIMPLE_HEAD, title=title_of(cell), title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
+    for place, heading in enumerate(HEADINGS):
+        lines = heading.replace(" in time", "\nin time").replace("mean ", "mean\n")
+        table.add_column(lines, justify="right" if place else "left", no_wrap=True)
     for row in rows_of(runs):
         table.add_row(*row)
     return table

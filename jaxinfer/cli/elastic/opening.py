@@ -1,0 +1,46 @@
+"""Checks that need no weights: what can be refused is refused before anything long begins."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.elastic import ProfileError, Service, Task, TaskRepository
+from jaxinfer.elastic.levels import require_vit
+from jaxinfer.elastic.tasks.datasets import DATASETS
+from jaxinfer.hub import resolve
+from jaxinfer.models.files.description import Description
+
+
+def image_size(model: Path) -> int:
+    """Return the height and width of a model's images. Raises CheckpointError, ElasticError for another model."""
+    return require_vit(model, Description.read(resolve(model)).config).image_size
+
+
+def read_tasks(model: Path, folder: Path | None, names: Sequence[str]) -> dict[str, Task]:
+    """Read the tasks of these names, or all that can be read. Raises ValueError if there are none."""
+    repository = TaskRepository.of_model(model, folder)
+    if names:
+        return {name: repository.read(name) for name in names}
+    tasks = {}
+    for name in repository.names():
+        try:
+            tasks[name] = repository.read(name)
+        except CheckpointError:  # the service says so, and serves the others
+            continue
+    if not tasks:
+        raise ValueError(f"{repository.folder}: no tasks; register some with `jaxinfer elastic register`.")
+    return tasks
+
+
+def check_profiled(service: Service, model: Path, task: str) -> None:
+    """Check that a task's accuracy was measured at all its levels. Raises ValueError, which says what to type."""
+    levels = [level for level in service.levels if level <= 0 or level in service.task(task).prompts]
+    for level in levels:
+        try:
+            service.accuracy(task, level)
+        except ProfileError:
+            data = task if task in DATASETS else "DATA"
+            raise ValueError(
+                f"task {task!r} was not profiled at level {level} with this model and these options; name its images: "
+                f"jaxinfer elastic profile {model} --task {task} --data {data}"
+            ) from None

@@ -1,0 +1,93 @@
+"""Compiling in the background what a live service does not have yet, one program at a time."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from jaxinfer.compiled import close_at_exit
+from jaxinfer.compiled.interruptible import start
+from jaxinfer.progress import showing
+from jaxinfer.serving.errors import ClosedError, closed_error
+
+log = logging.getLogger(__name__)
+
+
+class Turns:
+    """Turns of those who compile: who waits for a program goes first, and nobody begins one after the end."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting, self._stopped = 0, False
+        close_at_exit(self, Turns.stop)
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """Have no program compiled in the background meanwhile, but for one that has begun."""
+        with self._changed:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def last(self) -> bool:
+        """Wait until nobody waits for a program; return False after the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._waiting)
+        return not self._stopped
+
+    def check(self) -> None:
+        """Raise ClosedError after the end."""
+        if self._stopped:
+            raise closed_error("This service")
+
+    def stop(self) -> None:
+        """End: programs that are being compiled are the last ones."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+class Step(NamedTuple):
+    """A program that is missing.
+
+    Attributes:
+      what: the program in words.
+      compile: compiles it, without holding any of the owner's memory.
+    """
+
+    what: str
+    compile: Callable[[], None]
+
+
+def grow[Key](
+    turns: Turns, next_step: Callable[[set[Key]], tuple[Key, Step] | None], take: Callable[[Key], None]
+) -> None:
+    """Compile all that is missing, in a thread that holds up neither an interrupt nor its owner's end.
+
+    Args:
+      turns: whose turn it is.
+      next_step: returns the next program, of those not in the set; None at the end. It holds its owner weakly.
+      take: takes a compiled program into use, and holds its owner weakly. Programs that it refuses are not used.
+    """
+
+    def run() -> None:
+        tried = set[Key]()
+        with showing(False), contextlib.suppress(ClosedError):
+            while turns.last() and (step := next_step(tried)) is not None:
+                key, (what, compile_it) = step
+                tried.add(key)
+                try:
+                    compile_it()
+                    turns.check()
+                    take(key)
+                except ClosedError:
+                    raise
+                except Exception as error:
+                    log.warning("%s are not used: %s", what, error)
+
+    start(run)
