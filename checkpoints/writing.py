@@ -6,7 +6,9 @@ import fcntl
 import os
 import pathlib
 import shutil
+import signal
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Self, get_args
 
@@ -20,7 +22,7 @@ from jaxinfer.checkpoints.orbax_folder import write_manifest
 from jaxinfer.checkpoints.paths import inside
 from jaxinfer.checkpoints.single_file import SINGLE_FILE, encode_single_file, require_small
 
-GROUP_BYTES = 256 << 20  # leaves are collected up to this size, then written
+GROUP_BYTES = 64 << 20  # leaves are collected up to this size, then written; an interrupt waits for them
 CHUNK_BYTES = 64 << 20  # largest chunk of a leaf on disk; a device reads whole chunks to get its shard
 
 
@@ -94,7 +96,7 @@ class Writer:
         saving.storage_options.chunk_byte_size = CHUNK_BYTES
         saving.enable_write_sharding_file = False  # the reader chooses the sharding
         saving.array_metadata_store = None
-        with context:
+        with context, _uninterrupted():
             ocp.partial.save(str(self._state), self._group)
         self._group, self._group_bytes = {}, 0
 
@@ -118,7 +120,8 @@ class Writer:
 
         if self._group:
             self._flush()
-        ocp.partial.finalize(str(self._state))
+        with _uninterrupted():
+            ocp.partial.finalize(str(self._state))
         (self._state / "commit_success.txt").unlink(missing_ok=True)  # contains a path of this machine
         for name, content in self._files.items():
             (self._state / name).parent.mkdir(exist_ok=True)
@@ -143,6 +146,27 @@ def save(
             writer.add_file(name, content)
         for name, array in leaves.items():
             writer.add(name, array, axes[name])
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back while Orbax writes.
+
+    It has threads of its own, which would write on while what they write is removed, and fail one by one, with
+    tracebacks, when the process ends.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:  # no interrupt comes here
+        yield
+        return
+    held = []
+    signal.signal(signal.SIGINT, lambda *_: held.append(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager

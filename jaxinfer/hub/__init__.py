@@ -5,8 +5,8 @@ Start at `resolve`: all that takes a model, in Python and on the command line, f
 `huggingface_hub`), and `kept.py` (converted models in the cache folder).
 """
 
+from jaxinfer.hub.errors import HubError
 from jaxinfer.hub.kept import fetch, resolve
 from jaxinfer.hub.names import HubName
-from jaxinfer.hub.repository import HubError
 
 __all__ = ["HubError", "HubName", "fetch", "resolve"]

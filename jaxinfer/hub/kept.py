@@ -5,16 +5,13 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import filelock
-
 from jaxinfer.checkpoints import CheckpointError, is_complete
 from jaxinfer.checkpoints.manifest import FORMAT
 from jaxinfer.disk_cache import cache_folder, write_atomically
 from jaxinfer.hub.names import HubName
-from jaxinfer.hub.repository import find
-from jaxinfer.models.files.conversion import convert
-from jaxinfer.models.files.description import CONFIG
 from jaxinfer.progress import long_work
+
+# What fetches and converts is imported when it is needed: a model directory, and a converted model, do without it.
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
@@ -50,6 +47,8 @@ def fetch(model: str | os.PathLike[str], out: Path | None = None) -> tuple[Path,
     name = HubName.parse(model)
     if name is None or Path(model).exists():
         return Path(model), None
+    from jaxinfer.hub.repository import find
+
     commit = find(name)
     return commit.fetch(out), commit.source
 
@@ -65,12 +64,14 @@ def _local(path: Path) -> Path:
     if is_complete(path):
         return path
     files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
-    if not ((path / CONFIG).is_file() and any(file.suffix == ".safetensors" for file in files)):
+    if not ((path / "config.json").is_file() and any(file.suffix == ".safetensors" for file in files)):
         if gguf := next(path.glob("*.gguf"), None):
             raise CheckpointError(f"{gguf}: {_about_file(gguf)}")
         return path  # whoever opens it says what is missing
     state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(repr((str(path.resolve()), state)).encode()).hexdigest()
+    from jaxinfer.models.files.conversion import convert
+
     folder = _folder(path.resolve().name, digest)
     _make(folder, lambda: convert(path, folder))
     return folder
@@ -79,6 +80,9 @@ def _local(path: Path) -> Path:
 def _of_hub(name: HubName) -> Path:
     if name.pinned and is_complete(folder := _folder(name.repository, name.revision)):
         return folder
+    from jaxinfer.hub.repository import find
+    from jaxinfer.models.files.conversion import convert
+
     noted = _models() / f".{name.repository}@{name.revision}".replace("/", "--")
     commit = find(name, known=noted.read_text() if noted.is_file() else None)
     folder = _folder(name.repository, commit.hash)
@@ -101,6 +105,8 @@ def _make(folder: Path, make: Callable[[], object]) -> None:
     """Make a folder, unless it is there, in one process at a time."""
     if is_complete(folder):
         return
+    import filelock
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
     with long_work(f"waiting for another process, which makes {folder.name}"):

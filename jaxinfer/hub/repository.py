@@ -17,6 +17,7 @@ from typing import Self
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.huggingface import INDEX, SINGLE, SafetensorsFolder, read_index
+from jaxinfer.hub.errors import HubError, UnreachableError
 from jaxinfer.hub.names import HubName
 from jaxinfer.models.files.conversion import beside_weights, check_description
 from jaxinfer.models.files.description import CONFIG
@@ -28,14 +29,6 @@ ANSWER_SECONDS = 10.0
 _log = logging.getLogger("jaxinfer.hub")
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-class HubError(CheckpointError):
-    """A repository that cannot be fetched, or that holds no model of ours."""
-
-
-class UnreachableError(HubError):
-    """The hub does not answer, or may not be asked."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,13 +53,26 @@ def test_an_interrupt_while_fetching_ends_it_at_once_and_leaves_nothing(hub, sta
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10  # 2, where the machine is not busy; the file takes a minute
     assert process.returncode == 130
     assert "Traceback" not in said
     assert "absl" not in said
     assert len(said.strip().splitlines()) <= 1
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "hf").rglob("*.incomplete"))
+
+
+def test_an_interrupt_while_converting_waits_for_what_is_being_written(start, tiny, tmp_path):
+    slowly = "from jaxinfer.checkpoints import writing; writing.GROUP_BYTES = 1"  # a save for each weight
+    process = start("convert", str(tiny), "out", before=slowly)
+    _wait_for(lambda: next((tmp_path / ".out.partial").rglob("ocdbt*"), None))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert "absl" not in said
+    assert not list(tmp_path.glob("*out*"))
+    assert not list(tmp_path.glob(".*out*"))
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(hub, start, tmp_path):
