@@ -63,6 +63,8 @@ MODEL: Mapping[str, str] = {
     "model_id": "use path, the first argument",
     "model_path": "use path, the first argument",
     "pretrained_model_name_or_path": "use path, the first argument",
+    "revision": "write it behind the name, as in 'ORG/NAME@REVISION'",
+    "download_dir": "set HF_HOME in the environment",
     "tokenizer": "leave it out, the model directory has its tokenizer",
     "tokenizer_mode": "leave it out, the model directory has its tokenizer",
     "skip_tokenizer_init": "leave it out, prompts may be token ids",

@@ -70,7 +70,7 @@ class Commit:
             self._require_cached(folder)
             return folder
         self._require_weights(self.sizes)
-        with long_work(f"fetching {self}", in_bytes=True) as work:
+        with long_work(f"fetching {self.name}", in_bytes=True) as work:
             if CONFIG in self.sizes:
                 _download(self.name, CONFIG, self.name.revision)  # the hub's cache notes the commit of the revision
                 self._get([CONFIG], work)
