@@ -14,6 +14,9 @@ from jaxinfer import LLM
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.cli import app
 from jaxinfer.elastic import ElasticError, Service
+from jaxinfer.experts.config import SystemConfig
+from jaxinfer.experts.errors import ConfigError
+from jaxinfer.experts.opened import OpenedSystem
 from jaxinfer.hub import HubError, repository, resolve
 from jaxinfer.models.files.verification import compare_tensors
 from tests.hub.server import COMMIT, files_of
@@ -163,6 +166,31 @@ def test_tasks_are_not_kept_in_the_cache(hub):
     with pytest.raises(ElasticError, match="give `repository`, a folder to keep tasks in"):
         Service.from_checkpoint("org/tiny")
     assert hub.requests == []
+
+
+SYSTEM = """
+[experts.fetched]
+checkpoint = "hf://org/resnet"
+[experts.missing]
+checkpoint = "org/resnet"
+[[inputs]]
+kind = "board"
+expert = "fetched"
+[[executors]]
+expert_memory = "1MB"
+"""
+
+
+def test_experts_are_fetched_where_the_file_says_so(hub, tiny, tmp_path):
+    hub.repositories["org/resnet"] = files_of(tiny.parent / "vision" / "resnet_basic")
+    (tmp_path / "system.toml").write_text(SYSTEM)
+    system = OpenedSystem(SystemConfig.read("system.toml"))
+    assert system.experts["fetched"].opened.name == "org--resnet@0123456789ab.2"
+    assert list(system.broken) == ["missing"]  # a path that is not there is not asked for
+    assert hub.requests.count("org/resnet") == 1
+    (tmp_path / "system.toml").write_text(SYSTEM.replace("hf://org/resnet", "hf://resnet"))
+    with pytest.raises(ConfigError, match=r"experts\.fetched\.checkpoint must be hf://ORG/NAME .* got 'hf://resnet'"):
+        SystemConfig.read("system.toml")
 
 
 @pytest.mark.parametrize(
