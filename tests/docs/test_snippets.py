@@ -12,8 +12,6 @@ from tests.docs.prepared import PREPARED
 from tests.docs.snippets import ROOT, Block, check, check_command, check_line, commands_in_prose, read_blocks, run
 
 PAGES = [Path("README.md"), *sorted(page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md"))]
-DEFAULT = {Path("README.md")}
-"""Pages whose blocks run in the default tests; the others' are slow."""
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -42,21 +40,29 @@ def test_blocks_and_commands_are_sound(page):
         check_line(command)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=() if page in DEFAULT else pytest.mark.slow, id=str(page))
-        for page in PAGES
-        if any(runs(block) for block in blocks(page))
-    ],
-)
-def test_blocks_run_and_print_what_is_shown(page, reader):
-    PREPARED.get(page, lambda folder: None)(Path.cwd())
+RUN = [page for page in PAGES if any(runs(block) for block in blocks(page))]
+
+
+def run_all(blocks, reader):
+    """Run the blocks of a page, which share their names."""
     namespace = {"__name__": "__main__"}
-    for block in filter(runs, blocks(page)):
+    for block in blocks:
         printed = run(block, namespace, reader)
         if block.output is not None:
             assert shown(block.output, printed), f"{block} prints\n{printed}"
+
+
+def test_what_a_newcomer_runs_first_prints_what_is_shown(reader):
+    first = next(block for block in blocks(Path("README.md")) if runs(block))
+    assert first.output
+    run_all([first], reader)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN, ids=str)
+def test_blocks_run_and_print_what_is_shown(page, reader):
+    PREPARED.get(page, lambda folder: None)(Path.cwd())
+    run_all(filter(runs, blocks(page)), reader)
 
 
 def shown(output, printed):
