@@ -7,8 +7,8 @@ by the types of a group, which looks for scratches and solder bridges. A third o
 
 The images are drawn and the experts are made from them, so that verdicts mean something: the classifiers' trunks are
 random and calibrated, their heads a ridge regression; the detectors are trained. That takes minutes on the first run;
-the experts are kept in `--folder`, half a gigabyte of them. Then the same images go through the line twice: by CoServe
-with all our additions ("best"), and in the order of arrival ("samba").
+the experts are kept in `--folder`, half a gigabyte of them, and after Ctrl-C the next run makes the rest. Then the same
+images go through the line twice: by CoServe with all our additions ("best"), and in the order of arrival ("samba").
 """
 
 import argparse
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from jaxinfer.compiled.interruptible import interruptible
 from jaxinfer.disk_cache import cache_folder
 from jaxinfer.experts.execution.kinds import NOTHING
 from jaxinfer.experts.results import Result
@@ -42,7 +44,7 @@ from jaxinfer.models.layers.convolution import Conv
 from jaxinfer.models.presets import parameter_count
 from jaxinfer.models.vision.resnet import ResNet
 from jaxinfer.models.vision.yolo import Yolo
-from jaxinfer.progress import Progress
+from jaxinfer.progress import LongWork, long_work
 
 SIZE = 64
 """Height and width of an image in pixels."""
@@ -256,15 +258,22 @@ def features(model: ResNet, images: jax.Array) -> jax.Array:
     return model.features(images)
 
 
-def fit_classifier(cfg: ResNetConfig, component: Component, *, drawings: int, batch: int = 64) -> ResNet:
+def fit_classifier(
+    cfg: ResNetConfig, component: Component, work: LongWork, *, drawings: int, batch: int = 64
+) -> ResNet:
     """Fit a head on a random trunk by ridge regression, with as many faulty drawings as good ones."""
     rng = np.random.default_rng((*component.seed, 1))
-    drawn = [draw(component, rng, faulty=0.5) for _ in range(drawings // batch * batch)]
+    drawn, seen = [], []
+    for _ in range(drawings // batch * batch):
+        drawn.append(draw(component, rng, faulty=0.5))
+        work.advance()
     images = np.stack([drawing.image for drawing in drawn]).reshape(-1, batch, SIZE, SIZE, 3)
     model = ResNet(cfg, WeightFormat(), rngs=nnx.Rngs(100 * component.seed[0] + component.seed[1]))
     calibrate(model, images[0])
-    seen = np.concatenate([np.asarray(features(model, some)) for some in images])
-    weight, bias = ridge(seen, np.array([1.0 if drawing.fault else -1.0 for drawing in drawn]))
+    for some in images:
+        seen.append(np.asarray(features(model, some)))
+        work.advance(batch)
+    weight, bias = ridge(np.concatenate(seen), np.array([1.0 if drawing.fault else -1.0 for drawing in drawn]))
     model.head.weight[...] = jnp.stack((-weight, weight))
     model.head.bias[...] = jnp.stack((-bias, bias))  # pyright: ignore[reportOptionalSubscript]
     return model
@@ -292,9 +301,12 @@ class Marks(NamedTuple):
     boxes: np.ndarray
 
     @classmethod
-    def draw(cls, cfg: YoloConfig, families: Families, count: int, rng: np.random.Generator) -> "Marks":
+    def draw(cls, cfg: YoloConfig, families: Families, count: int, rng: np.random.Generator, work: LongWork) -> "Marks":
         chosen = [Component(families[int(rng.integers(len(families)))], 2 * int(rng.integers(4))) for _ in range(count)]
-        drawn = [draw(component, rng, faulty=0.05, marked=0.6) for component in chosen]
+        drawn = []
+        for component in chosen:
+            drawn.append(draw(component, rng, faulty=0.05, marked=0.6))
+            work.advance()
         labels = [cfg.labels.index(drawing.mark) if drawing.mark else -1 for drawing in drawn]
         boxes = np.stack([drawing.box for drawing in drawn]) * (cfg.image_size / SIZE)
         return cls(np.stack([drawing.image for drawing in drawn]), np.array(labels), boxes.astype(np.float32))
@@ -341,14 +353,15 @@ def train_step(graph: nnx.GraphDef, state: tuple[nnx.State, optax.OptState], mar
     return jax.tree.map(lambda x, update: x - rate * update, params, updates), adam
 
 
-def train(model: Yolo, marks: Marks, *, steps: int, rate: float, progress: Callable[[int], None], batch: int = 32):
+def train(model: Yolo, marks: Marks, work: LongWork, *, steps: int, rate: float, batch: int = 32) -> Yolo:
     """Train with Adam at a rate that falls to zero; return another model."""
     graph, params = nnx.split(model)
     state, rng = (params, ADAM.init(params)), np.random.default_rng(2)
     for step in range(steps):
-        progress(step)
         chosen = rng.integers(0, len(marks.labels), batch)
         state = train_step(graph, state, Marks(*(part[chosen] for part in marks)), rate * (1 - step / steps))
+        jax.block_until_ready(state)
+        work.advance()
     return nnx.merge(graph, state[0])
 
 
@@ -384,34 +397,39 @@ class Sizes:
     detector: YoloConfig = DETECTOR
 
 
-def build(folder: Path, sizes: Sizes, progress: Progress) -> list[Component]:
+def build(folder: Path, sizes: Sizes) -> list[Component]:
     """Make the experts that are missing in the folder, and `board.toml`."""
     line = components(sizes.types)
-    for done, component in enumerate(line):
-        progress("fitting classifiers", done, len(line))
-        if not (folder / component.name).exists():
-            model = fit_classifier(sizes.classifier, component, drawings=sizes.drawings)
-            save_model(folder / component.name, model, family="resnet")
+    with long_work("fitting classifiers") as work:
+        for place, component in enumerate(line, 1):
+            if not (folder / component.name).exists():
+                what = f"fitting classifier {place} of {len(line)}, {component.name}"
+                work.update(what=what, done=0, total=2 * sizes.drawings)
+                fit = functools.partial(fit_classifier, sizes.classifier, component, work, drawings=sizes.drawings)
+                save_model(folder / component.name, interruptible(fit), family="resnet")
     detectors = {component.detector for component in line}
     missing = [
         group for group in GROUPS if detector_of(group) in detectors and not (folder / detector_of(group)).exists()
     ]
     if missing:
-        train_detectors(folder, missing, sizes, progress)
+        train_detectors(folder, missing, sizes)
     (folder / "board.toml").write_text(board(line, sizes))
     return line
 
 
-def train_detectors(folder: Path, groups: list[str], sizes: Sizes, progress: Progress) -> None:
+def train_detectors(folder: Path, groups: list[str], sizes: Sizes) -> None:
     """Train one detector for all families, and from there one for each group."""
     cfg, rng, short = sizes.detector, np.random.default_rng(3), math.ceil(sizes.steps / 5)
 
     def trained(model: Yolo | None, name: str, families: Families, steps: int, rate: float) -> Yolo:
-        marks = Marks.draw(cfg, families, 2 * sizes.drawings, rng)
-        model = model or new_detector(cfg, marks.images[:32])
-        return train(
-            model, marks, steps=steps, rate=rate, progress=lambda step: progress(f"training {name}", step, steps)
-        )
+        def fit() -> Yolo:
+            marks = Marks.draw(cfg, families, count, rng, work)
+            work.update(what=f"training {name}", done=0, total=steps)
+            return train(model or new_detector(cfg, marks.images[:32]), marks, work, steps=steps, rate=rate)
+
+        count = 2 * sizes.drawings
+        with long_work(f"drawing for {name}", total=count) as work:
+            return interruptible(fit)
 
     ancestor = trained(None, "the detectors' ancestor", FAMILIES, sizes.steps, 0.005)
     for group in groups:
@@ -450,12 +468,13 @@ GOOD = ("ok", NOTHING)
 """Verdicts on an image without defects."""
 
 
-class Outcome(NamedTuple):
-    """The results of the line in one mode."""
+@dataclasses.dataclass
+class Outcome:
+    """The results of the line in one mode, as far as they are there."""
 
-    results: list[Result]
-    statistics: ExpertStatistics
-    seconds: float
+    results: list[Result] = dataclasses.field(default_factory=list)
+    statistics: ExpertStatistics = dataclasses.field(default_factory=ExpertStatistics)
+    seconds: float = math.nan
 
     @property
     def throughput(self) -> float:
@@ -463,13 +482,14 @@ class Outcome(NamedTuple):
         return len(self.results) / self.seconds
 
 
-def inspect(folder: Path, mode: str, inputs: list[tuple[str, np.ndarray]], progress: Progress) -> Outcome:
-    with System.from_config(folder / "board.toml", mode=mode, progress=progress) as system:
-        results, start = [], time.perf_counter()
-        for result in system.run(inputs):
-            progress(f"inspecting ({mode})", len(results), len(inputs))
-            results.append(result)
-        return Outcome(results, system.statistics, time.perf_counter() - start)
+def inspect(folder: Path, mode: str, inputs: list[tuple[str, np.ndarray]], outcome: Outcome) -> None:
+    with System.from_config(folder / "board.toml", mode=mode) as system:
+        outcome.statistics, start = system.statistics, time.perf_counter()
+        with long_work(f"inspecting ({mode})", total=len(inputs)) as work:
+            for result in system.run(inputs):
+                outcome.results.append(result)
+                outcome.seconds = time.perf_counter() - start
+                work.advance()
 
 
 class Score(NamedTuple):
@@ -506,7 +526,7 @@ class Score(NamedTuple):
 def scores(drawn: list[tuple[Component, Drawing]], results: list[Result]) -> dict[str, Score]:
     """Score the line as a whole, and each kind of expert on its images."""
     pairs: dict[str, list[tuple[str, str]]] = {"line": [], "classifiers": [], "detectors": []}
-    for (component, drawing), result in zip(drawn, results, strict=True):
+    for (component, drawing), result in zip(drawn, results, strict=False):  # fewer results after Ctrl-C
         of_classifier, of_detector = "defect" if drawing.fault else "ok", drawing.mark or NOTHING
         for stage in result.stages:
             if stage.expert == component.name:
@@ -526,30 +546,31 @@ def accuracy_table(scored: dict[str, Score]) -> Table:
 
 
 def speed_table(outcomes: dict[str, Outcome]) -> Table:
-    columns = ("mode", "images/s", "loads", "from disk", "from host", "batches")
+    columns = ("mode", "images", "images/s", "loads", "from disk", "from host", "batches")
     table = Table(*columns, title="The line")
     for mode, outcome in outcomes.items():
         statistics = outcome.statistics
         loads = statistics.switches, statistics.loads["disk"], statistics.loads["host"]
-        table.add_row(mode, f"{outcome.throughput:.1f}", *map(str, loads), str(statistics.batches))
+        table.add_row(
+            mode, str(len(outcome.results)), f"{outcome.throughput:.1f}", *map(str, loads), str(statistics.batches)
+        )
     return table
 
 
 def run(folder: Path, sizes: Sizes, console: Console) -> tuple[dict[str, Outcome], dict[str, Score]]:
-    with console.status("") as status:
-
-        def progress(what: str, done: int, total: int) -> None:
-            status.update(f"{what}: {done} of {total}")
-
-        line = build(folder, sizes, progress)
-        rng = np.random.default_rng(4)
-        chosen = rng.choice(np.array(line), sizes.images, p=shares(len(line)))
-        drawn = [(component, draw(component, rng)) for component in chosen]
-        inputs = [(component.name, drawing.image) for component, drawing in drawn]
-        outcomes = {mode: inspect(folder, mode, inputs, progress) for mode in MODES}
-    best, samba = (outcomes[mode] for mode in MODES)
-    verdicts = scores(drawn, best.results)
-    console.print(accuracy_table(verdicts), speed_table(outcomes))
+    line = build(folder, sizes)
+    rng = np.random.default_rng(4)
+    chosen = rng.choice(np.array(line), sizes.images, p=shares(len(line)))
+    drawn = [(component, draw(component, rng)) for component in chosen]
+    inputs = [(component.name, drawing.image) for component, drawing in drawn]
+    outcomes = {mode: Outcome() for mode in MODES}
+    best, samba = outcomes.values()
+    try:
+        for mode, outcome in outcomes.items():
+            inspect(folder, mode, inputs, outcome)
+    finally:  # after Ctrl-C: what is done
+        verdicts = scores(drawn, best.results)
+        console.print(accuracy_table(verdicts), speed_table(outcomes))
     same = sum(a.verdict == b.verdict for a, b in zip(best.results, samba.results, strict=True))
     console.print(f"{same} of {len(inputs)} verdicts are the same in both modes.")
     console.print(f"{MODES[0]} is {best.throughput / samba.throughput:.1f} times as fast as {MODES[1]}.")
@@ -562,7 +583,11 @@ def main() -> None:
     parser.add_argument("--types", type=int, default=Sizes.types, help="of components, each with a classifier")
     parser.add_argument("--images", type=int, default=Sizes.images)
     args = parser.parse_args()
-    run(args.folder, Sizes(types=args.types, images=args.images), Console())
+    try:
+        run(args.folder, Sizes(types=args.types, images=args.images), Console())
+    except KeyboardInterrupt:
+        print(f"interrupted; the experts that are finished are kept in {args.folder}", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

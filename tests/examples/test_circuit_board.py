@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from examples import circuit_board
+from jaxinfer.progress import showing
 
 SIZES = circuit_board.Sizes(
     types=2,
@@ -36,7 +37,8 @@ def test_line(tmp_path):
     assert "times as fast as samba" in console.export_text()
 
     said = []
-    circuit_board.build(tmp_path, SIZES, lambda what, done, total: said.append(what))
+    with showing(lambda what, done, total: said.append(what)):
+        circuit_board.build(tmp_path, SIZES)
     assert set(said) == {"fitting classifiers"}  # which are all there; detectors are not trained again
 
 
