@@ -6,6 +6,7 @@ without traceback.
 
 import logging
 import re
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -37,6 +38,7 @@ class _Commands(TyperGroup):
         except BrokenPipeError:
             raise  # nobody reads our output any more: click exits silently
         except KeyboardInterrupt as error:
+            sys.last_exc = error  # so that nothing waits for what still compiles
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from error
         except (ValueError, OSError, MemoryError, MissingExtraError, ServingError) as error:

@@ -1,13 +1,9 @@
-"""Output that several subcommands share: tables, and a progress bar."""
+"""Output that several subcommands share: tables."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 WIDTH = 80
@@ -48,13 +44,3 @@ def show(*tables: Table) -> None:
     console.width = max(console.width, WIDTH) if console.is_terminal else PIPED_WIDTH
     for shown in tables:
         console.print(shown)
-
-
-@contextmanager
-def show_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that shows a task, how much of it is done, and the total on stderr, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

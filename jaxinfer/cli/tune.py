@@ -44,14 +44,16 @@ def tune(
         assert isinstance(executor, DecoderExecutor), "an LLM has one"
         calls = executor.calls()
     rows = []
-    with long_work("measuring calls", total=len(calls)) as work:
-        for row in measure_choices(calls):
-            rows.append(row)
-            work.advance()
+    try:
+        with long_work("measuring calls", total=len(calls)) as work:
+            for row in measure_choices(calls):
+                rows.append(row)
+                work.advance()
+    finally:  # after Ctrl-C: what is measured, which is kept
+        if rows:
+            show(times_table(rows))
     if not rows:
         typer.echo(f"{directory}: every operation has a single implementation here; there is nothing to measure.")
-        return
-    show(times_table(rows))
 
 
 def times_table(rows: "list[tuple[Call, dict[str, float]]]") -> "Table":

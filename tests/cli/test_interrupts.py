@@ -1,0 +1,204 @@
+"""Ctrl-C at bad moments, in real processes on a terminal: they end soon, say so, and leave nothing half-written."""
+
+import contextlib
+import hashlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxinfer.models.config import ResNetConfig
+from jaxinfer.models.vision.resnet import ResNet
+from tests.cli.test_experts_command import FILE
+from tests.experts.boards import save
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "demo_model"
+MOST = 4.0
+"""Seconds to end in: 2 on a machine that has nothing else to do."""
+ENDED = (130, -signal.SIGINT)
+"""Status after Ctrl-C: shells show both as 130."""
+PATIENCE = 120.0
+
+pytestmark = pytest.mark.slow
+
+
+class Ended:
+    """A process after its end.
+
+    Attributes:
+      status: negative for a signal.
+      seconds: from Ctrl-C to the end.
+      text: all of its output, without colours and lines of progress.
+    """
+
+    def __init__(self, status, seconds, output):
+        self.status, self.seconds, self.output = status, seconds, output
+        self.text = re.sub(r"\x1b\[\d*[A-Z]|\x1b\[\?25[lh]|\x1b\[[\d;]*m", "", output).replace("\r\n", "\n")
+
+    def check(self):
+        """Check what holds after Ctrl-C for every command."""
+        assert self.status in ENDED, self.text
+        assert self.seconds < MOST
+        assert "Traceback" not in self.text
+        assert "interrupted" in self.text
+        assert self.output.rfind("\x1b[?25h") >= self.output.rfind("\x1b[?25l"), "the cursor is hidden"
+
+
+def run(*arguments, cache, until=None, after=0.0):
+    """Run Python on a terminal of 80 columns; press Ctrl-C some seconds after `until` is in its output."""
+    changed = {"JAXINFER_CACHE": str(cache), "TERM": "xterm", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAXINFER_PROGRESS", "XLA_FLAGS")} | changed
+    terminal, inside = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=inside,
+        stderr=inside,
+        env=environment,
+        cwd=ROOT,
+    )
+    os.close(inside)
+    output, pressed, begun = b"", None, time.monotonic()
+    try:
+        while chunk := _read(terminal, begun + PATIENCE):
+            output += chunk
+            if pressed is None and until is not None and re.search(until, output.decode(errors="replace"), re.DOTALL):
+                time.sleep(after)
+                process.send_signal(signal.SIGINT)
+                pressed = time.monotonic()
+        status = process.wait(max(begun + PATIENCE - time.monotonic(), 1.0))
+    finally:
+        os.close(terminal)
+        process.kill()
+        process.wait()
+    assert until is None or pressed is not None, f"no {until!r} in {output.decode(errors='replace')}"
+    return Ended(status, time.monotonic() - (pressed or begun), output.decode(errors="replace"))
+
+
+def _read(terminal, end):
+    """Read from a terminal; nothing: the other side is closed."""
+    if not select.select([terminal], [], [], max(end - time.monotonic(), 0.0))[0]:
+        return b""
+    with contextlib.suppress(OSError):  # so does the last one who leaves say it
+        return os.read(terminal, 1 << 16)
+    return b""
+
+
+def jaxinfer(*arguments, **options):
+    return run("-m", "jaxinfer", *arguments, **options)
+
+
+def check_cache(folder):
+    """Check that every file that others would read is whole: it begins with a checksum of the rest."""
+    files = [file for file in folder.rglob("*") if file.is_file() and not file.name.startswith(".")]
+    for file in files:
+        content = file.read_bytes()
+        assert content[:32] == hashlib.sha256(content[32:]).digest(), file
+    return files
+
+
+GENERATE = ("generate", MODEL, "def main():", "--temperature", 0, "--max-tokens")
+
+
+def test_generate(tmp_path):
+    ended = jaxinfer(*GENERATE, 900, cache=tmp_path, until="compiling")
+    ended.check()
+    assert " main() for" not in ended.text
+    check_cache(tmp_path)
+    again = jaxinfer(*GENERATE, 8, cache=tmp_path)
+    assert again.status == 0
+    assert "[8 tokens, length" in again.text
+    assert check_cache(tmp_path)
+    ended = jaxinfer(*GENERATE, 900, cache=tmp_path, until=r"def main\(\):.{30}")
+    ended.check()
+    assert " main() for" in ended.text
+    check_cache(tmp_path)
+
+
+SCRIPT = """
+import sys, time
+from jaxinfer import LLM, SamplingParams
+print("begun", flush=True)
+with LLM(sys.argv[1]) as llm:
+    print(llm.generate("def main():", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].text)
+"""
+
+
+@pytest.mark.parametrize(("until", "after"), [("begun", 0.0), ("begun", 0.5), ("compiling", 0.0)])
+def test_a_script(tmp_path, until, after):
+    """Its traceback is Python's way; but it ends at once."""
+    ended = run("-c", SCRIPT, MODEL, cache=tmp_path, until=until, after=after)
+    assert ended.status in (*ENDED, 1)
+    assert ended.seconds < MOST
+    assert "KeyboardInterrupt" in ended.text
+    check_cache(tmp_path)
+
+
+BENCH = ("bench", "latency", MODEL, "--batch", 1, "--rounds", 1000)
+
+
+def test_bench(tmp_path):
+    for until in ("compiling", r"rounds|round "):
+        ended = jaxinfer(*BENCH, cache=tmp_path, until=until)
+        ended.check()
+        check_cache(tmp_path)
+
+
+def test_tune(tmp_path):
+    ended = jaxinfer("tune", MODEL, "--context", 64, cache=tmp_path, until=r"measuring calls: [1-9]")
+    ended.check()
+    assert "operation" in ended.text, "what is measured so far"
+    assert [file.parent.name for file in check_cache(tmp_path) if file.parent.name == "choices"] == ["choices"]
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("board")
+    names = ("c0", "c1", "c2")
+    config = ResNetConfig(  # as large as it must be to compile for seconds
+        labels=("ok", "defect"), widths=(64, 128, 256), depths=(2, 2, 2), stem=16, bottleneck=False, image_size=64
+    )
+    for seed, name in enumerate(names):
+        save(folder / name, ResNet, config, "resnet", seed)
+    (folder / "board.toml").write_text(
+        FILE.replace("60kB", "60MB") + "\n".join(f'{name} = {{checkpoint = "{name}"}}' for name in names)
+    )
+    return folder / "board.toml"
+
+
+def test_experts(board, tmp_path):
+    ended = jaxinfer("experts", "profile", board, cache=tmp_path, until="compiling")
+    ended.check()
+    ended = jaxinfer("experts", "run", board, "--random", 100_000, cache=tmp_path, until=r"K\d/10 ")
+    ended.check()
+    judged, left = re.search(r"\n(\d+) inputs in .*; 0 failed; (\d+) not judged\.\n\d+ batches;", ended.text).groups()
+    shown = len(re.findall(r"[\r\n]K\d/\d+  (?:ok|defect) ", ended.text))
+    assert shown > 5
+    assert int(judged) - shown in (0, 1)  # Ctrl-C may come between counting and showing
+    assert int(judged) + int(left) == 100_000
+    check_cache(tmp_path)
+    ended = jaxinfer(
+        "experts", "simulate", board, "--requests", 200_000, cache=tmp_path, until="simulating inputs: [1-9]"
+    )
+    ended.check()
+    assert "200000 inputs on a simulated clock" in ended.text
+    again = jaxinfer("experts", "run", board, "--random", 5, cache=tmp_path)
+    assert again.status == 0
+    assert "5 inputs in " in again.text
+    assert not [path for path in board.parent.rglob("*") if "partial" in path.name or path.name.endswith(".tmp")]
+
+
+def test_circuit_board(tmp_path):
+    folder = tmp_path / "board"
+    arguments = ROOT / "examples" / "circuit_board.py", "--folder", folder, "--types", 2, "--images", 5000
+    ended = run(*arguments, cache=tmp_path / "cache", until="fitting classifier 2 of 2")
+    ended.check()
+    assert [path.name for path in folder.iterdir()] == ["resistor-0"]
