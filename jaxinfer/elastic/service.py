@@ -474,8 +474,7 @@ class Service(Closeable):
         profile = self.serving_profile()
         levels = profile.levels if self._memory is not None else _fewest_levels(profile, self._policy)
         with showing(self._progress):
-            self._compile(programs, lambda: [(level, programs.sizes[-1]) for level in levels])
-            self._compile(programs, lambda: [(level, programs.sizes[0]) for level in levels])
+            self._compile(programs, lambda: [(n, b) for n in levels for b in (programs.sizes[-1], programs.sizes[0])])
             programs.warm_up(levels)
 
     def _next_step(self, tried: set[LevelAndSize]) -> tuple[LevelAndSize, Step] | None:

@@ -1,12 +1,16 @@
 """`jaxinfer elastic`: a task from a folder of images, registered, shown and used."""
 
 import io
+import signal
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from jaxinfer.cli import app
+from jaxinfer.evaluation.elastic.dashboard import Dashboard
+from jaxinfer.evaluation.elastic.measurements import Measurements
+from jaxinfer.evaluation.elastic.runs import read_run
 from tests.elastic.conftest import options, service
 from tests.elastic.vits import save_vit, stripes
 
@@ -87,6 +91,8 @@ def test_run_simulate_report(folders, tmp_path):
 
     assert "Replaced " in run("simulate", *common, "--policy", "elastic").output
 
+    check_interrupts(common, runs)
+
     page = tmp_path / "report.html"
     done = run("report", runs, "--out", page)
     assert done.exit_code == 0, done.output
@@ -101,6 +107,35 @@ def test_run_simulate_report(folders, tmp_path):
         found = run(*arguments)
         assert found.exit_code == 2, found.output
         assert message in " ".join(found.output.split())
+
+
+def check_interrupts(common, runs):
+    """Ctrl-C while queries are sent, or simulated: what is done is shown and recorded."""
+    watched, simulated = Dashboard.watch, Measurements.simulate
+
+    def watch(self, sent):
+        watched(self, sent)
+        if sent > 200:
+            signal.raise_signal(signal.SIGINT)
+
+    def simulate(self, *args, **options):
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted.append(True)
+        return simulated(self, *args, **options)
+
+    interrupted = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dashboard, "watch", watch)
+        patch.setattr(Measurements, "simulate", simulate)
+        live = run("run", *common, "--seconds", 5, "--policy", "slack", "--policy", "pets")
+        done = run("simulate", *common, "--policy", "level-2", "--policy", "pets")
+    assert (live.exit_code, done.exit_code) == (130, 130)
+    assert "Replaced" in live.output
+    assert " queries\n" in live.output  # fewer than all
+    assert "level-2" in done.output
+    assert "pets" not in live.output + done.output
+    assert read_run(runs / "wall-poisson-0.80x-slack-0.jsonl").served.answers
 
 
 @pytest.mark.parametrize(
@@ -139,7 +174,7 @@ def without_weights(monkeypatch):
         (("register", "--data", "nowhere"), "nowhere: no such folder, and no data set with this name; known: digits"),
         (("register", "--data", "digits", "--prompts", "2,x"), "--prompts must be integers separated by commas"),
         (("register", "--data", "digits", "--prompt-mode", "keep"), "'keep' is not a valid PromptMode"),
-        (("register", "--data", "digits", "--test-share", "1"), "test_share must be in [0, 1), got 1.0"),
+        (("register", "--data", "digits", "--test-share", "1"), "--test-share must be in [0, 1), got 1.0"),
         (("profile",), "no task 'a'; known: none"),
         (("classify", "missing.png"), "missing.png: no such file"),
         (("classify", __file__), "not an image that can be read"),

@@ -6,6 +6,10 @@ from typing import Annotated
 import typer
 
 from jaxinfer.extras import require_extra
+from jaxinfer.progress import long_work
+
+_OPENING = "opening the model, its tasks and images"
+"""Work of all commands, which begins with imports that may take seconds."""
 
 ModelArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="A model directory of a vision transformer.", show_default=False)
@@ -76,22 +80,21 @@ def register(
     max_batch: MaxBatchOption = 64,
 ) -> None:
     """Train a task's head and prompts, profile it at all levels, and keep it in the repository."""
-    from jaxinfer.cli.display import show
-    from jaxinfer.cli.elastic.opening import image_size
-    from jaxinfer.cli.elastic.tables import levels_table
-    from jaxinfer.elastic import Division, PromptMode, Service, TaskRepository, TrainingConfig, load_dataset
+    counts = _numbers("--prompts", prompts)
+    with long_work(_OPENING):
+        from jaxinfer.cli.display import show
+        from jaxinfer.cli.elastic.opening import image_size
+        from jaxinfer.cli.elastic.tables import levels_table
+        from jaxinfer.elastic import Division, PromptMode, Service, TaskRepository, TrainingConfig, load_dataset
 
-    options = {
-        "prompts": _numbers("--prompts", prompts),
-        "division": Division(test_share=test_share),
-        "training": TrainingConfig(steps=steps, seed=seed),
-        "new_version": new_version,
-    }
-    PromptMode(prompt_mode)
-    TaskRepository.of_model(model, repository).next_version(task, new_version=new_version)
-    dataset = load_dataset(data, image_size(model))
-    service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
-    registered = service.register_task(task, dataset, **options)
+        division, training = Division(test_share=test_share), TrainingConfig(steps=steps, seed=seed)
+        PromptMode(prompt_mode)
+        TaskRepository.of_model(model, repository).next_version(task, new_version=new_version)
+        dataset = load_dataset(data, image_size(model))
+        service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
+    registered = service.register_task(
+        task, dataset, prompts=counts, division=division, training=training, new_version=new_version
+    )
     typer.echo(f"Registered {task!r}, version {registered.version}, {len(registered.labels)} classes.")
     show(levels_table(service, task))
 
@@ -109,15 +112,16 @@ def profile(
     max_batch: MaxBatchOption = 64,
 ) -> None:
     """Show a task's accuracy, and what batches take, at all levels."""
-    from jaxinfer.cli.display import show
-    from jaxinfer.cli.elastic.opening import check_profiled, image_size, read_tasks
-    from jaxinfer.cli.elastic.tables import levels_table
-    from jaxinfer.elastic import Service, load_dataset
+    with long_work(_OPENING):
+        from jaxinfer.cli.display import show
+        from jaxinfer.cli.elastic.opening import check_profiled, image_size, read_tasks
+        from jaxinfer.cli.elastic.tables import levels_table
+        from jaxinfer.elastic import Service, load_dataset
 
-    size = image_size(model)
-    registered = read_tasks(model, repository, [task])[task]
-    validation = None if data is None else registered.divide(load_dataset(data, size)).validation
-    service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
+        size = image_size(model)
+        registered = read_tasks(model, repository, [task])[task]
+        validation = None if data is None else registered.divide(load_dataset(data, size)).validation
+        service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
     if validation is not None:
         service.profile(task, validation)
     else:
@@ -137,15 +141,16 @@ def classify(
     max_batch: MaxBatchOption = 64,
 ) -> None:
     """Classify image files, one line each: file, label, probability."""
-    import numpy as np
+    with long_work(_OPENING):
+        import numpy as np
 
-    from jaxinfer.cli.elastic.opening import image_size, read_tasks
-    from jaxinfer.elastic import Service, load_image
+        from jaxinfer.cli.elastic.opening import image_size, read_tasks
+        from jaxinfer.elastic import Service, load_image
 
-    size = image_size(model)
-    pixels = np.stack([load_image(file, size) for file in images])
-    read_tasks(model, repository, [task])
-    service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
+        size = image_size(model)
+        pixels = np.stack([load_image(file, size) for file in images])
+        read_tasks(model, repository, [task])
+        service = Service.from_checkpoint(model, repository=repository, prompt_mode=prompt_mode, max_batch=max_batch)
     for file, answer in zip(images, service.classify(pixels, task, level), strict=True):
         typer.echo(f"{file}\t{answer.label}\t{answer.probabilities.max():.3f}")
 
@@ -173,9 +178,12 @@ def run(
     Each policy serves it; a run replaces that of the same name in the folder. Ctrl-C ends it, and what was answered by
     then is shown and recorded.
     """
-    from jaxinfer.cli.elastic import runs
+    policies = policy or ["elastic"]
+    with long_work(_OPENING):
+        from jaxinfer.cli.elastic import runs
 
-    runs.compare(ctx.params, policy or ["elastic"], runs.run_live)
+        opened = runs.open_tasks(ctx.params, policies)
+    runs.compare(opened, policies, runs.run_live)
 
 
 @app.command()
@@ -200,10 +208,13 @@ def simulate(
 
     Each policy serves it; a run replaces that of the same name in the folder.
     """
-    from jaxinfer.cli.elastic import runs
-    from jaxinfer.elastic.scheduling.policies import POLICIES
+    with long_work(_OPENING):
+        from jaxinfer.cli.elastic import runs
+        from jaxinfer.elastic.scheduling.policies import POLICIES
 
-    runs.compare(ctx.params, policy or POLICIES, runs.simulate)
+        policies = policy or POLICIES
+        opened = runs.open_tasks(ctx.params, policies)
+    runs.compare(opened, policies, runs.simulate)
 
 
 @app.command()
@@ -212,15 +223,14 @@ def report(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Compare recorded runs: tables here, and the figures of OTAS's evaluation in a page."""
-    from jaxinfer.cli.display import show
-    from jaxinfer.evaluation.elastic.runs import read_runs
-    from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
-    from jaxinfer.progress import long_work
-
     require_extra("matplotlib", "elastic report")
-    from jaxinfer.evaluation.elastic.report import write_report
+    with long_work("reading runs"):
+        from jaxinfer.cli.display import show
+        from jaxinfer.evaluation.elastic.report import write_report
+        from jaxinfer.evaluation.elastic.runs import read_runs
+        from jaxinfer.evaluation.elastic.tables import by_cell, terminal_table
 
-    recorded = read_runs(runs)
+        recorded = read_runs(runs)
     show(*(terminal_table(cell, group) for cell, group in by_cell(recorded).items()))
     with long_work("drawing figures"):
         write_report(out, recorded)

@@ -68,45 +68,64 @@ class Setting(NamedTuple):
         )
 
 
-def compare(
-    params: Mapping[str, Any], policies: Sequence[str], serve: Callable[[Setting, str, list[Run]], None]
-) -> None:
-    """Have policies serve the same queries, record their runs, and show all in one table: after Ctrl-C, what is done.
+class Opened(NamedTuple):
+    """A service whose tasks, images and options are checked, before anything is measured."""
+
+    service: Service
+    params: Mapping[str, Any]
+    options: Mapping[str, Any]
+    tests: Mapping[str, Dataset]
+    trace: list[Query]
+
+
+def open_tasks(params: Mapping[str, Any], policies: Sequence[str]) -> Opened:
+    """Check all that can be refused, load the tasks' images, and open the model.
 
     Args:
       params: the command's options by name.
       policies: the policies' names.
+    """
+    trace = _check(params, policies)
+    model, repository = params["model"], params["repository"]
+    sources = dict(_source(option) for option in params["data"] or [])
+    size, tasks = image_size(model), read_tasks(model, repository, params["task"] or [])
+    for what, named in (("--data", set(sources)), (f"{params['trace']}: a query", {query.task for query in trace})):
+        if unknown := named - tasks.keys():
+            raise ValueError(f"{what} is of the task {min(unknown)!r}; queried tasks: {', '.join(tasks)}.")
+    tests = {name: task.divide(load_dataset(sources.get(name, name), size)).test for name, task in tasks.items()}
+    options = {name: params[name] for name in ("repository", "prompt_mode", "max_batch", "device_memory")}
+    service = Service.from_checkpoint(model, **options)
+    for policy in policies:
+        check_policy(policy, service.shared_levels)
+    for name in service.tasks:
+        check_profiled(service, model, name)
+    return Opened(service, params, options, tests, trace)
+
+
+def compare(opened: Opened, policies: Sequence[str], serve: Callable[[Setting, str, list[Run]], None]) -> None:
+    """Have policies serve the same queries, record their runs, and show all in one table: after Ctrl-C, what is done.
+
+    Args:
+      opened: the service and its tasks.
+      policies: the policies' names.
       serve: serves the queries by a policy, and appends the run, even if Ctrl-C then ends it.
     """
-    setting = prepare(params, policies)
-    runs: list[Run] = []
+    setting, runs = _measured(opened), list[Run]()
     try:
         for policy in policies:
             serve(setting, policy, runs)
     finally:
         if runs:
-            record(runs, setting.workload, params["out"])
+            record(runs, setting.workload, opened.params["out"])
 
 
-def prepare(params: Mapping[str, Any], policies: Sequence[str]) -> Setting:
-    """Check the options, load the tasks' images, and measure what batches take and which images are right."""
-    given = _check(params, policies)
-    model, repository = params["model"], params["repository"]
-    sources = dict(_source(option) for option in params["data"] or [])
-    size, tasks = image_size(model), read_tasks(model, repository, params["task"] or [])
-    for what, named in (("--data", set(sources)), (f"{params['trace']}: a query", {query.task for query in given})):
-        if unknown := named - tasks.keys():
-            raise ValueError(f"{what} is of the task {min(unknown)!r}; queried tasks: {', '.join(tasks)}.")
-    tests = {name: task.divide(load_dataset(sources.get(name, name), size)).test for name, task in tasks.items()}
-    options = {name: params[name] for name in ("repository", "prompt_mode", "max_batch", "device_memory")}
-    with Service.from_checkpoint(model, **options) as service:
-        for policy in policies:
-            check_policy(policy, service.shared_levels)
-        for name in service.tasks:
-            check_profiled(service, model, name)
+def _measured(opened: Opened) -> Setting:
+    """Measure what batches take and which images are right, and draw the queries."""
+    service, params, options, tests, trace = opened
+    with service:
         measured = measure(service, tests, samples=SAMPLES)
     typer.echo(f"{measured.capacity:,.0f} queries/s at level 0; deadlines are {measured.scale:.3f} of the paper's.")
-    return Setting(model, options, tests, measured, _workload(params, given, measured))
+    return Setting(params["model"], options, tests, measured, _workload(params, trace, measured))
 
 
 def _check(params: Mapping[str, Any], policies: Sequence[str]) -> list[Query]:
