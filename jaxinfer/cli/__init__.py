@@ -15,8 +15,10 @@ from typer.core import TyperGroup
 from jaxinfer import __version__
 from jaxinfer.cli.bench import app as bench_app
 from jaxinfer.cli.cache import cache
+from jaxinfer.cli.chat import chat
 from jaxinfer.cli.convert import convert
 from jaxinfer.cli.elastic import app as elastic_app
+from jaxinfer.cli.embed import embed
 from jaxinfer.cli.experts import app as experts_app
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
@@ -96,7 +98,7 @@ def _main(
     logging.basicConfig(handlers=[_Notes()])
 
 
-for _command in (cache, convert, generate, info, inspect, plan, tune, verify):
+for _command in (cache, chat, convert, embed, generate, info, inspect, plan, tune, verify):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(elastic_app, name="elastic")

@@ -6,11 +6,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from jaxinfer.progress import paused
+
 if TYPE_CHECKING:
-    from jaxinfer.generation import LLM
+    from jaxinfer.generation import LLM, Request, RequestOutput, SamplingParams
     from jaxinfer.generation.text import Prompt
     from jaxinfer.sharding import MeshFile
 
+ModelArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)]
+PromptsFileOption = Annotated[
+    Path | None,
+    typer.Option(help="One prompt a line; in a .jsonl file, one object a line with `prompt` or `token_ids`."),
+]
+MaxTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TopKOption = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
+TopPOption = Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability.")]
+MinPOption = Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest.")]
+RepetitionPenaltyOption = Annotated[float, typer.Option(help="Above 1 discourages tokens seen before.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")]
+SeedOption = Annotated[int | None, typer.Option(help="Same seed, same text.")]
+ContextOption = Annotated[int | None, typer.Option(help="Most tokens of a sequence (default: the model's).")]
+AdapterOption = Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")]
 MeshOption = Annotated[
     str | None,
     typer.Option(help='Devices: "tensor=2", or a TOML file with a table named mesh and perhaps rules (default: one).'),
@@ -68,9 +85,35 @@ def read_text(option: str, file: Path) -> str:
         raise ValueError(f"{option} {file}: not text in UTF-8 ({error}).") from error
 
 
-def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
-    """Load a command's model, with the options above and the others given."""
+ADAPTER = "adapter"
+"""The name of the one adapter that the command line takes."""
+
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+"""Options of `SamplingParams` that commands have by the same name."""
+
+
+def sampling_params(ctx: typer.Context, **others: Any) -> "SamplingParams":
+    """Return a command's sampling options, the ones above and the others given."""
+    from jaxinfer.generation import SamplingParams
+
+    return SamplingParams(
+        **{name: ctx.params[name] for name in SAMPLING},
+        stop=tuple(ctx.params["stop"] or ()),
+        adapter=ADAPTER if ctx.params["adapter"] else None,
+        **others,
+    )
+
+
+def load_llm(ctx: typer.Context, *, max_batch: int) -> "LLM":
+    """Load a command's model, with the options above."""
     from jaxinfer.generation import LLM
+
+    adapter = ctx.params.get("adapter")
+    return LLM(**model_options(ctx), max_batch=max_batch, adapters={ADAPTER: adapter} if adapter else None)
+
+
+def model_options(ctx: typer.Context) -> dict[str, Any]:
+    """Return the options of `LLM` and `Embedder` that a command has by the same name."""
     from jaxinfer.generation.engine.config import EngineOptions
     from jaxinfer.streaming.config import MemoryOptions
 
@@ -78,14 +121,26 @@ def load_llm(ctx: typer.Context, *, max_batch: int, **options: Any) -> "LLM":
     chosen = (name for name in engine if getattr(ctx.get_parameter_source(name), "name", "") != "DEFAULT")
     names = ("dtype", "quantize", "context", *chosen)
     memory = {name: value for name in MemoryOptions.__annotations__ if (value := ctx.params.get(name)) is not None}
-    return LLM(
-        ctx.params["model"],
-        mesh=parse_mesh(ctx.params["mesh"]),
-        max_batch=max_batch,
-        **{name: ctx.params[name] for name in names},
-        **memory,
-        **options,
-    )
+    given = {name: ctx.params[name] for name in names}
+    return {"path": ctx.params["model"], "mesh": parse_mesh(ctx.params["mesh"]), **given, **memory}
+
+
+def note(text: str) -> None:
+    """Print a note to stderr: stdout has the results alone."""
+    with paused():
+        typer.secho(text, err=True, dim=True)
+
+
+def compile_for(llm: "LLM", request: "Request") -> None:
+    """Compile what a request needs, before anything is printed that its line of progress would break."""
+    llm.engine.executor.compile_ahead(request.sequences())
+
+
+def length_note(output: "RequestOutput", params: "SamplingParams", context: int) -> str:
+    """Return why the first completion ended, and whether that is because the context is full."""
+    completion = output.outputs[0]
+    full = completion.finish_reason == "length" and len(completion.token_ids) != params.max_tokens
+    return f"length: the context of {context} tokens is full" if full else str(completion.finish_reason)
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> "list[Prompt]":

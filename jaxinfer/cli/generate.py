@@ -9,20 +9,36 @@ import msgspec
 import typer
 
 from jaxinfer.cli.common import (
+    AdapterOption,
+    ContextOption,
     DeviceMemoryOption,
     DtypeOption,
     HostMemoryOption,
     KernelsOption,
     KVDtypeOption,
     LayerFilesOption,
+    MaxTokensOption,
     MeshOption,
+    MinPOption,
+    ModelArgument,
     PrefetchOption,
+    PromptsFileOption,
     QuantizeOption,
+    RepetitionPenaltyOption,
+    SeedOption,
     SpeculationOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     WeightsOption,
+    compile_for,
+    length_note,
     load_llm,
+    note,
     read_prompts,
     read_text,
+    sampling_params,
 )
 
 if TYPE_CHECKING:
@@ -30,35 +46,29 @@ if TYPE_CHECKING:
     from jaxinfer.generation import LLM, Request, RequestOutput, SamplingParams
     from jaxinfer.generation.text import Prompt
 
-ADAPTER = "adapter"
-"""The name of the one adapter that the command line takes."""
-
 
 def generate(
     ctx: typer.Context,
-    model: Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)],
+    model: ModelArgument,
     texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Prompts.", show_default=False)] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(help="One prompt a line; in a .jsonl file, one object a line with `prompt` or `token_ids`."),
-    ] = None,
+    prompts_file: PromptsFileOption = None,
     token_ids: Annotated[list[str] | None, typer.Option(help="A prompt as token ids: 5,17,3.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability.")] = 0.95,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages tokens seen before.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    max_tokens: MaxTokensOption = 128,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionPenaltyOption = 1.0,
+    stop: StopOption = None,
     n: Annotated[int, typer.Option("--n", help="Completions of each prompt.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    seed: SeedOption = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="Log probabilities of this many likeliest tokens.")] = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     mesh: MeshOption = None,
-    context: Annotated[int | None, typer.Option(help="Most tokens of a sequence.")] = None,
+    context: ContextOption = None,
     max_batch: Annotated[int, typer.Option(help="Most sequences that run together.")] = 8,
     num_speculative_tokens: SpeculationOption = 0,
     kv_dtype: KVDtypeOption = None,
@@ -68,7 +78,7 @@ def generate(
     host_memory: HostMemoryOption = None,
     prefetch: PrefetchOption = None,
     layer_files: LayerFilesOption = None,
-    adapter: Annotated[Path | None, typer.Option(help="A LoRA adapter, a folder in PEFT's layout.")] = None,
+    adapter: AdapterOption = None,
     json_schema: Annotated[Path | None, typer.Option(help="The text must satisfy this file's JSON schema.")] = None,
     whitespace_pattern: Annotated[
         str | None,
@@ -84,33 +94,18 @@ def generate(
     With --json, a request that cannot run becomes a line with its `error`; the others run, and the exit code is 1.
     """
     prompts = read_prompts([*(texts or ()), *(prompt or ())], prompts_file, token_ids or [])
-    from jaxinfer.generation import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=tuple(stop or ()),
-        n=n,
-        seed=seed,
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-        structured_outputs=_structured_outputs(json_schema, regex, grammar, choice, whitespace_pattern),
-        adapter=ADAPTER if adapter else None,
-    )
+    structured = _structured_outputs(json_schema, regex, grammar, choice, whitespace_pattern)
+    params = sampling_params(ctx, n=n, ignore_eos=ignore_eos, logprobs=logprobs, structured_outputs=structured)
     start = time.perf_counter()
-    llm = load_llm(ctx, max_batch=max_batch, adapters={ADAPTER: adapter} if adapter else None)
+    llm = load_llm(ctx, max_batch=max_batch)
     loaded = time.perf_counter() - start
     if as_json:
         _print_json(llm, prompts, params)
     else:
         _print_text(llm, prompts, params)
-        _note(f"[model loaded in {loaded:.2f} s; {_memory(llm)}]")
+        note(f"[model loaded in {loaded:.2f} s; {_memory(llm)}]")
         if llm.streaming is not None:
-            _note(f"[{llm.placement}; {llm.streaming}]")
+            note(f"[{llm.placement}; {llm.streaming}]")
 
 
 def _structured_outputs(
@@ -146,24 +141,20 @@ def _memory(llm: "LLM") -> str:
     return f"memory planned: {llm.memory}; programs used {decimal(llm.engine.executor.workspace_bytes)}"
 
 
-def _note(text: str) -> None:
-    """Print a note to stderr: stdout has the generated text alone."""
-    typer.secho(text, err=True, dim=True)
-
-
 def _print_text(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams") -> None:
     """Stream a single completion; print several one after the other. No prompt runs if one is invalid."""
     for request in [llm.prepare(prompt, params) for prompt in prompts]:
         shown = ",".join(map(str, request.prompt_token_ids)) if request.prompt is None else request.prompt
+        compile_for(llm, request)
         if params.n > 1:
             output = llm.generate([request])[0]
             for completion in output.outputs:
-                _note(f"{shown} ({completion.index + 1} of {params.n})")
+                note(f"{shown} ({completion.index + 1} of {params.n})")
                 print(completion.text if llm.tokenizer else completion.token_ids)
         else:
             typer.secho(shown, err=True, bold=True, nl=False)
             output = _stream(llm, request)
-        _note(_summary(output, params, llm.engine.config.context))
+        note(_summary(output, params, llm.engine.config.context))
 
 
 def _stream(llm: "LLM", request: "Request") -> "RequestOutput":
@@ -179,10 +170,7 @@ def _stream(llm: "LLM", request: "Request") -> "RequestOutput":
 
 
 def _summary(output: "RequestOutput", params: "SamplingParams", context: int) -> str:
-    completion = output.outputs[0]
-    ended = str(completion.finish_reason)
-    if ended == "length" and len(completion.token_ids) != params.max_tokens:
-        ended = f"length: the context of {context} tokens is full"
+    completion, ended = output.outputs[0], length_note(output, params, context)
     timings, drafted, accepted = completion.timings, completion.num_draft_tokens, completion.num_accepted_tokens
     rate = f", {timings.tokens_per_s:.1f} tokens/s" if timings.tokens_per_s else ""
     speculation = f", {accepted} of {drafted} speculative tokens accepted" if drafted else ""

@@ -75,6 +75,11 @@ class ChatTemplates:
         )
         self._special_tokens = _special_tokens(config, _read_json(folder, "special_tokens_map.json"))
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the templates; none for a model that has none."""
+        return sorted(self._templates)
+
     def render(
         self,
         messages: Messages,
@@ -119,7 +124,7 @@ class ChatTemplates:
 
     def _find(self, name: str | None, has_tools: bool) -> str:
         """Return the template of this name; without a name, the default for with or without tools."""
-        known = ", ".join(sorted(self._templates)) or "none"
+        known = ", ".join(self.names) or "none"
         if name is not None:
             if name not in self._templates and "{" not in name:
                 raise ValueError(f"chat_template={shown(name)} is no template of this model; it has: {known}.")

@@ -1,15 +1,12 @@
 """`jaxinfer bench`: the speed of a model directory on this machine, without a server."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jaxinfer.cli.bench.files import check_files
 from jaxinfer.cli.bench.options import (
-    ContextOption,
     JsonOption,
-    ModelArgument,
     OutputTokensOption,
     PlotOption,
     SeedOption,
@@ -20,6 +17,7 @@ from jaxinfer.cli.bench.options import (
     read_config,
 )
 from jaxinfer.cli.common import (
+    ContextOption,
     DeviceMemoryOption,
     DtypeOption,
     HostMemoryOption,
@@ -27,7 +25,9 @@ from jaxinfer.cli.common import (
     KVDtypeOption,
     LayerFilesOption,
     MeshOption,
+    ModelArgument,
     PrefetchOption,
+    PromptsFileOption,
     QuantizeOption,
     SpeculationOption,
     WeightsOption,
@@ -112,10 +112,7 @@ def throughput(
     spread: Annotated[
         float, typer.Option(help="Lengths are uniform in [1 - spread, 1 + spread] times the tokens given.")
     ] = 0.5,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(help="One prompt a line; in a .jsonl file, one object a line with `prompt` or `token_ids`."),
-    ] = None,
+    prompts_file: PromptsFileOption = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 64,
     warmup: Annotated[int, typer.Option(min=1, help="Unmeasured runs of the same lengths before.")] = 1,
     dtype: DtypeOption = None,

@@ -8,9 +8,7 @@ import typer
 if TYPE_CHECKING:
     from jaxinfer.models import DecoderConfig
 
-ModelArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A model directory.", show_default=False)]
 OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate, past any end-of-text token.")]
-ContextOption = Annotated[int | None, typer.Option(help="Most tokens of a sequence (default: the model's).")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Same seed, same prompts and lengths.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write metrics, settings and machine to this file.")]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw the measurement into this .png or .svg file.")]

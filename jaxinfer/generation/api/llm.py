@@ -1,6 +1,6 @@
 """`LLM`: load a model directory and generate, in three lines."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -135,7 +135,7 @@ class LLM(EngineHolder):
         sampling_params: Params | None = None,
         *,
         max_passes: int = 4,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Continue every prompt as `generate` does, yielding a request's output so far each time it grows.
 
         `max_passes` bounds the passes through the model, and so the tokens, between two yields. Closing the iterator
