@@ -79,6 +79,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes cut the names of options at 80 columns
 )
 
 
