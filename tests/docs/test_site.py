@@ -22,6 +22,19 @@ def build(project, folder):
     return subprocess.run(mkdocs, cwd=project, capture_output=True, text=True)
 
 
+def test_every_name_of_the_api_has_its_place():
+    page = (ROOT / "docs/api/generation.md").read_text()
+    names = set(importlib.import_module("jaxinfer").__all__) - ELSEWHERE
+    assert {name for name in names if f"::: jaxinfer.{name}\n" not in page} == set()
+
+
+def test_every_page_is_in_the_navigation():
+    """Otherwise `make docs` refuses it: name it in mkdocs.yml, under `nav`."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if f"- {page}\n" not in config and not page.startswith("decisions/0")} == set()
+
+
 @pytest.mark.slow
 def test_the_site_is_built_whole_and_fetches_nothing(tmp_path):
     done = build(ROOT, tmp_path)
