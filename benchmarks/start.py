@@ -61,11 +61,12 @@ def write_images(folder: Path) -> list[Path]:
     from PIL import Image
     from sklearn.datasets import load_digits
 
+    pixels, _ = load_digits(return_X_y=True)
     files = []
     for index in (0, 1):
-        pixels = 255 - load_digits().images[index] * 15
+        digit = 255 - pixels[index].reshape(8, 8) * 15
         files.append(folder / f"digit-{index}.png")
-        Image.fromarray(pixels.astype("uint8")).resize((64, 64)).save(files[-1])
+        Image.fromarray(digit.astype("uint8")).resize((64, 64)).save(files[-1])
     return files
 
 

@@ -218,6 +218,7 @@ class _Line:
         line = work.line(self.console.width - _BAR_WIDTH - 4)
         self._bar.update(task, description=line, completed=work.done, total=work.total or None)
         self._bar.start()
+        self._bar.refresh()
 
     def _write(self, work: LongWork | None, now: float) -> None:
         if work is None:
@@ -238,6 +239,7 @@ def _bar(console: "Console") -> "Bar":
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         console=console,
         transient=True,
+        auto_refresh=False,  # the thread that watches draws it, rarely: what is measured may run meanwhile
         redirect_stdout=False,  # what is printed to stdout stays there
         redirect_stderr=False,
     )

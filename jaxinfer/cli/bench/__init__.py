@@ -33,6 +33,7 @@ from jaxinfer.cli.common import (
     WeightsOption,
     load_llm,
 )
+from jaxinfer.progress import long_work
 
 PROMPT_TOKENS, REQUESTS = 128, 64  # without --prompts-file
 
@@ -73,10 +74,10 @@ def latency(
     batches = parse_batch_sizes(batch)
     check_files(json_file, plot)
     check_length(prompt_tokens, output_tokens, check_context(read_config(model), context))
-    from jaxinfer.cli.bench import measure, progress, report, tables
+    from jaxinfer.cli.bench import measure, report, tables
 
     llm = load_llm(ctx, max_batch=max(batches))
-    with progress.progress_bar("rounds", len(batches) * (warmup + rounds)) as (bar, task):
+    with long_work("rounds", total=len(batches) * (warmup + rounds)) as work:
         results, warm_up = measure.measure_latency(
             llm,
             batches,
@@ -85,7 +86,7 @@ def latency(
             rounds=rounds,
             warmup=warmup,
             seed=seed,
-            progress=lambda: bar.update(task, advance=1, refresh=True),  # between rounds, so not measured
+            progress=work.advance,
         )
     tables.print_tables([tables.latency_table(results, prompt_tokens)], warm_up)
     if json_file:
@@ -146,7 +147,7 @@ def throughput(
     limit = check_context(config, context)
     import numpy as np
 
-    from jaxinfer.cli.bench import measure, progress, report, tables
+    from jaxinfer.cli.bench import measure, report, tables
     from jaxinfer.cli.bench.workload import Request, encode_prompts, random_prompts, spread_lengths
 
     rng = np.random.default_rng(seed)
@@ -160,10 +161,11 @@ def throughput(
         check_length(len(request.prompt_token_ids), request.output_tokens, limit, f"Request {number}: ")
 
     llm = load_llm(ctx, max_batch=max_batch)
-    with progress.progress_bar("warm-up", sum(r.output_tokens for r in workload)) as (bar, task):
-        show = progress.throttled(bar, task, len(workload))
+    with long_work("warm-up, then output tokens", total=sum(r.output_tokens for r in workload)) as work:
         # Another seed, so that the warm-up leaves none of these prompts in the prefix cache.
-        result, warm_up = measure.measure_throughput(llm, workload, warmup=warmup, seed=seed + 1, progress=show)
+        result, warm_up = measure.measure_throughput(
+            llm, workload, warmup=warmup, seed=seed + 1, progress=lambda finished, tokens: work.update(done=tokens)
+        )
     tables.print_tables(tables.throughput_tables(result), warm_up)
     if json_file:
         settings = {"requests": len(workload), "prompt_tokens": prompt_tokens}
