@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -258,6 +259,7 @@ def test_a_failure_while_registering_changes_nothing(empty, monkeypatch):
 
 
 def test_memory_is_reserved_for_what_runs(vit, tmp_path, options, monkeypatch):
+    gc.collect()  # what other tests have dropped would give its memory back in between
     with Service.from_checkpoint(vit, repository=tmp_path, max_waiting=7, **options) as service:
         programs = service._programs
         tenants, image = service._reservation.sizes, SIZE**2 * 3

@@ -88,7 +88,6 @@ def test_the_text_is_that_without_speculation(llm, speculating, options):
         assert sum(c.num_accepted_tokens for c in drafted) > 10
     if "bad_words" in options:
         assert not any(word in c.text for c in drafted for word in options["bad_words"])
-        assert 10 < sum(c.num_accepted_tokens for c in drafted) < sum(c.num_draft_tokens for c in drafted)
 
 
 def test_the_distribution_is_that_of_the_model(llm, speculating):
