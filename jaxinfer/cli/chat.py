@@ -35,6 +35,7 @@ from jaxinfer.cli.common import (
     read_text,
     sampling_params,
 )
+from jaxinfer.progress import long_work
 
 
 def chat(
@@ -71,11 +72,12 @@ def chat(
     Ctrl-C stops an answer and keeps what came; at the prompt it ends, as Ctrl-D does. Without a terminal each line of
     standard input is a turn, answers go to standard output, and the first error ends.
     """
-    from jaxinfer.cli.conversation import Conversation
-    from jaxinfer.generation.chat_template import ChatTemplates
-    from jaxinfer.hub import resolve
+    with long_work(f"loading {model}"):
+        from jaxinfer.cli.conversation import Conversation
+        from jaxinfer.generation.chat_template import ChatTemplates
+        from jaxinfer.hub import resolve
 
-    params = sampling_params(ctx)
+        params = sampling_params(ctx)
     template = None if chat_template is None else read_text("--chat-template", chat_template)
     folder = resolve(model)
     if template is None and not ChatTemplates(folder).names:

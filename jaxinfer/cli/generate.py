@@ -40,6 +40,7 @@ from jaxinfer.cli.common import (
     read_text,
     sampling_params,
 )
+from jaxinfer.progress import long_work
 
 if TYPE_CHECKING:
     from jaxinfer import StructuredOutputsParams
@@ -94,11 +95,12 @@ def generate(
     With --json, a request that cannot run becomes a line with its `error`; the others run, and the exit code is 1.
     """
     prompts = read_prompts([*(texts or ()), *(prompt or ())], prompts_file, token_ids or [])
-    structured = _structured_outputs(json_schema, regex, grammar, choice, whitespace_pattern)
-    params = sampling_params(ctx, n=n, ignore_eos=ignore_eos, logprobs=logprobs, structured_outputs=structured)
-    start = time.perf_counter()
-    llm = load_llm(ctx, max_batch=max_batch)
-    loaded = time.perf_counter() - start
+    with long_work(f"loading {model}"):
+        structured = _structured_outputs(json_schema, regex, grammar, choice, whitespace_pattern)
+        params = sampling_params(ctx, n=n, ignore_eos=ignore_eos, logprobs=logprobs, structured_outputs=structured)
+        start = time.perf_counter()
+        llm = load_llm(ctx, max_batch=max_batch)
+        loaded = time.perf_counter() - start
     if as_json:
         _print_json(llm, prompts, params)
     else:

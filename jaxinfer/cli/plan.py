@@ -46,6 +46,7 @@ def plan(
     from jaxinfer.generation.execution.placement import DeviceBytes, plan_placement
     from jaxinfer.hub import resolve
     from jaxinfer.models.files.loading import open_model
+    from jaxinfer.progress import long_work
     from jaxinfer.streaming.prediction import plan_pass
 
     file = parse_mesh(mesh)
@@ -65,7 +66,8 @@ def plan(
     if placement is None:
         typer.echo("All weights fit on the devices: nothing is streamed.")
         return
-    planned = plan_pass(opened, placement, bandwidths=bandwidths, flops=flops)
+    with long_work("measuring what layers come from, and the devices"):
+        planned = plan_pass(opened, placement, bandwidths=bandwidths, flops=flops)
     best, needs = planned.balanced_tokens, DeviceBytes(opened, config, memory)
     most = best
     if needs.cache:

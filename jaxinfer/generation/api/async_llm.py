@@ -22,7 +22,7 @@ from jaxinfer.generation.other_names import MODEL, refuses
 from jaxinfer.generation.outputs import RequestOutput
 from jaxinfer.generation.params import PoolingParams, SamplingParams
 from jaxinfer.generation.text import Prompt, as_list, copied, encode_chat
-from jaxinfer.progress import ProgressOption, showing
+from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.serving.errors import FailedError
 from jaxinfer.serving.ticket import Reader
 
@@ -55,7 +55,7 @@ class AsyncLLM(EngineHolder):
 
     def __init__(self, path: str | Path, *, max_requests: int = 1024, progress: ProgressOption = None, **options: Any):
         max_requests = check("AsyncLLM.max_requests", max_requests, AtLeast1)
-        with showing(progress):
+        with showing(progress), long_work(f"loading {path}"):
             super().__init__(load_engine(path, owner="AsyncLLM", **options))
             self.engine.compile_ahead()
         self._loop = RequestDecider(self.engine, max_requests=max_requests).loop

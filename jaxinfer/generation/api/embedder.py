@@ -13,7 +13,7 @@ from jaxinfer.generation.api.loading import load_engine
 from jaxinfer.generation.other_names import MODEL, refuses
 from jaxinfer.generation.text import Prompt
 from jaxinfer.models.devices import AnyMesh
-from jaxinfer.progress import ProgressOption, showing
+from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.sharding import ShardingRules
 
 
@@ -49,7 +49,7 @@ class Embedder(EngineHolder):
         progress: ProgressOption = None,
         **options: Unpack[ModelOptions],
     ):
-        with showing(progress):
+        with showing(progress), long_work(f"loading {path}"):
             loaded = load_engine(
                 path,
                 owner="Embedder",

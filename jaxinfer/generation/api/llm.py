@@ -22,7 +22,7 @@ from jaxinfer.generation.params import SamplingParams
 from jaxinfer.generation.sampling.sampler import LogitsProcessor
 from jaxinfer.generation.text import Prompt, as_list, encode_chat
 from jaxinfer.models.devices import AnyMesh
-from jaxinfer.progress import ProgressOption, showing
+from jaxinfer.progress import ProgressOption, long_work, showing
 from jaxinfer.sharding import ShardingRules
 
 Params = SamplingParams | Sequence[SamplingParams]
@@ -75,7 +75,7 @@ class LLM(EngineHolder):
         progress: ProgressOption = None,
         **options: Unpack[ModelOptions],
     ):
-        with showing(progress):
+        with showing(progress), long_work(f"loading {path}"):
             loaded = load_decoder(
                 path,
                 mesh=mesh,

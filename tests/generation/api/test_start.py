@@ -62,7 +62,7 @@ def ended(process):
 def test_the_first_start_says_what_it_does_and_the_second_traces_nothing(model_dir, tmp_path):
     first, second = ended(start(model_dir, tmp_path)), ended(start(model_dir, tmp_path))
     assert first["told"].keys() >= {"loading weights", "compiling programs"}
-    assert all(done == total > 0 for done, total in first["told"].values())
+    assert all(done == total for done, total in first["told"].values())
     assert second["ids"] == first["ids"]
     assert first["traced"]
     assert second["traced"] == second["compiled"] == {}
