@@ -146,7 +146,7 @@ BENCH = ("bench", "latency", MODEL, "--batch", 1, "--rounds", 1000)
 
 
 def test_bench(tmp_path):
-    for until in ("compiling", r" [1-9]\d*/1002"):  # two rounds warm up
+    for until in ("compiling", r"rounds: [1-9]\d* of 1002"):  # two rounds warm up
         ended = jaxinfer(*BENCH, cache=tmp_path, until=until)
         ended.check()
         check_cache(tmp_path)
@@ -179,7 +179,9 @@ def test_experts(board, tmp_path):
     ended.check()
     ended = jaxinfer("experts", "run", board, "--random", 100_000, cache=tmp_path, until=r"K\d/10 ")
     ended.check()
-    judged, left = re.search(r"\n(\d+) inputs in .*; 0 failed; (\d+) not judged\.\n\d+ batches;", ended.text).groups()
+    summary = re.search(r"\n(\d+) inputs in .*; 0 failed; (\d+) not judged\.\n\d+ batches;", ended.text)
+    assert summary, ended.text[-1000:]
+    judged, left = summary.groups()
     shown = len(re.findall(r"[\r\n]K\d/\d+  (?:ok|defect) ", ended.text))
     assert shown > 5
     assert int(judged) - shown in (0, 1)  # Ctrl-C may come between counting and showing
