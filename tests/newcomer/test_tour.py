@@ -12,7 +12,6 @@ import sys
 import textwrap
 
 import pytest
-from PIL import Image
 
 from tests.newcomer.terminal import Limits, Played, play
 
@@ -70,6 +69,8 @@ def warm(tmp_path_factory):
 
 @pytest.fixture
 def images(tmp_path):
+    from PIL import Image  # the environment of ahead-of-time tests collects this file without it
+
     files = [tmp_path / f"{name}.png" for name in "ab"]
     for file in files:
         Image.new("RGB", (32, 32), "white").save(file)
