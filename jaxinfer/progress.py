@@ -6,6 +6,7 @@ process by `JAXINFER_PROGRESS=0`.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -87,14 +88,14 @@ def showing(progress: ProgressOption) -> Iterator[None]:
     """Choose who hears of long work that this thread or task begins meanwhile."""
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise ValueError(f"progress must be True, False, a function of (what, done, total) or None, got {progress!r}.")
-    before = _chosen.set(chosen() if progress is None else progress)
+    before = _chosen.set(current_progress() if progress is None else progress)
     try:
         yield
     finally:
         _chosen.reset(before)
 
 
-def chosen() -> ProgressOption:
+def current_progress() -> ProgressOption:
     """Return who hears of long work that begins now: work that goes on in another thread passes it to `showing`."""
     return _chosen.get()
 
@@ -127,11 +128,6 @@ def paused() -> Iterator[None]:
         yield
 
 
-def console() -> "Console":
-    """Return the console on stderr that the line is shown on; what it prints while work runs appears above the line."""
-    return _line.console
-
-
 class _Line:
     """The line on stderr. Of works that run at once it shows the one that began last, as that is what the others do.
 
@@ -147,15 +143,12 @@ class _Line:
         self._watching: threading.Thread | None = None
         self._changed = threading.Event()
 
-    @property
-    def console(self) -> "Console":
+    @functools.cached_property
+    def _console(self) -> "Console":
         # Imported when first needed: `import jaxinfer` should not wait for it.
         from rich.console import Console
 
-        with self._lock:
-            if not hasattr(self, "_console"):
-                self._console = Console(stderr=True, highlight=False, soft_wrap=False)
-            return self._console
+        return Console(stderr=True)
 
     @contextlib.contextmanager
     def show(self, work: LongWork) -> Iterator[None]:
@@ -198,31 +191,29 @@ class _Line:
     def _refresh(self) -> None:
         """Show the newest work that has taken long, or nothing."""
         now = time.monotonic()
-        delay = DELAY if self.console.is_terminal else LOG_DELAY
+        delay = DELAY if self._console.is_terminal else LOG_DELAY
         late = [work for work in self._works if now - work.since > delay]
         work = max(late, key=lambda work: work.since) if late and not self._away else None
-        if not self.console.is_terminal:
-            self._write(work, now)
-        elif work is None:
+        if work is None:
             if self._bar is not None:
                 self._bar.stop()
                 self._bar = None
-        else:
+        elif self._console.is_terminal:
             self._draw(work)
+        else:
+            self._write(work, now)
 
     def _draw(self, work: LongWork) -> None:
         if self._bar is None:
-            self._bar = _bar(self.console)
+            self._bar = _bar(self._console)
             self._bar.add_task("", total=None)
         (task,) = self._bar.task_ids
-        line = work.line(self.console.width - _BAR_WIDTH - 4)
+        line = work.line(self._console.width - _BAR_WIDTH - 4)
         self._bar.update(task, description=line, completed=work.done, total=work.total or None)
         self._bar.start()
         self._bar.refresh()
 
-    def _write(self, work: LongWork | None, now: float) -> None:
-        if work is None:
-            return
+    def _write(self, work: LongWork, now: float) -> None:
         if self._written is None or self._written[0] is not work or now - self._written[1] > INTERVAL:
             self._written = work, now
             print(f"jaxinfer: {work.line()}", file=sys.stderr, flush=True)

@@ -1,19 +1,19 @@
 """Lines of long work: when they appear, where, and that they go."""
 
 import os
-import pty
+import pathlib
 import re
-import select
-import subprocess
 import sys
 import threading
 import time
 
-import pyte
 import pytest
 
 from jaxinfer import progress
-from jaxinfer.progress import chosen, long_work, showing
+from jaxinfer.progress import current_progress, long_work, showing
+from tests.terminal import play
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -56,13 +56,13 @@ def test_a_callback_gets_0_for_an_unknown_total():
     assert told == [("reading", 0, 0)]
 
 
-def test_an_inner_none_leaves_what_was_chosen():
+def test_an_inner_none_leaves_what_was_current_progress():
     with showing(False), showing(None):
-        assert chosen() is False
+        assert current_progress() is False
         with showing(True):
-            assert chosen() is True
-        assert chosen() is False
-    assert chosen() is None
+            assert current_progress() is True
+        assert current_progress() is False
+    assert current_progress() is None
 
 
 @pytest.mark.parametrize("bad", [0.5, "yes", [print]])
@@ -170,39 +170,18 @@ print("after", flush=True)
 """
 
 
-def in_terminal(*arguments, columns=80):
-    """Run the script in a pseudo-terminal, and return all that it wrote."""
-    master, slave = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
-    environment.pop("JAXINFER_PROGRESS", None)
-    command = [sys.executable, "-c", SCRIPT, *arguments]
-    with subprocess.Popen(command, stdout=slave, stderr=slave, env=environment) as process:
-        os.close(slave)
-        written = b""
-        while select.select([master], [], [], 30)[0]:
-            try:
-                part = os.read(master, 4096)
-            except OSError:  # the other end is closed
-                break
-            written += part
-        assert process.wait(30) == 0
-    os.close(master)
-    return written.decode()
-
-
-def screen(written):
-    """Return the lines that a terminal shows in the end."""
-    terminal = pyte.Screen(80, 24)
-    pyte.Stream(terminal).feed(written)
-    return [line.rstrip() for line in terminal.display if line.strip()]
+def in_terminal(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "JAXINFER_PROGRESS"}
+    played = play([sys.executable, "-c", SCRIPT, *arguments], cwd=ROOT, environment=environment, timeout=60)
+    assert played.status == 0, played.text
+    return played
 
 
 def test_a_terminal_shows_one_transient_line():
-    written = in_terminal()
-    assert re.search(r"2 of 6, \d+ s", written)
-    assert screen(written) == ["before", "a note", "after"]
+    played = in_terminal()
+    assert re.search(r"2 of 6, \d+ s", played.written)
+    assert played.lines == ["before", "a note", "after"]
 
 
 def test_a_fork_shows_its_work_too():
-    written = in_terminal("fork")
-    assert "in the child" in written
+    assert "in the child" in in_terminal("fork").written

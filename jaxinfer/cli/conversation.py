@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from jaxinfer.cli.common import compile_for, length_note, note, read_text
+from jaxinfer.disk_cache import write_atomically
 from jaxinfer.generation import LLM, FinishReason, Request, SamplingParams
 from jaxinfer.generation.chat_template import Messages, check_messages
 from jaxinfer.generation.text import encode_chat
@@ -81,9 +82,7 @@ class Conversation:
 
     def save(self, file: Path) -> None:
         """Write the messages as JSON."""
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(file)
+        write_atomically(file, (json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n").encode())
         note(f"[{len(self.messages)} messages written to {file}]")
 
     def load(self, file: Path) -> None:

@@ -1,5 +1,6 @@
 """`jaxinfer embed`: vectors of texts from the command line."""
 
+import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +24,7 @@ from jaxinfer.cli.common import (
     note,
     read_prompts,
 )
+from jaxinfer.disk_cache import write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,10 +86,9 @@ def embed(
 def _write(file: Path, vectors: "np.ndarray") -> None:
     import numpy as np
 
-    partial = file.with_name(f"{file.name}.partial")
-    with partial.open("wb") as opened:
-        np.save(opened, vectors)
-    partial.replace(file)
+    content = io.BytesIO()
+    np.save(content, vectors)
+    write_atomically(file, content.getvalue())
     note(f"[{vectors.shape[0]} vectors of {vectors.shape[1]} written to {file}]")
 
 

@@ -15,7 +15,7 @@ from jaxinfer.compiled.program import Program, Sizes
 from jaxinfer.compiled.spec import ProgramSpec
 from jaxinfer.pallas_kernels.choices import Call, recorded_calls, supported
 from jaxinfer.pallas_kernels.dispatch import allow_kernels
-from jaxinfer.progress import chosen, long_work, showing
+from jaxinfer.progress import current_progress, long_work, showing
 
 _forbidding: contextvars.ContextVar[frozenset["ProgramCache[Any]"]] = contextvars.ContextVar(
     "forbidding", default=frozenset()
@@ -52,7 +52,7 @@ class ProgramCache[Buckets]:
         self._mesh, self._kernels, self._store = mesh, kernels, store
         self._programs: dict[Sizes, Program] = {}
         self._locks: dict[Sizes, threading.Lock] = {}
-        self._progress = chosen()  # the owner's, also for calls in other threads
+        self._progress = current_progress()  # the owner's, also for calls in other threads
         self.misses = 0
 
     def get(self, sizes: Sizes) -> Program:

@@ -64,7 +64,7 @@ class Step(NamedTuple):
     compile: Callable[[], None]
 
 
-def grow[Key](
+def compile_in_background[Key](
     turns: Turns, next_step: Callable[[set[Key]], tuple[Key, Step] | None], take: Callable[[Key], None]
 ) -> None:
     """Compile all that is missing, in a thread that holds up neither an interrupt nor its owner's end.

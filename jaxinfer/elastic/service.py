@@ -18,7 +18,7 @@ from msgspec import Meta
 from jaxinfer.compiled import Costs, ExecutableStore, Origin
 from jaxinfer.elastic.accuracy import LevelAccuracy, expected_accuracies
 from jaxinfer.elastic.answers import Answer, Classification, QueryStatistics
-from jaxinfer.elastic.background import Step, grow
+from jaxinfer.elastic.background import Step, compile_in_background
 from jaxinfer.elastic.decider import QueryDecider
 from jaxinfer.elastic.errors import ElasticError, LevelError, ProfileError, UnknownTaskError
 from jaxinfer.elastic.latency import REPEATS, LatencyProfile
@@ -38,7 +38,7 @@ from jaxinfer.hub import resolve
 from jaxinfer.models.devices import device_name, devices_of
 from jaxinfer.models.files.loading import LoadedModel, load_model
 from jaxinfer.models.layers.token_adaptation import MergeSchedule, PromptMode, TokenAdaptation
-from jaxinfer.progress import ProgressOption, chosen, showing
+from jaxinfer.progress import ProgressOption, current_progress, showing
 from jaxinfer.serving.budget import Budget, Reservation, sizes_of
 from jaxinfer.serving.errors import FailedError, closed_error
 from jaxinfer.serving.heap import trim_heap
@@ -111,7 +111,7 @@ class Service(Closeable):
         progress: ProgressOption = None,
     ):
         with showing(progress):
-            self._progress = chosen()
+            self._progress = current_progress()
         config = require_vit(model.folder, model.config)
         if max_waiting is None:
             max_waiting = max(1, min(MAX_WAITING, WAITING_BYTES // image_bytes(config)))
@@ -457,7 +457,7 @@ class Service(Closeable):
                     self._decider = QueryDecider(runner, policy, max_waiting=self._max_waiting, device=programs.device)
                     self._decider.loop.stop_when_dropped(self)
                     held = weakref.ref(self)
-                    grow(
+                    compile_in_background(
                         programs.turns,
                         lambda tried: None if (alive := held()) is None else alive._next_step(tried),
                         lambda program: None if (alive := held()) is None else alive._take(program),
@@ -675,7 +675,7 @@ class Service(Closeable):
                 self._compile_all(self.levels)
                 accuracies = profile_accuracy(self._programs, task, validation, self._format)
                 task = dataclasses.replace(task, accuracy={**task.accuracy, **accuracies})
-                self.measure_latency(anew=anew, progress=chosen())
+                self.measure_latency(anew=anew, progress=current_progress())
                 self._serve(task)
         except BaseException:
             self._levels = before

@@ -27,7 +27,7 @@ from jaxinfer.experts.scheduling.profile import Profile, Profiles
 from jaxinfer.experts.scheduling.scheduler import Scheduler
 from jaxinfer.hub import HubName, resolve
 from jaxinfer.models.files.loading import open_model
-from jaxinfer.progress import ProgressOption, chosen, long_work, showing
+from jaxinfer.progress import ProgressOption, current_progress, long_work, showing
 from jaxinfer.serving.budget import Budget, BudgetError, Offer, Reservation, budget_of, host_budget, sizes_of
 from jaxinfer.serving.heap import map_large_arrays
 
@@ -75,7 +75,7 @@ class OpenedSystem:
         self.devices = [_device(executor) for executor in config.executors]
         map_large_arrays(SMALLEST_MAPPED)
         with showing(progress):
-            self._progress = chosen()  # also for work that begins later
+            self._progress = current_progress()  # also for work that begins later
             self._open()
         all_experts = sum(self._like(name).architecture.bytes for name in self._configs)
         self._reservation = _reserve(config, self.devices, all_experts, self._managers)

@@ -1,13 +1,8 @@
 """Ctrl-C at bad moments, in real processes on a terminal: they end soon, say so, and leave nothing half-written."""
 
-import contextlib
 import hashlib
 import os
-import pty
 import re
-import select
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,13 +13,12 @@ from jaxinfer.models.config import ResNetConfig
 from jaxinfer.models.vision.resnet import ResNet
 from tests.cli.test_experts_command import FILE
 from tests.experts.boards import save
+from tests.terminal import play
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "demo_model"
 MOST = 4.0
 """Seconds to end in: 2 on a machine that has nothing else to do."""
-ENDED = (130, -signal.SIGINT)
-"""Status after Ctrl-C: shells show both as 130."""
 PATIENCE = 120.0
 
 pytestmark = pytest.mark.slow
@@ -34,62 +28,44 @@ class Ended:
     """A process after its end.
 
     Attributes:
-      status: negative for a signal.
+      status: 130 also for a signal, as shells show it.
       seconds: from Ctrl-C to the end.
-      text: all of its output, without colours and lines of progress.
+      text: the lines that the terminal shows in the end.
     """
 
-    def __init__(self, status, seconds, output):
-        self.status, self.seconds, self.output = status, seconds, output
-        self.text = re.sub(r"\x1b\[\d*[A-Z]|\x1b\[\?25[lh]|\x1b\[[\d;]*m", "", output).replace("\r\n", "\n")
+    def __init__(self, played):
+        self.status, self.seconds, self.written = played.status, played.ending, played.written
+        self.text = f"\n{played.text}"
 
     def check(self):
         """Check what holds after Ctrl-C for every command."""
-        assert self.status in ENDED, self.text
+        assert self.status == 130, self.text
         assert self.seconds < MOST
         assert "Traceback" not in self.text
         assert "interrupted" in self.text
-        assert self.output.rfind("\x1b[?25h") >= self.output.rfind("\x1b[?25l"), "the cursor is hidden"
+        assert self.written.rfind("\x1b[?25h") >= self.written.rfind("\x1b[?25l"), "the cursor is hidden"
 
 
 def run(*arguments, cache, until=None, after=0.0):
     """Run Python on a terminal of 80 columns; press Ctrl-C some seconds after `until` is in its output."""
-    changed = {"JAXINFER_CACHE": str(cache), "TERM": "xterm", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": str(ROOT)}
+    changed = {"JAXINFER_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
     environment = {k: v for k, v in os.environ.items() if k not in ("JAXINFER_PROGRESS", "XLA_FLAGS")} | changed
-    terminal, inside = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=inside,
-        stderr=inside,
-        env=environment,
-        cwd=ROOT,
+
+    def due(written):
+        if there := re.search(until, written, re.DOTALL) is not None:
+            time.sleep(after)
+        return there
+
+    return Ended(
+        play(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            environment=environment,
+            interrupt_when=due if until else None,
+            by_signal=True,
+            timeout=PATIENCE,
+        )
     )
-    os.close(inside)
-    output, pressed, begun = b"", None, time.monotonic()
-    try:
-        while chunk := _read(terminal, begun + PATIENCE):
-            output += chunk
-            if pressed is None and until is not None and re.search(until, output.decode(errors="replace"), re.DOTALL):
-                time.sleep(after)
-                process.send_signal(signal.SIGINT)
-                pressed = time.monotonic()
-        status = process.wait(max(begun + PATIENCE - time.monotonic(), 1.0))
-    finally:
-        os.close(terminal)
-        process.kill()
-        process.wait()
-    assert until is None or pressed is not None, f"no {until!r} in {output.decode(errors='replace')}"
-    return Ended(status, time.monotonic() - (pressed or begun), output.decode(errors="replace"))
-
-
-def _read(terminal, end):
-    """Read from a terminal; nothing: the other side is closed."""
-    if not select.select([terminal], [], [], max(end - time.monotonic(), 0.0))[0]:
-        return b""
-    with contextlib.suppress(OSError):  # so does the last one who leaves say it
-        return os.read(terminal, 1 << 16)
-    return b""
 
 
 def jaxinfer(*arguments, **options):
@@ -136,7 +112,7 @@ with LLM(sys.argv[1]) as llm:
 def test_a_script(tmp_path, until, after):
     """Its traceback is Python's way; but it ends at once."""
     ended = run("-c", SCRIPT, MODEL, cache=tmp_path, until=until, after=after)
-    assert ended.status in (*ENDED, 1)
+    assert ended.status in (130, 1)
     assert ended.seconds < MOST
     assert "KeyboardInterrupt" in ended.text
     check_cache(tmp_path)
@@ -174,7 +150,6 @@ def board(tmp_path_factory):
     return folder / "board.toml"
 
 
-@pytest.mark.soak  # its summary was missing once in five runs, on a busy machine
 def test_experts(board, tmp_path):
     ended = jaxinfer("experts", "profile", board, cache=tmp_path, until="compiling")
     ended.check()

@@ -13,7 +13,7 @@ import textwrap
 
 import pytest
 
-from tests.newcomer.terminal import Limits, Played, play
+from tests.terminal import Limits, Played, play
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]

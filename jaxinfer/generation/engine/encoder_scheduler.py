@@ -7,7 +7,7 @@ from jaxinfer.generation.engine.buckets import EncoderBuckets
 from jaxinfer.generation.engine.config import EncoderEngineConfig
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.scheduler import check_context, queue_order
-from jaxinfer.generation.engine.stats import Load
+from jaxinfer.generation.engine.stats import SchedulerStats
 from jaxinfer.generation.engine.waiting import WaitingQueue
 
 
@@ -83,9 +83,9 @@ class EncoderScheduler:
         return leaving
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SchedulerStats:
         """The completions and pages that it holds; in any thread."""
-        return Load(running=len(self._running), waiting=len(self._orders) - len(self._running))
+        return SchedulerStats(running=len(self._running), waiting=len(self._orders) - len(self._running))
 
     @property
     def sequences(self) -> list[Sequence]:

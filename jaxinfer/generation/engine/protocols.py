@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from jaxinfer.compiled import Costs, Program, ProgramCache
 from jaxinfer.generation.engine.batch import Batch, StepOutput
 from jaxinfer.generation.engine.request import Request, Sequence
-from jaxinfer.generation.engine.stats import Load
+from jaxinfer.generation.engine.stats import SchedulerStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Scheduler(Protocol):
         ...
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SchedulerStats:
         """The completions and pages that it holds; in any thread."""
         ...
 

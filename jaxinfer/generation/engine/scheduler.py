@@ -13,7 +13,7 @@ from jaxinfer.generation.engine.config import EngineConfig
 from jaxinfer.generation.engine.page_pool import PagePool
 from jaxinfer.generation.engine.request import Request, Sequence
 from jaxinfer.generation.engine.speculation import PassCosts, SpeculationControl
-from jaxinfer.generation.engine.stats import Load
+from jaxinfer.generation.engine.stats import SchedulerStats
 from jaxinfer.generation.engine.waiting import WaitingQueue
 from jaxinfer.generation.lora.cache import AdapterCache
 from jaxinfer.generation.lora.peft import Adapter
@@ -107,10 +107,10 @@ class DecoderScheduler:
         return any(a.sequence.matcher is not None for a in self.running)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SchedulerStats:
         """The completions and pages that it holds; in any thread."""
         used = self.pages.count - self.pages.free
-        return Load(len(self.running), len(self.waiting), self.preemptions, used, self.pages.count)
+        return SchedulerStats(len(self.running), len(self.waiting), self.preemptions, used, self.pages.count)
 
     # A step
 

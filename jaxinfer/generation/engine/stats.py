@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxinfer.generation.outputs import FinishReason
 
 
-class Load(NamedTuple):
+class SchedulerStats(NamedTuple):
     """The load of a scheduler: completions (a request has `n`) and pages of the KV cache.
 
     Attributes:

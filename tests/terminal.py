@@ -20,6 +20,13 @@ import pyte
 
 COLUMNS, ROWS = 80, 24
 
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Makes the terminal one where Ctrl-C is a key. A `preexec_fn` would fork, which JAX warns of in this process."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Played:
@@ -58,6 +65,7 @@ def play(
     cwd: pathlib.Path,
     environment: Mapping[str, str],
     interrupt_when: Callable[[str], bool] | None = None,
+    by_signal: bool = False,
     keys: Sequence[tuple[str, str]] = (),
     timeout: float = 900,
 ) -> Played:
@@ -65,20 +73,20 @@ def play(
 
     Args:
       interrupt_when: presses Ctrl-C once, as soon as this is true of what was written.
+      by_signal: sends the signal alone, so that no ^C is shown.
       keys: pairs of a pattern and keys that are typed when the pattern has appeared (after the pair before).
       timeout: seconds after which the test fails.
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-c", IN_TERMINAL, *command],
         cwd=cwd,
         env={**environment, "TERM": "xterm-256color"},
         stdin=slave,
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a key
     )
     os.close(slave)
     start = last = time.monotonic()
@@ -101,8 +109,8 @@ def play(
         elif process.poll() is not None:
             break
         if interrupt_when is not None and interrupted is None and interrupt_when(written):
-            os.write(master, b"\x03")
-            interrupted = now
+            process.send_signal(signal.SIGINT) if by_signal else os.write(master, b"\x03")
+            interrupted = time.monotonic()
         if waiting and (found := re.search(waiting[0][0], written[typed_from:])):
             typed_from += found.end()
             os.write(master, waiting.pop(0)[1].encode())
