@@ -73,6 +73,7 @@ def demo():
     return ["bash", "-c", f'exec "$0" -c "{CLI}" {arguments}', sys.executable]
 
 
+@pytest.mark.slow
 def test_no_program_of_the_demo_reduces_a_product_with_a_broadcast_scalar(modules):
     programs = modules(demo())
     assert len(programs) >= 4  # to admit a request, to copy pages, prefill, decode

@@ -109,6 +109,7 @@ service.close()
 """
 
 
+@pytest.mark.slow
 def test_an_async_llm(model_dir):
     """Also where a thread held its lock."""
     refused = "ClosedError True"

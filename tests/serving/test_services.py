@@ -214,6 +214,7 @@ def test_language_models(model_dir, faults, monkeypatch):
             run(lambda: Generating(llm.engine), faults)
 
 
+@pytest.mark.slow
 def test_experts(board, faults, monkeypatch):
     monkeypatch.setattr(ArchitecturePrograms, "run", faults.before(ArchitecturePrograms.run))
     run(lambda: Judging(board), faults)

@@ -164,6 +164,7 @@ def save_random_adapter(path):
     return save_adapter(path, pairs)
 
 
+@pytest.mark.slow
 def test_adapters(model_dir, tmp_path):
     adapters = {"a": save_random_adapter(tmp_path / "a")}
     params = SamplingParams(temperature=0, max_tokens=8, adapter="a")

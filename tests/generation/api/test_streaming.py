@@ -108,7 +108,8 @@ def test_all_layers_of_a_kind_are_one_program(deep):
     assert len(layers) == 2 * 2  # with a chunk, and with a row
 
 
-@pytest.mark.parametrize("weights", [pytest.param("host", marks=pytest.mark.slow), "disk"])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["host", "disk"])
 def test_layers_that_stay_run_together(deep, weights):
     """Six layers, whose kinds alternate, of which those after layers 0 and 3 stay."""
     want = generate(LLM(deep, **ONE), GREEDY)
@@ -192,6 +193,7 @@ def test_activations_that_do_not_fit_go_through_a_layer_in_slices(deep):
     assert sliced.streaming.layers == 6 * 4  # four chunks together, then three one by one: not a pass for each slice
 
 
+@pytest.mark.slow
 def test_auto_takes_the_first_that_fits(deep):
     whole = LLM(deep, weights="auto", **ONE)
     assert whole.placement is None
@@ -509,6 +511,7 @@ def test_an_interrupt_anywhere_in_a_pass_leaves_nothing_behind(deep, options, po
     llm.engine.executor.prefetcher.restart()
 
 
+@pytest.mark.slow
 def test_a_restart_that_is_interrupted_is_done_again(deep):
     want = generate(LLM(deep, **ONE), GREEDY)
     llm = limited(deep, 2, weights="disk")

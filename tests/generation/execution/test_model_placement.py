@@ -58,6 +58,7 @@ def test_too_little_device_memory_is_refused_at_once_and_what_is_asked_for_works
     assert llm.memory.weights + llm.memory.cache + llm.memory.workspace + buffers <= enough
 
 
+@pytest.mark.slow
 def test_a_given_cache_counts(unread, monkeypatch):
     opened = open_model(unread)
     with pytest.raises(MemoryError) as small:
