@@ -14,8 +14,8 @@ from benchmarks.streaming.curve import draw_curves
 from jaxinfer.evaluation.figures import write_figure
 
 DOCS = ROOT / "docs"
-MACHINE, PEERS_MACHINE = "amd-avx512", "intel-amx"
-"""The results that are drawn, and those with peers that stream: folders of `benchmarks/results`."""
+MACHINE, OTHER_MACHINE = "amd-avx512", "intel-amx"
+"""The results that are drawn: folders of `benchmarks/results`. The second has those with peers that stream."""
 
 
 def draw(docs: Path) -> None:
@@ -26,9 +26,9 @@ def draw(docs: Path) -> None:
 
     for name in ("coserve-simulated", "coserve-real"):
         coserve.draw_all(read(MACHINE, name), docs / "coserve")
-    for name in ("otas-shown", "otas"):  # the latter draws again what it has, too
-        otas.draw_all(read(MACHINE, name), docs / "otas")
-    curves = draw_curves([read(machine, "streaming") for machine in (MACHINE, PEERS_MACHINE)])
+    otas.draw_all(read(OTHER_MACHINE, "otas-shown"), docs / "otas")
+    otas.draw_all(read(MACHINE, "otas"), docs / "otas")  # which draws again what it has, too
+    curves = draw_curves([read(machine, "streaming") for machine in (MACHINE, OTHER_MACHINE)])
     write_figure(docs / "streaming-batch.svg", curves)
 
 
