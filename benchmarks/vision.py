@@ -162,7 +162,7 @@ def is_plain(model: RandomViT) -> bool:
 
         x = vit.enter(images)
         places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-        context = ForwardContext.from_groups((TokenRows(places, places),), vit.cfg.positions)
+        context = ForwardContext.from_groups((TokenRows(places, places),), ())
         for layer in vit.layers:
             x, _ = layer(x, context)
         return vit.norm(x[:, 0])

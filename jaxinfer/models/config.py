@@ -27,6 +27,7 @@ class PositionKind(enum.StrEnum):
     LEARNED = "learned"  # a table added to the embeddings
     ROTARY = "rotary"  # queries and keys rotated by their position (RoPE, arXiv:2104.09864)
     ALIBI = "alibi"  # a bias on the scores, linear in the distance (arXiv:2108.12409)
+    NONE = "none"  # by the causal mask alone (NoPE, arXiv:2305.19466); some layers of a model with rotary ones
 
 
 class BlockKind(enum.StrEnum):
@@ -36,6 +37,7 @@ class BlockKind(enum.StrEnum):
     PARALLEL = "parallel"  # x += attention(n) + mlp(n), with one n = norm(x) (GPT-J)
     PARALLEL_TWO_NORMS = "parallel_two_norms"  # x += attention(norm1(x)) + mlp(norm2(x)) (GPT-NeoX)
     SANDWICH = "sandwich"  # x += norm(attention(norm(x))); x += norm(mlp(norm(x))) (Gemma 2)
+    REORDERED = "reordered"  # x += norm(attention(x)); x += norm(mlp(x)) (OLMo 2, arXiv:2501.00656, section 3.2)
     POST_NORM = "post_norm"  # x = norm(x + attention(x)); x = norm(x + mlp(x)) (BERT, OPT-350m)
 
 
@@ -53,6 +55,14 @@ class Pooling(enum.StrEnum):
 
     MEAN = "mean"  # average over the real tokens; of an image over its patches
     CLS = "cls"  # the first token's vector
+
+
+class QKNormScope(enum.StrEnum):
+    """The features that queries and keys are normalised over."""
+
+    HEAD = "head"  # each head by itself, all with the same weights (Qwen3)
+    HEAD_OWN_WEIGHTS = "head_own_weights"  # each head by itself, with weights of its own (Command R+)
+    ALL_HEADS = "all_heads"  # all query heads together, all key heads together (OLMo 2)
 
 
 def _require_positive(config: object, *names: str) -> None:
@@ -93,17 +103,21 @@ class RopeScaling:
     """Frequency scaling that stretches rotary positions beyond the trained context."""
 
     kind: str  # linear: divide every frequency; llama3: divide the low ones, blend in between; yarn: arXiv:2309.00071
+    # longrope: divide each by a factor of its own (arXiv:2402.13753)
     factor: float
-    original_context: int = 0  # llama3 and yarn: tokens of context in training
+    original_context: int = 0  # llama3, yarn and longrope: tokens of context in training
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    attention_factor: float = 1.0  # yarn and longrope: multiplies cos and sin
+    short_factors: tuple[float, ...] = ()  # longrope: of each feature pair, in an engine of at most original_context
+    long_factors: tuple[float, ...] = ()  # longrope: the same in an engine of a longer context
+    longer: bool = True  # longrope: whether the engine's context is longer than original_context
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3", "yarn"):
-            raise ValueError(f"RopeScaling.kind={self.kind!r} is not implemented; known: linear, llama3, yarn.")
+        if self.kind not in (known := ("linear", "llama3", "yarn", "longrope")):
+            raise ValueError(f"RopeScaling.kind={self.kind!r} is not implemented; known: {', '.join(known)}.")
         if self.kind != "linear" and self.original_context < 1:
             raise ValueError(f"RopeScaling.original_context must be >= 1 for {self.kind}, got {self.original_context}.")
 
@@ -121,6 +135,20 @@ class PositionsConfig:
     def __post_init__(self) -> None:
         if self.kind is PositionKind.ROTARY and (self.rotary_dim < 2 or self.rotary_dim % 2):
             raise ValueError(f"PositionsConfig.rotary_dim must be even and >= 2, got {self.rotary_dim}.")
+        if self.scaling is not None and self.scaling.kind == "longrope":
+            counts = {len(self.scaling.short_factors), len(self.scaling.long_factors)}
+            if counts != {self.rotary_dim // 2}:
+                raise ValueError(
+                    f"RopeScaling.short_factors and long_factors must have a number for each of {self.rotary_dim // 2} "
+                    f"feature pairs, got {sorted(counts)}."
+                )
+
+    def for_context(self, context: int) -> "PositionsConfig":
+        """Return the positions of an engine whose requests have at most so many tokens, which LongRoPE depends on."""
+        if self.scaling is None or self.scaling.kind != "longrope":
+            return self
+        longer = context > self.scaling.original_context
+        return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, longer=longer))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,9 +164,11 @@ class AttentionConfig:
     scale_by_inverse_layer: bool = False  # and divide the scores of layer i by i + 1 (GPT-2)
     softcap: float | None = None  # scores become cap * tanh(scores / cap) (Gemma 2)
     windows: tuple[int | None, ...] = (None,)  # cycled over layers; None: all earlier tokens, w: the last w
-    qk_norm: bool = False  # normalise each query and key head before rotation (Qwen3)
+    qk_norm: bool = False  # normalise queries and keys before rotation (Qwen3)
+    qk_norm_scope: QKNormScope = QKNormScope.HEAD
     alibi: tuple[float, ...] | None = None  # the slope of each query head; None: those of `alibi_slopes`
     real_kv_heads: int | None = None  # those from here on are padding; None: none is
+    real_q_heads: int | None = None  # how many are no padding; None: all
 
     def __post_init__(self) -> None:
         _require_positive(self, "q_heads", "kv_heads", "head_dim")
@@ -204,12 +234,12 @@ class _LayersConfig:
     @property
     def layer_kinds(self) -> tuple[int, ...]:
         """For each layer the first one that computes the same with other weights."""
-        first: dict[tuple[float, int | None], int] = {}
-        attention = self.attention
-        return tuple(
-            first.setdefault((attention.score_scale(layer), attention.window(layer)), layer)
-            for layer in range(self.layers)
-        )
+        first: dict[tuple[object, ...], int] = {}
+        return tuple(first.setdefault(self._computed_by(layer), layer) for layer in range(self.layers))
+
+    def _computed_by(self, layer: int) -> tuple[object, ...]:
+        """Return all that layers may differ in besides their weights."""
+        return self.attention.score_scale(layer), self.attention.window(layer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,10 +256,17 @@ class _TransformerConfig(_LayersConfig):
         _require_positive(self, "vocab", "context")
         if self.padded_vocab is not None and self.padded_vocab < self.vocab:
             raise ValueError(f"padded_vocab={self.padded_vocab} is less than vocab={self.vocab}.")
-        if self.positions.kind is PositionKind.ROTARY and self.positions.rotary_dim > self.attention.head_dim:
-            raise ValueError(
-                f"rotary_dim={self.positions.rotary_dim} is larger than head_dim={self.attention.head_dim}."
-            )
+        if (rotary_dim := max(p.rotary_dim for p in self.all_positions)) > self.attention.head_dim:
+            raise ValueError(f"rotary_dim={rotary_dim} is larger than head_dim={self.attention.head_dim}.")
+
+    def positions_in(self, layer: int) -> PositionsConfig:
+        """Return the positions that one layer goes by."""
+        return self.positions
+
+    @property
+    def all_positions(self) -> tuple[PositionsConfig, ...]:
+        """The positions that layers go by, each once."""
+        return tuple(dict.fromkeys(self.positions_in(layer) for layer in range(self.layers)))
 
     @property
     def output_width(self) -> int:
@@ -242,11 +279,15 @@ class _TransformerConfig(_LayersConfig):
         return self.vocab if self.padded_vocab is None else self.padded_vocab
 
 
+_BY_LAYER = {PositionKind.ROTARY, PositionKind.NONE}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(_TransformerConfig):
     """One decoder-only language model. Hashable, so it can be a static argument of `jax.jit`."""
 
     block: BlockKind = BlockKind.SEQUENTIAL
+    layer_positions: tuple[PositionsConfig, ...] = ()  # rotary or none, cycled over layers; empty: `positions` in all
     embed_norm: bool = False  # normalise the embeddings (BLOOM)
     embed_scale: float = 1.0  # multiply the embeddings (Gemma: sqrt(embed))
     word_embed: int | None = None  # width of the embeddings and the head, projected to and from embed (OPT-350m)
@@ -254,13 +295,39 @@ class DecoderConfig(_TransformerConfig):
     tied: bool = False  # the output projection is the embedding table
     head_bias: bool = False
     logit_softcap: float | None = None
+    logit_scale: float = 1.0  # multiply the logits (Cohere)
+    residual_scale: float = 1.0  # multiply what attention and MLP add; in sequential blocks (Granite)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.layer_positions and {p.kind for p in (self.positions, *self.layer_positions)} - _BY_LAYER:
+            raise ValueError(
+                "DecoderConfig.layer_positions may be rotary or none, like positions then; got "
+                f"{sorted({str(p.kind) for p in (self.positions, *self.layer_positions)})}."
+            )
+        scope = self.attention.qk_norm_scope
+        if scope is QKNormScope.ALL_HEADS and self.norm.kind is not NormKind.RMS:
+            raise ValueError(f"AttentionConfig.qk_norm_scope={scope} needs NormConfig.kind=rms, got {self.norm.kind}.")
+        if self.residual_scale != 1.0 and self.block is not BlockKind.SEQUENTIAL:
+            raise ValueError(f"DecoderConfig.residual_scale={self.residual_scale} needs sequential blocks.")
         if self.word_embed is not None:
             _require_positive(self, "word_embed")
         if self.tied and self.head_bias:
             raise ValueError("DecoderConfig.head_bias needs an untied head (tied=False).")
+
+    def _computed_by(self, layer: int) -> tuple[object, ...]:
+        return *super()._computed_by(layer), self.positions_in(layer)
+
+    def positions_in(self, layer: int) -> PositionsConfig:
+        return self.layer_positions[layer % len(self.layer_positions)] if self.layer_positions else self.positions
+
+    def for_context(self, context: int) -> "DecoderConfig":
+        """Return the config in an engine whose requests have at most so many tokens; weights and caches are as here."""
+        return dataclasses.replace(
+            self,
+            positions=self.positions.for_context(context),
+            layer_positions=tuple(positions.for_context(context) for positions in self.layer_positions),
+        )
 
     @property
     def output_width(self) -> int:

@@ -35,8 +35,8 @@ class Fitting:
     Attributes:
       original: the config of the stored model.
       config: the fitted one.
-      takes: by linear or embedding ("qkv", "out", "gate_up", "down", "embed", "head"), what its split dimension takes;
-        none for what stays as it is.
+      takes: by linear, norm of heads or embedding ("qkv", "out", "q_norm", "k_norm", "gate_up", "down", "embed",
+        "head"), what its split dimension takes; none for what stays as it is.
     """
 
     original: ModelConfig
@@ -76,6 +76,8 @@ class Fitting:
         return {
             "qkv": attention.kv_heads * (attention.group + 2) * attention.head_dim,
             "out": attention.q_heads * attention.head_dim,
+            "q_norm": attention.q_heads * attention.head_dim,
+            "k_norm": attention.kv_heads * attention.head_dim,
             "gate_up": config.mlp.hidden * (2 if config.mlp.gated else 1),
             "down": config.mlp.hidden,
         }.get(part, config.vocab)
@@ -181,6 +183,7 @@ def _fit_heads(
         q_heads=kv_heads * group,
         alibi=tuple(slopes[q] if q >= 0 else 0.0 for q in queries.flat),
         real_kv_heads=None if kv_heads == (real := attention.kv_heads * copies) else real,
+        real_q_heads=attention.q_heads,
     )
     width = attention.group + 2  # of a KV head in qkv: its queries, its key, its value
     rows = [
@@ -190,6 +193,8 @@ def _fit_heads(
     return fitted, {
         "qkv": _features(np.array(rows).reshape(-1), attention.head_dim),
         "out": _features(queries.reshape(-1), attention.head_dim),
+        "q_norm": _features(queries.reshape(-1), attention.head_dim),
+        "k_norm": _features(keys, attention.head_dim),
     }
 
 

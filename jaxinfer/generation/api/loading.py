@@ -110,6 +110,7 @@ def load_decoder(
     if not isinstance(opened.transformer, DecoderConfig):
         raise ValueError(f"{path} holds an encoder; use jaxinfer.Embedder for it.")
     context = _context(context, opened.transformer.context, owner="LLM")
+    opened = opened.for_context(context)
     if adapters:
         engine_options = _with_room(engine_options, adapters)
     if (free := host_budget().free) is not None:  # with little memory, few adapters that were read are kept

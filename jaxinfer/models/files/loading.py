@@ -21,7 +21,7 @@ from jaxinfer import checkpoints
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Manifest
 from jaxinfer.checkpoints.reading import GROUP_BYTES
 from jaxinfer.models import devices
-from jaxinfer.models.config import ModelConfig, TransformerConfig
+from jaxinfer.models.config import DecoderConfig, ModelConfig, TransformerConfig
 from jaxinfer.models.files.description import CONFIG, Description, require_transformer, weight_format
 from jaxinfer.models.fitting import Fitting, fit
 from jaxinfer.models.leaves import canonical_leaves, layer_of, leaves_of_part, quantized_format, scale_name
@@ -62,6 +62,16 @@ class OpenedModel:
         needed = self.bytes_per_device() + min(self.manifest.bytes, GROUP_BYTES)
         devices.check_memory(self.folder, needed, self.mesh)
         return LoadedModel(**self.fields(), leaves=self.read())
+
+    def for_context(self, context: int) -> "OpenedModel":
+        """Return the model of an engine whose requests have at most so many tokens."""
+        fitted, original = self.fitting.config, self.fitting.original
+        if not isinstance(fitted, DecoderConfig) or not isinstance(original, DecoderConfig):
+            return self
+        fitting = dataclasses.replace(
+            self.fitting, config=fitted.for_context(context), original=original.for_context(context)
+        )
+        return dataclasses.replace(self, fitting=fitting)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that a `LoadedModel` takes beside its weights."""

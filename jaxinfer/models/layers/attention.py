@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxinfer.models.config import AttentionConfig, NormConfig, PositionKind, PositionsConfig
+from jaxinfer.models.config import AttentionConfig, NormConfig, NormKind, PositionKind, PositionsConfig, QKNormScope
 from jaxinfer.models.layers.forward_context import ForwardContext, pack, unpack
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.low_rank import AdapterDelta
-from jaxinfer.models.layers.norm import Norm
+from jaxinfer.models.layers.norm import Norm, normalize_heads
 from jaxinfer.models.weight_format import WeightFormat
 from jaxinfer.pallas_kernels import KVPages, attention, cached_attention, split_heads
 from jaxinfer.sharding.collectives import local_part, local_start, psum
@@ -56,12 +56,18 @@ class Attention(nnx.Module):
     ):
         self.cfg, self.causal, self.norm_eps = cfg, causal, norm.eps
         self.scale, self.window = cfg.score_scale(layer), cfg.window(layer)
+        self.positions = positions
         self.slopes = cfg.slopes if positions.kind is PositionKind.ALIBI else None
         qkv, width = cfg.kv_heads * (cfg.group + 2) * cfg.head_dim, cfg.q_heads * cfg.head_dim
         self.qkv = Linear(embed, qkv, weights, axes=("heads", "embed"), bias=cfg.qkv_bias, rngs=rngs)
         self.out = Linear(width, embed, weights, axes=("embed", "heads"), bias=cfg.out_bias, rngs=rngs)
-        self.q_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
-        self.k_norm = Norm(cfg.head_dim, norm) if cfg.qk_norm else None
+        shared = cfg.qk_norm_scope is QKNormScope.HEAD
+        sizes, axis = ((1, 1), "norm") if shared else ((cfg.q_heads, cfg.kv_heads), "heads")
+        self.q_norm, self.k_norm = (
+            Norm(heads * cfg.head_dim, norm, axis=axis) if cfg.qk_norm else None for heads in sizes
+        )
+        self.fuses_norms = shared and norm.kind is NormKind.RMS
+        """Whether the attention operations normalise queries and keys themselves."""
 
     @jax.named_scope("attention")
     def heads(
@@ -84,7 +90,8 @@ class Attention(nnx.Module):
         """
         qkv, groups = self.qkv.norm_linear(x, norm, adapter_delta=adapter_delta), forward_context.groups
         heads, keys = [], None
-        for group, rotary, part in zip(groups, forward_context.rotary, unpack(qkv, groups), strict=True):
+        tables = forward_context.rotary.get(self.positions, (None,) * len(groups))
+        for group, rotary, part in zip(groups, tables, unpack(self._with_norms(qkv), groups), strict=True):
             if cache is None:
                 mixed, keys = self._attend_within_rows(part, group.positions, rotary, forward_context)
             else:
@@ -112,10 +119,23 @@ class Attention(nnx.Module):
         heads = attention(q, k, v, positions, lengths, key_sizes=key_sizes, causal=self.causal, **options)
         return heads.reshape(*positions.shape, -1), k
 
+    def _with_norms(self, qkv: jax.Array) -> jax.Array:
+        """Normalise the queries and keys of a projection, unless the attention operations do it themselves."""
+        if self.q_norm is None or self.k_norm is None or self.fuses_norms:
+            return qkv
+        cfg = self.cfg
+        heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.group + 2, cfg.head_dim)
+        q, k, v = jnp.split(heads, (cfg.group, cfg.group + 1), axis=-2)
+        q = normalize_heads(q, self.q_norm, cfg.qk_norm_scope, heads=cfg.real_q_heads or cfg.q_heads)
+        k = normalize_heads(k, self.k_norm, cfg.qk_norm_scope, heads=cfg.real_kv_heads or cfg.kv_heads)
+        return jnp.concatenate((q, k, v), axis=-2).reshape(qkv.shape)
+
     @property
     def _head_options(self) -> dict[str, Any]:
         """Options of `pallas_kernels` for query and key heads before the rotation."""
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale[...], self.k_norm.scale[...])
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None and self.fuses_norms:
+            norms = self.q_norm.scale[...], self.k_norm.scale[...]
         return {"norms": norms, "norm_eps": self.norm_eps}
 
     @property

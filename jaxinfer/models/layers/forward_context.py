@@ -4,7 +4,7 @@ Linears work on the N tokens of all groups together (`pack`), attention on each 
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
 import jax
@@ -39,7 +39,8 @@ class ForwardContext(NamedTuple):
 
     Attributes:
       groups: the rows of tokens; their shapes say how `unpack` divides the N packed tokens.
-      rotary: cos and sin for each group, float32 [B, T, 1, rotary_dim / 2]; None without rotary positions.
+      rotary: for each kind of rotary positions that layers go by, cos and sin for each group, float32
+        [B, T, 1, rotary_dim / 2].
       adapter_one_hot: [N, S], 1 at the slot of each token's adapter; None without adapters.
       key_sizes: of a single group without a cache, how many tokens each of its tokens is the mean of, float32 [B, T], 0
         for padding; None: one, and padding comes last.
@@ -47,24 +48,27 @@ class ForwardContext(NamedTuple):
     """
 
     groups: tuple[TokenRows, ...]
-    rotary: tuple[tuple[jax.Array, jax.Array] | None, ...]
+    rotary: Mapping[PositionsConfig, tuple[tuple[jax.Array, jax.Array], ...]]
     adapter_one_hot: jax.Array | None = None
     key_sizes: jax.Array | None = None
     padded: bool = True
 
     @classmethod
     def from_groups(
-        cls, groups: tuple[TokenRows, ...], positions: PositionsConfig, adapters: LayerAdapters | None = None
+        cls, groups: tuple[TokenRows, ...], positions: Iterable[PositionsConfig], adapters: LayerAdapters | None = None
     ) -> Self:
         """Make the context of a pass over these groups.
 
         Args:
           groups: rows of tokens.
-          positions: the model's.
+          positions: those that its layers go by.
           adapters: of any layer, which give the number of adapter slots; None: there are none.
         """
-        is_rotary = positions.kind is PositionKind.ROTARY
-        rotary = tuple(rotary_table(positions, group.positions) if is_rotary else None for group in groups)
+        rotary = {
+            config: tuple(rotary_table(config, group.positions) for group in groups)
+            for config in positions
+            if config.kind is PositionKind.ROTARY
+        }
         if adapters is None:
             return cls(groups, rotary)
         slots = len(adapters.qkv.a)

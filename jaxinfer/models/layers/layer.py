@@ -5,7 +5,7 @@ import functools
 import jax
 from flax import nnx
 
-from jaxinfer.models.config import BlockKind, TransformerConfig, ViTConfig
+from jaxinfer.models.config import BlockKind, DecoderConfig, TransformerConfig, ViTConfig
 from jaxinfer.models.layers.attention import Attention
 from jaxinfer.models.layers.forward_context import ForwardContext
 from jaxinfer.models.layers.linear import PartialSum
@@ -21,8 +21,8 @@ class TransformerLayer(nnx.Module):
     """One layer of a decoder, an encoder or a vision transformer.
 
     Attributes:
-      attention_norm: before attention; in a post-norm block after it.
-      mlp_norm: before the MLP; in a post-norm block after it. A parallel block does not have it.
+      attention_norm: before attention; in a post-norm or reordered block after it.
+      mlp_norm: before the MLP; in a post-norm or reordered block after it. A parallel block does not have it.
       attention_post_norm: after attention; only a sandwich block has it.
       mlp_post_norm: after the MLP; only a sandwich block has it.
     """
@@ -37,9 +37,11 @@ class TransformerLayer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.block = cfg.block
+        self.residual_scale = cfg.residual_scale if isinstance(cfg, DecoderConfig) else 1.0
+        positions = cfg.positions if isinstance(cfg, ViTConfig) else cfg.positions_in(layer)
         self.attention_norm = Norm(cfg.embed, cfg.norm)
         self.attention = Attention(
-            cfg.embed, cfg.attention, cfg.positions, cfg.norm, weights, layer=layer, causal=causal, rngs=rngs
+            cfg.embed, cfg.attention, positions, cfg.norm, weights, layer=layer, causal=causal, rngs=rngs
         )
         if self.block is not BlockKind.PARALLEL:
             self.mlp_norm = Norm(cfg.embed, cfg.norm)
@@ -66,8 +68,8 @@ class TransformerLayer(nnx.Module):
 
     @property
     def norm_before_attention(self) -> Norm | None:
-        """The norm of what attention takes; a post-norm block has none there."""
-        return None if self.block is BlockKind.POST_NORM else self.attention_norm
+        """The norm of what attention takes; post-norm and reordered blocks have none there."""
+        return None if self.block in (BlockKind.POST_NORM, BlockKind.REORDERED) else self.attention_norm
 
     @jax.named_scope("attention")
     def add_attention(self, x: jax.Array, heads: jax.Array, deltas: AdapterDeltas = NO_DELTAS) -> jax.Array:
@@ -83,8 +85,12 @@ class TransformerLayer(nnx.Module):
         match self.block:
             case BlockKind.SANDWICH:
                 return x + self.attention_post_norm(out(heads, adapter_delta=delta))
+            case BlockKind.REORDERED:
+                return x + self.attention_norm(out(heads, adapter_delta=delta))
             case BlockKind.POST_NORM:
                 return self.attention_norm(out.linear_residual(heads, x, adapter_delta=delta))
+            case _ if self.residual_scale != 1.0:
+                return x + self.residual_scale * out(heads, adapter_delta=delta)
             case _:
                 return out.linear_residual(heads, x, adapter_delta=delta)
 
@@ -96,8 +102,12 @@ class TransformerLayer(nnx.Module):
         match self.block:
             case BlockKind.SANDWICH:
                 return x + self.mlp_post_norm(down(hidden(self.mlp_norm), adapter_delta=delta))
+            case BlockKind.REORDERED:
+                return x + self.mlp_norm(down(hidden(None), adapter_delta=delta))
             case BlockKind.POST_NORM:
                 return self.mlp_norm(down.linear_residual(hidden(None), x, adapter_delta=delta))
+            case _ if self.residual_scale != 1.0:
+                return x + self.residual_scale * down(hidden(self.mlp_norm), adapter_delta=delta)
             case _:
                 return down.linear_residual(hidden(self.mlp_norm), x, adapter_delta=delta)
 

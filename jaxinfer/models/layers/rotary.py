@@ -34,6 +34,8 @@ def rotary_frequencies(cfg: PositionsConfig) -> np.ndarray:
             high = min(math.ceil(pair_at(scaling.beta_slow)), cfg.rotary_dim - 1)
             ramp = np.clip((pairs / 2 - low) / max(high - low, 1e-3), 0.0, 1.0)
             inverse = ramp * inverse / scaling.factor + (1 - ramp) * inverse
+        case RopeScaling(kind="longrope") as scaling:
+            inverse /= np.asarray(scaling.long_factors if scaling.longer else scaling.short_factors)
     return inverse.astype(np.float32)
 
 

@@ -162,7 +162,7 @@ NO_ADAPTATION = TokenAdaptation()
 
 def _context(x: jax.Array, sizes: jax.Array | None, positions: PositionsConfig) -> ForwardContext:
     places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    context = ForwardContext.from_groups((TokenRows(places, places),), positions)
+    context = ForwardContext.from_groups((TokenRows(places, places),), (positions,))
     return context._replace(key_sizes=sizes, padded=False)
 
 

@@ -86,7 +86,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, ForwardContext]:
         """Return the embeddings of the packed tokens, [N, D], and what all layers share; arguments as for `forward`."""
         cfg = self.cfg
-        forward_context = ForwardContext.from_groups(groups, cfg.positions, None if adapters is None else adapters[0])
+        any_adapters = None if adapters is None else adapters[0]
+        forward_context = ForwardContext.from_groups(groups, cfg.all_positions, any_adapters)
         x = self.embed(pack(group.ids for group in groups))
         if cfg.embed_scale != 1.0:
             x *= np.asarray(cfg.embed_scale, x.dtype)
@@ -141,6 +142,8 @@ class Decoder(nnx.Module):
         """Score every next token on this device, float32: [..., W] -> [..., V]; -inf in rows that are no tokens."""
         scores = self.embed.project(hidden) if self.head is None else self.head(hidden)
         scores = scores.astype(jnp.float32)
+        if self.cfg.logit_scale != 1.0:
+            scores *= self.cfg.logit_scale
         if (cap := self.cfg.logit_softcap) is not None:
             scores = cap * jnp.tanh(scores / cap)
         if self.cfg.vocab_rows > self.cfg.vocab:

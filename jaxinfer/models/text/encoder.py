@@ -49,7 +49,7 @@ class Encoder(nnx.Module):
         x = self.embed(tokens) + self.positions(jnp.maximum(positions, 0) + self.cfg.positions.offset)
         if self.token_types is not None:
             x += self.token_types(jnp.zeros_like(tokens) if token_types is None else token_types)
-        return self.embed_norm(x), ForwardContext.from_groups((TokenRows(tokens, positions),), self.cfg.positions)
+        return self.embed_norm(x), ForwardContext.from_groups((TokenRows(tokens, positions),), ())
 
     def run_layers(
         self, x: jax.Array, forward_context: ForwardContext, *, first: int = 0, last: int | None = None

@@ -143,7 +143,8 @@ def run_layers(
     layers: range,
 ) -> tuple[jax.Array, list[KVPages] | None]:
     """Run layers over a pass's activations, [N, D] -> [N, D]; returns their caches with its keys and values too."""
-    forward_context = ForwardContext.from_groups(groups, model.cfg.positions, None if adapters is None else adapters[0])
+    kinds = [model.cfg.positions_in(layer) for layer in layers]
+    forward_context = ForwardContext.from_groups(groups, kinds, None if adapters is None else adapters[0])
     return model.run_layers(x, forward_context, caches, adapters, first=layers[0], last=layers[-1])
 
 
@@ -173,7 +174,7 @@ def leave(
     processors: Any,
 ) -> tuple[Slots, PrefillOutput | DecodeOutput]:
     """Choose the next tokens, from the output of the last layer."""
-    hidden = model.leave(x, ForwardContext(groups, ()))
+    hidden = model.leave(x, ForwardContext(groups, {}))
     if chunks is not None:
         return prefill.add_tokens(model, slots, hidden, chunks, rows, bitmask, processors=processors)
     batch = rows.slot.size
@@ -346,7 +347,7 @@ def enter_encoder(model: "Encoder", tokens: jax.Array, positions: jax.Array) -> 
 
 def run_encoder_layers(model: "Encoder", x: jax.Array, groups: tuple[TokenRows, ...], *, layers: range) -> jax.Array:
     """Run layers over a batch's activations, [B, T, D] -> [B, T, D]."""
-    forward_context = ForwardContext.from_groups(groups, model.cfg.positions)
+    forward_context = ForwardContext.from_groups(groups, ())
     return model.run_layers(x, forward_context, first=layers[0], last=layers[-1])
 
 
