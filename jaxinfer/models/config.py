@@ -96,6 +96,7 @@ class NormConfig:
 
     kind: NormKind
     eps: float = 1e-5
+    affine: bool = True  # whether scale and bias are of the checkpoint; else they are 1 and 0 (Galactica)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -232,6 +232,16 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         {"bf16": True},
     ),
+    "opt_plain_norms": (
+        OPT
+        | {
+            "vocab_size": 53,
+            "layer_norm_elementwise_affine": False,
+            "enable_bias": False,
+            "activation_function": "gelu",
+        },
+        {"bf16": True},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 

@@ -50,7 +50,6 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("gpt_neo_alternating", {"num_layers": 3}, "attention_types=.*each of 3 layers"),
         ("gpt_neo_alternating", {"attention_types": [[["strided"], 2]]}, "attention_types=.*must name global or local"),
         ("gptj_partial", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
-        ("opt_tied", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
         ("bloom_tied", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post"),
         ("llama_linear", {"quantization_config": {"bits": 4}}, "quantization_config.*unquantised checkpoint"),
         ("llama_linear", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type='dynamic'"),

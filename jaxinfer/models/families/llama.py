@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jaxinfer.models.config import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, NormKind
+from jaxinfer.models.config import AttentionConfig, BlockKind, DecoderConfig, MlpConfig, NormConfig, NormKind
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
     Family,
@@ -58,7 +58,9 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 def sources(config: DecoderConfig) -> dict[str, Source]:
     """Return the tensors of a Llama-like model, without the biases, norms and head that its config leaves out."""
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    sources = table("embed.table", "embed_tokens.weight", config.vocab, embed) | norm("final_norm", "norm", embed)
+    shifted = config.norm.kind is NormKind.LAYER
+    sources = table("embed.table", "embed_tokens.weight", config.vocab, embed)
+    sources |= norm("final_norm", "norm", embed, bias=shifted)
     if not config.tied:
         sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
     for i in range(config.layers):
@@ -66,7 +68,7 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
         q, k, v = (f"{layer}.self_attn.{part}_proj" for part in "qkv")
         gate, up = f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"
         sources |= (
-            norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed)
+            norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed, bias=shifted)
             | linear(
                 f"{layer}.attention.qkv",
                 (q, k, v),
@@ -82,12 +84,13 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
                 attention.q_heads * attention.head_dim,
                 bias=attention.out_bias,
             )
-            | norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed)
             | linear(
                 f"{layer}.mlp.gate_up", (gate, up), (hidden, hidden), embed, bias=config.mlp.bias, combine=alternate
             )
             | linear(f"{layer}.mlp.down", (f"{layer}.mlp.down_proj",), (embed,), hidden, bias=config.mlp.bias)
         )
+        if config.block is not BlockKind.PARALLEL:
+            sources |= norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed, bias=shifted)
         if attention.qk_norm:
             sources |= norm(f"{layer}.attention.q_norm", f"{layer}.self_attn.q_norm", attention.head_dim)
             sources |= norm(f"{layer}.attention.k_norm", f"{layer}.self_attn.k_norm", attention.head_dim)

@@ -130,6 +130,11 @@ def norm(leaf: str, name: str, size: int, *, bias: bool = False, combine: Callab
     return sources
 
 
+def constant(leaf: str, value: float, size: int) -> dict[str, Source]:
+    """Return a vector of one value that no tensor has: the scale 1 or the bias 0 of a norm without it."""
+    return {leaf: Source((), (), lambda: np.full(size, value, np.float32))}
+
+
 def linear(
     leaf: str,
     names: tuple[str, ...],

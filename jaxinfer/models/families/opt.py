@@ -13,13 +13,12 @@ from jaxinfer.models.config import (
     PositionsConfig,
 )
 from jaxinfer.models.families.fields import Fields
-from jaxinfer.models.families.mapping import Family, Source, by_kv_head, linear, norm, qkv_rows, table
+from jaxinfer.models.families.mapping import Family, Source, by_kv_head, constant, linear, norm, qkv_rows, table
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields(hf)
     embed, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    fields.expect("layer_norm_elementwise_affine", True)
     bias = fields.flag("enable_bias", default=True)
     word_embed = fields.integer("word_embed_proj_dim", default=embed)
     norm_before = fields.flag("do_layer_norm_before", default=True)
@@ -44,9 +43,17 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
             activation=fields.activation("activation_function", default="relu"),
             bias=bias,
         ),
-        norm=NormConfig(kind=NormKind.LAYER, eps=1e-5),
+        norm=NormConfig(
+            kind=NormKind.LAYER, eps=1e-5, affine=fields.flag("layer_norm_elementwise_affine", default=True)
+        ),
         tied=fields.flag("tie_word_embeddings", default=True),
     )
+
+
+def _norm(config: DecoderConfig, leaf: str, name: str) -> dict[str, Source]:
+    if config.norm.affine:
+        return norm(leaf, name, config.embed, bias=True)
+    return constant(f"{leaf}.scale", 1.0, config.embed) | constant(f"{leaf}.bias", 0.0, config.embed)
 
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
@@ -58,14 +65,14 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
         sources |= linear("project_in", ("project_in",), (embed,), width, bias=False)
         sources |= linear("project_out", ("project_out",), (width,), embed, bias=False)
     if config.final_norm:
-        sources |= norm("final_norm", "final_layer_norm", embed, bias=True)
+        sources |= _norm(config, "final_norm", "final_layer_norm")
     if not config.tied:
         sources |= table("head.weight", "lm_head.weight", config.vocab, width)
     for i in range(config.layers):
         layer = f"layers.{i}"
         q, k, v, out = (f"{layer}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
         sources |= (
-            norm(f"{layer}.attention_norm", f"{layer}.self_attn_layer_norm", embed, bias=True)
+            _norm(config, f"{layer}.attention_norm", f"{layer}.self_attn_layer_norm")
             | linear(
                 f"{layer}.attention.qkv",
                 (q, k, v),
@@ -75,7 +82,7 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
                 combine=by_kv_head(attention),
             )
             | linear(f"{layer}.attention.out", (out,), (embed,), embed, bias=attention.out_bias)
-            | norm(f"{layer}.mlp_norm", f"{layer}.final_layer_norm", embed, bias=True)
+            | _norm(config, f"{layer}.mlp_norm", f"{layer}.final_layer_norm")
             | linear(f"{layer}.mlp.gate_up", (f"{layer}.fc1",), (mlp.hidden,), embed, bias=mlp.bias)
             | linear(f"{layer}.mlp.down", (f"{layer}.fc2",), (embed,), mlp.hidden, bias=mlp.bias)
         )
