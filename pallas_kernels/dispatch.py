@@ -36,6 +36,7 @@ _log = logging.getLogger("jaxinfer.kernels")
 _disabled = jax.make_user_context(frozenset())
 _platform = jax.make_user_context(None)
 _refusals: ContextVar[dict[str, str] | None] = ContextVar("refusals", default=None)
+_used: ContextVar[dict[str, dict[Implementation, None]] | None] = ContextVar("used", default=None)
 
 
 class Operation:
@@ -66,9 +67,12 @@ class Operation:
                 _note_refusal(self.name, refusal)
                 refusal = None
             try:
-                return self._callable(implementation, platforms, static)(*args)
+                result = self._callable(implementation, platforms, static)(*args)
             except UnsupportedError as error:
                 refusal = None if implementation.platform != "cuda" or interpreting() else str(error)
+            else:
+                _note_implementation(self.name, implementation)
+                return result
         raise AssertionError(f"{self.name} has no implementation for {platforms[0]}")
 
     def candidates(self, platform: str) -> tuple[Implementation, ...]:
@@ -157,6 +161,17 @@ def recorded_refusals() -> Iterator[dict[str, str]]:
         _refusals.reset(token)
 
 
+@contextlib.contextmanager
+def recorded_implementations() -> Iterator[dict[str, dict[Implementation, None]]]:
+    """Collect the implementations of what is traced inside, by operation, in the order of their first calls."""
+    used: dict[str, dict[Implementation, None]] = {}
+    token = _used.set(used)
+    try:
+        yield used
+    finally:
+        _used.reset(token)
+
+
 def kernels_available() -> bool:
     """Return whether a program traced now may contain GPU kernels: JAX 0.11, compute capability 9.0 or newer.
 
@@ -180,6 +195,11 @@ def _note_refusal(operation: str, reason: str) -> None:
     _warn_once(f"{operation} runs as plain XLA on {target_gpu().name}: {reason}")
     if (refusals := _refusals.get()) is not None:
         refusals[operation] = reason
+
+
+def _note_implementation(operation: str, implementation: Implementation) -> None:
+    if (used := _used.get()) is not None:
+        used.setdefault(operation, {})[implementation] = None
 
 
 @functools.cache

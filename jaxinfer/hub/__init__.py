@@ -6,7 +6,7 @@ Start at `resolve`: all that takes a model, in Python and on the command line, f
 """
 
 from jaxinfer.hub.errors import HubError
-from jaxinfer.hub.kept import fetch, resolve
+from jaxinfer.hub.kept import fetch, look_at, resolve
 from jaxinfer.hub.names import HubName
 
-__all__ = ["HubError", "HubName", "fetch", "resolve"]
+__all__ = ["HubError", "HubName", "fetch", "look_at", "resolve"]

@@ -4,12 +4,17 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxinfer.checkpoints import CheckpointError, is_complete
 from jaxinfer.checkpoints.manifest import FORMAT
 from jaxinfer.disk_cache import cache_folder, write_atomically
 from jaxinfer.hub.names import HubName
 from jaxinfer.progress import long_work
+
+if TYPE_CHECKING:
+    from jaxinfer.hub.repository import Commit
+    from jaxinfer.models.files.preview import Preview
 
 # What fetches and converts is imported when it is needed: a model directory, and a converted model, do without it.
 
@@ -53,6 +58,33 @@ def fetch(model: str | os.PathLike[str], out: Path | None = None) -> tuple[Path,
     return commit.fetch(out), commit.source
 
 
+def look_at(model: str | os.PathLike[str]) -> "Path | Preview":
+    """Return the model directory that a model is in, if it was converted; else what its `config.json` says of it.
+
+    Nothing is converted, and no weights are fetched. model: as in `resolve`, and errors too.
+    """
+    path = Path(model)
+    if path.is_dir() and not is_complete(path) and _is_source(path):
+        from jaxinfer.models.files.preview import preview
+
+        return preview(path)
+    if path.exists() or (name := HubName.parse(model)) is None:
+        return resolve(path)
+    if name.pinned and is_complete(folder := _folder(name.repository, name.revision)):
+        return folder
+    commit = _find(name)
+    folder = _folder(name.repository, commit.hash)
+    return folder if is_complete(folder) else commit.preview()
+
+
+def _is_source(path: Path) -> bool:
+    """Return whether a folder has what a model is converted from."""
+    from jaxinfer.checkpoints.huggingface import read_json
+
+    fields = read_json(path / "config.json")
+    return bool(fields and "kind" not in fields) or any(path.glob("*.safetensors"))
+
+
 def _about_file(path: Path) -> str:
     if path.suffix == ".gguf":
         return "GGUF is not read yet; give the Hugging Face directory that it was made from, or its name on the hub."
@@ -80,16 +112,26 @@ def _local(path: Path) -> Path:
 def _of_hub(name: HubName) -> Path:
     if name.pinned and is_complete(folder := _folder(name.repository, name.revision)):
         return folder
-    from jaxinfer.hub.repository import find
     from jaxinfer.models.files.conversion import convert
 
-    noted = _models() / f".{name.repository}@{name.revision}".replace("/", "--")
-    commit = find(name, known=noted.read_text() if noted.is_file() else None)
+    commit = _find(name)
     folder = _folder(name.repository, commit.hash)
     _make(folder, lambda: convert(commit.fetch(folder), folder, source=commit.source))
     if commit.sizes is not None and not name.pinned:
-        write_atomically(noted, commit.hash.encode())
+        write_atomically(_noted(name), commit.hash.encode())
     return folder
+
+
+def _find(name: HubName) -> "Commit":
+    """Return the commit that a name means; if the hub does not answer, the one that it meant when it last did."""
+    from jaxinfer.hub.repository import find
+
+    noted = _noted(name)
+    return find(name, known=noted.read_text() if noted.is_file() else None)
+
+
+def _noted(name: HubName) -> Path:
+    return _models() / f".{name.repository}@{name.revision}".replace("/", "--")
 
 
 def _models() -> Path:

@@ -21,6 +21,7 @@ from jaxinfer.hub.errors import HubError, UnreachableError
 from jaxinfer.hub.names import HubName
 from jaxinfer.models.files.conversion import beside_weights, check_description
 from jaxinfer.models.files.description import CONFIG
+from jaxinfer.models.files.preview import BESIDE_CONFIG, Preview, preview
 from jaxinfer.progress import LongWork, long_work
 
 ANSWER_SECONDS = 10.0
@@ -84,6 +85,33 @@ class Commit:
             work.update(done=0, total=size)
             self._get(weights, work)
         return folder
+
+    def preview(self) -> Preview:
+        """Return what the repository holds, by `config.json` and the small files that say more of the model.
+
+        Raises HubError for a repository without `config.json`.
+        """
+        folder = _cache_of(self.name.repository) / "snapshots" / self.hash
+        if self.sizes is None:
+            if self.error and not (folder / CONFIG).is_file():
+                raise self.error
+            return self._preview(folder)
+        refused = []
+        try:
+            self._require_weights(self.sizes)
+        except HubError as error:
+            refused.append(str(error))
+        if CONFIG not in self.sizes:
+            raise HubError("; ".join(refused) or f"{self.name} has no {CONFIG}, which says what the model is.")
+        with long_work(f"fetching {CONFIG} of {self.name}", in_bytes=True) as work:
+            self._get([name for name in (CONFIG, *BESIDE_CONFIG) if name in self.sizes], work)
+        return self._preview(folder, refused)
+
+    def _preview(self, folder: Path, refused: Sequence[str] = ()) -> Preview:
+        seen, source = preview(folder, weights=False), "{repository}@{commit}".format(**self.source)
+        if not refused:
+            return dataclasses.replace(seen, source=source)
+        return Preview(None, (*seen.refused, *refused), source)
 
     def _require_weights(self, sizes: Mapping[str, int]) -> None:
         """Raise HubError for a repository without safetensors, which says what there is."""

@@ -1,6 +1,8 @@
 import inspect
+import json
 import pathlib
 import re
+import shutil
 
 import pytest
 from rich.filesize import decimal
@@ -94,6 +96,8 @@ def test_encoders_have_no_cache(tmp_path):
         (("--mesh", "none.toml"), "none.toml"),
         (("--context", "65"), "--context 65 is more than the model's 64"),
         (("--dtype", "int4"), "dtype='int4' is not implemented"),
+        (("--target", "h1"), "Unknown target 'h1'; known: a100"),
+        (("--target", "h200", "--mesh", "tensor=2"), "--target with --mesh is not implemented"),
     ],
 )
 def test_refusals(model, arguments, message):
@@ -108,6 +112,83 @@ def test_no_model(tmp_path):
     done = CliRunner().invoke(app, ["info", str(tmp_path)])
     assert done.exit_code == 2
     assert "jaxinfer convert" in done.stderr
+
+
+def folder_of(golden: str, path: pathlib.Path, **changes: object) -> pathlib.Path:
+    """Make a folder with a golden's `config.json` alone."""
+    path.mkdir()
+    fields = json.loads((GOLDENS / golden / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+def test_a_config_alone_is_enough(model, tmp_path):
+    folder = folder_of("llama_llama3", tmp_path / "llama")
+    alone, converted = _rows(folder), _rows(model)
+    assert alone["supported"] == converted["supported"] == "yes"
+    assert alone["converted"].startswith("not yet")
+    same = ("family", "heads", "parameters", "vocabulary", "context", "weights", "KV pages")
+    assert {name: alone[name] for name in same} == {name: converted[name] for name in same}
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+
+
+def test_memory_by_format(model):
+    lines = CliRunner().invoke(app, ["info", str(model)]).stdout.splitlines()
+    rows = (re.split(" {2,}", line.strip()) for line in lines if re.match(" (float|bf|int|fp)", line))
+    formats = {name: figures for name, *figures in rows}
+    assert [*formats] == ["float32", "bfloat16", "int8, float32", "int4, float32", "fp8, float32"]
+    cache = 2 * 2 * 1000 * (2 * 6) * 4  # keys and values, layers, tokens, heads, bytes
+    assert formats["float32"][:2] == ["49.6 kB", decimal(cache)]
+    assert formats["float32"][2] == f"{int((24e9 - 12_408 * 4) * 0.9) * 1000 // cache:,}"
+    assert formats["bfloat16"][1] == decimal(cache // 2)
+
+
+def test_what_does_not_fit(tmp_path):
+    folder = folder_of(
+        "llama_llama3", tmp_path / "large", hidden_size=8192, intermediate_size=28672, num_hidden_layers=48
+    )
+    done = CliRunner().invoke(app, ["info", str(folder)])
+    float32, *_, int4, _ = (line.split() for line in done.stdout.splitlines() if re.match(" (float|bf|int|fp)", line))
+    assert float32[5] == float32[6] == "no"
+    assert "no" not in (int4[6], int4[7])
+
+
+def test_kernels_of_a_target_and_of_this_machine(model):
+    on_cpu, on_gpu = (
+        CliRunner().invoke(app, ["info", str(model), *options]).stdout
+        for options in ((), ("--target", "h200", "--dtype", "bfloat16"))
+    )
+    assert "implementations on this CPU" in on_cpu
+    assert re.search(r"decode_attention +xla \(cpu\)", on_cpu)
+    assert "mosaic" not in on_cpu
+    assert "implementations on NVIDIA H200" in on_gpu
+    assert re.search(r"max_and_argmax +reference +reference", on_gpu)
+    assert "No kernel in prefill, 32 tokens: " in on_gpu
+    on_old = CliRunner().invoke(app, ["info", str(model), "--target", "a100"]).stdout
+    assert "implementations on NVIDIA A100" in on_old
+    assert "mosaic" not in on_old
+
+
+def test_all_that_is_missing_is_named(tmp_path):
+    changes = {"hidden_act": "mish", "rope_parameters": {"rope_type": "dynamic"}, "is_encoder_decoder": True}
+    done = CliRunner().invoke(app, ["info", str(folder_of("llama_llama3", tmp_path / "bad", **changes))])
+    assert done.exit_code == 1
+    first, *missing = done.stdout.splitlines()
+    assert first.endswith("bad is not supported:")
+    assert [line.split(": ")[1].split("=")[0] for line in missing] == [
+        "is_encoder_decoder",
+        "rope_parameters.rope_type",
+        "hidden_act",
+    ]
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path):
+    shutil.copytree(GOLDENS / "llama_llama3", tmp_path / "llama")
+    config = tmp_path / "llama" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_bias": True}))
+    done = CliRunner().invoke(app, ["info", str(tmp_path / "llama")])
+    assert done.exit_code == 1
+    assert "missing: layers.0.self_attn.q_proj.bias" in done.stdout
 
 
 def test_costs_that_were_measured_on_this_machine(model, tmp_path, monkeypatch):

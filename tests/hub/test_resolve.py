@@ -142,6 +142,29 @@ def test_files_that_were_fetched_are_not_fetched_again(hub, tmp_path):
     assert hub.fetched == ["config.json", "model.safetensors"]
 
 
+def test_info_fetches_no_weights(hub, tmp_path):
+    hub.repositories["org/tiny"] |= {"generation_config.json": b"{}", "tokenizer.json": b"x", "README.md": b"x"}
+    done = _run("info", "org/tiny")
+    assert done.exit_code == 0, done.output
+    assert "llama (decoder)" in done.stdout
+    assert f"org/tiny@{COMMIT}" in done.stdout
+    assert hub.fetched == ["config.json", "generation_config.json"]
+    assert _folders(tmp_path) == []
+    hub.down = True
+    assert "llama (decoder)" in _run("info", f"org/tiny@{COMMIT}").stdout  # as it was fetched
+
+
+def test_info_says_all_that_a_repository_lacks(hub, tiny):
+    config = json.loads((tiny / "config.json").read_text()) | {"hidden_act": "mish"}
+    hub.repositories["org/old"] = {"config.json": json.dumps(config).encode(), "pytorch_model.bin": b"x"}
+    done = _run("info", "org/old")
+    assert done.exit_code == 1
+    assert "- config.json: hidden_act='mish' is not implemented" in done.stdout
+    assert "- org/old has no safetensors at its top, only pytorch_model.bin" in done.stdout
+    hub.repositories["org/none"] = {"README.md": b"x"}
+    assert "org/none has no safetensors at its top" in _run("info", "org/none").stderr
+
+
 def test_the_command_line_takes_names(hub, tmp_path):
     done = _run("convert", "org/tiny")
     folder = tmp_path / "cache" / "models" / NAME

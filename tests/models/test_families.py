@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import AttentionConfig, BlockKind, RopeScaling
 from jaxinfer.models.families import FAMILIES, STATE_DICTS, family_of, gemma2, mapping, plan
+from jaxinfer.models.families.fields import surveyed
 from tests.models import goldens, vision
 
 
@@ -85,6 +86,26 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
 def test_refusals_name_field_and_value(name, changes, message):
     with pytest.raises(ValueError, match=message):
         config_of(name, **changes)
+
+
+def test_a_survey_collects_all_that_is_refused():
+    changes = {
+        "hidden_act": "mish",
+        "quantization_config": {"bits": 4},
+        "rope_parameters": ROPE | {"rope_type": "dynamic"},
+        "layer_types": ["linear_attention"] * 2,
+    }
+    with surveyed() as survey:
+        assert config_of("qwen2_window", **changes).layers == 2
+    assert [message.split(": ")[1].split("=")[0] for message in survey.refused] == [
+        "quantization_config",
+        "rope_parameters.rope_type",
+        "hidden_act",
+        "layer_types contains ['linear_attention'], not implemented; known",
+    ]
+    assert survey.expected["is_encoder_decoder"] is False
+    with pytest.raises(ValueError, match="quantization_config"):
+        config_of("qwen2_window", **changes)
 
 
 def test_old_and_new_rope_spellings_agree():

@@ -1,8 +1,10 @@
 """Reading a Hugging Face `config.json` strictly: every error names the field and its value."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from jaxinfer.models.config import Activation, PositionKind, PositionsConfig, RopeScaling
@@ -17,6 +19,44 @@ _ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """A look at all that the reading of configs refuses, beyond the first.
+
+    Attributes:
+      expected: fields -> the one value that is implemented.
+      refused: an error for each value that is not.
+    """
+
+    expected: dict[str, object] = dataclasses.field(default_factory=dict)
+    refused: list[str] = dataclasses.field(default_factory=list)
+
+
+_survey: ContextVar[Survey | None] = ContextVar("survey", default=None)
+
+
+@contextlib.contextmanager
+def surveyed() -> Iterator[Survey]:
+    """Collect what is refused in configs that are read inside, which goes on with other values where it can.
+
+    So what is read is a model's only if nothing was refused.
+    """
+    survey = Survey()
+    token = _survey.set(survey)
+    try:
+        yield survey
+    finally:
+        _survey.reset(token)
+
+
+def refuse(message: str) -> None:
+    """Raise ValueError, or only note it inside `surveyed`."""
+    if (survey := _survey.get()) is None:
+        raise ValueError(message)
+    if message not in survey.refused:
+        survey.refused.append(message)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +78,10 @@ class Fields:
     def expect(self, name: str, supported: object, remedy: str = "choose another checkpoint") -> None:
         """Refuse every value of a field except the implemented one; `remedy` ends the error."""
         value = self.values.get(name)
+        if (survey := _survey.get()) is not None:
+            survey.expected[name] = supported
         if value is not None and value != supported:
-            raise ValueError(f"{self.file}: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
+            refuse(f"{self.file}: {name}={value!r} is not implemented, only {supported!r}; {remedy}.")
 
     def optional(self, kind: type, *names: str) -> Any:
         """Return a field's value, or None."""
@@ -97,10 +139,8 @@ class Fields:
         """Return the MLP's nonlinearity."""
         value = self._get(str, names, default)
         if value not in _ACTIVATIONS:
-            raise ValueError(
-                f"{self.file}: {names[0]}={value!r} is not implemented; known: {', '.join(sorted(_ACTIVATIONS))}."
-            )
-        return _ACTIVATIONS[value]
+            refuse(f"{self.file}: {names[0]}={value!r} is not implemented; known: {', '.join(sorted(_ACTIVATIONS))}.")
+        return _ACTIVATIONS.get(value, Activation.GELU)
 
     def head_dim(self, embed: int, heads: int) -> int:
         """Return the width of one head, in families that derive it from the model's."""
@@ -115,14 +155,12 @@ class Fields:
         kinds = self.optional(list, "layer_types") or default
         known = {"full_attention": None, "sliding_attention": window}
         if unknown := sorted({str(kind) for kind in kinds} - known.keys()):
-            raise ValueError(
-                f"{self.file}: layer_types contains {unknown}, not implemented; known: {', '.join(known)}."
-            )
+            refuse(f"{self.file}: layer_types contains {unknown}, not implemented; known: {', '.join(known)}.")
         if len(kinds) != len(default):
             raise ValueError(
                 f"{self.file}: layer_types has {len(kinds)} entries for {len(default)} layers; correct it."
             )
-        windows = tuple(known[kind] for kind in kinds)
+        windows = tuple(known.get(kind) for kind in kinds)
         return windows[:1] if len(set(windows)) == 1 else windows
 
     def rotary(
@@ -149,12 +187,11 @@ class Fields:
     def _rope_scaling(self, name: str, rope: "Fields") -> RopeScaling | None:
         kind = rope.optional(str, "rope_type", "type") or "default"
         if kind not in _ROPE_FIELDS:
-            raise ValueError(
-                f"{self.file}: {name}.rope_type={kind!r} is not implemented; known: {', '.join(_ROPE_FIELDS)}."
-            )
+            refuse(f"{self.file}: {name}.rope_type={kind!r} is not implemented; known: {', '.join(_ROPE_FIELDS)}.")
+            return None
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS[kind]}
         if unknown := sorted(rope.values.keys() - known):
-            raise ValueError(f"{self.file}: {name} contains {unknown}, which {kind} does not have; remove them.")
+            refuse(f"{self.file}: {name} contains {unknown}, which {kind} does not have; remove them.")
         if kind == "default":
             return None
         factor = rope.number("factor")

@@ -85,7 +85,7 @@ class HuggingFaceModel:
             return family_of_timm(fields, self._tensors.shapes)
         if not fields and (recognised := recognise(self._tensors.shapes)):
             return recognised
-        return _describe(self.path, fields or read_json(self.path / CONFIG, required=True))
+        return describe_fields(self.path, fields or read_json(self.path / CONFIG, required=True))
 
     def _with_anchors(self, config: ModelConfig, family: Family) -> ModelConfig:
         """Return the config with a detector's own anchors, which training may have fitted to its images."""
@@ -140,7 +140,7 @@ def check_description(path: pathlib.Path) -> None:
     if not fields or is_timm(fields):
         return
     try:
-        family, config = _describe(path, fields)
+        family, config = describe_fields(path, fields)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(config, VisionConfig):
@@ -248,7 +248,7 @@ def _quantize(matrix: np.ndarray, quantized: QuantizedFormat) -> tuple[np.ndarra
     return np.concatenate(matrices), np.concatenate(scales, axis=-1)  # outputs come last in all scales
 
 
-def _describe(path: pathlib.Path, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
+def describe_fields(path: pathlib.Path, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
     """Return the family and the model of a directory, by the fields of its `config.json` and the files beside it."""
     family = family_of(fields)
     return family, _with_preprocessor(path, _with_pooling(path, family.config(fields)))

@@ -1,6 +1,8 @@
-"""`jaxinfer info`: the contents of a model directory, the memory it needs, and the measured costs of its programs."""
+"""`jaxinfer info`: whether a model is supported, what it is and needs, and the measured costs of its programs."""
 
+import dataclasses
 import math
+import os
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
@@ -10,53 +12,58 @@ import typer
 from jaxinfer.cli.common import DtypeOption, MeshOption, QuantizeOption, parse_mesh
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from jaxinfer.compiled.costs import KeptCosts
-    from jaxinfer.models.config import ModelConfig, TransformerConfig, VisionConfig, ViTConfig
-
-FEWEST_POINTS = 3
-"""Fewest points of a line that is worth showing: it goes through any two."""
-
-_OFF = ("=None", "=0")
-"""Ends of options that are not in use."""
+    from jaxinfer.models.config import TransformerConfig, VisionConfig, ViTConfig
+    from jaxinfer.models.files.description import Description
 
 
 def info(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model directory, Hugging Face directory, or ORG/NAME of the hub.")
+    ],
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
+    target: Annotated[
+        str | None, typer.Option(help="A GPU that is not here, such as h200, whose kernels are listed.")
+    ] = None,
     costs: Annotated[
         bool, typer.Option("--costs", help="Also what programs took on this machine, in all formats.")
     ] = False,
 ) -> None:
-    """Show family, sizes, dtype and bytes, and what is reserved of each device for a mesh, a context and a batch.
+    """Show whether a model is supported, its sizes, the memory it needs, and the kernels that would serve it.
 
-    With the dtype that models have on this machine, if none is given.
+    Nothing is converted: config.json is enough, and no weights are fetched. What is reserved of each device is for a
+    mesh, a context and a batch, with the dtype that models have on this machine if none is given. Ends with status 1
+    for a model that is not supported, and says all that is missing.
     """
+    if target is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so no GPU is looked for
     from rich.console import Console
-    from rich.filesize import decimal
     from rich.table import Table
 
-    from jaxinfer.checkpoints import read_manifest
+    from jaxinfer.cli.info.costs import print_costs
+    from jaxinfer.cli.info.formats import print_formats
+    from jaxinfer.cli.info.kernels import print_kernels
+    from jaxinfer.compiled.target import Target
     from jaxinfer.generation.execution.memory import device_tenants
-    from jaxinfer.hub import resolve
     from jaxinfer.models import VisionConfig, WeightFormat
     from jaxinfer.models.devices import bytes_per_device, default_dtype
-    from jaxinfer.models.files.conversion import source_of
-    from jaxinfer.models.files.description import Description, weight_format
+    from jaxinfer.models.files.description import weight_format
     from jaxinfer.models.fitting import fit
     from jaxinfer.models.leaves import cache_leaves, canonical_leaves
+    from jaxinfer.pallas_kernels.target import gpu_or_none
     from jaxinfer.serving.budget import Budget, Reservation
     from jaxinfer.sharding import MeshConfig, ShardingRules
 
-    directory = resolve(directory)
-    manifest, description = read_manifest(directory), Description.read(directory)
-    config, file = description.config, parse_mesh(mesh)
-    weights = weight_format(description, dtype=dtype or default_dtype(None), quantize=quantize)
+    gpu = Target.load(target).gpu if target is not None else gpu_or_none()
+    shown, file = _look_at(model), parse_mesh(mesh)
+    if target is not None and file.mesh is not None:
+        raise ValueError("--target with --mesh is not implemented: kernels are listed for one device; leave one out.")
+    description, config = shown.description, shown.description.config
+    dtype = dtype or (default_dtype(None) if target is None else None)
+    weights = weight_format(description, dtype=dtype, quantize=quantize)
     layout, rules = file.mesh or MeshConfig(), file.rules or ShardingRules()
     reads_images = isinstance(config, VisionConfig)
     longest = 0 if reads_images else config.context
@@ -70,29 +77,75 @@ def info(
     weight_bytes = bytes_per_device(leaves, layout.abstract(), rules)
     cache_bytes = bytes_per_device(cache_leaves(fitted, weights, max_batch, context), layout.abstract(), rules)
 
-    table = Table("", str(directory), title_justify="left")
+    table = Table("", model, title_justify="left")
     for name, value in (
-        ("fetched from", source_of(directory)),
+        ("supported", "yes"),
         ("family", f"{description.family} ({description.kind})"),
         *(_vision_rows(config) if reads_images else _transformer_rows(config)),
         ("parameters", f"{parameters:,}"),
         ("stored as", description.quantization or description.dtype),
-        ("stored bytes", decimal(manifest.bytes)),
-        ("layer files", _layer_files(directory)),
-        ("tokenizer", _tokenizer(directory) if not reads_images else ""),
+        *shown.rows.items(),
         ("mesh", f"data={layout.data}, tensor={layout.tensor}"),
     ):
         if value != "":
             table.add_row(name, str(value))
     served = f", batch {max_batch} of {context} tokens" if cache_bytes else ""
     console, budget = Console(), Budget(f"each device, {weights.quantized or weights.dtype}{served}", None)
-    would_have = Reservation(directory.resolve().name)
+    would_have = Reservation(Path(model).resolve().name)
     tenants = device_tenants(weights=weight_bytes, cache=cache_bytes)
     would_have.resize({(budget, tenant): size for tenant, size in tenants.items()})
     console.print(table)
     console.print(budget.table())
+    print_formats(description, dtype)
+    if not reads_images and file.mesh is None:
+        print_kernels(config, weights, gpu, batch=max_batch, context=context)
     if costs:
-        _print_costs(config)
+        print_costs(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shown:
+    """A model to show: its description, and rows of what else is known of it."""
+
+    description: "Description"
+    rows: dict[str, str]
+
+
+def _look_at(model: str) -> _Shown:
+    """Return what is known of a model. Exits with status 1 if it is not supported, after a line for each reason."""
+    from jaxinfer.hub import look_at
+
+    seen = look_at(model)
+    if isinstance(seen, Path):
+        return _converted(seen)
+    if seen.description is None:
+        typer.echo(f"{model} is not supported:")
+        for reason in seen.refused:
+            typer.echo(f"- {' '.join(reason.split())}")
+        raise typer.Exit(1)
+    return _Shown(
+        seen.description,
+        {"fetched from": seen.source, "converted": "not yet: when it is first used, or by `jaxinfer convert`"},
+    )
+
+
+def _converted(directory: Path) -> _Shown:
+    from rich.filesize import decimal
+
+    from jaxinfer.checkpoints import read_manifest
+    from jaxinfer.models import VisionConfig
+    from jaxinfer.models.files.conversion import source_of
+    from jaxinfer.models.files.description import Description
+
+    manifest, description = read_manifest(directory), Description.read(directory)
+    reads_images = isinstance(description.config, VisionConfig)
+    rows = {
+        "fetched from": source_of(directory),
+        "stored bytes": decimal(manifest.bytes),
+        "layer files": _layer_files(directory),
+        "tokenizer": "" if reads_images else _tokenizer(directory),
+    }
+    return _Shown(description, rows)
 
 
 def _transformer_rows(config: "TransformerConfig") -> list[tuple[str, object]]:
@@ -139,54 +192,3 @@ def _layer_files(directory: Path) -> str:
     size = decimal(sum(folder.bytes for folder in folders))
     plural = "s" if len(folders) > 1 else ""
     return f"{len(folders)} folder{plural} of {size}; see jaxinfer cache {directory}" if folders else ""
-
-
-def _print_costs(config: "ModelConfig") -> None:
-    """Print what a model's programs took on this machine, a table for each format and choice of options."""
-    import jax
-
-    from jaxinfer.cli.display import show
-    from jaxinfer.compiled.costs import kept_costs
-    from jaxinfer.models.devices import device_name
-
-    device = device_name(jax.local_devices()[0])
-    records = [kept for kept in kept_costs(device) if kept.model.get("config") == str(config)]
-    if not records:
-        typer.echo(f"No programs of this model were measured on {device} yet.")
-    for kept in records:
-        options = [option for option in kept.model.get("options", "").split(", ") if not option.endswith(_OFF)]
-        others = [text for name, text in kept.model.items() if text and name not in ("config", "options")]
-        title = f"{device}, JAX {kept.jax}\n{', '.join(others + options)}"
-        show(*(table for table in (_cost_table(kept, title), _fit_table(kept)) if table.row_count))
-
-
-def _cost_table(kept: "KeptCosts", title: str) -> "Table":
-    from jaxinfer.cli.display import figure, table
-    from jaxinfer.compiled.program import bucket_text
-
-    costs = table("program", "sizes", "calls", "mean ms", "p50 ms", "p95 ms", figures=4, title=title)
-    for (name, bucket), cost in sorted(kept.costs.items()):
-        times = (figure(1e3 * seconds) for seconds in (cost.mean, cost.p50, cost.p95))
-        costs.add_row(name, bucket_text(bucket), f"{cost.calls:,}", *times)
-    return costs
-
-
-def _fit_table(kept: "KeptCosts") -> "Table":
-    """Return a table of lines through costs that differ in one size alone."""
-    from jaxinfer.cli.display import figure, table
-    from jaxinfer.compiled import CostTable
-    from jaxinfer.compiled.program import bucket_text
-
-    lines = table("program", "line over", "at", "ms for\none more", "ms for\nnone", "R²", "points", figures=4)
-    costs = CostTable(kept.costs)
-    held = {
-        (name, over, tuple(size for size in bucket if size[0] != over)): None
-        for name, bucket in sorted(kept.costs)
-        for over, _ in bucket
-    }
-    for name, over, rest in held:
-        fit = costs.fit(name, over, **dict(rest))
-        if fit and fit.points >= FEWEST_POINTS:
-            numbers = figure(1e3 * fit.slope), figure(1e3 * fit.intercept), f"{fit.r2:.3f}", str(fit.points)
-            lines.add_row(name, over, bucket_text(rest), *numbers)
-    return lines
