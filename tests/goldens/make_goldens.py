@@ -75,6 +75,7 @@ BERT = {
     "num_attention_heads": 3,
     "max_position_embeddings": 24,
 }
+FALCON = {"vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 DISTILBERT = {"vocab_size": 64, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3, "max_position_embeddings": 24}
 
 
@@ -242,6 +243,89 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         {"bf16": True},
     ),
+    "phi_parallel": (LLAMA | {"hidden_size": 32, "num_key_value_heads": None}, {}),
+    "phi_awkward": (
+        LLAMA
+        | rope("default", partial_rotary_factor=0.4)
+        | {"vocab_size": 53, "hidden_size": 40, "hidden_act": "gelu", "qk_layernorm": True},
+        {"bf16": True, "legacy": True},
+    ),
+    "starcoder2_tied": (LLAMA, {}),
+    "starcoder2_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "hidden_size": 20,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+            "use_bias": False,
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "falcon_two_norms": (FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, {}),
+    "falcon_one_norm": (
+        FALCON
+        | rope("linear", factor=2.0)
+        | {
+            "vocab_size": 53,
+            "new_decoder_architecture": True,
+            "num_ln_in_parallel_attn": 1,
+            "num_kv_heads": 1,
+            "ffn_hidden_size": 37,
+            "activation": "gelu_new",
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "falcon_multi_query": (FALCON, {}),
+    "falcon_alibi": (
+        FALCON
+        | {
+            "vocab_size": 53,
+            "hidden_size": 36,
+            "num_attention_heads": 6,
+            "alibi": True,
+            "bias": True,
+            "multi_query": False,
+            "parallel_attn": False,
+        },
+        {"bf16": True},
+    ),
+    "glm_half_rotated": (LLAMA | {"head_dim": 8}, {}),
+    "glm_awkward": (
+        LLAMA
+        | rope("linear", factor=2.0, partial_rotary_factor=0.5)
+        | {
+            "vocab_size": 53,
+            "head_dim": 12,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "glm4_sandwich": (LLAMA | {"head_dim": 8, "attention_bias": False}, {}),
+    "glm4_awkward": (
+        LLAMA
+        | rope("default", partial_rotary_factor=0.3)
+        | {"vocab_size": 53, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "hidden_act": "gelu"},
+        {"bf16": True, "legacy": True},
+    ),
+    "stablelm_sequential": (LLAMA | {"hidden_size": 32, "num_key_value_heads": 4, "use_qkv_bias": True}, {}),
+    "stablelm_awkward": (
+        LLAMA
+        | rope("default", partial_rotary_factor=0.4)
+        | {
+            "vocab_size": 53,
+            "hidden_size": 40,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True, "legacy": True},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 
@@ -269,6 +353,8 @@ def old_spelling(config: dict) -> dict:
         config |= {"rotary_emb_base": theta, "rotary_pct": fraction}
     else:
         config["rope_theta"] = theta
+        if fraction is not None:
+            config["partial_rotary_factor"] = fraction
         config.pop("layer_types", None)
     kind = parameters.pop("rope_type")
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **parameters}
@@ -288,7 +374,8 @@ def make(name: str, seed: int) -> None:
     if "class" in options:
         kind = getattr(transformers, options["class"])
     make_model = getattr(kind, "from_config", None) or kind._from_config
-    model = make_model(config, attn_implementation="eager").eval()
+    # Falcon's eager attention adds ALiBi twice, by the scores and by the mask.
+    model = make_model(config, attn_implementation="sdpa" if fields.get("alibi") else "eager").eval()
     randomise(model)
     model.tie_weights()
     if options.get("bf16"):

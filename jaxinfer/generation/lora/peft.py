@@ -83,12 +83,12 @@ def read_adapter(
     Args:
       folder: the adapter.
       family: Hugging Face's `model_type` of the model; it decides the names of the projections. Any other family has
-        Llama's names (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj).
+        Llama's names (q_proj, k_proj, v_proj, o_proj, gate_proj if the MLP is gated, up_proj, down_proj).
       config: the model's config.
       max_rank: the rank reserved for each projection; None: the adapter's largest rank.
 
     Raises CheckpointError if the adapter asks for more than plain LoRA, does not fit the model or `max_rank`, or is
-    damaged; ValueError if Llama's names do not fit a model of another family.
+    damaged; ValueError if the family's names do not fit the model.
     """
     info = AdapterInfo.read(folder)
     max_rank = info.rank if max_rank is None else max_rank
@@ -147,7 +147,7 @@ def _linears(family: str, config: DecoderConfig) -> dict[str, _Linear]:
                 raise ValueError(
                     f"family={family!r}: this model's {kind} has {rows} outputs, {', '.join(source.names)} have "
                     f"{sum(outputs)}: the names of {_family(family).model_types[0]} do not fit it; adapters need a "
-                    f"family of {', '.join(sorted(FAMILIES))}, or a gated MLP."
+                    f"family of {', '.join(sorted(FAMILIES))}."
                 )
             numbers = np.split(np.arange(rows), np.cumsum(outputs)[:-1])
             linears[f"layers.{layer}.{kind}"] = _Linear(

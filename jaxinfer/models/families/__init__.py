@@ -11,7 +11,10 @@ from jaxinfer.models.families import (
     bert,
     bloom,
     distilbert,
+    falcon,
     gemma2,
+    glm,
+    glm4,
     gpt2,
     gpt_neo,
     gpt_neox,
@@ -19,11 +22,14 @@ from jaxinfer.models.families import (
     llama,
     mistral,
     opt,
+    phi,
     phi3,
     qwen2,
     qwen3,
     resnet,
     roberta,
+    stablelm,
+    starcoder2,
     timm_vit,
     torchvision_resnet,
     vit,
@@ -33,6 +39,7 @@ from jaxinfer.models.families.mapping import Family, Shape, Source, plan
 
 _MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, phi3),
+    *(phi, starcoder2, falcon, glm, glm4, stablelm),
     *(bert, distilbert, roberta),
     *(resnet, vit),
 )

@@ -12,6 +12,7 @@ from jaxinfer.models.families.mapping import (
     by_kv_head,
     linear,
     norm,
+    only,
     qkv_rows,
     table,
 )
@@ -62,11 +63,12 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
     sources = table("embed.table", "embed_tokens.weight", config.vocab, embed)
     sources |= norm("final_norm", "norm", embed, bias=shifted)
     if not config.tied:
-        sources |= table("head.weight", "lm_head.weight", config.vocab, embed)
+        sources |= linear("head", ("lm_head",), (config.vocab,), embed, bias=config.head_bias)
     for i in range(config.layers):
         layer = f"layers.{i}"
         q, k, v = (f"{layer}.self_attn.{part}_proj" for part in "qkv")
         gate, up = f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"
+        inner, combine = ((gate, up), alternate) if config.mlp.gated else ((up,), only)
         sources |= (
             norm(f"{layer}.attention_norm", f"{layer}.input_layernorm", embed, bias=shifted)
             | linear(
@@ -85,15 +87,22 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
                 bias=attention.out_bias,
             )
             | linear(
-                f"{layer}.mlp.gate_up", (gate, up), (hidden, hidden), embed, bias=config.mlp.bias, combine=alternate
+                f"{layer}.mlp.gate_up",
+                inner,
+                (hidden,) * len(inner),
+                embed,
+                bias=config.mlp.bias,
+                combine=combine,
             )
             | linear(f"{layer}.mlp.down", (f"{layer}.mlp.down_proj",), (embed,), hidden, bias=config.mlp.bias)
         )
         if config.block is not BlockKind.PARALLEL:
             sources |= norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed, bias=shifted)
         if attention.qk_norm:
-            sources |= norm(f"{layer}.attention.q_norm", f"{layer}.self_attn.q_norm", attention.head_dim)
-            sources |= norm(f"{layer}.attention.k_norm", f"{layer}.self_attn.k_norm", attention.head_dim)
+            for part in ("q_norm", "k_norm"):
+                sources |= norm(
+                    f"{layer}.attention.{part}", f"{layer}.self_attn.{part}", attention.head_dim, bias=shifted
+                )
     return sources
 
 

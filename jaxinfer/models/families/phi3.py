@@ -20,25 +20,28 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
     return llama.with_attention(config, windows=(Fields(hf).optional(int, "sliding_window"),))
 
 
+def fused_gate_up(config: DecoderConfig) -> dict[str, Source]:
+    """Return the sources of gated MLPs whose first projection has all gates, then all ups."""
+    sources = {}
+    for i in range(config.layers):
+        name = f"layers.{i}.mlp.gate_up"
+        rows = (2 * config.mlp.hidden,)
+        sources |= linear(name, (f"{name}_proj",), rows, config.embed, bias=False, combine=alternate_from_fused)
+    return sources
+
+
 def _sources(config: DecoderConfig) -> dict[str, Source]:
-    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-    sources = llama.sources(config)
+    attention = config.attention
+    sources = llama.sources(config) | fused_gate_up(config)
     for i in range(config.layers):
         layer = f"layers.{i}"
         sources |= linear(
             f"{layer}.attention.qkv",
             (f"{layer}.self_attn.qkv_proj",),
             (sum(qkv_rows(attention)),),
-            embed,
+            config.embed,
             bias=False,
             combine=by_kv_head_from_fused(attention),
-        ) | linear(
-            f"{layer}.mlp.gate_up",
-            (f"{layer}.mlp.gate_up_proj",),
-            (2 * hidden,),
-            embed,
-            bias=False,
-            combine=alternate_from_fused,
         )
     return sources
 
