@@ -6,7 +6,6 @@ without traceback.
 
 import logging
 import re
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -39,10 +38,6 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # nobody reads our output any more: click exits silently
-        except KeyboardInterrupt as error:
-            sys.last_exc = error  # so that nothing waits for what still compiles
-            typer.echo("interrupted", err=True)
-            raise typer.Exit(130) from error
         except (ValueError, OSError, MemoryError, MissingExtraError, ServingError) as error:
             message = " ".join(str(error).split()) or type(error).__name__
             command = self.commands.get(ctx.invoked_subcommand or "")

@@ -44,9 +44,9 @@ print(len(llm.generate("a", params)[0].outputs[0].token_ids))
 """
 CLI = """
 slow.set()
-from jaxinfer.cli import app
+from jaxinfer.__main__ import main
 sys.argv[1:] = ["generate", sys.argv[1], "--prompt", "a", "--max-tokens", "2"]
-app()
+main()
 """
 
 

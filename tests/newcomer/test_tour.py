@@ -195,6 +195,7 @@ def test_ctrl_c_ends_at_once(tour, images, command, when):
     command = [images[0] if argument == "IMAGE" else argument for argument in command]
     played = tour.type(*command, interrupt_when=lambda written: re.search(when, written) is not None)
     assert played.status == 130, played.text
+    assert "interrupted" in played.lines  # not behind ^C
     limits.hold("end after Ctrl-C", played.ending, ENDING, played)
     assert tour.left == []
 
@@ -213,8 +214,8 @@ def test_ctrl_c_while_converting_leaves_nothing_half_written(tour):
                 time.sleep(1)
                 yield leaf
         conversion._stored_leaves = slow
-        from jaxinfer.cli import app
-        app()
+        from jaxinfer.__main__ import main
+        main()
     """
     limits = Limits()
     played = tour.run(
