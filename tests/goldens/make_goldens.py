@@ -77,6 +77,15 @@ BERT = {
 }
 FALCON = {"vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 DISTILBERT = {"vocab_size": 64, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 3, "max_position_embeddings": 24}
+VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+SEEING = {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8, "image_size": 4, "patch_size": 2}}
+LATER_NAMES = (
+    ("language_model.lm_head", "lm_head"),
+    ("language_model.model", "model.language_model"),
+    ("vision_tower", "model.vision_tower"),
+    ("multi_modal_projector", "model.multi_modal_projector"),
+)
+SEES = {"class": "Mistral3ForConditionalGeneration"}
 
 
 def rope(kind: str, **fields: float) -> dict:
@@ -326,6 +335,17 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         },
         {"bf16": True, "legacy": True},
     ),
+    "mistral3_text": ({"text_config": LLAMA | {"model_type": "mistral", "sliding_window": 5}} | SEEING, SEES),
+    "mistral3_awkward": (
+        {
+            "text_config": LLAMA
+            | {"vocab_size": 53, "head_dim": 10, "num_key_value_heads": 1, "sliding_window": None}
+            | {"model_type": "mistral"},
+            "tie_word_embeddings": False,
+        }
+        | SEEING,
+        SEES | {"bf16": True, "rename": LATER_NAMES},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 
@@ -387,7 +407,7 @@ def make(name: str, seed: int) -> None:
     outputs = []
     for row, length in enumerate(LENGTHS):
         low = 4 if model_type in ENCODERS else 0  # RoBERTa derives positions from the padding id
-        tokens[row, :length] = torch.randint(low, config.vocab_size, (length,))
+        tokens[row, :length] = torch.randint(low, config.get_text_config().vocab_size, (length,))
         inputs = {"input_ids": tokens[row : row + 1, :length].long()}
         if model_type == "bert":
             token_types[row, :length] = torch.randint(0, config.type_vocab_size, (length,))

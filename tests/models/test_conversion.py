@@ -243,6 +243,15 @@ def test_special_tokens_outside_the_vocabulary_are_left_out(hf, out, caplog):
     ]
 
 
+def test_what_sees_images_is_left_out_once(out, caplog):
+    source = GOLDENS / "mistral3_text"
+    description = convert(source, out)
+    assert (description.family, description.eos_ids) == ("mistral3", (2,))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{source}: 16 tensors are left out, as only the part that reads text runs."
+    ]
+
+
 @pytest.mark.parametrize("wrong", ["</s>", [1, "2"], True, 1.0])
 def test_special_tokens_that_are_no_ids(hf, out, wrong):
     _edit(hf / "generation_config.json", eos_token_id=wrong)

@@ -84,6 +84,8 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("falcon_two_norms", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn=3 is not implemented"),
         ("falcon_multi_query", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 is not implemented"),
         ("falcon_alibi", {"num_kv_heads": 2}, "num_kv_heads=2 is not implemented, only 6"),
+        ("mistral3_text", {"text_config": None}, "text_config is missing"),
+        ("mistral3_text", {"text_config": {"model_type": "ministral3"}}, "text_config.model_type='ministral3'"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
         ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
     ],
@@ -217,6 +219,12 @@ def test_two_spellings_of_one_tensor_are_refused():
     family, config, shapes = tensors_of("llama_yarn")
     with pytest.raises(ValueError, match=r"1 unexpected: norm\.weight"):
         plan(family, config, shapes | {"model.norm.weight": (24,)})
+
+
+def test_a_head_beside_tied_embeddings_of_a_part_is_refused():
+    family, config, shapes = tensors_of("mistral3_text")
+    with pytest.raises(ValueError, match=r"1 unexpected: language_model\.lm_head\.weight"):
+        plan(family, config, shapes | {"language_model.lm_head.weight": (64, 24)})
 
 
 # The order of rows.

@@ -21,6 +21,7 @@ from jaxinfer.models.families import (
     gptj,
     llama,
     mistral,
+    mistral3,
     opt,
     phi,
     phi3,
@@ -39,7 +40,7 @@ from jaxinfer.models.families.mapping import Family, Shape, Source, plan
 
 _MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, phi3),
-    *(phi, starcoder2, falcon, glm, glm4, stablelm),
+    *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
     *(bert, distilbert, roberta),
     *(resnet, vit),
 )

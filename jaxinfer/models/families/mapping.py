@@ -43,6 +43,7 @@ class Family:
       sources: makes, from our config, leaf name -> Source, with tensor names written without prefix.
       prefixes: what a checkpoint may put before tensor names; the first that fits is removed.
       ignored: a pattern of tensor names (without prefix) that a checkpoint may contain and we do not need.
+      left_out: a pattern of tensor names of parts that are not implemented, such as what sees images.
       renamed: other spellings and what replaces them, anywhere in a name.
       mark: of a family without `config.json`, the tensor (without prefix) that it is recognised by.
     """
@@ -52,6 +53,7 @@ class Family:
     sources: Callable[..., dict[str, Source]]  # of this family's own config class
     prefixes: tuple[str, ...] = ()
     ignored: str = ""
+    left_out: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
     mark: str = ""
 
@@ -83,7 +85,7 @@ def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) ->
         plain = family.plain_name(name)
         if plain in needed and plain not in actual:
             actual[plain] = name
-        elif not re.fullmatch(family.ignored, plain):
+        elif not re.fullmatch(f"{family.ignored}|{family.left_out}", plain):
             unexpected.append(name)
     missing = [name for name in needed if name not in actual]
     misshaped = [

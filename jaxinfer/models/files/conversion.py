@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -56,7 +57,8 @@ class HuggingFaceModel:
       model_type: its family.
       config: the model.
       dtype: of most of its stored matrices.
-      fields: of `config.json`, overridden by those of `generation_config.json`.
+      fields: of `config.json` (and its `text_config`), overridden by those of `generation_config.json`.
+      left_out: the tensors of parts that are not implemented, such as what sees images.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -76,7 +78,11 @@ class HuggingFaceModel:
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         self.model_type: str = fields.get("model_type", family.model_types[0])
-        self.fields = fields | read_json(self.path / GENERATION)
+        given = {name: value for name, value in fields.items() if value is not None}
+        self.fields = fields.get("text_config", {}) | given | read_json(self.path / GENERATION)
+        self.left_out = tuple(
+            name for name in self._tensors.shapes if re.fullmatch(family.left_out, family.plain_name(name))
+        )
         self.dtype = _main_dtype(self._tensors, self._plan)
 
     def _describe(self, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
@@ -176,6 +182,8 @@ def convert(
     """
     writer = open_writer(out_dir, dtype=dtype, quantize=quantize, layout=layout)
     model = HuggingFaceModel(hf_dir)
+    if model.left_out:
+        log.warning("%s: %d tensors are left out, as only the part that reads text runs.", hf_dir, len(model.left_out))
     description = Description(
         family=model.model_type,
         config=model.config,

@@ -1,0 +1,37 @@
+"""Models that also see: the part of them that reads text is a family of its own."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.families.fields import Fields, refuse
+from jaxinfer.models.families.mapping import Family
+
+
+def text_part(family: Family, model_type: str) -> Family:
+    """Return the family of models whose text part, with its config in `text_config`, is of `family`.
+
+    The tensors of the other parts are left out. If the whole has a `tie_word_embeddings`, it counts.
+    """
+
+    def config(hf: Mapping[str, Any]) -> ModelConfig:
+        fields = Fields(hf)
+        text = fields.optional(dict, "text_config")
+        if text is None:
+            raise ValueError("config.json: text_config is missing; use the checkpoint's original config.json.")
+        if (kind := text.get("model_type", family.model_types[0])) not in family.model_types:
+            refuse(
+                f"config.json: text_config.model_type={kind!r} is not implemented in {model_type}, only "
+                f"{family.model_types[0]!r}; choose another checkpoint."
+            )
+        tied = fields.optional(bool, "tie_word_embeddings")
+        return family.config(text if tied is None else text | {"tie_word_embeddings": tied})
+
+    return dataclasses.replace(
+        family,
+        model_types=(model_type,),
+        config=config,
+        prefixes=("language_model.model.", "model.language_model.", "language_model."),
+        left_out=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
+    )
