@@ -38,6 +38,11 @@ REMEDY = (
 )
 
 
+OWN_MODEL = "llama-213m"
+MODELS = {OWN_MODEL: "2.7 GB", "qwen3-0.6b": "10 GB", "gemma3-1b": "16 GB"}
+"""The presets that engines are compared with, in random weights, and what all formats take on disk."""
+
+
 class EngineError(SystemExit):
     """An engine cannot run; the message says how to install it. Ends the command unless it is caught."""
 
@@ -128,17 +133,17 @@ def find_peers(given: Path | None, modules: tuple[str, ...] = LANGUAGE_MODULES) 
     return python
 
 
-def make_models(folder: Path, peer_python: Path) -> None:
-    """Write the model in all formats unless it exists. An interrupted run leaves nothing behind.
+def make_models(folder: Path, peer_python: Path, model: str = OWN_MODEL) -> None:
+    """Write a model of `MODELS` in all formats unless it exists. An interrupted run leaves nothing behind.
 
     Raises EngineError if the peers' packages fail.
     """
     if not (folder / "hf").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            print(f"Writing the model in every engine's format to {folder} (2.7 GB)", flush=True)
+            print(f"Writing {model} in every engine's format to {folder} ({MODELS[model]})", flush=True)
             made = Path(temporary) / "models"
-            if status := subprocess.run([peer_python, PEERS / "make_model.py", made]).returncode:
+            if status := subprocess.run([peer_python, PEERS / "make_model.py", made, model]).returncode:
                 raise EngineError(f"The peers could not write the model (status {status}; see above): {REMEDY}")
             made.rename(folder)
     if not (folder / "jaxinfer").exists():

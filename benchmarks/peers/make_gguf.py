@@ -33,9 +33,9 @@ def main(folder, file):
     files = list(dict.fromkeys(parts))
     for part in files:
         for name, tensor in safetensors.numpy.load_file(folder / part).items():
-            writer.add_tensor_info(
-                names.get_name(name, try_suffixes=(".weight",)), tensor.shape, tensor.dtype, tensor.nbytes
-            )
+            known = names.get_name(name, try_suffixes=(".weight",))
+            assert known is not None, name
+            writer.add_tensor_info(known, tensor.shape, tensor.dtype, tensor.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -1,4 +1,4 @@
-"""Write a random Llama in every peer's format: `make_model.py OUT_DIR`.
+"""Write a random model in every peer's format: `make_model.py OUT_DIR MODEL`, a name of `MODELS`.
 
 OUT_DIR will contain `hf/` (config, safetensors, a tokenizer whose tokens are t0, t1, ...), `ct2-float32/`, `ct2-int8/`,
 and `f32.gguf`, `bf16.gguf`, `q8_0.gguf`.
@@ -16,22 +16,50 @@ import tokenizers
 import torch
 import transformers
 
-SIZES = {
-    "num_hidden_layers": 16,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "intermediate_size": 2816,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 2048,
+MODELS = {
+    "llama-213m": transformers.LlamaConfig(
+        num_hidden_layers=16,
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        intermediate_size=2816,
+        vocab_size=32_000,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-0.6b": transformers.Qwen3Config(
+        num_hidden_layers=28,
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        vocab_size=151_936,
+        max_position_embeddings=40_960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        tie_word_embeddings=True,
+    ),
+    "gemma3-1b": transformers.Gemma3TextConfig(
+        num_hidden_layers=26,
+        hidden_size=1152,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        intermediate_size=6912,
+        vocab_size=262_144,
+        max_position_embeddings=32_768,
+        sliding_window=512,
+        layer_types=["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(26)],
+    ),
 }
+"""Shapes: a small Llama of our own, and those of two published models."""
 
 
-def write_hf(folder):
+def write_hf(folder, config):
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=False))
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
-    vocab = {f"t{i}": i for i in range(SIZES["vocab_size"])}
+    vocab = {f"t{i}": i for i in range(config.vocab_size)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="t0"))
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="t0", bos_token="t1", eos_token="t2"
@@ -48,41 +76,57 @@ def interleaved(weight, heads):
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3, "gemma3_text": gguf.MODEL_ARCH.GEMMA3}
+
+
 def write_gguf(file, model, kind):
-    config, writer = model.config, gguf.GGUFWriter(file, "llama")
-    head_dim = config.hidden_size // config.num_attention_heads
+    config, family = model.config, model.config.model_type
+    architecture = ARCHITECTURES[family]
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(10_000.0)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])  # llama.cpp knows that of local layers
+    if family == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         weight = tensor.float().numpy()
-        if name.endswith("q_proj.weight"):
+        if family == "llama" and name.endswith("q_proj.weight"):
             weight = interleaved(weight, config.num_attention_heads)
-        if name.endswith("k_proj.weight"):
+        if family == "llama" and name.endswith("k_proj.weight"):
             weight = interleaved(weight, config.num_key_value_heads)
+        if family == "gemma3_text" and weight.ndim == 1:
+            weight = 1 + weight  # Gemma multiplies by it
         matrix = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(np.ascontiguousarray(weight), matrix)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=matrix)
+        known = names.get_name(name, try_suffixes=(".weight",))
+        assert known is not None, name
+        writer.add_tensor(known, data, raw_dtype=matrix)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def main(out):
+def main(out, name):
     transformers.utils.logging.disable_progress_bar()
     out.mkdir(parents=True)
     hf = out / "hf"
-    model = write_hf(hf)
+    model = write_hf(hf, MODELS[name])
     for kind in (None, "int8"):
         converter = ctranslate2.converters.TransformersConverter(str(hf))
         converter.convert(str(out / f"ct2-{kind or 'float32'}"), quantization=kind)
@@ -92,4 +136,4 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), sys.argv[2])

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import llama_cpp
 import numpy as np
-from worker import VOCAB, serve
+from worker import serve
 
 MAX_SEQUENCES, CONTEXT = 8, 1024
 BATCH_TOKENS = 512  # per llama_decode
@@ -38,6 +38,7 @@ class Context:
         self.context = llama_cpp.llama_init_from_model(model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp could not create a context of {tokens} tokens.")
+        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
         self.memory = llama_cpp.llama_get_memory(self.context)
 
@@ -52,7 +53,8 @@ class Context:
             raise RuntimeError(f"llama_decode failed with {code}.")
         rows = [i for i, entry in enumerate(entries) if entry[3]]
         return [
-            int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, i), (VOCAB,)).argmax()) for i in rows
+            int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, i), (self.vocab,)).argmax())
+            for i in rows
         ]
 
     def start(self, prompt, sequence):

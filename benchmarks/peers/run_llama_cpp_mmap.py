@@ -11,11 +11,10 @@ import time
 
 import llama_cpp
 import run_llama_cpp
-from streaming_prompts import VOCAB, prompts
+from streaming_prompts import prompts
 
 
 def main(file, threads, batch, length, passes):
-    run_llama_cpp.VOCAB = VOCAB
     llama_cpp.llama_log_set(run_llama_cpp.log_errors, None)
     llama_cpp.llama_backend_init()
     options = llama_cpp.llama_model_default_params()

@@ -1,4 +1,4 @@
-"""Known models as configs: the DeepSpeed Inference paper's Table I, Llama shapes, models of images.
+"""Known models as configs: the DeepSpeed Inference paper's Table I, Llama, Qwen and Gemma shapes, models of images.
 
 The table gives layers, rounded widths and head counts. The rest (vocabulary, context, arrangement) is that of the
 published model, or GPT-2's if none is published. If the table's rounding contradicts the published model, the
@@ -99,6 +99,35 @@ _GPT_NEOX = DecoderConfig(
     norm=_LAYER_NORM,
 )
 
+_QWEN3 = DecoderConfig(
+    vocab=151_936,
+    embed=1024,
+    layers=28,
+    context=40_960,
+    attention=AttentionConfig(q_heads=16, kv_heads=8, head_dim=128, qk_norm=True),
+    positions=PositionsConfig(kind=PositionKind.ROTARY, theta=1_000_000.0, rotary_dim=128),
+    mlp=MlpConfig(hidden=3072, activation=Activation.SILU, gated=True),
+    norm=NormConfig(kind=NormKind.RMS, eps=1e-6),
+    tied=True,
+)
+
+_GEMMA3_LOCAL = PositionsConfig(kind=PositionKind.ROTARY, theta=10_000.0, rotary_dim=256)
+_GEMMA3_GLOBAL = PositionsConfig(kind=PositionKind.ROTARY, theta=1_000_000.0, rotary_dim=256)
+_GEMMA3 = DecoderConfig(
+    vocab=262_144,
+    embed=1152,
+    layers=26,
+    context=32_768,
+    block=BlockKind.SANDWICH,
+    attention=AttentionConfig(q_heads=4, kv_heads=1, head_dim=256, qk_norm=True, windows=(*(512,) * 5, None)),
+    positions=_GEMMA3_GLOBAL,
+    layer_positions=(*(_GEMMA3_LOCAL,) * 5, _GEMMA3_GLOBAL),
+    mlp=MlpConfig(hidden=6912, activation=Activation.GELU_TANH, gated=True),
+    norm=NormConfig(kind=NormKind.RMS, eps=1e-6),
+    embed_scale=1152**0.5,
+    tied=True,
+)
+
 PRESETS: dict[str, DecoderConfig] = {
     "gpt2-1.5b": _gpt(embed=1600, layers=48, heads=25, context=1024),
     "gpt-neo-2.7b": _GPT_NEO,
@@ -129,6 +158,8 @@ PRESETS: dict[str, DecoderConfig] = {
         context=8192,
         theta=500_000.0,
     ),
+    "qwen3-0.6b": _QWEN3,
+    "gemma3-1b": _GEMMA3,
     "llama-213m": _llama(  # for the CPU benchmarks; a decode step reads 213M of its 246M (one row of the table)
         vocab=32_000,
         embed=1024,

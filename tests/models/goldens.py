@@ -11,15 +11,38 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxinfer.models import Decoder, DecoderConfig, Encoder, KVPages, ModelConfig, WeightFormat
+from jaxinfer.models import Decoder, DecoderConfig, Encoder, EncoderConfig, KVPages, ModelConfig, WeightFormat
 from jaxinfer.models.abstract import leaf_name
 from jaxinfer.models.families import family_of, plan
 from tests.goldens.expected import read_expected
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens"
 NAMES = sorted(path.parent.name for path in DIRECTORY.glob("*/config.json"))
-ENCODERS = [name for name in NAMES if name.startswith(("bert", "distilbert", "roberta"))]
-DECODERS = [name for name in NAMES if name not in ENCODERS]
+
+
+def read_config(name: str) -> dict:
+    """The golden's `config.json`."""
+    return json.loads((DIRECTORY / name / "config.json").read_text())
+
+
+def config_of(name: str) -> ModelConfig:
+    """The golden's config, which its family makes."""
+    hf = read_config(name)
+    return family_of(hf).config(hf)
+
+
+ENCODERS = [name for name in NAMES if isinstance(config_of(name), EncoderConfig)]
+DECODERS = [name for name in NAMES if isinstance(config_of(name), DecoderConfig)]
+
+FEATURES = {
+    "streamed": NAMES,
+    "on a mesh": NAMES,
+    "speculation": DECODERS,
+    "int8 KV": DECODERS,
+    "int8, int4, fp8": NAMES,
+    "LoRA": DECODERS,
+}
+"""The goldens that the tests of a feature run with: docs/families.md says that it works with their families."""
 
 PAGE_SIZE = 4
 
@@ -40,7 +63,7 @@ class Golden:
 def load(name: str) -> Golden:
     """Convert one golden in memory."""
     directory = DIRECTORY / name
-    hf = json.loads((directory / "config.json").read_text())
+    hf = read_config(name)
     tensors = load_file(directory / "model.safetensors")
     family = family_of(hf)
     config = family.config(hf)

@@ -12,6 +12,8 @@ EXACT = {
     "gpt-neox-20b": 20_554_567_680,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "gemma3-1b": 999_885_952,
     # table and head, layers of (qkv, out, gate, up and down, two norms), the last norm
     "llama-213m": 2 * 32_000 * 1024 + 16 * (1536 * 1024 + 1024 * 1024 + 3 * 2816 * 1024 + 2 * 1024) + 1024,
 }

@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 from jaxinfer import LLM, BeamSearchParams, Embedder, FinishReason, SamplingParams
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.execution.programs.decode import Decode
-from jaxinfer.generation.execution.programs.prefill import Prefill
 from jaxinfer.models import Decoder, WeightFormat
 from jaxinfer.models.config import BlockKind
 from jaxinfer.models.files.conversion import convert
@@ -184,45 +183,6 @@ def test_narrow_embeddings_in_post_norm_blocks(tmp_path, tensor):
     assert generate(LLM(tmp_path / "m", mesh=MeshConfig(tensor=tensor), **ONE), params, prompts) == alone
 
 
-def check_family(name, tmp_path, tensor):
-    """The greedy tokens of one device, and the exchanges of a pass: of 2 L + 1 sums or L + 1, and the best tokens."""
-    convert(goldens.DIRECTORY / name, tmp_path / name)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6]]
-    llm = LLM(tmp_path / name, mesh=MeshConfig(tensor=tensor), **ONE)
-    assert generate(llm, params, prompts) == generate(LLM(tmp_path / name, **ONE), params, prompts)
-    config = llm.model.config
-    parallel = config.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
-    for program in list(llm.engine.executor.programs):
-        if program.name in ("decode", "prefill"):
-            sizes = program.sizes
-            rows = sizes.batch + (sizes.chunks * ONE["chunk_size"] if isinstance(sizes, Prefill) else 0)
-            found = read_collectives(program.executable.as_text(), tensor)
-            found = [c for c in found if not c.conditions]
-            sums = [c for c in found if c.kind == "all-reduce"]
-            assert len(sums) == (1 if parallel else 2) * config.layers + 1
-            assert sum(c.bytes for c in sums) <= 4 * rows * (
-                (len(sums) - 1) * config.embed + max(config.embed, config.output_width)
-            )
-            assert [c.kind for c in found if c not in sums] == ["all-gather"]
-
-
-DECODERS = [name for name in goldens.NAMES if not name.startswith(("bert", "distilbert", "roberta"))]
-QUICK = {"gptj_awkward": 4}
-
-
-@pytest.mark.parametrize(("name", "tensor"), QUICK.items())
-def test_a_family(name, tensor, tmp_path):
-    check_family(name, tmp_path, tensor)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensor", [2, 4])
-@pytest.mark.parametrize("name", DECODERS)
-def test_every_family(name, tensor, tmp_path):
-    check_family(name, tmp_path, tensor)
-
-
 @pytest.fixture(scope="module")
 def encoder_dir(tmp_path_factory):
     """Three heads."""
@@ -351,7 +311,7 @@ def test_adapters_in_bfloat16(model_dir, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", goldens.DECODERS)
 def test_every_family_in_bfloat16(name, tmp_path):
     convert(goldens.DIRECTORY / name, tmp_path / name)
     prompts = [np.random.default_rng(seed).integers(0, 50, 16).tolist() for seed in range(4)]

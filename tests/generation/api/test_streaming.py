@@ -298,19 +298,6 @@ def test_an_encoder(tmp_path, dtype):
     assert costs.for_sizes("leave") is None
 
 
-DECODERS = [name for name in goldens.NAMES if not name.startswith(("bert", "distilbert", "roberta"))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_every_family(name, tmp_path, dtype):
-    convert(goldens.DIRECTORY / name, tmp_path / name)
-    alone, streamed = (LLM(tmp_path / name, weights=weights, dtype=dtype, **ONE) for weights in ("device", "disk"))
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
-    assert generate(streamed, GREEDY, prompts) == generate(alone, GREEDY, prompts)
-
-
 REPETITIVE = [[5, 6, 7, 8, 9] * 4, [7] * 12]
 BIAS = dict.fromkeys((5, 6, 7, 8, 9), 6.0)
 """Makes the model repeat itself, so that speculative tokens are accepted."""

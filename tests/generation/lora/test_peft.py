@@ -66,7 +66,7 @@ def assert_deltas(adapter, sources, before, after):
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
-@pytest.mark.parametrize("name", goldens.DECODERS)
+@pytest.mark.parametrize("name", goldens.FEATURES["LoRA"])
 def test_weights_become_those_of_the_merged_model(name, fraction, tmp_path):
     family, config, tensors, sources = sources_of(name)
     conv1d = family == "gpt2"

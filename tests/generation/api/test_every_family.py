@@ -1,0 +1,120 @@
+"""What works with what: every family streamed, on a mesh, with speculation, with keys and values in int8, quantised.
+
+Each test runs for all goldens of `goldens.FEATURES`, from which docs/families.md is written; two are not slow.
+"""
+
+import numpy as np
+import pytest
+
+from jaxinfer import LLM, Embedder, SamplingParams
+from jaxinfer.compiled import Costs
+from jaxinfer.compiled.dumps import read_collectives
+from jaxinfer.generation.execution.programs.prefill import Prefill
+from jaxinfer.models.config import BlockKind
+from jaxinfer.models.files.conversion import convert
+from jaxinfer.sharding import MeshConfig
+from tests.generation.sampled import generate, logprob_errors
+from tests.models import goldens
+
+ONE = {"max_batch": 1, "token_budget": 8, "chunk_size": 8}
+"""An engine of few programs, for one request at a time."""
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
+
+OFTEN = {"streamed": "gemma2_window", "on a mesh": "gptj_awkward"}
+"""The goldens that run with every change; the others are slow."""
+
+
+def goldens_of(feature):
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=() if name == OFTEN.get(feature) else pytest.mark.slow)
+            for name in goldens.FEATURES[feature]
+        ],
+    )
+
+
+@pytest.fixture
+def model(name, tmp_path):
+    convert(goldens.DIRECTORY / name, tmp_path / name)
+    return tmp_path / name
+
+
+def is_encoder(name):
+    return name in goldens.ENCODERS
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@goldens_of("streamed")
+def test_streamed(name, model, dtype):
+    if is_encoder(name):
+        alone, streamed = (Embedder(model, weights=weights, dtype=dtype) for weights in ("device", "disk"))
+        np.testing.assert_allclose(streamed.embed(PROMPTS), alone.embed(PROMPTS), atol=1e-6)
+        return
+    alone, streamed = (LLM(model, weights=weights, dtype=dtype, **ONE) for weights in ("device", "disk"))
+    assert generate(streamed, GREEDY, PROMPTS) == generate(alone, GREEDY, PROMPTS)
+
+
+@pytest.mark.parametrize("tensor", [pytest.param(2, marks=pytest.mark.slow), 4])
+@goldens_of("on a mesh")
+def test_on_a_mesh(name, model, tensor):
+    """The greedy tokens of one device, and the exchanges of a pass: of 2 L + 1 sums or L + 1, and the best tokens."""
+    mesh = MeshConfig(tensor=tensor)
+    if is_encoder(name):
+        vectors = Embedder(model, mesh=mesh).embed(PROMPTS)
+        np.testing.assert_allclose(vectors, Embedder(model).embed(PROMPTS), atol=1e-5)
+        return
+    llm = LLM(model, mesh=mesh, max_decode_passes=4, **ONE)
+    assert generate(llm, GREEDY, PROMPTS) == generate(LLM(model, max_decode_passes=4, **ONE), GREEDY, PROMPTS)
+    check_exchanges(llm, tensor)
+
+
+def check_exchanges(llm, tensor):
+    config = llm.model.config
+    parallel = config.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
+    for program in list(llm.engine.executor.programs):
+        if program.name in ("decode", "prefill"):
+            sizes = program.sizes
+            rows = sizes.batch + (sizes.chunks * ONE["chunk_size"] if isinstance(sizes, Prefill) else 0)
+            found = read_collectives(program.executable.as_text(), tensor)
+            found = [c for c in found if not c.conditions]
+            sums = [c for c in found if c.kind == "all-reduce"]
+            assert len(sums) == (1 if parallel else 2) * config.layers + 1
+            assert sum(c.bytes for c in sums) <= 4 * rows * (
+                (len(sums) - 1) * config.embed + max(config.embed, config.output_width)
+            )
+            assert [c.kind for c in found if c not in sums] == ["all-gather"]
+
+
+@goldens_of("speculation")
+def test_speculation(name, model, monkeypatch):
+    """The greedy tokens without it; a bias makes the model repeat itself, so that suggested tokens are right."""
+    costs = Costs.fixed({("decode", (("batch", 1), ("speculative", count))): 0.001 for count in (0, 4)})  # it pays
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={5: 6.0})
+    prompts = [[3, 1, 4, *[5] * 6]]
+    alone = generate(LLM(model, max_decode_passes=1, **ONE), params, prompts)
+    monkeypatch.setattr("jaxinfer.generation.api.build.open_costs", lambda *key: costs)
+    llm = LLM(model, num_speculative_tokens=4, max_decode_passes=1, **ONE)
+    assert generate(llm, params, prompts) == alone
+    assert llm.stats().accepted_tokens > 0
+
+
+@goldens_of("int8 KV")
+def test_int8_kv(name, model):
+    """Log probabilities are close to those of float32, and not the same numbers."""
+    errors = logprob_errors(LLM(model, kv_dtype="int8", **ONE), LLM(model, **ONE), GREEDY, PROMPTS)
+    assert 0 < errors.max() < 0.1
+
+
+@goldens_of("int8, int4, fp8")
+def test_quantised(name, model):
+    """Results are close to those of float32, and not the same numbers."""
+    prompt_alone = SamplingParams(temperature=0, max_tokens=1)
+    exact = Embedder(model) if is_encoder(name) else LLM(model, **ONE)
+    for quantize in ("int8", "int4", "fp8"):
+        if is_encoder(name):
+            errors = np.abs(Embedder(model, quantize=quantize).embed(PROMPTS) - exact.embed(PROMPTS))
+        else:
+            errors = logprob_errors(LLM(model, quantize=quantize, **ONE), exact, prompt_alone, PROMPTS)
+        assert 0 < errors.mean() < 0.25
