@@ -346,13 +346,175 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         | SEEING,
         SEES | {"bf16": True, "rename": LATER_NAMES},
     ),
+    "gemma3_text_window": (
+        LLAMA
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+        {},
+    ),
+    "gemma3_text_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "sliding_window": 3,
+            "query_pre_attn_scalar": 13,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "olmo2_plain": (LLAMA, {}),
+    "olmo2_awkward": (
+        LLAMA
+        | rope("yarn", factor=4.0, original_max_position_embeddings=16)
+        | {"vocab_size": 53, "num_attention_heads": 3, "num_key_value_heads": 1, "attention_bias": True},
+        {"bf16": True, "legacy": True},
+    ),
+    "olmo3_window": (
+        LLAMA
+        | {
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 16,
+                    "attention_factor": 1.2,
+                    "rope_theta": 500_000.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+        {},
+    ),
+    "olmo3_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "granite_plain": (
+        LLAMA
+        | {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "tie_word_embeddings": True,
+        },
+        {},
+    ),
+    "granite_awkward": (
+        LLAMA
+        | rope("dynamic", factor=4.0)
+        | {
+            "vocab_size": 53,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 0.5,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "smollm3_plain": (LLAMA | {"num_hidden_layers": 5}, {}),
+    "smollm3_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "no_rope_layers": [0, 1, 0],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "cohere_plain": (LLAMA | {"logit_scale": 0.5}, {}),
+    "cohere_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "logit_scale": 3.0,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "cohere2_window": (LLAMA | {"num_hidden_layers": 5, "sliding_window": 5, "logit_scale": 0.5}, {}),
+    "cohere2_awkward": (
+        LLAMA
+        | {
+            "vocab_size": 53,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "sliding_window": 3,
+            "logit_scale": 1.0,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        {"bf16": True, "legacy": True},
+    ),
+    "phi3_longrope": (
+        LLAMA
+        | rope(
+            "longrope",
+            short_factor=[1.0, 1.1, 1.3],
+            long_factor=[1.0, 4.0, 16.0],
+            original_max_position_embeddings=8,
+        )
+        | {"original_max_position_embeddings": 8, "pad_token_id": 0, "tie_word_embeddings": True},
+        {"bf16": True},
+    ),
+    "phi3_shortrope": (
+        LLAMA
+        | rope(
+            "longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.1, 1.3],
+            long_factor=[1.0, 4.0, 16.0],
+            original_max_position_embeddings=64,
+        )
+        | {"original_max_position_embeddings": 64, "pad_token_id": 0, "hidden_size": 32},
+        {},
+    ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")
 
 
 def randomise(model: torch.nn.Module) -> None:
     """Weights large enough that a wrong one shows, norms and biases included."""
-    gemma = model.config.model_type == "gemma2"  # its norms multiply by 1 + weight
+    gemma = model.config.model_type.startswith("gemma")  # its norms multiply by 1 + weight
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape)
         if parameter.ndim == 2:
@@ -368,6 +530,10 @@ def old_spelling(config: dict) -> dict:
     """The config as transformers 4 wrote it."""
     config["torch_dtype"] = config.pop("dtype")
     parameters = config.pop("rope_parameters")
+    if "full_attention" in parameters:
+        local = parameters["sliding_attention"]["rope_theta"]
+        config |= {"rope_local_base_freq": local} if config["model_type"].startswith("gemma3") else {}
+        parameters = parameters["full_attention"]
     theta, fraction = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", None)
     if config["model_type"] == "gpt_neox":
         config |= {"rotary_emb_base": theta, "rotary_pct": fraction}
@@ -375,7 +541,8 @@ def old_spelling(config: dict) -> dict:
         config["rope_theta"] = theta
         if fraction is not None:
             config["partial_rotary_factor"] = fraction
-        config.pop("layer_types", None)
+        if config["model_type"] not in ("olmo3", "cohere2"):  # which always had it
+            config.pop("layer_types", None)
     kind = parameters.pop("rope_type")
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **parameters}
     return config

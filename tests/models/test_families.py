@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.models import WeightFormat
-from jaxinfer.models.config import AttentionConfig, BlockKind, RopeScaling
+from jaxinfer.models.config import AttentionConfig, BlockKind, PositionKind, RopeScaling
 from jaxinfer.models.families import FAMILIES, STATE_DICTS, family_of, gemma2, mapping, plan
 from jaxinfer.models.families.fields import surveyed
+from jaxinfer.models.layers.rotary import rotary_frequencies
 from tests.models import goldens, vision
 
 
@@ -53,7 +54,7 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("gptj_partial", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ("bloom_tied", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post"),
         ("llama_linear", {"quantization_config": {"bits": 4}}, "quantization_config.*unquantised checkpoint"),
-        ("llama_linear", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type='dynamic'"),
+        ("llama_linear", {"rope_scaling": {"type": "axial", "factor": 2.0}}, "rope_scaling.rope_type='axial'"),
         ("llama_linear", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' must be of type float"),
         ("llama_linear", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ("llama_linear", {"hidden_act": "mish"}, "hidden_act='mish'"),
@@ -77,7 +78,7 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         (
             "phi3_window",
             {"rope_parameters": None, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-            "rope_type='longrope' is not implemented",
+            "long_factor is missing",
         ),
         ("phi_parallel", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ("falcon_two_norms", {"parallel_attn": False}, "parallel_attn=False is not implemented"),
@@ -86,6 +87,22 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("falcon_alibi", {"num_kv_heads": 2}, "num_kv_heads=2 is not implemented, only 6"),
         ("mistral3_text", {"text_config": None}, "text_config is missing"),
         ("mistral3_text", {"text_config": {"model_type": "ministral3"}}, "text_config.model_type='ministral3'"),
+        (
+            "phi3_longrope",
+            {
+                "rope_parameters": None,
+                "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0, 2.0]},
+            },
+            "for each of 3 feature pairs, got .1, 2.",
+        ),
+        (
+            "phi3_longrope",
+            {"rope_scaling": None, "rope_parameters": {"rope_type": "longrope", "short_factor": [0.0]}},
+            "short_factor=.0.0. must be a list of positive numbers",
+        ),
+        ("gemma3_text_window", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text_window", {"rope_parameters": ROPE}, "rope_parameters has .*full_attention.*their own"),
+        ("smollm3_awkward", {"no_rope_layers": [0]}, "no_rope_layers has 1 entries for 3 layers"),
         ("bert_pooled", {"is_decoder": True}, "is_decoder=True"),
         ("bert_pooled", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
     ],
@@ -141,11 +158,34 @@ def test_yarn_attention_factor():
     assert factor(mscale=2.0, mscale_all_dim=1.0) == pytest.approx((0.2 * np.log(4) + 1) / (0.1 * np.log(4) + 1))
 
 
+def test_dynamic_scaling_is_of_longer_texts_than_any_request():
+    assert config_of("granite_awkward").positions == config_of("granite_awkward", rope_scaling=None).positions
+
+
+def test_longrope_depends_on_the_engine_s_context():
+    config = config_of("phi3_longrope")
+    short, long = config.for_context(8), config.for_context(9)
+    assert long == config != short
+    assert rotary_frequencies(short.positions)[2] == pytest.approx(rotary_frequencies(long.positions)[2] * 16 / 1.3)
+    assert config_of("llama_yarn").for_context(8) == config_of("llama_yarn")
+
+
+def test_layers_have_positions_of_their_own():
+    config = config_of("smollm3_plain")
+    rotary, none = config.layer_positions[0], config.layer_positions[3]
+    assert config.layer_positions == (rotary, rotary, rotary, none)
+    assert (rotary.kind, none.kind) == (PositionKind.ROTARY, PositionKind.NONE)
+    assert config.layer_kinds == (0, 0, 0, 3, 0)
+    local, full = config_of("gemma3_text_awkward").layer_positions[4:6]
+    assert (local.theta, full.theta) == (10_000.0, 1_000_000.0)
+    assert config_of("olmo3_window").layer_positions[0].scaling is None
+
+
 def test_windows():
     assert config_of("qwen2_tied").attention.windows == (None,)
     assert config_of("qwen2_window").attention.windows == (None, 4)
     assert config_of("mistral_window").attention.windows == (5,)
-    assert config_of("gemma2_awkward").attention.windows == (3, None, 3)
+    assert config_of("gemma2_awkward").attention.windows == (3, None)
     assert config_of("gpt_neo_awkward").attention.windows == (3, 3, None)
 
 

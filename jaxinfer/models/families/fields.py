@@ -150,18 +150,23 @@ class Fields:
             )
         return embed // heads
 
+    def layer_types(self, default: Sequence[str]) -> list[str]:
+        """Return the kind of attention of each layer, by `layer_types` or, without it, the family's default."""
+        kinds = self.per_layer("layer_types", len(default)) or list(default)
+        if unknown := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
+            refuse(f"{self.file}: layer_types contains {unknown}, not implemented; known: {FULL}, {SLIDING}.")
+        return kinds
+
+    def per_layer(self, name: str, layers: int) -> list[Any] | None:
+        """Return a list with an entry for each layer, or None."""
+        values = self.optional(list, name)
+        if values and len(values) != layers:
+            raise ValueError(f"{self.file}: {name} has {len(values)} entries for {layers} layers; correct it.")
+        return values
+
     def windows(self, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
-        """Return the attention window of each layer, from `layer_types` or, without it, the family's default kinds."""
-        kinds = self.optional(list, "layer_types") or default
-        known = {"full_attention": None, "sliding_attention": window}
-        if unknown := sorted({str(kind) for kind in kinds} - known.keys()):
-            refuse(f"{self.file}: layer_types contains {unknown}, not implemented; known: {', '.join(known)}.")
-        if len(kinds) != len(default):
-            raise ValueError(
-                f"{self.file}: layer_types has {len(kinds)} entries for {len(default)} layers; correct it."
-            )
-        windows = tuple(known.get(kind) for kind in kinds)
-        return windows[:1] if len(set(windows)) == 1 else windows
+        """Return the attention windows that layers cycle through, by their kinds (`layer_types`)."""
+        return cycle([window if kind == SLIDING else None for kind in self.layer_types(default)])
 
     def rotary(
         self,
@@ -184,8 +189,35 @@ class Fields:
             scaling=self._rope_scaling(name, rope),
         )
 
+    def rotary_by_layer_type(
+        self, head_dim: int, *, full_theta: float, sliding_theta: float, sliding_names: tuple[str, ...]
+    ) -> dict[str, PositionsConfig]:
+        """Return the rotary positions of full and of sliding attention: `rope_parameters` by kind, or older fields.
+
+        In the older spelling `rope_scaling` is of full attention alone.
+        """
+        nested = self.optional(dict, "rope_parameters") or {}
+        if nested and not nested.keys() <= {FULL, SLIDING}:
+            raise ValueError(
+                f"{self.file}: rope_parameters has {sorted(nested)}, but layers of {FULL} and of {SLIDING} have their "
+                "own; give it these two."
+            )
+
+        def of_kind(kind: str, scaling: object) -> "Fields":
+            return Fields(
+                {**self.values, "rope_parameters": nested.get(kind), "rope_scaling": None if nested else scaling},
+                self.file,
+            )
+
+        full, sliding = of_kind(FULL, self.values.get("rope_scaling")), of_kind(SLIDING, None)
+        return {
+            FULL: full.rotary(head_dim, theta=full_theta),
+            SLIDING: sliding.rotary(head_dim, theta=sliding_theta, theta_names=sliding_names),
+        }
+
     def _rope_scaling(self, name: str, rope: "Fields") -> RopeScaling | None:
         kind = rope.optional(str, "rope_type", "type") or "default"
+        kind = "longrope" if kind == "su" else kind  # as the first Phi-3 wrote it
         if kind not in _ROPE_FIELDS:
             refuse(f"{self.file}: {name}.rope_type={kind!r} is not implemented; known: {', '.join(_ROPE_FIELDS)}.")
             return None
@@ -194,12 +226,16 @@ class Fields:
             refuse(f"{self.file}: {name} contains {unknown}, which {kind} does not have; remove them.")
         if kind == "default":
             return None
+        original = self.optional(int, "original_max_position_embeddings")
+        original = original or rope.optional(int, "original_max_position_embeddings")
+        original = original or self.integer("max_position_embeddings")
+        if kind == "longrope":
+            return self._longrope(rope, original)
         factor = rope.number("factor")
+        if kind == "dynamic":
+            return None  # scales what is longer than max_position_embeddings, which no request may be
         if kind == "linear":
             return RopeScaling(kind=kind, factor=factor)
-        original = rope.optional(int, "original_max_position_embeddings")
-        if original is None:
-            original = self.integer("original_max_position_embeddings", "max_position_embeddings")
         if kind == "llama3":
             return RopeScaling(
                 kind=kind,
@@ -218,10 +254,52 @@ class Fields:
             attention_factor=_yarn_attention_factor(rope, factor),
         )
 
+    def _longrope(self, rope: "Fields", original: int) -> RopeScaling:
+        """Return LongRoPE's scaling (arXiv:2402.13753), in an engine of the model's whole context."""
+        context = self.integer("max_position_embeddings")
+        factor = rope.number("factor", default=context / original)
+        given = rope.optional(float, "attention_factor")
+        scaled = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return RopeScaling(
+            kind="longrope",
+            factor=factor,
+            original_context=original,
+            attention_factor=scaled if given is None else given,
+            short_factors=rope.numbers("short_factor"),
+            long_factors=rope.numbers("long_factor"),
+            longer=context > original,
+        )
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of positive numbers; required."""
+        values = self._get(list, (name,), None)
+        if any(type(value) not in (int, float) or not value > 0 for value in values):
+            raise ValueError(f"{self.file}: {name}={values!r} must be a list of positive numbers; correct it.")
+        return tuple(map(float, values))
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The kinds of attention that `layer_types` names."""
+
+
+def cycle[T](values: Sequence[T]) -> tuple[T, ...]:
+    """Return the shortest sequence that gives these values when it is repeated, the last time perhaps in part.
+
+    >>> cycle([4, 4, None, 4, 4, None, 4])
+    (4, 4, None)
+    """
+    lengths = (n for n in range(1, len(values) + 1) if all(value == values[i % n] for i, value in enumerate(values)))
+    return tuple(values[: next(lengths)])
+
 
 _ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "longrope": (
+        *("factor", "original_max_position_embeddings", "attention_factor"),
+        *("short_factor", "long_factor"),
+    ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": (
         *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),

@@ -18,7 +18,8 @@ _DEFAULTS = {  # of absent fields; null means something else
 }
 
 
-def _config(hf: Mapping[str, object]) -> DecoderConfig:
+def base_config(hf: Mapping[str, object]) -> DecoderConfig:
+    """Return the config of Gemma 2, which Gemma 3 begins with."""
     hf = _DEFAULTS | dict(hf)
     fields, config = Fields(hf), llama.base_config(hf)
     fields.expect("use_bidirectional_attention", False)
@@ -48,7 +49,8 @@ def one_plus(weight: np.ndarray) -> np.ndarray:
     return 1 + weight.astype(np.float32)
 
 
-def _sources(config: DecoderConfig) -> dict[str, Source]:
+def sources(config: DecoderConfig) -> dict[str, Source]:
+    """Return the tensors of Gemma 2."""
     sources = llama.sources(config) | norm("final_norm", "norm", config.embed, combine=one_plus)
     for i in range(config.layers):
         layer = f"layers.{i}"
@@ -62,4 +64,4 @@ def _sources(config: DecoderConfig) -> dict[str, Source]:
     return sources
 
 
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("gemma2",), config=_config, sources=_sources)
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("gemma2",), config=base_config, sources=sources)

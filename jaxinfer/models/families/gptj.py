@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from jaxinfer.models.config import (
     AttentionConfig,
     BlockKind,
@@ -18,10 +16,9 @@ from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
     Family,
     Source,
-    by_kv_head,
+    by_kv_head_from_pairs,
     linear,
     norm,
-    pairs_to_halves,
     qkv_rows,
     table,
 )
@@ -52,12 +49,7 @@ def _config(hf: Mapping[str, object]) -> DecoderConfig:
 
 def _sources(config: DecoderConfig) -> dict[str, Source]:
     attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
-
-    def joined(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Join by KV head, with rotated features in our order: the same permutation of q and k keeps their products."""
-        q, k = (pairs_to_halves(rows, attention.head_dim, config.positions.rotary_dim) for rows in (q, k))
-        return by_kv_head(attention)(q, k, v)
-
+    joined = by_kv_head_from_pairs(attention, config.positions.rotary_dim)
     sources = (
         table("embed.table", "wte.weight", config.vocab, embed)
         | norm("final_norm", "ln_f", embed, bias=True)

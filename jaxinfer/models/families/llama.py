@@ -3,7 +3,15 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jaxinfer.models.config import AttentionConfig, BlockKind, DecoderConfig, MlpConfig, NormConfig, NormKind
+from jaxinfer.models.config import (
+    AttentionConfig,
+    BlockKind,
+    DecoderConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    QKNormScope,
+)
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
     Family,
@@ -49,11 +57,12 @@ def with_attention(config: DecoderConfig, **changes: object) -> DecoderConfig:
     return dataclasses.replace(config, attention=dataclasses.replace(config.attention, **changes))
 
 
-def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    fields, config = Fields(hf), base_config(hf)
+def config(hf: Mapping[str, object]) -> DecoderConfig:
+    """Return the config of Llama."""
+    fields, base = Fields(hf), base_config(hf)
     bias = fields.flag("attention_bias", default=False)
-    mlp = dataclasses.replace(config.mlp, bias=fields.flag("mlp_bias", default=False))
-    return with_attention(dataclasses.replace(config, mlp=mlp), qkv_bias=bias, out_bias=bias)
+    mlp = dataclasses.replace(base.mlp, bias=fields.flag("mlp_bias", default=False))
+    return with_attention(dataclasses.replace(base, mlp=mlp), qkv_bias=bias, out_bias=bias)
 
 
 def sources(config: DecoderConfig) -> dict[str, Source]:
@@ -99,13 +108,18 @@ def sources(config: DecoderConfig) -> dict[str, Source]:
         if config.block is not BlockKind.PARALLEL:
             sources |= norm(f"{layer}.mlp_norm", f"{layer}.post_attention_layernorm", embed, bias=shifted)
         if attention.qk_norm:
-            for part in ("q_norm", "k_norm"):
-                sources |= norm(
-                    f"{layer}.attention.{part}", f"{layer}.self_attn.{part}", attention.head_dim, bias=shifted
-                )
+            for name, size in zip(("q_norm", "k_norm"), qk_norm_sizes(attention), strict=True):
+                sources |= norm(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", size, bias=shifted)
     return sources
+
+
+def qk_norm_sizes(attention: AttentionConfig) -> tuple[int, int]:
+    """Return the number of weights of the norms of queries and of keys."""
+    if attention.qk_norm_scope is QKNormScope.HEAD:
+        return attention.head_dim, attention.head_dim
+    return attention.q_heads * attention.head_dim, attention.kv_heads * attention.head_dim
 
 
 IGNORED = r"lm_head\.weight|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"  # a tied head; a table we compute
 
-FAMILY = Family(model_types=("llama",), config=_config, sources=sources, prefixes=("model.",), ignored=IGNORED)
+FAMILY = Family(model_types=("llama",), config=config, sources=sources, prefixes=("model.",), ignored=IGNORED)

@@ -192,6 +192,19 @@ def by_kv_head(attention: AttentionConfig) -> Callable[..., np.ndarray]:
     return combine
 
 
+def by_kv_head_from_pairs(attention: AttentionConfig, rotary_dim: int) -> Callable[..., np.ndarray]:
+    """Return `by_kv_head` for q and k whose rotated features are paired as neighbours.
+
+    Their products stay as they are, since both are permuted alike.
+    """
+
+    def combine(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        q, k = (pairs_to_halves(rows, attention.head_dim, rotary_dim) for rows in (q, k))
+        return by_kv_head(attention)(q, k, v)
+
+    return combine
+
+
 def by_kv_head_from_fused(attention: AttentionConfig) -> Callable[..., np.ndarray]:
     """Return `by_kv_head` for one projection whose rows are all queries, all keys, all values."""
     q, k, _ = qkv_rows(attention)

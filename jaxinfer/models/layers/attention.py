@@ -126,8 +126,8 @@ class Attention(nnx.Module):
         cfg = self.cfg
         heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.group + 2, cfg.head_dim)
         q, k, v = jnp.split(heads, (cfg.group, cfg.group + 1), axis=-2)
-        q = normalize_heads(q, self.q_norm, cfg.qk_norm_scope, heads=cfg.real_q_heads or cfg.q_heads)
-        k = normalize_heads(k, self.k_norm, cfg.qk_norm_scope, heads=cfg.real_kv_heads or cfg.kv_heads)
+        real = cfg.real_q_heads or cfg.q_heads, cfg.real_kv_heads or cfg.kv_heads
+        q, k = normalize_heads((q, k), (self.q_norm, self.k_norm), cfg.qk_norm_scope, heads=real)
         return jnp.concatenate((q, k, v), axis=-2).reshape(qkv.shape)
 
     @property

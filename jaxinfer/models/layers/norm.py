@@ -29,24 +29,31 @@ class Norm(nnx.Module):
 
 
 @jax.named_scope("norm")
-def normalize_heads(x: jax.Array, norm: Norm, scope: QKNormScope, *, heads: int) -> jax.Array:
-    """Normalise query or key heads, computed in float32.
+def normalize_heads(
+    parts: tuple[jax.Array, jax.Array], norms: tuple[Norm, Norm], scope: QKNormScope, *, heads: tuple[int, int]
+) -> list[jax.Array]:
+    """Normalise queries and keys before they are rotated, computed in float32.
 
     Args:
-      x: this device's, [..., Hkv, G, K]; heads that pad are zero.
-      norm: with a weight for each feature of this device's heads, [Hkv * G * K]; of scope HEAD [K].
+      parts: heads on this device, [..., Hkv, G, K] and [..., Hkv, 1, K]; those that pad are zero.
+      norms: of queries and of keys, with a weight for each feature of these heads, or of scope HEAD for each of one.
       scope: which features are normalised together.
-      heads: how many of all devices' heads are no padding. If keys are copied, all copies.
-    Returns: as x.
+      heads: how many query heads and key heads all devices have without padding. If keys are copied, all copies.
+    Returns: as parts.
     """
-    shape = (x.shape[-1],) if scope is QKNormScope.HEAD else x.shape[-3:]
-    scale, bias = norm.parameters
-    exact = x.astype(jnp.float32)
+    exact = [x.astype(jnp.float32) for x in parts]
+    features = parts[0].shape[-1]
     if scope is QKNormScope.ALL_HEADS:
-        mean_square = psum(jnp.sum(exact**2, axis=(-3, -2, -1), keepdims=True), "heads") / (heads * x.shape[-1])
+        sums = psum(jnp.stack([jnp.sum(x**2, axis=(-3, -2, -1), keepdims=True) for x in exact]), "heads")
+        squares = [total / (count * features) for total, count in zip(sums, heads, strict=True)]
     else:
-        if bias is not None:
-            exact -= jnp.mean(exact, axis=-1, keepdims=True)
-        mean_square = jnp.mean(exact**2, axis=-1, keepdims=True)
-    normal = exact * jax.lax.rsqrt(mean_square + norm.eps) * scale.reshape(shape)
-    return (normal if bias is None else normal + bias.reshape(shape)).astype(x.dtype)
+        if norms[0].bias is not None:
+            exact = [x - jnp.mean(x, axis=-1, keepdims=True) for x in exact]
+        squares = [jnp.mean(x**2, axis=-1, keepdims=True) for x in exact]
+    normal = []
+    for x, square, norm, part in zip(exact, squares, norms, parts, strict=True):
+        shape = (features,) if scope is QKNormScope.HEAD else part.shape[-3:]
+        scale, bias = norm.parameters
+        x = x * jax.lax.rsqrt(square + norm.eps) * scale.reshape(shape)
+        normal.append((x if bias is None else x + bias.reshape(shape)).astype(part.dtype))
+    return normal

@@ -10,7 +10,7 @@ from jaxinfer import LLM, Embedder, SamplingParams
 from jaxinfer.compiled import Costs
 from jaxinfer.compiled.dumps import read_collectives
 from jaxinfer.generation.execution.programs.prefill import Prefill
-from jaxinfer.models.config import BlockKind
+from jaxinfer.models.config import BlockKind, QKNormScope
 from jaxinfer.models.files.conversion import convert
 from jaxinfer.sharding import MeshConfig
 from tests.generation.sampled import generate, logprob_errors
@@ -59,7 +59,10 @@ def test_streamed(name, model, dtype):
 @pytest.mark.parametrize("tensor", [pytest.param(2, marks=pytest.mark.slow), 4])
 @goldens_of("on a mesh")
 def test_on_a_mesh(name, model, tensor):
-    """The greedy tokens of one device, and the exchanges of a pass: of 2 L + 1 sums or L + 1, and the best tokens."""
+    """The greedy tokens of one device, and the exchanges of a pass: of 2 L + 1 sums or L + 1, and the best tokens.
+
+    Norms over all heads add a sum a layer.
+    """
     mesh = MeshConfig(tensor=tensor)
     if is_encoder(name):
         vectors = Embedder(model, mesh=mesh).embed(PROMPTS)
@@ -73,6 +76,7 @@ def test_on_a_mesh(name, model, tensor):
 def check_exchanges(llm, tensor):
     config = llm.model.config
     parallel = config.block in (BlockKind.PARALLEL, BlockKind.PARALLEL_TWO_NORMS)
+    norms_over_heads = config.attention.qk_norm and config.attention.qk_norm_scope is QKNormScope.ALL_HEADS
     for program in list(llm.engine.executor.programs):
         if program.name in ("decode", "prefill"):
             sizes = program.sizes
@@ -80,7 +84,7 @@ def check_exchanges(llm, tensor):
             found = read_collectives(program.executable.as_text(), tensor)
             found = [c for c in found if not c.conditions]
             sums = [c for c in found if c.kind == "all-reduce"]
-            assert len(sums) == (1 if parallel else 2) * config.layers + 1
+            assert len(sums) == ((1 if parallel else 2) + norms_over_heads) * config.layers + 1
             assert sum(c.bytes for c in sums) <= 4 * rows * (
                 (len(sums) - 1) * config.embed + max(config.embed, config.output_width)
             )

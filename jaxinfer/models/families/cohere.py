@@ -1,0 +1,70 @@
+"""Command R: parallel blocks after one LayerNorm without bias, neighbours rotated together, scaled logits."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxinfer.models.config import BlockKind, DecoderConfig, NormConfig, NormKind, QKNormScope
+from jaxinfer.models.families import llama
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import (
+    Source,
+    by_kv_head_from_pairs,
+    constant,
+    linear,
+    pairs_to_halves,
+    qkv_rows,
+)
+
+
+def base_config(hf: Mapping[str, object]) -> DecoderConfig:
+    """Return the part of a config that Command R and Command R7B have in common."""
+    hf = {"rope_theta": 500_000.0, "tie_word_embeddings": True} | dict(hf)
+    fields, config = Fields(hf), llama.base_config(hf)
+    bias = fields.flag("attention_bias", default=False)
+    config = dataclasses.replace(
+        config,
+        block=BlockKind.PARALLEL,
+        norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_eps", default=1e-5)),
+        logit_scale=fields.number("logit_scale", default=0.0625),
+    )
+    return llama.with_attention(config, qkv_bias=bias, out_bias=bias)
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    qk_norm = Fields(hf).flag("use_qk_norm", default=False)
+    return llama.with_attention(base_config(hf), qk_norm=qk_norm, qk_norm_scope=QKNormScope.HEAD_OWN_WEIGHTS)
+
+
+def sources(config: DecoderConfig) -> dict[str, Source]:
+    """Return the tensors of Command R and Command R7B."""
+    attention, dim = config.attention, config.positions.rotary_dim
+    sources = llama.sources(config) | constant("final_norm.bias", 0.0, config.embed)
+    for layer in (f"layers.{i}" for i in range(config.layers)):
+        sources |= constant(f"{layer}.attention_norm.bias", 0.0, config.embed) | linear(
+            f"{layer}.attention.qkv",
+            tuple(f"{layer}.self_attn.{part}_proj" for part in "qkv"),
+            qkv_rows(attention),
+            config.embed,
+            bias=attention.qkv_bias,
+            combine=by_kv_head_from_pairs(attention, dim),
+        )
+        if attention.qk_norm:
+            for name, heads in (("q_norm", attention.q_heads), ("k_norm", attention.kv_heads)):
+                sources |= _head_norms(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", heads, config)
+    return sources
+
+
+def _head_norms(leaf: str, name: str, heads: int, config: DecoderConfig) -> dict[str, Source]:
+    """Return the norm of each head by weights of its own, whose features go where those of the heads go."""
+    size, dim = config.attention.head_dim, config.positions.rotary_dim
+
+    def combine(weight: np.ndarray) -> np.ndarray:
+        return pairs_to_halves(weight.reshape(-1), size, dim)
+
+    scale = Source((f"{name}.weight",), ((heads, size),), combine)
+    return {f"{leaf}.scale": scale} | constant(f"{leaf}.bias", 0.0, heads * size)
+
+
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("cohere",), config=_config, sources=sources)

@@ -1,0 +1,22 @@
+"""Granite: Llama with factors for the embeddings, the scores, the residual stream and the logits."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.families import llama
+from jaxinfer.models.families.fields import Fields
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    fields = Fields(hf)
+    config = dataclasses.replace(
+        llama.config(hf),
+        embed_scale=fields.number("embedding_multiplier", default=1.0),
+        residual_scale=fields.number("residual_multiplier", default=1.0),
+        logit_scale=1 / fields.number("logits_scaling", default=1.0),
+    )
+    return llama.with_attention(config, scale=fields.number("attention_multiplier", default=1.0))
+
+
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("granite",), config=_config)

@@ -1,0 +1,29 @@
+"""OLMo 2: norms after attention and MLP, and over all query heads and all key heads (arXiv:2501.00656, section 3.2)."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.models.config import BlockKind, DecoderConfig, QKNormScope
+from jaxinfer.models.families import llama
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.mapping import Source, norm
+
+
+def base_config(hf: Mapping[str, object]) -> DecoderConfig:
+    """Return the part of a config that OLMo 2 and 3 have in common."""
+    hf = {"rms_norm_eps": 1e-5} | dict(hf)
+    bias = Fields(hf).flag("attention_bias", default=False)
+    config = dataclasses.replace(llama.base_config(hf), block=BlockKind.REORDERED)
+    return llama.with_attention(config, qkv_bias=bias, out_bias=bias, qk_norm=True, qk_norm_scope=QKNormScope.ALL_HEADS)
+
+
+def sources(config: DecoderConfig) -> dict[str, Source]:
+    """Return the tensors of OLMo 2 and 3."""
+    sources = llama.sources(config)
+    for layer in (f"layers.{i}" for i in range(config.layers)):
+        sources |= norm(f"{layer}.attention_norm", f"{layer}.post_attention_layernorm", config.embed)
+        sources |= norm(f"{layer}.mlp_norm", f"{layer}.post_feedforward_layernorm", config.embed)
+    return sources
+
+
+FAMILY = dataclasses.replace(llama.FAMILY, model_types=("olmo2",), config=base_config, sources=sources)

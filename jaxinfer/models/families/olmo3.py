@@ -1,0 +1,27 @@
+"""OLMo 3: OLMo 2 with a window in three of four layers, whose positions are not scaled."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.models.families import llama, olmo2
+from jaxinfer.models.families.fields import FULL, SLIDING, Fields, cycle
+
+
+def _config(hf: Mapping[str, object]) -> DecoderConfig:
+    fields = Fields({"sliding_window": 4096} | dict(hf))
+    config = olmo2.base_config({**hf, "rope_parameters": None, "rope_scaling": None})
+    theta = fields.number("rope_theta", default=500_000.0)
+    positions = fields.rotary_by_layer_type(
+        config.attention.head_dim, full_theta=theta, sliding_theta=theta, sliding_names=("rope_theta",)
+    )
+    default = [SLIDING if (i + 1) % 4 else FULL for i in range(config.layers)]
+    config = dataclasses.replace(
+        config,
+        positions=positions[FULL],
+        layer_positions=cycle([positions[kind] for kind in fields.layer_types(default)]),
+    )
+    return llama.with_attention(config, windows=fields.windows(fields.optional(int, "sliding_window"), default))
+
+
+FAMILY = dataclasses.replace(olmo2.FAMILY, model_types=("olmo3",), config=_config)
