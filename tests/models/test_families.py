@@ -116,7 +116,7 @@ def test_a_survey_collects_all_that_is_refused():
     changes = {
         "hidden_act": "mish",
         "quantization_config": {"bits": 4},
-        "rope_parameters": ROPE | {"rope_type": "dynamic"},
+        "rope_parameters": ROPE | {"rope_type": "axial"},
         "layer_types": ["linear_attention"] * 2,
     }
     with surveyed() as survey:
