@@ -170,7 +170,7 @@ def test_kernels_of_a_target_and_of_this_machine(model):
 
 
 def test_all_that_is_missing_is_named(tmp_path):
-    changes = {"hidden_act": "mish", "rope_parameters": {"rope_type": "dynamic"}, "is_encoder_decoder": True}
+    changes = {"hidden_act": "mish", "rope_parameters": {"rope_type": "axial"}, "is_encoder_decoder": True}
     done = CliRunner().invoke(app, ["info", str(folder_of("llama_llama3", tmp_path / "bad", **changes))])
     assert done.exit_code == 1
     first, *missing = done.stdout.splitlines()
