@@ -141,7 +141,7 @@ def flops(config: ViTConfig, adaptation: TokenAdaptation) -> int:
     """Count the FLOPs of one image's products: of patches, of attention, of MLPs."""
     embed, hidden = config.embed, config.mlp.hidden
     total = 2 * config.patches * 3 * config.patch_size**2 * embed
-    for attended, fed in adaptation.counts(config.tokens, config.layers):
+    for attended, fed in adaptation.counts(config.tokens, config.layers, protected=config.first_patch):
         projections, scores_and_values = 4 * embed * embed, 2 * attended * embed
         total += 2 * attended * (projections + scores_and_values) + 2 * fed * 2 * embed * hidden
     return total

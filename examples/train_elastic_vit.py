@@ -27,7 +27,7 @@ from flax import nnx
 
 from jaxinfer.elastic import Dataset, Division, Service, TrainingConfig, load_dataset
 from jaxinfer.elastic.tasks.images import resize_images
-from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, Pooling, ViTConfig
+from jaxinfer.models.config import Activation, AttentionConfig, ImagePooling, MlpConfig, NormConfig, NormKind, ViTConfig
 from jaxinfer.models.files.loading import save_model
 from jaxinfer.models.vision.vit import ViT
 from jaxinfer.models.weight_format import WeightFormat
@@ -44,7 +44,7 @@ def config_of(layers: int, heads: int) -> ViTConfig:
         patch_size=2,
         embed=embed,
         layers=layers,
-        pooling=Pooling.MEAN,
+        pooling=ImagePooling.MEAN,
         attention=AttentionConfig(q_heads=heads, kv_heads=heads, head_dim=HEAD_DIM, qkv_bias=True, out_bias=True),
         mlp=MlpConfig(hidden=2 * embed, activation=Activation.GELU_TANH, bias=True),
         norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),

@@ -87,7 +87,7 @@ def task_arrays(
 
     They are zero where there is no task, or it has no such prompts; classes that do not exist are never chosen.
     """
-    weight = np.zeros((max_tasks, max_classes, config.embed), np.float32)
+    weight = np.zeros((max_tasks, max_classes, config.feature_width), np.float32)
     bias = np.full((max_tasks, max_classes), -np.inf, np.float32)
     all_prompts = np.zeros((max_tasks, config.layers, prompts, config.embed), np.float32) if prompts else None
     for place, task in enumerate(tasks):

@@ -53,7 +53,7 @@ class Activation(enum.StrEnum):
 class Pooling(enum.StrEnum):
     """How an encoder's token vectors become one."""
 
-    MEAN = "mean"  # average over the real tokens; of an image over its patches
+    MEAN = "mean"  # average over the real tokens
     CLS = "cls"  # the first token's vector
 
 
@@ -63,6 +63,26 @@ class QKNormScope(enum.StrEnum):
     HEAD = "head"  # each head by itself, all with the same weights (Qwen3)
     HEAD_OWN_WEIGHTS = "head_own_weights"  # each head by itself, with weights of its own (Command R+)
     ALL_HEADS = "all_heads"  # all query heads together, all key heads together (OLMo 2)
+
+
+class ImagePooling(enum.StrEnum):
+    """How a vision transformer's token vectors become the one that its head takes."""
+
+    CLS = "cls"  # norm(the class token)
+    MEAN = "mean"  # norm(the mean of the patches)
+    NORMED_MEAN = "normed_mean"  # the mean of norm(each patch)
+    CLS_AND_MEAN = "cls_and_mean"  # norm(the class token) beside the mean of norm(each patch) (DINOv2's classifier)
+    CLASS_TOKENS = "class_tokens"  # norm(each class token), beside one another (DeiT with a teacher)
+    ATTENTION = "attention"  # a learned query attends to norm(each patch), and an MLP follows (SigLIP)
+
+
+class Resampling(enum.StrEnum):
+    """How images are resized."""
+
+    LINEAR = "linear"  # between the nearest pixels, however much larger the image is
+    BILINEAR = "bilinear"  # Pillow's, as the others: smaller images have a share of every pixel (antialiasing)
+    BICUBIC = "bicubic"
+    LANCZOS = "lanczos"
 
 
 def _require_positive(config: object, *names: str) -> None:
@@ -83,8 +103,9 @@ def _require_layers(config: object, count: int) -> None:
         raise ValueError(f"{type(config).__name__} has {count} layers; models of at most {MAX_LAYERS} are known.")
 
 
-def _require_labels(config: "VisionConfig") -> None:
-    if isinstance(config.labels, str) or not config.labels or not all(isinstance(x, str) for x in config.labels):
+def _require_labels(config: "VisionConfig", *, least: int = 1) -> None:
+    labels = config.labels
+    if isinstance(labels, str) or len(labels) < least or not all(isinstance(x, str) for x in labels):
         raise ValueError(
             f"{type(config).__name__}.labels must be a tuple with the name of each class, got {config.labels!r}."
         )
@@ -364,19 +385,57 @@ _ANCHORS = (
 )
 
 
+IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Statistics of the pixels of ImageNet, for red, green and blue in [0, 1]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreprocessingConfig:
+    """The way from an image of any size to the pixels of a classifier or a vision transformer.
+
+    Images are resized, and their middle is cropped to the model's `image_size`; those of that size are taken as they
+    are. Then the mean is subtracted from the pixels in [0, 1], and the rest divided by the deviation.
+    """
+
+    resampling: Resampling | None = Resampling.LINEAR  # None: images of other sizes are refused
+    resized: int | None = None  # pixels of both sides before the crop; None: image_size
+    keep_ratio: bool = False  # `resized` is the shorter side, and the longer one keeps its ratio to it
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of red, green and blue
+    deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != 3 or len(self.deviation) != 3 or min(self.deviation) <= 0:
+            raise ValueError(
+                "PreprocessingConfig.mean and deviation need a number for each of red, green and blue, deviations > 0; "
+                f"got {self.mean} and {self.deviation}."
+            )
+
+    def check_size(self, image_size: int) -> None:
+        """Raise ValueError if resized images are smaller than what is cropped of them."""
+        if self.resized is not None and self.resized < image_size:
+            raise ValueError(
+                f"PreprocessingConfig.resized={self.resized} is less than image_size={image_size}: a crop is part of "
+                "the resized image."
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """One image classifier: ResNet v1.5, the stride of a bottleneck in its 3x3 convolution (arXiv:1512.03385)."""
+    """One image classifier: ResNet (arXiv:1512.03385)."""
 
     labels: tuple[str, ...]  # of the classes, in the order of the outputs
     stem: int = 64  # outputs of the first convolution
     widths: tuple[int, ...]  # outputs of each stage
     depths: tuple[int, ...]  # blocks of each stage
     bottleneck: bool  # blocks of 1x1, 3x3 and 1x1, a quarter as wide inside; else of two 3x3
-    image_size: int = 224  # pixels: images of another size are resized to image_size x image_size
+    stride_in_first_conv: bool = False  # of a bottleneck, as in the paper; else in its 3x3 (v1.5)
+    stride_in_first_stage: bool = False  # all stages have a stride of 2; else all but the first
+    image_size: int = 224  # pixels of a side
+    preprocessing: PreprocessingConfig = PreprocessingConfig(mean=IMAGENET_MEAN, deviation=IMAGENET_DEVIATION)
 
     def __post_init__(self) -> None:
         _require_positive(self, "stem", "image_size")
+        self.preprocessing.check_size(self.image_size)
         _require_sizes(self, "widths", "depths")
         _require_layers(self, sum(self.depths))
         _require_labels(self)
@@ -418,43 +477,86 @@ class YoloConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PositionGrid:
+    """The grid of patches that positions were learned for; other images have them interpolated (bicubic)."""
+
+    side: int  # patches
+    antialias: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "side")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(_LayersConfig):
-    """One vision transformer, whose tokens are a class token and the patches of an image (arXiv:2010.11929)."""
+    """One vision transformer, whose tokens are class tokens, registers and the patches of an image (arXiv:2010.11929).
+
+    Without labels it has no head of classes, and gives vectors alone.
+    """
 
     block: ClassVar[BlockKind] = BlockKind.SEQUENTIAL
     positions: ClassVar[PositionsConfig] = PositionsConfig(kind=PositionKind.LEARNED)
     labels: tuple[str, ...]  # of the classes, in the order of the outputs
-    image_size: int = 224  # pixels: images of another size are resized to image_size x image_size
+    image_size: int = 224  # pixels of a side; those beyond the last whole patch are left out
     patch_size: int = 16  # pixels of a patch's side
-    pooling: Pooling = Pooling.CLS
-    pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # subtracted from red, green and blue in [0, 1]
-    pixel_deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)  # what they are then divided by
+    pooling: ImagePooling = ImagePooling.CLS
+    class_tokens: int = 1  # tokens that have positions before the patches': the class token, DeiT's for distillation
+    registers: int = 0  # tokens without positions, between those and the patches (arXiv:2309.16588)
+    position_grid: PositionGrid | None = None  # None: the patches of image_size
+    pooling_heads: int = 0  # attention heads of ImagePooling.ATTENTION
+    preprocessing: PreprocessingConfig = PreprocessingConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_positive(self, "image_size", "patch_size")
-        _require_labels(self)
-        if self.image_size % self.patch_size:
-            raise ValueError(
-                f"ViTConfig.image_size={self.image_size} is not a multiple of patch_size={self.patch_size}."
-            )
+        _require_labels(self, least=0)
+        self.preprocessing.check_size(self.image_size)
+        if self.image_size < self.patch_size:
+            raise ValueError(f"ViTConfig.image_size={self.image_size} is less than patch_size={self.patch_size}.")
         if any(window is not None for window in self.attention.windows):
             raise ValueError(f"ViTConfig.attention.windows={self.attention.windows} is not implemented; use (None,).")
-        if len(self.pixel_mean) != 3 or len(self.pixel_deviation) != 3 or min(self.pixel_deviation) <= 0:
+        if min(self.class_tokens, self.registers) < 0:
+            raise ValueError(f"ViTConfig.class_tokens={self.class_tokens} and registers={self.registers} must be >= 0.")
+        by_class = (ImagePooling.CLS, ImagePooling.CLS_AND_MEAN, ImagePooling.CLASS_TOKENS)
+        if self.pooling in by_class and not self.class_tokens:
+            raise ValueError(f"ViTConfig.pooling={self.pooling} needs a class token, and class_tokens is 0.")
+        by_attention = self.pooling is ImagePooling.ATTENTION
+        if by_attention != (self.pooling_heads > 0) or (by_attention and self.embed % self.pooling_heads):
             raise ValueError(
-                "ViTConfig.pixel_mean and pixel_deviation need a number for each of red, green and blue, deviations "
-                f"> 0; got {self.pixel_mean} and {self.pixel_deviation}."
+                f"ViTConfig.pooling_heads={self.pooling_heads} must divide embed={self.embed} for attention pooling, "
+                f"and be 0 for any other; pooling is {self.pooling}."
             )
+
+    @property
+    def grid_side(self) -> int:
+        """The number of patches in a row of an image."""
+        return self.image_size // self.patch_size
 
     @property
     def patches(self) -> int:
         """The number of patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
+        return self.grid_side**2
+
+    @property
+    def first_patch(self) -> int:
+        """The number of tokens before the patches: class tokens and registers."""
+        return self.class_tokens + self.registers
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of an image: its patches and the class token."""
-        return 1 + self.patches
+        """The number of tokens of an image: class tokens, registers, patches."""
+        return self.first_patch + self.patches
+
+    @property
+    def feature_width(self) -> int:
+        """The width of the vector that the head takes."""
+        match self.pooling:
+            case ImagePooling.CLS_AND_MEAN:
+                return 2 * self.embed
+            case ImagePooling.CLASS_TOKENS:
+                return self.class_tokens * self.embed
+            case _:
+                return self.embed
 
 
 TransformerConfig = DecoderConfig | EncoderConfig

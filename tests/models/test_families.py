@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxinfer.checkpoints.huggingface import read_json
 from jaxinfer.models import WeightFormat
 from jaxinfer.models.config import AttentionConfig, BlockKind, PositionKind, RopeScaling
 from jaxinfer.models.families import FAMILIES, STATE_DICTS, family_of, gemma2, mapping, plan
@@ -30,7 +31,8 @@ def test_every_family_has_two_goldens():
     for name in goldens.NAMES:
         counts[hf_config(name)["model_type"]] += 1
     for name in vision.GOLDENS:
-        counts[name.rpartition("_")[0].replace("torchvision", "torchvision_resnet")] += 1
+        of_bare = name.rpartition("_")[0].replace("torchvision", "torchvision_resnet")
+        counts[read_json(vision.DIRECTORY / name / "config.json").get("model_type", of_bare)] += 1
     assert min(counts.values()) >= 2, counts
 
 

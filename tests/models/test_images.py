@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.models.config import PreprocessingConfig
 from jaxinfer.models.vision import images
 from jaxinfer.models.vision.images import Letterbox
 from tests.models import vision
@@ -39,10 +40,18 @@ def test_letterbox_is_grey_around_the_image():
     np.testing.assert_allclose(square[:, 16:48], inside, atol=1e-6)
 
 
-def test_normalised_pixels_are_imagenet_s():
-    pixels = images.normalised_pixels(jnp.full((1, 4, 4, 3), 255, jnp.uint8), 4)
+def test_pixels_are_normalised():
+    imagenet = vision.CLASSIFIER.preprocessing
+    pixels = images.preprocessed(jnp.full((1, 4, 4, 3), 255, jnp.uint8), 4, imagenet)
     np.testing.assert_allclose(pixels[0, 0, 0], [(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225], 1e-6)
-    assert images.normalised_pixels(jnp.zeros((1, 9, 5, 3), jnp.uint8), 4).shape == (1, 4, 4, 3)
+    assert images.preprocessed(jnp.zeros((1, 9, 5, 3), jnp.uint8), 4, imagenet).shape == (1, 4, 4, 3)
+
+
+def test_images_that_are_not_resized():
+    plain = PreprocessingConfig(resampling=None)
+    assert images.preprocessed(jnp.zeros((1, 4, 4, 3), jnp.uint8), 4, plain).shape == (1, 4, 4, 3)
+    with pytest.raises(ValueError, match="images must be 4 x 4, got 9 x 5"):
+        images.preprocessed(jnp.zeros((1, 9, 5, 3), jnp.uint8), 4, plain)
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 3), (1, 4, 4, 1)])

@@ -1,6 +1,7 @@
 """Image models as model directories: what comes back, and who refuses them."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 
 from jaxinfer import LLM, Embedder
 from jaxinfer.cli import app
+from jaxinfer.models.config import PreprocessingConfig
+from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import load_model, open_model, save_model
 from jaxinfer.models.leaves import layer_of
 from jaxinfer.sharding import MeshConfig
@@ -52,6 +55,18 @@ def test_halves_are_widened_on_a_cpu(tmp_path):
     kept = load_model(tmp_path / "model", dtype="bfloat16")
     assert {leaf.dtype.name for leaf in kept.leaves.values() if leaf.ndim > 1} == {"bfloat16"}
     assert {leaf.dtype.name for leaf in kept.leaves.values() if leaf.ndim == 1} == {"float32"}
+
+
+def test_directories_from_before_preprocessing(tmp_path):
+    """Mean and deviation of pixels were fields of a ViT itself, and its images were resized in a single way."""
+    colours = {"mean": (0.25, 0.5, 0.75), "deviation": (0.5, 0.25, 0.5)}
+    config = dataclasses.replace(vision.TRANSFORMER, preprocessing=PreprocessingConfig(**colours))
+    fields = json.loads(Description(family="vit", config=config).to_json())
+    for new in ("class_tokens", "registers", "position_grid", "pooling_heads", "preprocessing"):
+        del fields["config"][new]
+    fields["config"] |= {f"pixel_{name}": value for name, value in colours.items()}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert Description.read(tmp_path).config == config
 
 
 def test_a_mesh_of_one_device(saved):

@@ -14,17 +14,21 @@ from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.cli import app
 from jaxinfer.models import ResNet, ViT, ViTConfig, Yolo
 from jaxinfer.models.abstract import merge_model
-from jaxinfer.models.config import STRIDES
+from jaxinfer.models.config import STRIDES, PreprocessingConfig
 from jaxinfer.models.families import timm_vit, torchvision_resnet, vit, yolov5
+from jaxinfer.models.families.image_processors import with_preprocessor
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
 from jaxinfer.models.files.description import Description
 from jaxinfer.models.files.loading import load_model
 from jaxinfer.models.files.verification import compare_outputs, compare_tensors
 from jaxinfer.models.presets import vision_preset
+from jaxinfer.models.vision.image_files import fitted
+from jaxinfer.models.vision.images import preprocessed
 from tests.goldens.expected import read_expected
 from tests.models import vision
 
 SIZE = 64  # of the goldens' images
+PROCESSORS = json.loads((vision.DIRECTORY / "image_processors.json").read_text())
 
 
 def read(name: str):
@@ -41,10 +45,19 @@ def read(name: str):
 
 
 @pytest.mark.parametrize("name", [name for name in vision.GOLDENS if not name.startswith("yolov5")])
-def test_classifiers(name):
+def test_classifiers_and_backbones(name):
     model, expected = read(name)
-    assert isinstance(model, ViT if "vit_" in name else ResNet)
-    np.testing.assert_allclose(vision.run(model.logits, expected["images"]), expected["logits"], atol=1e-4, rtol=0)
+    assert isinstance(model, ResNet if "resnet" in name or "torchvision" in name else ViT)
+    output = "logits" if model.cfg.labels else "features"
+    actual = vision.run(getattr(model, output), expected["images"])
+    np.testing.assert_allclose(actual, expected[output], atol=1e-4, rtol=0)
+
+
+def test_a_backbone_has_no_classes():
+    model, expected = read("dinov2_backbone")
+    assert isinstance(model, ViT)
+    with pytest.raises(ValueError, match="no head of classes"):
+        model(expected["images"])
 
 
 @pytest.mark.parametrize("name", [name for name in vision.GOLDENS if name.startswith("yolov5")])
@@ -113,7 +126,11 @@ def test_checkpoints_have_the_published_sizes(name, classes, parameters, statist
 
 
 @pytest.mark.parametrize(
-    "name", ["torchvision_bottleneck", "resnet_basic", "yolov5_deep", "vit_odd", "timm_vit_average"]
+    "name",
+    [
+        *("torchvision_bottleneck", "resnet_basic", "yolov5_deep", "vit_odd", "timm_vit_average"),
+        *("deit_teacher", "dinov2_registers", "siglip_both"),
+    ],
 )
 def test_converted_and_loaded(name, tmp_path):
     description = convert(vision.DIRECTORY / name, tmp_path / "model")
@@ -193,9 +210,7 @@ def test_other_tensors_are_refused(name, message, change, tmp_path):
     _refuses(name, tmp_path, message, change)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("downsample_in_bottleneck", True), ("hidden_act", "gelu"), ("layer_type", "wide")]
-)
+@pytest.mark.parametrize(("field", "value"), [("num_channels", 1), ("hidden_act", "gelu"), ("layer_type", "wide")])
 def test_other_resnets_of_transformers_are_refused(field, value, tmp_path):
     fields = json.loads((vision.DIRECTORY / "resnet_basic/config.json").read_text()) | {field: value}
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -220,8 +235,8 @@ def copied(name, tmp_path, *, tensors=(), **files):
 
 def test_pixels_are_normalised_as_the_files_say(tmp_path):
     def pixels(folder):
-        config = HuggingFaceModel(folder).config
-        return config.pixel_mean, config.pixel_deviation
+        preprocessing = HuggingFaceModel(folder).config.preprocessing
+        return preprocessing.mean, preprocessing.deviation
 
     halves = (0.5,) * 3
     assert pixels(vision.DIRECTORY / "vit_odd") == ((0.25, 0.5, 0.625), (0.375, 0.25, 0.5))
@@ -235,10 +250,9 @@ def test_pixels_are_normalised_as_the_files_say(tmp_path):
     "fields",
     [
         {"size": SIZE},
-        {"size": {"shortest_edge": SIZE}},
-        {"size": 72, "do_center_crop": True, "crop_size": {"height": SIZE, "width": SIZE}},
-        {"size": 72, "do_resize": False},
-        {"rescale_factor": 0.00392156862745098},
+        {"size": {"height": SIZE, "width": SIZE}, "crop_size": 8, "do_center_crop": False},
+        {"image_processor_type": None, "feature_extractor_type": "ViTFeatureExtractor", "do_pad": False},
+        {"rescale_factor": 0.00392156862745098, "image_processor_type": "ViTImageProcessorFast"},
     ],
 )
 def test_spellings_of_a_preprocessor(fields, tmp_path):
@@ -247,9 +261,56 @@ def test_spellings_of_a_preprocessor(fields, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "fields", "expected"),
+    [
+        ("vit_odd", {}, {"resampling": "bilinear"}),
+        ("vit_odd", {"resample": 1}, {"resampling": "lanczos"}),
+        ("vit_odd", {"do_resize": False}, {"resampling": None}),
+        ("deit_teacher", {}, {"resampling": "bicubic", "resized": 72}),
+        ("dinov2_backbone", {}, {"resampling": "bicubic", "resized": 72, "keep_ratio": True}),
+        ("siglip_vision", {}, {"resampling": "bicubic"}),
+        (
+            "resnet_basic",
+            {"feature_extractor_type": "ConvNextFeatureExtractor", "size": 224, "crop_pct": 0.875, "resample": 3},
+            {"resampling": "bicubic", "resized": 256, "keep_ratio": True},
+        ),
+        ("resnet_basic", {"size": {"shortest_edge": 384}}, {"resampling": "bicubic"}),
+        ("timm_vit_average", {}, {"resampling": "bicubic", "resized": 71, "keep_ratio": True}),
+    ],
+)
+def test_resizing_is_that_of_the_files(name, fields, expected, tmp_path):
+    folder = copied(name, tmp_path, preprocessor_config=fields) if fields else vision.DIRECTORY / name
+    config = HuggingFaceModel(folder).config
+    plain = PreprocessingConfig(mean=config.preprocessing.mean, deviation=config.preprocessing.deviation)
+    assert config.preprocessing == dataclasses.replace(plain, **expected)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_images_are_resized_as_by_transformers(name):
+    """A photograph that is taller than wide: on the host the same, in the program within one of 255 levels."""
+    image = pytest.importorskip("PIL.Image")
+    photo = np.asarray(image.open(vision.DIRECTORY / "photo.png"))
+    fields, expected = PROCESSORS[name], read_expected(vision.DIRECTORY / "image_processors")[name]
+    size = fields.get("crop_size") or fields["size"]
+    config = dataclasses.replace(vision.CLASSIFIER, image_size=size.get("height", size.get("shortest_edge")))
+    config = with_preprocessor(config, fields, "")
+    assert expected.shape == (config.image_size, config.image_size, 3)
+    for colours, given in ((config.preprocessing.mean, "image_mean"), (config.preprocessing.deviation, "image_std")):
+        np.testing.assert_allclose(np.multiply(colours, 255 * fields["rescale_factor"]), fields[given])
+    plain = dataclasses.replace(config.preprocessing, mean=(0.0,) * 3, deviation=(1.0,) * 3)
+    in_program = 255 * vision.run(lambda images: preprocessed(images, config.image_size, plain), photo[None])[0]
+    np.testing.assert_allclose(in_program, expected, atol=1.001)
+    np.testing.assert_array_equal(fitted(photo, config.image_size, config.preprocessing), expected)
+
+
+@pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
-        ("config", {"architectures": ["ViTModel"]}, r"architectures=\['ViTModel'\] has no head of classes"),
+        (
+            "config",
+            {"architectures": ["ViTForMaskedImageModeling"]},
+            r"architectures=\['ViTForMaskedImageModeling'\] is not implemented; known: ViTForImageClassification, ViTM",
+        ),
         ("config", {"num_channels": 1}, "num_channels=1 is not implemented"),
         ("config", {"problem_type": "multi_label_classification"}, "problem_type='multi_label_classification'"),
         ("config", {"image_size": [64, 32]}, r"image_size=\[64, 32\] is not implemented, only squares"),
@@ -257,10 +318,17 @@ def test_spellings_of_a_preprocessor(fields, tmp_path):
         ("config", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' is not implemented"),
         ("config", {"num_attention_heads": 5}, "24 is not a multiple of the 5 heads"),
         ("config", {"patch_size": 8}, r"embeddings.position_embeddings is \[1, 17, 24\]"),
-        ("preprocessor_config", {"size": 72}, "size=72 does not fit images of 64 pixels"),
-        ("preprocessor_config", {"size": {"height": 64, "width": 80}}, "does not fit images of 64 pixels"),
-        ("preprocessor_config", {"do_rescale": False}, "do_rescale=False is not implemented"),
-        ("preprocessor_config", {"rescale_factor": 1.0}, "rescale_factor=1.0 is not implemented"),
+        ("preprocessor_config", {"size": 72}, "images of 72 pixels do not fit images of 64 pixels"),
+        ("preprocessor_config", {"size": {"height": 64, "width": 80}}, "size=.* is not implemented, only height and"),
+        ("preprocessor_config", {"size": {"shortest_edge": 64}}, "without do_center_crop is not implemented"),
+        ("preprocessor_config", {"size": {"shortest_edge": 64, "longest_edge": 80}}, "'longest_edge': 80} is not"),
+        ("preprocessor_config", {"resample": 0}, r"resample=0 is not implemented; known: 1 \(lanczos\)"),
+        ("preprocessor_config", {"do_center_crop": True, "crop_size": 64, "do_resize": False}, "without do_resize"),
+        ("preprocessor_config", {"do_center_crop": True, "crop_size": 64, "size": 48}, "resized=48 is less than"),
+        ("preprocessor_config", {"do_center_crop": True, "crop_size": {"shortest_edge": 64}}, "must have height and"),
+        ("preprocessor_config", {"do_pad": True}, "do_pad=True is not implemented"),
+        ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor"}, "='CLIPImageProcessor' is not impl"),
+        ("preprocessor_config", {"rescale_factor": -1.0}, "rescale_factor=-1.0 must be > 0"),
         (
             "preprocessor_config",
             {"image_mean": [0.5]},
@@ -272,6 +340,26 @@ def test_spellings_of_a_preprocessor(fields, tmp_path):
 def test_other_vits_of_transformers_are_refused(file, fields, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         HuggingFaceModel(copied("vit_odd", tmp_path, **{file: fields}))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("deit_class", {"architectures": ["DeiTForMaskedImageModeling"]}, r"architectures=\['DeiTForMasked"),
+        ("deit_class", {"problem_type": "regression"}, "problem_type='regression' is not implemented"),
+        ("deit_class", {"hidden_act": "mish"}, "hidden_act='mish' is not implemented"),
+        ("dinov2_backbone", {"architectures": ["Dinov2Backbone"]}, r"architectures=\['Dinov2Backbone'\] is not"),
+        ("dinov2_backbone", {"image_size": [98, 70]}, r"image_size=\[98, 70\] is not implemented"),
+        ("dinov2_gated", {"use_swiglu_ffn": False}, "missing: .*mlp.fc1"),
+        ("dinov2_registers", {"num_register_tokens": 4}, r"register_tokens is \[1, 3, 24\]"),
+        ("siglip_both", {"model_type": "siglip2"}, "model_type='siglip2' is not implemented"),
+        ("siglip_both", {"vision_config": {"num_channels": 1}}, "vision_config: num_channels=1 is not implemented"),
+        ("siglip_vision", {"vision_use_head": False, "hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'"),
+    ],
+)
+def test_other_relatives_are_refused(name, fields, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceModel(copied(name, tmp_path, config=fields))
 
 
 def test_a_vit_without_a_head_is_refused(tmp_path):
@@ -333,6 +421,9 @@ def test_other_vits_of_timm_are_refused(tensors, message, tmp_path):
         ({"pretrained_cfg": {"std": [0.5, 0.5]}}, r"std=\[0.5, 0.5\] must be a number for each"),
         ({"model_args": {"num_heads": 7}}, "64 is not a multiple of the 7 heads"),
         ({"model_args": []}, "model_args=.* must be of type dict"),
+        ({"interpolation": "nearest"}, "interpolation='nearest' is not implemented"),
+        ({"crop_mode": "border"}, "crop_mode='border' is not implemented"),
+        ({"crop_pct": 1.5}, r"crop_pct=1.5 must be in \(0, 1\]"),
     ],
 )
 def test_other_directories_of_timm_are_refused(fields, message, tmp_path):

@@ -11,7 +11,7 @@ from scipy.special import erf
 
 from jaxinfer.models import ViT, WeightFormat, devices
 from jaxinfer.models.abstract import merge_model
-from jaxinfer.models.config import Pooling, ViTConfig
+from jaxinfer.models.config import ImagePooling, PositionGrid, PreprocessingConfig, ViTConfig
 from jaxinfer.models.layers.token_adaptation import NO_ADAPTATION, MergeSchedule, PromptMode, TokenAdaptation
 from jaxinfer.models.presets import vision_preset
 from tests.models import vision
@@ -26,7 +26,16 @@ DEEP = dataclasses.replace(
 )
 """Narrow, with the layers and tokens of ViT-B."""
 SHALLOW = dataclasses.replace(DEEP, layers=3, image_size=80)
-MEAN = dataclasses.replace(DEEP, pooling=Pooling.MEAN)
+MEAN = dataclasses.replace(DEEP, pooling=ImagePooling.MEAN)
+POOLINGS = {
+    pooling.value: dataclasses.replace(SHALLOW, pooling=pooling) for pooling in (ImagePooling.CLS, ImagePooling.MEAN)
+} | {
+    # As DINOv2 with registers, DeiT with a teacher and SigLIP have them; awkward counts of tokens before the patches.
+    "cls_and_mean": dataclasses.replace(SHALLOW, pooling=ImagePooling.CLS_AND_MEAN, registers=3),
+    "class_tokens": dataclasses.replace(SHALLOW, pooling=ImagePooling.CLASS_TOKENS, class_tokens=2),
+    "attention": dataclasses.replace(SHALLOW, pooling=ImagePooling.ATTENTION, pooling_heads=4, class_tokens=0),
+    "normed_mean": dataclasses.replace(SHALLOW, pooling=ImagePooling.NORMED_MEAN, class_tokens=0, registers=2),
+}
 PROMPTS = 4
 
 
@@ -62,7 +71,7 @@ def prompts_of(config: ViTConfig) -> np.ndarray:
 
 
 class Reference:
-    """A ViT of class token `x[0]`, prompts, and other tokens, in float64."""
+    """A ViT of class tokens and registers, prompts, and other tokens, in float64."""
 
     def __init__(self, config: ViTConfig):
         self.config = config
@@ -78,14 +87,17 @@ class Reference:
 
     def tokens(self, image):
         config, p = self.config, self.config.patch_size
-        pixels = (image / 255 - config.pixel_mean) / config.pixel_deviation
+        pixels = (image / 255 - config.preprocessing.mean) / config.preprocessing.deviation
         rows = [
             pixels[y : y + p, x : x + p].reshape(-1)
             for y in range(0, config.image_size, p)
             for x in range(0, config.image_size, p)
         ]
-        patches = self.linear("patches", np.stack(rows))
-        return np.concatenate((self.leaves["class_token.table"], patches)) + self.leaves["positions.table"]
+        first, none = config.class_tokens, np.empty((0, config.embed))
+        class_tokens, registers = (self.leaves.get(f"{name}.table", none) for name in ("class_token", "registers"))
+        positions = self.leaves["positions.table"]
+        patches = self.linear("patches", np.stack(rows)) + positions[first:]
+        return np.concatenate((class_tokens + positions[:first], registers, patches))
 
     def attend(self, layer, x, sizes):
         """What attention adds, and the mean of its heads' keys."""
@@ -100,40 +112,73 @@ class Reference:
         return self.linear(f"layers.{layer}.attention.out", np.concatenate(mixed, axis=1)), np.mean(keys, axis=0)
 
     def feed_forward(self, layer, x):
-        hidden = self.linear(f"layers.{layer}.mlp.gate_up", self.norm(f"layers.{layer}.mlp_norm", x))
-        return self.linear(f"layers.{layer}.mlp.down", 0.5 * hidden * (1 + erf(hidden / np.sqrt(2))))
+        return self.mlp(f"layers.{layer}.mlp", self.norm(f"layers.{layer}.mlp_norm", x))
+
+    def mlp(self, name, x):
+        hidden = self.linear(f"{name}.gate_up", x)
+        return self.linear(f"{name}.down", 0.5 * hidden * (1 + erf(hidden / np.sqrt(2))))
+
+    def pool(self, x, sizes, first):
+        """x: [n, D], of which the tokens from `first` on are made of patches."""
+
+        def mean(x):
+            return (x[first:] * sizes[first:, None]).sum(0) / self.config.patches
+
+        normed = self.norm("norm", x)
+        match self.config.pooling:
+            case ImagePooling.CLS:
+                return normed[0]
+            case ImagePooling.MEAN:
+                return self.norm("norm", mean(x))
+            case ImagePooling.NORMED_MEAN:
+                return mean(normed)
+            case ImagePooling.CLS_AND_MEAN:
+                return np.concatenate((normed[0], mean(normed)))
+            case ImagePooling.CLASS_TOKENS:
+                return normed[: self.config.class_tokens].reshape(-1)
+            case ImagePooling.ATTENTION:
+                return self.attention_pool(normed[first:], sizes[first:])
+
+    def attention_pool(self, x, sizes):
+        k, v = np.split(self.linear("attention_pooling.kv", x), 2, axis=1)
+        query, heads, mixed = self.leaves["attention_pooling.query.table"][0], self.config.pooling_heads, []
+        of_heads = zip(np.split(query, heads), np.split(k, heads, 1), np.split(v, heads, 1), strict=True)
+        for head_q, head_k, head_v in of_heads:
+            weights = np.exp(head_k @ head_q / np.sqrt(len(head_q))) * sizes
+            mixed.append(weights @ head_v / weights.sum())
+        y = self.linear("attention_pooling.out", np.concatenate(mixed))
+        return y + self.mlp("attention_pooling.mlp", self.norm("attention_pooling.norm", y))
 
     def logits(self, image, merges=(), prompts=None, mode=PromptMode.REPLACE):
         """merges: of each layer. prompts: [layers, PROMPTS, D]."""
-        x = self.tokens(image)
+        x, first = self.tokens(image), self.config.first_patch
         sizes, kept_prompts = np.ones(len(x)), 0  # kept_prompts: those among the tokens
         for layer in range(self.config.layers):
             if prompts is not None:
                 dropped = kept_prompts if mode is PromptMode.REPLACE else 0
-                x = np.concatenate((x[:1], prompts[layer], x[1 + dropped :]))
-                sizes = np.concatenate((sizes[:1], np.ones(PROMPTS), sizes[1 + dropped :]))
+                x = np.concatenate((x[:first], prompts[layer], x[first + dropped :]))
+                sizes = np.concatenate((sizes[:first], np.ones(PROMPTS), sizes[first + dropped :]))
                 kept_prompts += PROMPTS - dropped
             added, keys = self.attend(layer, x, sizes)
             x = x + added
-            others = np.r_[0, 1 + kept_prompts : len(x)]  # the class token, and what may be merged
+            protected = first + kept_prompts
+            kept = min(1, protected)  # ToMe's class token, which decides what is at an even place
+            others = np.r_[0:kept, protected : len(x)]
             if merges:
-                merged, merged_sizes = merge(x[others], sizes[others], keys[others], merges[layer])
-                x = np.concatenate((merged[:1], x[1 : 1 + kept_prompts], merged[1:]))
-                sizes = np.concatenate((merged_sizes[:1], sizes[1 : 1 + kept_prompts], merged_sizes[1:]))
+                merged, merged_sizes = merge(x[others], sizes[others], keys[others], merges[layer], kept)
+                x = np.concatenate((merged[:kept], x[kept:protected], merged[kept:]))
+                sizes = np.concatenate((merged_sizes[:kept], sizes[kept:protected], merged_sizes[kept:]))
             x = x + self.feed_forward(layer, x)
         assert sizes.sum() == self.config.tokens + kept_prompts
-        pooled = x[0]
-        if self.config.pooling is Pooling.MEAN:
-            pooled = (x[1 + kept_prompts :] * sizes[1 + kept_prompts :, None]).sum(0) / self.config.patches
-        return self.linear("head", self.norm("norm", pooled))
+        return self.linear("head", self.pool(x, sizes, first + kept_prompts))
 
 
-def merge(x, sizes, keys, r):
-    """ToMe, pair by pair. x: [n, D], a class token first."""
-    r = min(r, (len(x) - 1) // 2)
+def merge(x, sizes, keys, r, kept):
+    """ToMe, pair by pair. x: [n, D], `kept` class tokens (0 or 1) first."""
+    r = min(r, (len(x) - kept) // 2)
     units = keys / np.linalg.norm(keys, axis=1, keepdims=True)
     pairs = []  # the most similar one at an odd place of each token at an even place, except the class token
-    for a in range(2, len(x), 2):
+    for a in range(2 * kept, len(x), 2):
         cosines = units[1::2] @ units[a]
         pairs.append((-cosines.max(), a, 1 + 2 * int(cosines.argmax())))
     sums, sizes, gone = x * sizes[:, None], sizes.copy(), set()
@@ -176,17 +221,27 @@ def test_merged(config, r, schedule):
     check(config, TokenAdaptation(merges=schedule.merges(r, config.layers)))
 
 
-@pytest.mark.parametrize("pooling", Pooling)
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("mode", PromptMode)
 def test_prompts(mode, pooling):
-    config = dataclasses.replace(SHALLOW, pooling=pooling)
-    check(config, TokenAdaptation(prompts=PROMPTS, prompt_mode=mode), prompts_of(config))
+    check(POOLINGS[pooling], TokenAdaptation(prompts=PROMPTS, prompt_mode=mode), prompts_of(POOLINGS[pooling]))
+
+
+@pytest.mark.parametrize("pooling", ["cls_and_mean", "class_tokens", "attention", "normed_mean"])
+def test_other_tokens_and_poolings(pooling):
+    """Level 0, merging alone, and merging beside prompts."""
+    config = POOLINGS[pooling]
+    assert config.feature_width == leaves_of(config)["head.weight"].shape[1]
+    check(config, NO_ADAPTATION)
+    check(config, TokenAdaptation(merges=(5, 6, 3)))
+    accumulated = TokenAdaptation(prompts=PROMPTS, prompt_mode=PromptMode.ACCUMULATE, merges=(5, 6, 3))
+    check(config, accumulated, prompts_of(config))
 
 
 @pytest.mark.parametrize("mode", PromptMode)
 def test_prompts_and_merging(mode):
     """Where merging changes the order of tokens, prompts stay in their places."""
-    config = dataclasses.replace(SHALLOW, pooling=Pooling.MEAN)
+    config = dataclasses.replace(SHALLOW, pooling=ImagePooling.MEAN)
     check(config, TokenAdaptation(prompts=PROMPTS, prompt_mode=mode, merges=(5, 6, 3)), prompts_of(config))
 
 
@@ -282,12 +337,17 @@ def test_prompts_that_do_not_fit():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dataclasses.replace(BASE, image_size=225), "image_size=225 is not a multiple of patch_size=16"),
+        (lambda: dataclasses.replace(BASE, image_size=15), "image_size=15 is less than patch_size=16"),
         (lambda: dataclasses.replace(BASE, patch_size=0), "patch_size must be >= 1, got 0"),
-        (lambda: dataclasses.replace(BASE, labels=()), "labels must be a tuple"),
+        (lambda: dataclasses.replace(BASE, labels="ab"), "labels must be a tuple"),
+        (lambda: dataclasses.replace(BASE, class_tokens=0), "pooling=cls needs a class token"),
+        (lambda: dataclasses.replace(BASE, registers=-1), "registers=-1 must be >= 0"),
+        (lambda: dataclasses.replace(BASE, pooling_heads=2), "pooling_heads=2 must divide embed=768 .* and be 0"),
+        (lambda: dataclasses.replace(BASE, pooling=ImagePooling.ATTENTION), "pooling_heads=0 must divide embed=768"),
+        (lambda: PositionGrid(side=0), "PositionGrid.side must be >= 1"),
         (lambda: dataclasses.replace(BASE, layers=0), "layers must be >= 1"),
-        (lambda: dataclasses.replace(BASE, pixel_deviation=(0.5, 0.0, 0.5)), "deviations > 0"),
-        (lambda: dataclasses.replace(BASE, pixel_mean=(0.5,)), "a number for each of red, green and blue"),
+        (lambda: PreprocessingConfig(deviation=(0.5, 0.0, 0.5)), "deviations > 0"),
+        (lambda: PreprocessingConfig(mean=(0.5,)), "a number for each of red, green and blue"),
         (
             lambda: dataclasses.replace(BASE, attention=dataclasses.replace(BASE.attention, windows=(8,))),
             r"windows=\(8,\) is not implemented",

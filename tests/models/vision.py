@@ -9,7 +9,15 @@ from flax import nnx
 
 from jaxinfer.models import ResNetConfig, ViTConfig, WeightFormat, YoloConfig
 from jaxinfer.models.abstract import Model, build_model
-from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, VisionConfig
+from jaxinfer.models.config import (
+    Activation,
+    AttentionConfig,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    PreprocessingConfig,
+    VisionConfig,
+)
 from jaxinfer.models.leaves import canonical_leaves
 
 DIRECTORY = pathlib.Path(__file__).parents[1] / "goldens/vision"
@@ -28,7 +36,7 @@ TRANSFORMER = ViTConfig(
     norm=NormConfig(kind=NormKind.LAYER, eps=1e-6),
     image_size=32,
     patch_size=8,
-    pixel_mean=(0.25, 0.5, 0.75),
+    preprocessing=PreprocessingConfig(mean=(0.25, 0.5, 0.75)),
 )
 
 

@@ -24,7 +24,7 @@ def levels_table(service: Service, name: str) -> Table:
     )
     for level in (level for level in service.levels if level <= 0 or level in task.prompts):
         accuracy, batch = service.accuracy(name, level), service.latency.seconds(level, largest)
-        _, tokens = service.adaptation(level).counts(config.tokens, config.layers)[-1]
+        _, tokens = service.adaptation(level).counts(config.tokens, config.layers, protected=config.first_patch)[-1]
         levels.add_row(
             f"{level:+d}" if level else "0",
             str(tokens),

@@ -170,10 +170,11 @@ def _vision_rows(config: "VisionConfig") -> list[tuple[str, object]]:
         shape = _layer_rows(config) + patches
     else:
         shape = [("widths", ", ".join(map(str, config.widths))), ("depths", ", ".join(map(str, config.depths)))]
+    labels = f"{len(config.labels)}: {shorten(', '.join(config.labels), 60, placeholder=' ...')}"
     return [
         *shape,
         ("images", f"{config.image_size} x {config.image_size}"),
-        ("labels", f"{len(config.labels)}: {shorten(', '.join(config.labels), 60, placeholder=' ...')}"),
+        ("labels", labels if config.labels else "none: it gives vectors alone"),
     ]
 
 

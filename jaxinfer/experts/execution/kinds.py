@@ -232,6 +232,10 @@ def kind_of(opened: OpenedModel, *, size: tuple[int, int] | None = None, tokens:
     if tokens is not None and not isinstance(config, EncoderConfig):
         raise ConfigError(f"{opened.folder}: tokens is for encoders; this is another model.")
     match config:
+        case ViTConfig(labels=()):
+            raise ConfigError(
+                f"{opened.folder}: has no head of classes, so it gives no verdicts; jaxinfer.Embedder takes it."
+            )
         case ResNetConfig() | ViTConfig():
             return Classifier(config, size)
         case YoloConfig():

@@ -12,6 +12,8 @@ from jaxinfer.models.families import (
     bloom,
     cohere,
     cohere2,
+    deit,
+    dinov2,
     distilbert,
     falcon,
     gemma2,
@@ -35,6 +37,7 @@ from jaxinfer.models.families import (
     qwen3,
     resnet,
     roberta,
+    siglip,
     smollm3,
     stablelm,
     starcoder2,
@@ -50,7 +53,7 @@ _MODULES = (
     *(olmo2, olmo3, granite, smollm3, cohere, cohere2),
     *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
     *(bert, distilbert, roberta),
-    *(resnet, vit),
+    *(resnet, vit, deit, dinov2, siglip),
 )
 FAMILIES: dict[str, Family] = {
     model_type: module.FAMILY for module in _MODULES for model_type in module.FAMILY.model_types

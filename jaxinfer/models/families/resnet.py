@@ -34,20 +34,15 @@ def _convs(config: ResNetConfig) -> Iterator[tuple[str, int, int, int]]:
             else:
                 convs = ((width, inputs, 3), (width, width, 3))
             yield from ((f"{ours}.convs.{i}", *conv) for i, conv in enumerate(convs))
-            if inputs != width or (stage and not block):
+            if inputs != width or (not block and (stage or config.stride_in_first_stage)):
                 yield f"{ours}.shortcut", width, inputs, 1
             inputs = width
 
 
 def _config(hf: Mapping[str, object]) -> ResNetConfig:
     fields = Fields(hf)
-    for name, supported in (
-        ("num_channels", 3),
-        ("hidden_act", "relu"),
-        ("downsample_in_first_stage", False),
-        ("downsample_in_bottleneck", False),
-    ):
-        fields.expect(name, supported)
+    fields.expect("num_channels", 3)
+    fields.expect("hidden_act", "relu")
     kind = fields.values.get("layer_type", "bottleneck")
     if kind not in ("basic", "bottleneck"):
         raise ValueError(f"config.json: layer_type={kind!r} is not implemented; known: basic, bottleneck.")
@@ -57,6 +52,8 @@ def _config(hf: Mapping[str, object]) -> ResNetConfig:
         widths=tuple(fields.optional(list, "hidden_sizes") or (256, 512, 1024, 2048)),
         depths=tuple(fields.optional(list, "depths") or (3, 4, 6, 3)),
         bottleneck=kind == "bottleneck",
+        stride_in_first_conv=fields.flag("downsample_in_bottleneck", default=False),
+        stride_in_first_stage=fields.flag("downsample_in_first_stage", default=False),
     )
 
 
@@ -77,4 +74,5 @@ FAMILY = Family(
     sources=lambda config: resnet_sources(config, _names, "classifier.1"),
     prefixes=("resnet.",),
     ignored=UNUSED,
+    image_processor="ConvNext",
 )

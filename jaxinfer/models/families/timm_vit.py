@@ -8,7 +8,17 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxinfer.models.config import Activation, AttentionConfig, MlpConfig, NormConfig, NormKind, Pooling, ViTConfig
+from jaxinfer.models.config import (
+    Activation,
+    AttentionConfig,
+    ImagePooling,
+    MlpConfig,
+    NormConfig,
+    NormKind,
+    PreprocessingConfig,
+    Resampling,
+    ViTConfig,
+)
 from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import Family, Shape, Source
 from jaxinfer.models.families.vision import count, numbered, outputs_of
@@ -26,7 +36,8 @@ _NOT_IMPLEMENTED = {
     "attn_pool.latent": "pooling by attention",
 }
 _HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}  # by width; others have heads of 64 features
-_POOLING = {"token": Pooling.CLS, "avg": Pooling.MEAN}
+_CROP_SHARE = 0.875  # of a directory that does not say
+_POOLING = {"token": ImagePooling.CLS, "avg": ImagePooling.MEAN}
 
 
 def _config(shapes: Mapping[str, Shape]) -> ViTConfig:
@@ -44,7 +55,7 @@ def _config(shapes: Mapping[str, Shape]) -> ViTConfig:
         layers=count(shapes, "blocks.", ".norm1.weight"),
         image_size=patch_size * patches,
         patch_size=patch_size,
-        pooling=Pooling.MEAN if "fc_norm.weight" in shapes else Pooling.CLS,
+        pooling=ImagePooling.MEAN if "fc_norm.weight" in shapes else ImagePooling.CLS,
         attention=AttentionConfig(
             q_heads=heads,
             kv_heads=heads,
@@ -96,18 +107,39 @@ def with_directory(config: ViTConfig, hf: Mapping[str, object]) -> ViTConfig:
     return dataclasses.replace(
         config,
         attention=dataclasses.replace(config.attention, q_heads=heads, kv_heads=heads, head_dim=head_dim),
-        pixel_mean=pretrained.colours("mean") or config.pixel_mean,
-        pixel_deviation=pretrained.colours("std") or config.pixel_deviation,
+        preprocessing=_preprocessing(pretrained, config),
+    )
+
+
+def _preprocessing(pretrained: Fields, config: ViTConfig) -> PreprocessingConfig:
+    """Return how timm evaluates: the shorter side is resized, or with "squash" both, and the middle is cropped."""
+    interpolation = pretrained.optional(str, "interpolation") or Resampling.BICUBIC
+    mode = pretrained.optional(str, "crop_mode") or "center"
+    for name, value, known in (
+        ("interpolation", interpolation, ("bilinear", "bicubic", "lanczos")),
+        ("crop_mode", mode, ("center", "squash")),
+    ):
+        if value not in known:
+            raise ValueError(f"config.json: {name}={value!r} is not implemented; known: {', '.join(known)}.")
+    share = pretrained.number("crop_pct", default=_CROP_SHARE)
+    if not 0 < share <= 1:
+        raise ValueError(f"config.json: crop_pct={share} must be in (0, 1]; correct it.")
+    return PreprocessingConfig(
+        resampling=Resampling(interpolation),
+        resized=math.floor(config.image_size / share),
+        keep_ratio=mode == "center",
+        mean=pretrained.colours("mean") or config.preprocessing.mean,
+        deviation=pretrained.colours("std") or config.preprocessing.deviation,
     )
 
 
 def _sources(config: ViTConfig) -> dict[str, Source]:
-    last = "fc_norm" if config.pooling is Pooling.MEAN else "norm"
+    last = "fc_norm" if config.pooling is ImagePooling.MEAN else "norm"
     return vit_sources(config, dataclasses.replace(_NAMES, norm=last))
 
 
 _NAMES = Names(
-    class_token="cls_token",
+    class_tokens=("cls_token",),
     positions="pos_embed",
     patches="patch_embed.proj",
     layers="blocks",

@@ -55,6 +55,25 @@ def labels_of(fields: Fields) -> tuple[str, ...]:
     return tuple(names[i] for i in sorted(names, key=int)) or numbered(fields.integer("num_labels", default=2))
 
 
+def labels_by_head(fields: Fields, heads: tuple[str, ...], backbones: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the labels of a checkpoint with a head of classes; none for a backbone without one.
+
+    Args:
+      fields: of `config.json`; without `architectures` in it the first of `heads` is taken.
+      heads: the architectures with a head of classes.
+      backbones: those without.
+    """
+    architectures = fields.optional(list, "architectures") or [heads[0]]
+    if architectures[0] in backbones:
+        return ()
+    if architectures[0] not in heads:
+        raise ValueError(
+            f"{fields.file}: architectures={architectures!r} is not implemented; known: {', '.join(heads + backbones)}."
+        )
+    fields.expect("problem_type", "single_label_classification")
+    return labels_of(fields)
+
+
 def outputs_of(shapes: Mapping[str, Shape], name: str) -> int:
     """Return the outputs of a convolution or linear by its weight's name. Raises ValueError if there is none."""
     if not shapes.get(name):

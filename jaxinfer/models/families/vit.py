@@ -1,7 +1,8 @@
-"""The vision transformer as `transformers` has it, and the parts that timm's uses too."""
+"""The vision transformer as `transformers` has it, and the parts that its relatives use too."""
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from jaxinfer.models.families.fields import Fields
 from jaxinfer.models.families.mapping import (
     Family,
     Source,
+    alternate_from_fused,
     by_kv_head,
     by_kv_head_from_fused,
     linear,
@@ -17,10 +19,7 @@ from jaxinfer.models.families.mapping import (
     only,
     qkv_rows,
 )
-from jaxinfer.models.families.vision import labels_of
-
-PREPROCESSOR = "preprocessor_config.json"
-"""The file beside `config.json` that says how images become pixels."""
+from jaxinfer.models.families.vision import labels_by_head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +27,17 @@ class Names:
     """The names of the parts of a ViT.
 
     Attributes:
+      class_tokens: of each class token.
+      registers: all in one tensor; empty: none.
       layers: what comes before the number of a layer; its parts follow.
       qkv: the projections of queries, keys and values, or a single one of all queries, all keys, all values.
+      up: the MLP's first projection; if it is gated, of all gates, then all ups.
+      scales: layer scale after attention, and after the MLP; empty: none.
+      head: empty: the family has sources of its own for it.
     """
 
-    class_token: str
+    class_tokens: tuple[str, ...] = ()
+    registers: str = ""
     positions: str
     patches: str
     layers: str
@@ -42,38 +47,65 @@ class Names:
     mlp_norm: str
     up: str
     down: str
+    scales: tuple[str, str] | tuple[()] = ()
     norm: str
     head: str
 
 
 def vit_sources(config: ViTConfig, names: Names) -> dict[str, Source]:
     """Return the tensors of a ViT whose parts have these names."""
-    attention, embed, hidden, side = config.attention, config.embed, config.mlp.hidden, config.patch_size
-    width, rows, join = attention.q_heads * attention.head_dim, qkv_rows(attention), by_kv_head(attention)
-    if len(names.qkv) == 1:
-        rows, join = (sum(rows),), by_kv_head_from_fused(attention)
+    embed, side = config.embed, config.patch_size
+    grid_side = config.position_grid.side if config.position_grid else config.grid_side
+    positions, tokens = config.class_tokens + grid_side**2, len(names.class_tokens)
     sources = {
         "patches.weight": Source((f"{names.patches}.weight",), ((embed, 3, side, side),), _by_pixel),
         "patches.bias": Source((f"{names.patches}.bias",), ((embed,),), only),
-        "class_token.table": Source((names.class_token,), ((1, 1, embed),), _first),
-        "positions.table": Source((names.positions,), ((1, config.tokens, embed),), _first),
+        "positions.table": Source((names.positions,), ((1, positions, embed),), _first),
     }
+    if tokens:
+        sources["class_token.table"] = Source(names.class_tokens, ((1, 1, embed),) * tokens, _rows)
+    if config.registers:
+        sources["registers.table"] = Source((names.registers,), ((1, config.registers, embed),), _first)
     for i in range(config.layers):
-        ours, theirs = f"layers.{i}", f"{names.layers}.{i}"
-        qkv = tuple(f"{theirs}.{name}" for name in names.qkv)
-        sources |= (
-            norm(f"{ours}.attention_norm", f"{theirs}.{names.attention_norm}", embed, bias=True)
-            | linear(f"{ours}.attention.qkv", qkv, rows, embed, bias=attention.qkv_bias, combine=join)
-            | linear(f"{ours}.attention.out", (f"{theirs}.{names.out}",), (embed,), width, bias=True)
-            | norm(f"{ours}.mlp_norm", f"{theirs}.{names.mlp_norm}", embed, bias=True)
-            | linear(f"{ours}.mlp.gate_up", (f"{theirs}.{names.up}",), (hidden,), embed, bias=True)
-            | linear(f"{ours}.mlp.down", (f"{theirs}.{names.down}",), (embed,), hidden, bias=True)
-        )
-    return (
-        sources
-        | norm("norm", names.norm, embed, bias=True)
-        | linear("head", (names.head,), (len(config.labels),), embed, bias=True)
+        sources |= _layer_sources(config, names, f"layers.{i}", f"{names.layers}.{i}")
+    sources |= norm("norm", names.norm, embed, bias=True)
+    if names.head and config.labels:
+        sources |= linear("head", (names.head,), (len(config.labels),), config.feature_width, bias=True)
+    return sources
+
+
+def _layer_sources(config: ViTConfig, names: Names, ours: str, theirs: str) -> dict[str, Source]:
+    attention, embed, hidden = config.attention, config.embed, config.mlp.hidden
+    width, rows, join = attention.q_heads * attention.head_dim, qkv_rows(attention), by_kv_head(attention)
+    if len(names.qkv) == 1:
+        rows, join = (sum(rows),), by_kv_head_from_fused(attention)
+    qkv = tuple(f"{theirs}.{name}" for name in names.qkv)
+    gate_up, combine = (2 * hidden, alternate_from_fused) if config.mlp.gated else (hidden, only)
+    last = (("attention.out", names.out, width), ("mlp.down", names.down, hidden))
+    sources = (
+        norm(f"{ours}.attention_norm", f"{theirs}.{names.attention_norm}", embed, bias=True)
+        | linear(f"{ours}.attention.qkv", qkv, rows, embed, bias=attention.qkv_bias, combine=join)
+        | norm(f"{ours}.mlp_norm", f"{theirs}.{names.mlp_norm}", embed, bias=True)
+        | linear(f"{ours}.mlp.gate_up", (f"{theirs}.{names.up}",), (gate_up,), embed, bias=True, combine=combine)
     )
+    for place, (leaf, name, inputs) in enumerate(last):
+        sources |= linear(f"{ours}.{leaf}", (f"{theirs}.{name}",), (embed,), inputs, bias=True)
+        if names.scales:
+            scale = f"{theirs}.{names.scales[place]}"
+            sources |= {
+                part: _scaled(sources[part], scale) for part in (f"{ours}.{leaf}.weight", f"{ours}.{leaf}.bias")
+            }
+    return sources
+
+
+def _scaled(source: Source, scale: str) -> Source:
+    """Multiply the outputs of a linear by layer scale (arXiv:2103.17239, eq. 4), in float32."""
+
+    def combine(array: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return (array.astype(np.float32).T * scale.astype(np.float32)).T
+
+    rows = source.shapes[0][:1]
+    return Source((*source.names, scale), (*source.shapes, rows), combine)
 
 
 def _by_pixel(weight: np.ndarray) -> np.ndarray:
@@ -86,22 +118,28 @@ def _first(table: np.ndarray) -> np.ndarray:
     return table[0]
 
 
-def _config(hf: Mapping[str, object]) -> ViTConfig:
-    fields = Fields(hf)
-    classifier = "ViTForImageClassification"
-    if classifier not in (classes := fields.optional(list, "architectures") or [classifier]):
-        raise ValueError(
-            f"config.json: architectures={classes!r} has no head of classes; use a checkpoint of {classifier}."
-        )
+def _rows(*tokens: np.ndarray) -> np.ndarray:
+    """[1, 1, D] each -> [tokens, D]."""
+    return np.concatenate(tokens)[:, 0]
+
+
+def vit_config(
+    fields: Fields, *, patch_size: int = 16, eps: float, mlp: MlpConfig | None = None, **ours: Any
+) -> ViTConfig:
+    """Return the config of a ViT by the fields that its relatives have in common.
+
+    Args:
+      patch_size, eps: the family's defaults.
+      mlp: None: by `intermediate_size` and `hidden_act`.
+      ours: fields of `ViTConfig`.
+    """
     fields.expect("num_channels", 3)
-    fields.expect("problem_type", "single_label_classification")
     embed, heads = fields.integer("hidden_size", default=768), fields.integer("num_attention_heads", default=12)
     return ViTConfig(
-        labels=labels_of(fields),
         embed=embed,
         layers=fields.integer("num_hidden_layers", default=12),
         image_size=fields.side("image_size", default=224),
-        patch_size=fields.side("patch_size", default=16),
+        patch_size=fields.side("patch_size", default=patch_size),
         attention=AttentionConfig(
             q_heads=heads,
             kv_heads=heads,
@@ -109,51 +147,24 @@ def _config(hf: Mapping[str, object]) -> ViTConfig:
             qkv_bias=fields.flag("qkv_bias", default=True),
             out_bias=True,
         ),
-        mlp=MlpConfig(
+        mlp=mlp
+        or MlpConfig(
             hidden=fields.integer("intermediate_size", default=3072),
             activation=fields.activation("hidden_act", default="gelu"),
             bias=True,
         ),
-        norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_eps", default=1e-12)),
+        norm=NormConfig(kind=NormKind.LAYER, eps=fields.number("layer_norm_eps", default=eps)),
+        **ours,
     )
 
 
-def with_preprocessor(config: ViTConfig, preprocessor: Mapping[str, object]) -> ViTConfig:
-    """Return the config with what `preprocessor_config.json` says of pixels.
-
-    How it resizes is ignored: ours is bilinear to a square (`models/images.py`). Raises ValueError if it makes images
-    of another size, or scales other than to [0, 1].
-    """
-    fields = Fields(preprocessor, PREPROCESSOR)
-    fields.expect("do_rescale", True)
-    factor = fields.number("rescale_factor", default=1 / 255)
-    if abs(255 * factor - 1) > 1e-6:
-        raise ValueError(f"{PREPROCESSOR}: rescale_factor={factor!r} is not implemented, only 1 / 255.")
-    _check_size(fields, config)
-    if not fields.flag("do_normalize", default=True):
-        return dataclasses.replace(config, pixel_mean=(0.0,) * 3, pixel_deviation=(1.0,) * 3)
-    return dataclasses.replace(
-        config,
-        pixel_mean=fields.colours("image_mean") or config.pixel_mean,
-        pixel_deviation=fields.colours("image_std") or config.pixel_deviation,
-    )
+def _config(hf: Mapping[str, object]) -> ViTConfig:
+    fields = Fields(hf)
+    return vit_config(fields, eps=1e-12, labels=labels_by_head(fields, ("ViTForImageClassification",), ("ViTModel",)))
 
 
-def _check_size(fields: Fields, config: ViTConfig) -> None:
-    if not fields.flag("do_resize", default=True):
-        return
-    name = "crop_size" if fields.flag("do_center_crop", default=False) else "size"
-    value = fields.values.get(name)
-    sides = set(value.values()) if isinstance(value, dict) else {value}  # height and width, or the shortest edge
-    if sides - {None, config.image_size}:
-        raise ValueError(
-            f"{PREPROCESSOR}: {name}={value!r} does not fit images of {config.image_size} pixels in config.json; "
-            "use the files of the same checkpoint."
-        )
-
-
-_NAMES = Names(
-    class_token="embeddings.cls_token",
+NAMES = Names(
+    class_tokens=("embeddings.cls_token",),
     positions="embeddings.position_embeddings",
     patches="embeddings.patch_embeddings.projection",
     layers="layers",
@@ -167,19 +178,25 @@ _NAMES = Names(
     head="classifier",
 )
 
+PROJECTIONS = (
+    ("attention.attention.query", "attention.q_proj"),
+    ("attention.attention.key", "attention.k_proj"),
+    ("attention.attention.value", "attention.v_proj"),
+    ("attention.output.dense", "attention.o_proj"),
+)
+RENAMED = (  # what checkpoints have; transformers 5 has the names above in memory
+    ("encoder.layer.", "layers."),
+    *PROJECTIONS,
+    ("intermediate.dense", "mlp.fc1"),
+    ("output.dense", "mlp.fc2"),
+)
+
 FAMILY = Family(
     model_types=("vit",),
     config=_config,
-    sources=lambda config: vit_sources(config, _NAMES),
+    sources=lambda config: vit_sources(config, NAMES),
     prefixes=("vit.",),
     ignored=r"pooler\..*|embeddings\.mask_token",  # of other heads
-    renamed=(  # what checkpoints have; transformers 5 has the names above in memory
-        ("encoder.layer.", "layers."),
-        ("attention.attention.query", "attention.q_proj"),
-        ("attention.attention.key", "attention.k_proj"),
-        ("attention.attention.value", "attention.v_proj"),
-        ("attention.output.dense", "attention.o_proj"),
-        ("intermediate.dense", "mlp.fc1"),
-        ("output.dense", "mlp.fc2"),
-    ),
+    renamed=RENAMED,
+    image_processor="ViT",
 )

@@ -18,7 +18,15 @@ from rich.filesize import decimal
 
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, read_file
 from jaxinfer.checkpoints.huggingface import SafetensorsFolder, read_json
-from jaxinfer.models.config import EncoderConfig, ModelConfig, Pooling, VisionConfig, ViTConfig, YoloConfig
+from jaxinfer.models.config import (
+    EncoderConfig,
+    ModelConfig,
+    Pooling,
+    ResNetConfig,
+    VisionConfig,
+    ViTConfig,
+    YoloConfig,
+)
 from jaxinfer.models.devices import host_device
 from jaxinfer.models.families import (
     Family,
@@ -28,9 +36,9 @@ from jaxinfer.models.families import (
     is_timm,
     plan,
     recognise,
-    vit,
     yolov5,
 )
+from jaxinfer.models.families.image_processors import PREPROCESSOR, with_preprocessor
 from jaxinfer.models.files.description import CONFIG, Description, parse_dtype, parse_quantization
 from jaxinfer.models.files.tokenizer_files import CHAT_TEMPLATES, COPIED, OLDER, TOKENIZER, tokenizer_files
 from jaxinfer.models.leaves import canonical_leaves, quantized_format, scale_name
@@ -129,7 +137,7 @@ class HuggingFaceModel:
 
 def beside_weights(names: Collection[str]) -> list[str]:
     """Return those files of a Hugging Face directory that are read beside its weights."""
-    read = {CONFIG, GENERATION, vit.PREPROCESSOR, POOLING, LABELS, TOKENIZER, *COPIED}
+    read = {CONFIG, GENERATION, PREPROCESSOR, POOLING, LABELS, TOKENIZER, *COPIED}
     if TOKENIZER not in names:
         read |= set(OLDER)
     return [
@@ -259,7 +267,7 @@ def _quantize(matrix: np.ndarray, quantized: QuantizedFormat) -> tuple[np.ndarra
 def describe_fields(path: pathlib.Path, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
     """Return the family and the model of a directory, by the fields of its `config.json` and the files beside it."""
     family = family_of(fields)
-    return family, _with_preprocessor(path, _with_pooling(path, family.config(fields)))
+    return family, _with_preprocessor(path, _with_pooling(path, family.config(fields)), family)
 
 
 def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
@@ -274,10 +282,12 @@ def _with_pooling(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, pooling=known[modes.pop()])
 
 
-def _with_preprocessor(path: pathlib.Path, config: ModelConfig) -> ModelConfig:
-    """Return a ViT's config with how its pixels are normalised, if there is a file that says so."""
-    fields = read_json(path / vit.PREPROCESSOR)
-    return vit.with_preprocessor(config, fields) if fields and isinstance(config, ViTConfig) else config
+def _with_preprocessor(path: pathlib.Path, config: ModelConfig, family: Family) -> ModelConfig:
+    """Return the config of a model of images with how they become pixels, if there is a file that says so."""
+    fields = read_json(path / PREPROCESSOR)
+    if not fields or not isinstance(config, ResNetConfig | ViTConfig):
+        return config
+    return with_preprocessor(config, fields, family.image_processor)
 
 
 def _with_labels(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:

@@ -97,8 +97,9 @@ class Description:
             )
         try:
             file_fields = msgspec.json.decode(content, type=_ConfigFile)
-            config = msgspec.convert(file_fields.config, KINDS[file_fields.kind])
-            if unknown := sorted(_unknown_fields(file_fields.config, msgspec.to_builtins(config), "config")):
+            fields = _with_preprocessing(file_fields.config)
+            config = msgspec.convert(fields, KINDS[file_fields.kind])
+            if unknown := sorted(_unknown_fields(fields, msgspec.to_builtins(config), "config")):
                 raise ValueError(f"unknown fields {', '.join(unknown)}")
         except ValueError as error:
             raise CheckpointError(
@@ -126,6 +127,16 @@ def require_transformer(folder: str | os.PathLike[str], config: ModelConfig) -> 
             f"{folder} holds a model of images ({kind_of(config)}), which has no text; name a model of text."
         )
     return config
+
+
+def _with_preprocessing(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config with those that ViTs had before `preprocessing` where they are now."""
+    moved = {"pixel_mean": "mean", "pixel_deviation": "deviation"}
+    given = {moved[name]: value for name, value in fields.items() if name in moved}
+    if not given:
+        return fields
+    kept = {name: value for name, value in fields.items() if name not in moved}
+    return kept | {"preprocessing": kept.get("preprocessing", {}) | given}
 
 
 def _unknown_fields(given: dict[str, Any], known: dict[str, Any], where: str) -> Iterator[str]:

@@ -6,13 +6,14 @@ from pathlib import Path
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.huggingface import read_json
 from jaxinfer.models.config import VisionConfig
-from jaxinfer.models.families import is_timm, vit
+from jaxinfer.models.families import is_timm
 from jaxinfer.models.families.fields import surveyed
+from jaxinfer.models.families.image_processors import PREPROCESSOR
 from jaxinfer.models.files.conversion import GENERATION, POOLING, HuggingFaceModel, describe_fields
 from jaxinfer.models.files.description import CONFIG, DTYPES, Description
 from jaxinfer.models.files.tokenizer_files import tokenizer_files
 
-BESIDE_CONFIG = (GENERATION, POOLING, vit.PREPROCESSOR, "tokenizer_config.json")
+BESIDE_CONFIG = (GENERATION, POOLING, PREPROCESSOR, "tokenizer_config.json")
 """Small files beside `config.json` that say more of a model."""
 
 

@@ -110,7 +110,7 @@ class TokenAdaptation:
           positions: the model's.
           prompts: those of each layer for each row, [B, layers, self.prompts, D]; None if there are none.
           sizes: float32 [B, T], 0 for padding, else 1; None: no padding.
-          protected: the first tokens, which are not merged (1: the class token); prompts come after the first one.
+          protected: the first tokens, which are not merged (1: the class token); prompts come after them.
         Returns: tokens [B, N, D]; their sizes, float32 [B, N], or None where all are 1; and how many come first that
           are protected.
         """
@@ -118,13 +118,14 @@ class TokenAdaptation:
             raise ValueError(
                 f"{self.prompts} prompts a layer are needed, got {None if prompts is None else prompts.shape}."
             )
+        first = protected  # where prompts are
         for index, layer in enumerate(layers):
             if prompts is not None:
-                kept = x[:, 1:] if self._adds_prompts(index) else x[:, 1 + self.prompts :]
+                kept = x[:, first:] if self._adds_prompts(index) else x[:, first + self.prompts :]
                 if self._adds_prompts(index):
                     protected += self.prompts
-                    sizes = _with_prompts(sizes, self.prompts)
-                x = jnp.concatenate((x[:, :1], prompts[:, index].astype(x.dtype), kept), axis=1)
+                    sizes = _with_prompts(sizes, self.prompts, first)
+                x = jnp.concatenate((x[:, :first], prompts[:, index].astype(x.dtype), kept), axis=1)
             context = _context(x, sizes, positions)
             r = min(self._merged(index), max(0, x.shape[1] - protected) // 2)
             if r == 0:
@@ -166,9 +167,9 @@ def _context(x: jax.Array, sizes: jax.Array | None, positions: PositionsConfig) 
     return context._replace(key_sizes=sizes, padded=False)
 
 
-def _with_prompts(sizes: jax.Array | None, prompts: int) -> jax.Array | None:
-    """Insert ones after the first size of each row."""
+def _with_prompts(sizes: jax.Array | None, prompts: int, first: int) -> jax.Array | None:
+    """Insert ones after the first sizes of each row."""
     if sizes is None:
         return None
     ones = jnp.ones((sizes.shape[0], prompts), sizes.dtype)
-    return jnp.concatenate((sizes[:, :1], ones, sizes[:, 1:]), axis=1)
+    return jnp.concatenate((sizes[:, :first], ones, sizes[:, first:]), axis=1)

@@ -1,4 +1,4 @@
-"""The image classifier: ResNet v1.5 (arXiv:1512.03385), for inference, batch normalisation folded.
+"""The image classifier: ResNet (arXiv:1512.03385), for inference, batch normalisation folded.
 
 images -> stem 7x7/2 -> max pool 3x3/2 -> stages of blocks -> mean over all places -> head -> softmax
 """
@@ -10,7 +10,7 @@ from flax import nnx
 from jaxinfer.models.config import ResNetConfig
 from jaxinfer.models.layers.convolution import Conv, max_pool
 from jaxinfer.models.layers.linear import Linear
-from jaxinfer.models.vision.images import check_images, normalised_pixels
+from jaxinfer.models.vision.images import check_images, preprocessed
 from jaxinfer.models.weight_format import WeightFormat
 
 
@@ -30,7 +30,8 @@ class ResNet(nnx.Module):
                             width,
                             weights,
                             bottleneck=cfg.bottleneck,
-                            stride=2 if first and stage else 1,
+                            stride=2 if first and (stage or cfg.stride_in_first_stage) else 1,
+                            stride_in_first_conv=cfg.stride_in_first_conv,
                             rngs=rngs,
                         )
                         for first in [True] + [False] * (depth - 1)
@@ -46,7 +47,8 @@ class ResNet(nnx.Module):
         """Return the probabilities of the classes, float32 [B, classes].
 
         Args:
-          images: uint8 [B, H, W, 3], RGB; resized to `cfg.image_size` if they have another size.
+          images: uint8 [B, H, W, 3], RGB; those of another size than `cfg.image_size` are resized as
+            `cfg.preprocessing` says.
         """
         return jax.nn.softmax(self.logits(images), axis=-1)
 
@@ -57,7 +59,7 @@ class ResNet(nnx.Module):
     def features(self, images: jax.Array) -> jax.Array:
         """Return the head's input, the last stage's means over all places, [B, widths[-1]]; images as above."""
         check_images(images)
-        x = normalised_pixels(images, self.cfg.image_size).astype(self.dtype)
+        x = preprocessed(images, self.cfg.image_size, self.cfg.preprocessing).astype(self.dtype)
         x = max_pool(nnx.relu(self.stem(x)), size=3, stride=2)
         for stage in self.stages:
             for block in stage:
@@ -68,18 +70,28 @@ class ResNet(nnx.Module):
 class Block(nnx.Module):
     """Convolutions of x added to x, [B, H, W, inputs] -> [B, H / stride, W / stride, outputs].
 
-    The stride is that of the first 3x3 convolution. Where the shape changes, x is projected.
+    The stride is that of the first 3x3 convolution, or (`stride_in_first_conv`) of a bottleneck's first one. Where the
+    shape changes, x is projected.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, weights: WeightFormat, *, bottleneck: bool, stride: int, rngs: nnx.Rngs
+        self,
+        inputs: int,
+        outputs: int,
+        weights: WeightFormat,
+        *,
+        bottleneck: bool,
+        stride: int,
+        stride_in_first_conv: bool,
+        rngs: nnx.Rngs,
     ):
         def conv(n_in: int, n_out: int, size: int, stride: int = 1) -> Conv:
             return Conv(n_in, n_out, weights, size=size, stride=stride, rngs=rngs)
 
         if bottleneck:
             inner = outputs // 4
-            convs = [conv(inputs, inner, 1), conv(inner, inner, 3, stride), conv(inner, outputs, 1)]
+            strides = (stride, 1) if stride_in_first_conv else (1, stride)
+            convs = [conv(inputs, inner, 1, strides[0]), conv(inner, inner, 3, strides[1]), conv(inner, outputs, 1)]
         else:
             convs = [conv(inputs, outputs, 3, stride), conv(outputs, outputs, 3)]
         self.convs = nnx.List(convs)
