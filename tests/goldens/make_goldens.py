@@ -85,6 +85,10 @@ LATER_NAMES = (
     ("vision_tower", "model.vision_tower"),
     ("multi_modal_projector", "model.multi_modal_projector"),
 )
+GEMMA_SEEING = {
+    "vision_config": VISION | {"model_type": "siglip_vision_model", "image_size": 4, "patch_size": 2},
+    "mm_tokens_per_image": 4,
+}
 SEES = {"class": "Mistral3ForConditionalGeneration"}
 
 
@@ -507,6 +511,23 @@ GOLDENS: dict[str, tuple[dict, dict]] = {
         )
         | {"original_max_position_embeddings": 64, "pad_token_id": 0, "hidden_size": 32},
         {},
+    ),
+    "gemma3_sees": (
+        {
+            "text_config": LLAMA
+            | {"num_hidden_layers": 7, "head_dim": 8, "sliding_window": 5, "model_type": "gemma3_text"}
+        }
+        | GEMMA_SEEING,
+        {"class": "Gemma3ForConditionalGeneration"},
+    ),
+    "gemma3_awkward": (
+        {
+            "text_config": LLAMA
+            | {"vocab_size": 53, "num_key_value_heads": 1, "head_dim": 12, "sliding_window": 3}
+            | {"model_type": "gemma3_text"}
+        }
+        | GEMMA_SEEING,
+        {"class": "Gemma3ForConditionalGeneration", "bf16": True, "rename": LATER_NAMES},
     ),
 }
 ENCODERS = ("bert", "distilbert", "roberta")

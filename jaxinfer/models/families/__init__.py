@@ -18,6 +18,7 @@ from jaxinfer.models.families import (
     falcon,
     gemma2,
     gemma3,
+    gemma3_text,
     glm,
     glm4,
     gpt2,
@@ -49,8 +50,8 @@ from jaxinfer.models.families import (
 from jaxinfer.models.families.mapping import Family, Shape, Source, plan
 
 _MODULES = (
-    *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3),
-    *(olmo2, olmo3, granite, smollm3, cohere, cohere2),
+    *(gpt2, gpt_neo, gptj, gpt_neox, opt, bloom, llama, mistral, qwen2, qwen3, gemma2, phi3),
+    *(gemma3, gemma3_text, olmo2, olmo3, granite, smollm3, cohere, cohere2),
     *(phi, starcoder2, falcon, glm, glm4, stablelm, mistral3),
     *(bert, distilbert, roberta),
     *(resnet, vit, deit, dinov2, siglip),

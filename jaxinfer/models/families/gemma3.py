@@ -1,57 +1,17 @@
-"""Gemma 3: Gemma 2 with normalised query and key heads, and positions of their own in layers with a window."""
+"""Gemma 3 of 4B and more: the Gemma 3 in a model that also sees."""
 
 import dataclasses
 from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
-from jaxinfer.models.families import gemma2, llama
-from jaxinfer.models.families.fields import FULL, SLIDING, Fields, cycle
-from jaxinfer.models.families.mapping import Source, norm
-
-_DEFAULTS = {  # the published configs leave out what is so
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 4096,
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-}
+from jaxinfer.models.families import gemma3_text
+from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.text_part import text_part
 
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    hf = _DEFAULTS | dict(hf)
-    fields = Fields(hf)
-    fields.expect("attn_logit_softcapping", None)  # transformers 5.23 reads it, and does not apply it
-    positions = fields.rotary_by_layer_type(
-        fields.integer("head_dim"),
-        full_theta=1_000_000.0,
-        sliding_theta=10_000.0,
-        sliding_names=("rope_local_base_freq",),
-    )
-    config = gemma2.base_config(hf | {"rope_parameters": None, "rope_scaling": None})
-    full_every = fields.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    default = [SLIDING if (i + 1) % full_every else FULL for i in range(config.layers)]
-    config = dataclasses.replace(
-        config,
-        positions=positions[FULL],
-        layer_positions=cycle([positions[kind] for kind in fields.layer_types(default)]),
-    )
-    windows = fields.windows(fields.optional(int, "sliding_window"), default)
-    return llama.with_attention(config, qk_norm=True, windows=windows)
+    Fields(hf).expect("final_logit_softcapping", None)  # transformers 5.23 reads it, and applies it in text models only
+    return gemma3_text.config(hf)
 
 
-def _sources(config: DecoderConfig) -> dict[str, Source]:
-    sources = gemma2.sources(config)
-    for layer in (f"layers.{i}" for i in range(config.layers)):
-        for name in ("q_norm", "k_norm"):
-            size = config.attention.head_dim
-            sources |= norm(f"{layer}.attention.{name}", f"{layer}.self_attn.{name}", size, combine=gemma2.one_plus)
-    return sources
-
-
-FAMILY = dataclasses.replace(llama.FAMILY, model_types=("gemma3_text",), config=_config, sources=_sources)
+FAMILY = text_part(dataclasses.replace(gemma3_text.FAMILY, config=_config), "gemma3")

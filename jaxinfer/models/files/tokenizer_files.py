@@ -20,8 +20,9 @@ TOKENIZER = "tokenizer.json"
 _USUALLY_SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<pad>", "<unk>", "<mask>")
 COPIED = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "special_tokens_map.json")
 CHAT_TEMPLATES = "additional_chat_templates"
-OLDER = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "tokenizer.model", "spiece.model")
-"""Read where there is no `tokenizer.json`, the last two to say that they cannot be."""
+_UNREADABLE = ("tokenizer.model", "spiece.model", "tekken.json")
+OLDER = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", *_UNREADABLE)
+"""Read where there is no `tokenizer.json`; the unreadable ones, of SentencePiece and Tekken, to say so."""
 
 
 def tokenizer_files(path: pathlib.Path, family: str, vocab: int) -> dict[str, bytes | pathlib.Path]:
@@ -64,7 +65,7 @@ def _build(path: pathlib.Path, family: str) -> tokenizers.Tokenizer | None:
         )
     elif words.is_file():
         built = BertWordPieceTokenizer(str(words), lowercase=bool(settings.get("do_lower_case", True)))
-    elif models := [file.name for file in (path / "tokenizer.model", path / "spiece.model") if file.is_file()]:
+    elif models := [file.name for file in (path / name for name in _UNREADABLE) if file.is_file()]:
         raise CheckpointError(
             f"{path}: {models[0]} is not implemented and there is no {TOKENIZER}; make one with "
             "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
