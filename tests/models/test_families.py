@@ -87,6 +87,8 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
         ("falcon_two_norms", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn=3 is not implemented"),
         ("falcon_multi_query", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 is not implemented"),
         ("falcon_alibi", {"num_kv_heads": 2}, "num_kv_heads=2 is not implemented, only 6"),
+        ("phi3_partial", {"lm_head_bias": True}, "lm_head_bias=True is not implemented"),
+        ("phi3_partial", {"rope_parameters": ROPE}, "rope_type='linear' is not implemented in phi3"),
         ("mistral3_text", {"text_config": None}, "text_config is missing"),
         ("mistral3_text", {"text_config": {"model_type": "ministral3"}}, "text_config.model_type='ministral3'"),
         (

@@ -1,11 +1,11 @@
-"""Phi-3: Llama with fused projections and a sliding window."""
+"""Phi-3 and Phi-4: Llama with fused projections and a sliding window."""
 
 import dataclasses
 from collections.abc import Mapping
 
 from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.families import llama
-from jaxinfer.models.families.fields import Fields
+from jaxinfer.models.families.fields import Fields, refuse
 from jaxinfer.models.families.mapping import (
     Source,
     alternate_from_fused,
@@ -14,10 +14,17 @@ from jaxinfer.models.families.mapping import (
     qkv_rows,
 )
 
+_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+
 
 def _config(hf: Mapping[str, object]) -> DecoderConfig:
-    config = llama.base_config({"rms_norm_eps": 1e-5} | dict(hf))
-    return llama.with_attention(config, windows=(Fields(hf).optional(int, "sliding_window"),))
+    fields, config = Fields(hf), llama.base_config(_DEFAULTS | dict(hf))
+    for bias in ("attention_bias", "mlp_bias", "lm_head_bias"):  # Phi-4-mini has these fields
+        fields.expect(bias, False)
+    scaling = config.positions.scaling
+    if scaling is not None and scaling.kind != "longrope":
+        refuse(f"config.json: rope_type={scaling.kind!r} is not implemented in phi3, only 'longrope'.")
+    return llama.with_attention(config, windows=(fields.optional(int, "sliding_window"),))
 
 
 def fused_gate_up(config: DecoderConfig) -> dict[str, Source]:
