@@ -113,3 +113,10 @@ def test_vectors_are_means_of_what_leaves_the_model(llm, golden, reference):
     for prompt, vector in zip(prompts, vectors, strict=True):
         mean = reference(prompt)[0].mean(axis=0)
         np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=1e-5)
+
+
+def test_longrope_goes_by_the_engine_s_context(tmp_path):
+    convert(goldens.DIRECTORY / "phi3_longrope", tmp_path / "phi3")
+    for context, longer in ((None, True), (8, False)):  # trained on 8
+        with LLM(tmp_path / "phi3", context=context, max_batch=1, token_budget=8, chunk_size=8) as llm:
+            assert llm.model.config.positions.scaling.longer is longer
