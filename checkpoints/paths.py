@@ -1,4 +1,4 @@
-"""Names of files that are read from files: they come from whoever made the folder, and must not lead out of it."""
+"""Names that are read from files and must not lead out of their folder; and the GGUF file that a path means."""
 
 import pathlib
 
@@ -18,3 +18,20 @@ def inside(folder: pathlib.Path, name: str) -> pathlib.Path:
     if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
         raise CheckpointError(f"{folder}: names a file {name!r}, which is not in it; fetch or convert the model again.")
     return folder / path
+
+
+def find_gguf(path: pathlib.Path) -> pathlib.Path | None:
+    """Return the GGUF file that a path names: itself, or the one in a directory of nothing else; None for other paths.
+
+    Raises CheckpointError for a file that is not there, and for a directory with several.
+    """
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file.")
+        return path
+    if not path.is_dir() or (path / "config.json").exists() or list(path.glob("*.safetensors")):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise CheckpointError(f"{path}: {len(files)} GGUF files ({files[0].name}, ...); give the path of one.")
+    return files[0] if files else None

@@ -1,4 +1,4 @@
-"""`jaxinfer convert`: from a Hugging Face directory, or a repository of the hub, to a model directory."""
+"""`jaxinfer convert`: from a Hugging Face directory, a GGUF file, or a repository of the hub, to a model directory."""
 
 import contextlib
 import dataclasses
@@ -21,8 +21,8 @@ def convert(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="Directory with config.json and safetensors files, repository of the Hugging Face hub (ORG/NAME or "
-            "ORG/NAME@REVISION), or state dict of ResNet or YOLOv5.",
+            help="Directory with config.json and safetensors files, GGUF file, repository of the Hugging Face hub "
+            "(ORG/NAME or ORG/NAME@REVISION), or state dict of ResNet or YOLOv5.",
             show_default=False,
         ),
     ],
@@ -35,7 +35,10 @@ def convert(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of the matrices: float32, bfloat16 or float16 (default: unchanged).")
+        str | None,
+        typer.Option(
+            help="Of the matrices: float32, bfloat16 or float16 (default: unchanged; bfloat16 for quantised GGUF)."
+        ),
     ] = None,
     quantize: Annotated[
         str | None,
@@ -51,7 +54,7 @@ def convert(
     mesh: MeshOption = None,
     layer_files: LayerFilesOption = None,
 ) -> None:
-    """Convert a Hugging Face checkpoint, or the state dict of an image model, tensor by tensor.
+    """Convert a Hugging Face checkpoint, a GGUF file or the state dict of an image model, tensor by tensor.
 
     Safetensors, configs and the tokenizer of a repository are fetched; files that were fetched before are not again.
     OUT_DIR appears only when everything is written; if the command was interrupted, run it again. With --layout

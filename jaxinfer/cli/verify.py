@@ -14,8 +14,8 @@ def verify(
     reference: Annotated[
         Path | None,
         typer.Option(
-            help="The source directory or repository, or a safetensors file with tokens, lengths and logits (or images "
-            "and logits)."
+            help="The source directory, GGUF file or repository, or a safetensors file with tokens, lengths and logits "
+            "(or images and logits)."
         ),
     ] = None,
     atol: Annotated[
@@ -24,6 +24,7 @@ def verify(
 ) -> None:
     """Check every file's sha256, then compare tensors or logits with a reference. Status 1 if they differ."""
     from jaxinfer.checkpoints import verify_files
+    from jaxinfer.checkpoints.paths import find_gguf
     from jaxinfer.hub import fetch, resolve
     from jaxinfer.models.files.description import Description
     from jaxinfer.models.files.verification import compare_outputs, compare_tensors
@@ -34,7 +35,7 @@ def verify(
     if reference is None:
         return
     reference, _ = fetch(reference)
-    if reference.is_dir():
+    if reference.is_dir() or find_gguf(reference):
         tensors = compare_tensors(directory, reference)
         typer.echo(f"{tensors.tensors} tensors, max abs diff {tensors.max_abs_diff:.3g}")
         if tensors.beyond:

@@ -2,12 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.checkpoints import CheckpointError, is_complete
 from jaxinfer.checkpoints.manifest import FORMAT
+from jaxinfer.checkpoints.paths import find_gguf
 from jaxinfer.disk_cache import cache_folder, write_atomically
 from jaxinfer.hub.names import HubName
 from jaxinfer.progress import long_work
@@ -23,34 +24,41 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     """Return the model directory that a model is in.
 
     Args:
-      model: a model directory; a Hugging Face directory, which is converted into the cache folder unless it was; or a
-        repository of the hub, ORG/NAME or ORG/NAME@REVISION, which is fetched, and converted likewise. A folder of that
-        name goes before the repository.
+      model: a model directory; a Hugging Face directory or a GGUF file, which is converted into the cache folder unless
+        it was; or a repository of the hub, ORG/NAME or ORG/NAME@REVISION, which is fetched, and converted likewise. A
+        folder of that name goes before the repository.
 
     Raises CheckpointError for what is none of these or cannot be had, in one line that says what to do.
     """
     path = Path(model)
+    if path.is_dir() and is_complete(path):
+        return path
+    if gguf := find_gguf(path):
+        return _converted(gguf, gguf.stem, [gguf])
     if path.is_dir():
         return _local(path)
     if path.exists():
-        raise CheckpointError(f"{path}: {_about_file(path)}")
+        raise CheckpointError(
+            f"{path}: a file, not a model directory; if it is a state dict in safetensors: "
+            "`jaxinfer convert FILE MODEL_DIR`."
+        )
     if (name := HubName.parse(model)) is None:
         raise CheckpointError(
-            f"{path}: no such directory; give a model directory, a Hugging Face directory, or a repository of the hub "
-            "such as Qwen/Qwen3-0.6B."
+            f"{path}: no such directory; give a model directory, a Hugging Face directory, a GGUF file, or a "
+            "repository of the hub such as Qwen/Qwen3-0.6B."
         )
     return _of_hub(name)
 
 
 def fetch(model: str | os.PathLike[str], out: Path | None = None) -> tuple[Path, Mapping[str, str] | None]:
-    """Return the Hugging Face directory, or the file of a state dict, to convert; and where it comes from, if fetched.
+    """Return the Hugging Face directory, or the file, to convert; and where it comes from, if fetched.
 
     Args:
       model: the directory or the file itself, or a repository of the hub, as in `resolve`.
       out: where the model is to be written as it is stored, which needs room too.
     """
     name = HubName.parse(model)
-    if name is None or Path(model).exists():
+    if name is None or Path(model).exists() or find_gguf(Path(model)):
         return Path(model), None
     from jaxinfer.hub.repository import find
 
@@ -64,7 +72,7 @@ def look_at(model: str | os.PathLike[str]) -> "Path | Preview":
     Nothing is converted, and no weights are fetched. model: as in `resolve`, and errors too.
     """
     path = Path(model)
-    if path.is_dir() and not is_complete(path) and _is_source(path):
+    if not (path.is_dir() and is_complete(path)) and (find_gguf(path) or _is_source(path)):
         from jaxinfer.models.files.preview import preview
 
         return preview(path)
@@ -85,26 +93,21 @@ def _is_source(path: Path) -> bool:
     return bool(fields and "kind" not in fields) or any(path.glob("*.safetensors"))
 
 
-def _about_file(path: Path) -> str:
-    if path.suffix == ".gguf":
-        return "GGUF is not read yet; give the Hugging Face directory that it was made from, or its name on the hub."
-    return "a file, not a model directory; if it is a state dict in safetensors: `jaxinfer convert FILE MODEL_DIR`."
-
-
 def _local(path: Path) -> Path:
     """Return a folder itself, unless it is a Hugging Face directory: then the model that is converted from it."""
-    if is_complete(path):
-        return path
     files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
     if not ((path / "config.json").is_file() and any(file.suffix == ".safetensors" for file in files)):
-        if gguf := next(path.glob("*.gguf"), None):
-            raise CheckpointError(f"{gguf}: {_about_file(gguf)}")
         return path  # whoever opens it says what is missing
+    return _converted(path, path.resolve().name, files)
+
+
+def _converted(path: Path, name: str, files: Sequence[Path]) -> Path:
+    """Return the model that is converted from a path, again when its files have changed."""
     state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(repr((str(path.resolve()), state)).encode()).hexdigest()
     from jaxinfer.models.files.conversion import convert
 
-    folder = _folder(path.resolve().name, digest)
+    folder = _folder(name, digest)
     _make(folder, lambda: convert(path, folder))
     return folder
 

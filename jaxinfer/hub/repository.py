@@ -123,7 +123,10 @@ class Commit:
         has = f"only {', '.join(files[:3])}{', ...' * (len(files) > 3)}" if files else "and no other weights"
         remedy = "name a repository of a model"
         if any(name.endswith(".gguf") for name in files):
-            remedy = "GGUF is not read yet: name the repository that it was made from"
+            remedy = (
+                f"of GGUF, fetch one file with `hf download {self.name.repository} FILE --local-dir DIR`, and give "
+                "DIR/FILE here"
+            )
         elif any(name.endswith(_PICKLES) for name in files):
             remedy = (
                 "pickles can run code, so they are not read: name a revision with safetensors (ORG/NAME@refs/pr/N, if "

@@ -1,10 +1,12 @@
 """What pages take for granted: files that their reader has beside a clone."""
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+ROOT = Path(__file__).parents[2]
 BOARD = """
 max_batch = 2
 [experts.resistor]
@@ -42,7 +44,14 @@ def save_experts(folder: Path) -> None:
     (folder / "board.toml").write_text(BOARD)
 
 
+def save_gguf(folder: Path) -> None:
+    """Write a tiny Llama in GGUF."""
+    with zipfile.ZipFile(ROOT / "tests/goldens/gguf/models.zip") as archive:
+        (folder / "tiny.gguf").write_bytes(archive.read("llama.BF16.gguf"))
+
+
 PREPARED: dict[Path, Callable[[Path], None]] = {
     Path("docs/how-to/adapters.md"): save_adapters,
+    Path("docs/how-to/gguf.md"): save_gguf,
     Path("docs/experts.md"): save_experts,
 }

@@ -77,7 +77,7 @@ def test_fetches_the_shards_that_the_index_lists(hub, tiny):
     ("files", "message"),
     [
         ({"config.json": b"{}", "pytorch_model.bin": b"x"}, "only pytorch_model.bin; pickles can run code"),
-        ({"tiny.Q4_K.gguf": b"x"}, "only tiny.Q4_K.gguf; GGUF is not read yet"),
+        ({"tiny.Q4_K.gguf": b"x"}, "only tiny.Q4_K.gguf; of GGUF, fetch one file with `hf download org/other"),
         ({"unet/model.safetensors": b"x"}, "its parts are models of their own"),
         ({"README.md": b"x"}, "no safetensors at its top, and no other weights; name a repository of a model"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "a LoRA adapter"),
@@ -321,11 +321,12 @@ def test_a_folder_is_converted_again_when_its_files_change(hub, tiny, tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nothere", "nothere: no such directory; give a model directory, a Hugging Face directory, or a repository of"),
+        ("nothere", "nothere: no such directory; give a model directory, a Hugging Face directory, a GGUF file"),
         ("org/na me", "org/na me: no such directory"),
         ("org/file", "org/file: a file, not a model directory"),
-        ("org/model.gguf", "org/model.gguf: GGUF is not read yet"),
-        ("org", "org/model.gguf: GGUF is not read yet"),
+        ("org/model.gguf", "org/model.gguf: not a GGUF file"),
+        ("org", "org/model.gguf: not a GGUF file"),
+        ("org/nothere.gguf", "org/nothere.gguf: no such file"),
     ],
 )
 def test_paths_without_a_model_are_refused(hub, tmp_path, path, message):

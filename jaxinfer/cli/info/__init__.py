@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def info(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Model directory, Hugging Face directory, or ORG/NAME of the hub.")
+        str, typer.Argument(metavar="MODEL", help="Model directory, Hugging Face directory, GGUF file, or ORG/NAME.")
     ],
     mesh: MeshOption = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per request (default: the model's).")] = None,

@@ -70,13 +70,16 @@ class Family:
         return name
 
 
-def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) -> dict[str, Source]:
+def plan(
+    family: Family, config: ModelConfig, available: Mapping[str, Shape], *, described_by: str = "config.json"
+) -> dict[str, Source]:
     """Return the Source of each leaf, with tensor names as in the checkpoint.
 
     Args:
       family: of the checkpoint.
       config: of the model.
       available: name -> shape of every tensor in the checkpoint.
+      described_by: where the config comes from, for errors.
     Raises ValueError, which lists all missing, unexpected and mis-shaped tensors.
     """
     sources = family.sources(config)
@@ -101,7 +104,7 @@ def plan(family: Family, config: ModelConfig, available: Mapping[str, Shape]) ->
         if names
     ]
     if problems:
-        fit, remedy = " with this config.json", "config.json and the weights of the same checkpoint"
+        fit, remedy = f" with this {described_by}", f"{described_by} and the weights of the same checkpoint"
         if family.mark:
             fit, remedy = "", "the whole state dict of a model that is implemented"
         raise ValueError(

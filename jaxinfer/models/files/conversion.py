@@ -1,4 +1,4 @@
-"""From a Hugging Face directory, or a state dict, to a model directory, tensor by tensor."""
+"""From a Hugging Face directory, a GGUF file or a state dict to a model directory, tensor by tensor."""
 
 import dataclasses
 import logging
@@ -17,7 +17,8 @@ import numpy as np
 from rich.filesize import decimal
 
 from jaxinfer.checkpoints import CheckpointError, Layout, Leaf, Writer, read_file
-from jaxinfer.checkpoints.huggingface import SafetensorsFolder, read_json
+from jaxinfer.checkpoints.huggingface import SafetensorsFolder, TensorInfo, read_json
+from jaxinfer.checkpoints.paths import find_gguf
 from jaxinfer.models.config import (
     EncoderConfig,
     ModelConfig,
@@ -55,16 +56,16 @@ BLOCK_BYTES = 64 << 20  # of float32, quantised at once
 
 
 class HuggingFaceModel:
-    """A Hugging Face directory, or the state dict of a family without `config.json`, checked in full before any tensor
-    is read.
+    """A Hugging Face directory, a GGUF file, or the state dict of a family without `config.json`, checked in full
+    before any tensor is read.
 
     Beside a state dict `labels.txt` may have the label of each class, one a line.
 
     Attributes:
-      path: the directory, or the safetensors file of a state dict.
+      path: the directory, the GGUF file, or the safetensors file of a state dict.
       model_type: its family.
       config: the model.
-      dtype: of most of its stored matrices.
+      dtype: of most of its matrices, to be stored in.
       fields: of `config.json` (and its `text_config`), overridden by those of `generation_config.json`.
       left_out: the tensors of parts that are not implemented, such as what sees images.
     """
@@ -77,11 +78,17 @@ class HuggingFaceModel:
                 "hub as ORG/NAME."
             )
         folder = self.path if self.path.is_dir() else self.path.parent
-        fields = read_json(self.path / CONFIG)
-        self._tensors = SafetensorsFolder(self.path)
+        if gguf := find_gguf(self.path):
+            from jaxinfer.models.files.gguf_model import GgufModel
+
+            self.path, self._tensors = gguf, GgufModel(gguf)
+            fields = self._tensors.fields
+        else:
+            self._tensors = SafetensorsFolder(self.path)
+            fields = read_json(self.path / CONFIG)
         try:
             family, config = self._describe(fields)
-            self._plan = plan(family, config, self._tensors.shapes)
+            self._plan = plan(family, config, self._tensors.shapes, described_by="metadata" if gguf else CONFIG)
             self.config: ModelConfig = _with_labels(folder, self._with_anchors(config, family))
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
@@ -91,7 +98,7 @@ class HuggingFaceModel:
         self.left_out = tuple(
             name for name in self._tensors.shapes if re.fullmatch(family.left_out, family.plain_name(name))
         )
-        self.dtype = _main_dtype(self._tensors, self._plan)
+        self.dtype = _main_dtype(self._tensors.tensors, self._plan)
 
     def _describe(self, fields: dict[str, Any]) -> tuple[Family, ModelConfig]:
         """Return the family and the model, by the fields of `config.json`, and by the tensors where it says little."""
@@ -117,6 +124,14 @@ class HuggingFaceModel:
         """Return one leaf in our layout, in the checkpoint's dtype."""
         source = self._plan[name]
         return source.combine(*(self._tensors.read(tensor) for tensor in source.names))
+
+    def tokenizer_files(self) -> Mapping[str, bytes | pathlib.Path]:
+        """Return the files of the tokenizer by name: their contents, or where they are; none for models of images."""
+        if isinstance(self.config, VisionConfig):
+            return {}
+        if isinstance(self._tensors, SafetensorsFolder):
+            return tokenizer_files(self.path, self.model_type, self.config.vocab)
+        return self._tensors.files
 
     def token_ids(self, role: str) -> tuple[int, ...]:
         """Return the ids of `bos_token_id` or `eos_token_id`: none (as for all models of images), one or several.
@@ -177,10 +192,11 @@ def convert(
     model of any size needs host memory for only a few leaves at a time.
 
     Args:
-      hf_dir: a Hugging Face directory, or one of timm's; or a safetensors file with the state dict of timm's ViT, of
-        torchvision's ResNet or of YOLOv5, or a directory with one, perhaps beside `labels.txt`.
+      hf_dir: a Hugging Face directory, or one of timm's; a GGUF file; or a safetensors file with the state dict of
+        timm's ViT, of torchvision's ResNet or of YOLOv5, or a directory with one, perhaps beside `labels.txt`.
       out_dir: the model directory, empty or not existing.
-      dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are.
+      dtype: of the matrices: "float32", "bfloat16" or "float16"; None: as they are, and bfloat16 for the quantised ones
+        of a GGUF file.
       quantize: "int8" or "fp8" with one scale per output channel; "int4" with one scale per 128 inputs of each
         channel. In int4, embeddings and matrices whose inputs are not a multiple of 128 are stored in int8.
       layout: "orbax", or "single-file" for a small model.
@@ -200,9 +216,7 @@ def convert(
         bos_id=next(iter(model.token_ids("bos_token_id")), None),
         eos_ids=model.token_ids("eos_token_id"),
     )
-    files = {}
-    if not isinstance(model.config, VisionConfig):
-        files = tokenizer_files(model.path, model.model_type, model.config.vocab)
+    files = model.tokenizer_files()
     leaves = canonical_leaves(model.config, description.stored)
     total = sum(leaf.bytes for leaf in leaves.values())
     writer.check_size(total)
@@ -301,12 +315,12 @@ def _with_labels(folder: pathlib.Path, config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, labels=labels)
 
 
-def _main_dtype(tensors: SafetensorsFolder, sources: Mapping[str, Source]) -> str:
+def _main_dtype(tensors: Mapping[str, TensorInfo], sources: Mapping[str, Source]) -> str:
     """Return the dtype of most matrix elements; float64 is stored as float32."""
     elements: Counter[str] = Counter()
     for source in sources.values():
         for name in source.names:
-            tensor = tensors.tensors[name]
+            tensor = tensors[name]
             if len(tensor.shape) > 1:
                 elements[tensor.dtype] += int(np.prod(tensor.shape))
     dtype = elements.most_common(1)[0][0]

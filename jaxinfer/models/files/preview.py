@@ -1,10 +1,11 @@
-"""A Hugging Face directory before it is converted: the model that it would become, by its `config.json` alone."""
+"""A checkpoint before it is converted: the model that it would become, by `config.json` or a GGUF header alone."""
 
 import dataclasses
 from pathlib import Path
 
 from jaxinfer.checkpoints import CheckpointError
 from jaxinfer.checkpoints.huggingface import read_json
+from jaxinfer.checkpoints.paths import find_gguf
 from jaxinfer.models.config import VisionConfig
 from jaxinfer.models.families import is_timm
 from jaxinfer.models.families.fields import surveyed
@@ -35,13 +36,15 @@ class Preview:
 def preview(path: Path, *, weights: bool = True) -> Preview:
     """Return what a Hugging Face directory holds, and all that is not supported of it, not only the first thing.
 
+    For a GGUF file it is the first thing.
+
     Args:
-      path: the directory; `config.json` is enough.
+      path: the file, or the directory, of which `config.json` is enough.
       weights: whether the tensors that are there are checked too, by their names and shapes.
 
     Raises CheckpointError for a directory that does not say what it is.
     """
-    if weights and any(path.glob("*.safetensors")):
+    if weights and (find_gguf(path) or any(path.glob("*.safetensors"))):
         return _with_weights(path)
     fields = read_json(path / CONFIG, required=True)
     if is_timm(fields):

@@ -1,0 +1,198 @@
+"""Reading a GGUF file: its metadata, and its tensors one at a time, dequantised.
+
+The header is read here: for the vocabularies of today `gguf.GGUFReader` takes ten seconds and 500 MB. What the types
+of tensors are and how they are dequantised is the package's. No file stays mapped or open between two reads. The
+format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import struct
+from typing import Any, BinaryIO
+
+import gguf
+import ml_dtypes
+import numpy as np
+
+from jaxinfer.checkpoints.errors import CheckpointError
+
+ALIGNMENT = 32  # bytes, unless the metadata says otherwise
+
+_Type = gguf.GGMLQuantizationType
+_FLOATS = {_Type.F32: np.dtype("float32"), _Type.F16: np.dtype("float16"), _Type.BF16: np.dtype(ml_dtypes.bfloat16)}
+TYPES = (*_FLOATS, _Type.Q8_0, _Type.Q4_0, _Type.Q4_K, _Type.Q6_K)
+"""The types of tensors that are read."""
+
+_SCALARS = {
+    gguf.GGUFValueType.UINT8: "<u1",
+    gguf.GGUFValueType.INT8: "<i1",
+    gguf.GGUFValueType.UINT16: "<u2",
+    gguf.GGUFValueType.INT16: "<i2",
+    gguf.GGUFValueType.UINT32: "<u4",
+    gguf.GGUFValueType.INT32: "<i4",
+    gguf.GGUFValueType.FLOAT32: "<f4",
+    gguf.GGUFValueType.BOOL: "?",
+    gguf.GGUFValueType.UINT64: "<u8",
+    gguf.GGUFValueType.INT64: "<i8",
+    gguf.GGUFValueType.FLOAT64: "<f8",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """One tensor of a file.
+
+    Attributes:
+      shape: its shape, the slowest dimension first, as numpy has it.
+      type: how its values are stored.
+      offset: where they begin, in bytes of the file.
+    """
+
+    shape: tuple[int, ...]
+    type: gguf.GGMLQuantizationType
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        """The size of its values in the file."""
+        values, size = gguf.GGML_QUANT_SIZES[self.type]
+        return math.prod(self.shape) // values * size
+
+
+class GgufFile:
+    """A GGUF file, whose header is read and checked.
+
+    Attributes:
+      path: the file.
+      metadata: values by key: numbers, strings, and lists of them.
+      tensors: by name.
+
+    Raises CheckpointError for what is no GGUF, is truncated, or has tensors of other types than `TYPES`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        with self.path.open("rb") as file:
+            header = _Header(self.path, file)
+            tensors, entries = header.begin()
+            for _ in range(entries):
+                key = header.name()
+                self.metadata[key] = header.value(header.number("<I"))
+            self._refuse_parts()
+            infos = [header.tensor() for _ in range(tensors)]
+            alignment = self._count("general.alignment", ALIGNMENT) or 1
+            start = -(-file.tell() // alignment) * alignment
+        for name, shape, type_, offset in infos:
+            self._add(header, name, GgufTensor(shape, self._known_type(name, type_), start + offset))
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor: floats as they are stored, all other types as float32."""
+        tensor = self.tensors[name]
+        with self.path.open("rb") as file:
+            file.seek(tensor.offset)
+            stored = np.frombuffer(file.read(tensor.bytes), np.uint8)
+        if stored.size < tensor.bytes:
+            raise CheckpointError(f"{self.path}: truncated in {name}; fetch it again.")
+        if tensor.type in _FLOATS:
+            return stored.view(_FLOATS[tensor.type]).reshape(tensor.shape)
+        rows = stored.reshape(*tensor.shape[:-1], -1)
+        return gguf.dequantize(rows, tensor.type).reshape(tensor.shape)
+
+    def _known_type(self, name: str, number: int) -> gguf.GGMLQuantizationType:
+        if number in TYPES:
+            return _Type(number)
+        kind = _Type(number).name if number in list(_Type) else f"type {number}"
+        raise CheckpointError(
+            f"{self.path}: {name} is stored as {kind}, which is not implemented; take a file in "
+            f"{', '.join(known.name for known in TYPES)}."
+        )
+
+    def _add(self, header: "_Header", name: str, tensor: GgufTensor) -> None:
+        values, _ = gguf.GGML_QUANT_SIZES[tensor.type]
+        if name in self.tensors or not tensor.shape or tensor.shape[-1] % values:
+            raise header.corrupt(f"{name} {list(tensor.shape)} in {tensor.type.name}")
+        if tensor.offset + tensor.bytes > header.size:
+            raise CheckpointError(f"{self.path}: truncated, as {name} ends beyond {header.size} bytes; fetch it again.")
+        self.tensors[name] = tensor
+
+    def _count(self, key: str, default: int) -> int:
+        value = self.metadata.get(key, default)
+        if type(value) is not int or value < 0:
+            raise CheckpointError(f"{self.path}: {key}={value!r} must be a whole number; fetch it again.")
+        return value
+
+    def _refuse_parts(self) -> None:
+        count = self._count("split.count", 0)
+        if count > 1:
+            raise CheckpointError(
+                f"{self.path}: part {self._count('split.no', 0) + 1} of {count}, and split files are not "
+                "implemented; join them with `llama-gguf-split --merge FIRST_PART FILE.gguf`."
+            )
+
+
+class _Header:
+    """The beginning of a file, read value after value."""
+
+    def __init__(self, path: pathlib.Path, file: BinaryIO):
+        self._path, self._file = path, file
+        self.size = path.stat().st_size
+
+    def begin(self) -> tuple[int, int]:
+        """Read how many tensors and how many entries of metadata there are."""
+        if self._file.read(4) != b"GGUF":
+            raise CheckpointError(f"{self._path}: not a GGUF file; give one, or a Hugging Face directory.")
+        version = self.number("<I")
+        if version and not version & 0xFFFF:
+            raise CheckpointError(f"{self._path}: big-endian, which is not implemented; take a little-endian file.")
+        if version not in (2, 3):
+            raise CheckpointError(
+                f"{self._path}: version {version} of GGUF is not implemented, only 2 and 3; convert the model again."
+            )
+        return self.number(), self.number()
+
+    def corrupt(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: truncated or corrupt ({what}); fetch it again.")
+
+    def number(self, code: str = "<Q") -> int:
+        return struct.unpack(code, self._take(struct.calcsize(code)))[0]
+
+    def string(self) -> str:
+        try:
+            return self._take(self.number()).decode()
+        except UnicodeDecodeError as error:
+            raise self.corrupt(f"a string is not UTF-8: {error}") from error
+
+    def name(self) -> str:
+        """Read the name of a key or a tensor, which errors may show."""
+        if not (name := self.string()).isprintable():
+            raise self.corrupt(f"the name {name!r}")
+        return name
+
+    def value(self, type_: int) -> Any:
+        """Read a value of metadata."""
+        if type_ == gguf.GGUFValueType.ARRAY:
+            return self._array(self.number("<I"), self.number())
+        return self._array(type_, 1)[0]
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Read the name, shape, type and offset of a tensor."""
+        name, dimensions = self.name(), self.number("<I")
+        shape = tuple(self.number() for _ in range(dimensions))[::-1]
+        return name, shape, self.number("<I"), self.number()
+
+    def _array(self, type_: int, count: int) -> list[Any]:
+        if type_ == gguf.GGUFValueType.STRING:
+            return [self.string() for _ in range(count)]
+        if type_ not in _SCALARS:
+            raise self.corrupt(f"a value of type {type_}")
+        dtype = np.dtype(_SCALARS[gguf.GGUFValueType(type_)])
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+
+    def _take(self, count: int) -> bytes:
+        if count > self.size - self._file.tell():
+            raise self.corrupt(f"its header goes on beyond {self.size} bytes")
+        return self._file.read(count)

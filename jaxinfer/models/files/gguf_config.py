@@ -1,0 +1,203 @@
+"""The architectures of GGUF files: their metadata as the fields of a `config.json`, and their tensors' names.
+
+Pure: metadata and shapes in, fields and names out. The keys are listed in
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what llama.cpp takes for granted is said where it is used.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.models.families import Shape
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+"""By what the frequencies of Llama 3.1's rotary positions are divided; the other tensors have names in Hugging Face."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One value of `general.architecture`.
+
+    Attributes:
+      model_type: the family in Hugging Face's words.
+      layer: the names of a layer's tensors in GGUF -> in Hugging Face's checkpoints.
+      rotates_pairs: whether rotated rows of queries and keys lie in pairs (2i, 2i + 1), not (i, i + head_dim / 2).
+      keys: what its metadata may have beside the keys of all.
+    """
+
+    model_type: str
+    layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _LAYER)
+    rotates_pairs: bool = False
+    keys: tuple[str, ...] = ()
+
+    def tensor_name(self, name: str) -> str:
+        """Return the name in Hugging Face's checkpoints of a tensor in GGUF. Raises ValueError for an unknown one."""
+        match = re.fullmatch(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", name)
+        table = {} if match is None else _TOP if match["layer"] is None else self.layer
+        if match is None or match["part"] not in table:
+            raise ValueError(f"the tensor {name!r} is not implemented for {self.model_type}; take a file without it.")
+        layer = "" if match["layer"] is None else f"model.layers.{match['layer']}."
+        return f"{layer}{table[match['part']]}.{match['kind']}"
+
+
+ARCHITECTURES = {
+    "llama": Architecture(model_type="llama", rotates_pairs=True),
+    "qwen2": Architecture(model_type="qwen2"),
+    "qwen3": Architecture(model_type="qwen3"),
+}
+
+_KEYS = (
+    *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
+)
+_ABSENT = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+"""Keys that say, with these values, that a model has no such part."""
+
+
+def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
+    """Return the architecture of a file. Raises ValueError for one that is not implemented."""
+    kind, name = metadata.get("general.type", "model"), metadata.get("general.architecture")
+    if kind != "model":
+        raise ValueError(f"general.type={kind!r} is not implemented, only 'model'; give the file of the model.")
+    if name not in ARCHITECTURES:
+        raise ValueError(f"general.architecture={name!r} is not implemented; known: {', '.join(ARCHITECTURES)}.")
+    return ARCHITECTURES[name]
+
+
+def config_fields(
+    metadata: Mapping[str, Any], shapes: Mapping[str, Shape], rope_factors: np.ndarray | None
+) -> dict[str, Any]:
+    """Return the fields of a `config.json` for the model in a GGUF file.
+
+    Args:
+      metadata: of the file.
+      shapes: of its tensors, by their names in GGUF.
+      rope_factors: the tensor `ROPE_FACTORS`, [head_dim / 2]; None: there is none.
+
+    Raises ValueError for keys and values that are not implemented, and for missing ones.
+    """
+    architecture = architecture_of(metadata)
+    keys = _Keys(metadata, metadata["general.architecture"])
+    keys.refuse_others({*_KEYS, *architecture.keys})
+    embed, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    head_dim = keys.integer("attention.key_length", default=embed // max(heads, 1))
+    for same in ("attention.value_length", "rope.dimension_count"):
+        keys.expect(same, head_dim)
+    if len(table := shapes.get("token_embd.weight", ())) != 2:
+        raise ValueError("token_embd.weight, the matrix of embeddings, is missing; fetch the file again.")
+    theta = keys.number("rope.freq_base", default=10_000.0)
+    return {
+        "model_type": architecture.model_type,
+        "vocab_size": table[0],
+        "hidden_size": embed,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.integer("attention.head_count_kv", default=heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_theta": theta, **_rope_scaling(keys, theta, head_dim, rope_factors)},
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in shapes,
+        "tie_word_embeddings": "output.weight" not in shapes,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """The metadata of one architecture, whose keys begin with its name."""
+
+    values: Mapping[str, Any]
+    architecture: str
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        return self._get(key, default, int)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return float(self._get(key, default, int, float))
+
+    def text(self, key: str, default: str) -> str:
+        return self._get(key, default, str)
+
+    def expect(self, key: str, value: object) -> None:
+        """Refuse every value of a key except the implemented one."""
+        name = f"{self.architecture}.{key}"
+        if (actual := self.values.get(name, value)) != value:
+            raise ValueError(f"{name}={actual!r} is not implemented, only {value!r}; choose another model.")
+
+    def refuse_others(self, known: set[str]) -> None:
+        """Refuse all keys but the known ones, and those that say that there is no such part."""
+        for key, value in _ABSENT.items():
+            self.expect(key, value)
+        for name in self.values:
+            architecture, _, key = name.partition(".")
+            if architecture == self.architecture and key not in known | _ABSENT.keys():
+                raise ValueError(f"{name}={self.values[name]!r} is not implemented; choose another model.")
+
+    def _get(self, key: str, default: Any, *kinds: type) -> Any:
+        name = f"{self.architecture}.{key}"
+        value = self.values.get(name, default)
+        if value is None:
+            raise ValueError(f"{name} is missing; fetch the file again, or convert the model again.")
+        if type(value) not in kinds:
+            raise ValueError(f"{name}={value!r} is not implemented, only one {kinds[-1].__name__}.")
+        return value
+
+
+def _rope_scaling(keys: _Keys, theta: float, head_dim: int, factors: np.ndarray | None) -> dict[str, Any]:
+    kind = keys.text("rope.scaling.type", default="none")
+    if factors is not None:
+        keys.expect("rope.scaling.type", "none")
+        return _llama3(theta, head_dim, factors)
+    if kind == "none":
+        return {"rope_type": "default"}
+    factor = keys.number("rope.scaling.factor")
+    if kind == "linear":
+        return {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        original = keys.integer("rope.scaling.original_context_length")
+        return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    raise ValueError(f"{keys.architecture}.rope.scaling.type={kind!r} is not implemented; known: none, linear, yarn.")
+
+
+def _llama3(theta: float, head_dim: int, factors: np.ndarray) -> dict[str, Any]:
+    """Return the scaling by whose parameters Llama 3.1's converter has computed the factors.
+
+    It is the one that all of Llama 3.1 to 3.3 have, with a factor of their own: waves up to 2048 tokens keep their
+    frequency, those from 8192 tokens on have it divided by the factor, and between it goes over, linear in 1 / length.
+    """
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    lengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    kept = np.clip((original / lengths - low) / (high - low), 0, 1)  # the share of the original frequency
+    if factors.shape != lengths.shape or not np.allclose(1 / factors, kept + (1 - kept) / factor, rtol=1e-4):
+        raise ValueError(
+            f"{ROPE_FACTORS} has other factors than Llama 3.1 has for the frequencies of its positions, which is not "
+            "implemented; choose another model."
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -1,0 +1,72 @@
+"""A GGUF file as if it were a Hugging Face directory: fields of `config.json`, tensors by their names there.
+
+Undoes what llama.cpp's converter does to tensors, so that the families map them as they map all others.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.checkpoints import CheckpointError
+from jaxinfer.checkpoints.gguf_file import GgufFile
+from jaxinfer.checkpoints.huggingface import TensorInfo
+from jaxinfer.models.families import Shape
+from jaxinfer.models.files import gguf_tokenizer
+from jaxinfer.models.files.gguf_config import ROPE_FACTORS, architecture_of, config_fields
+
+QUANTIZED = "bfloat16"
+"""The dtype that quantised matrices are stored in."""
+
+
+class GgufModel:
+    """The model in a GGUF file, of which no tensor is read before it is asked for.
+
+    Attributes:
+      tensors: by their names in Hugging Face's checkpoints; the dtype is the one to store them in.
+      fields: of its `config.json`.
+      files: of its tokenizer, by name; none if the file has none.
+
+    Raises CheckpointError for what is not implemented, by name, and for a damaged file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._file = file = GgufFile(path)
+        factors = file.read(ROPE_FACTORS) if ROPE_FACTORS in file.tensors else None
+        shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+        try:
+            architecture = architecture_of(file.metadata)
+            self.fields: dict[str, Any] = config_fields(file.metadata, shapes, factors)
+            self.fields |= gguf_tokenizer.token_ids(file.metadata)
+            self.files = gguf_tokenizer.tokenizer_files(file.metadata, self.fields["vocab_size"])
+            names = {architecture.tensor_name(name): name for name in shapes if name != ROPE_FACTORS}
+        except ValueError as error:
+            raise CheckpointError(f"{file.path}: {error}") from error
+        self._names, self._rotates_pairs = names, architecture.rotates_pairs
+        self.tensors = {
+            theirs: TensorInfo(file.path, shapes[name], _stored_dtype(file.tensors[name].type.name))
+            for theirs, name in names.items()
+        }
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of every tensor by name."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """Return one tensor as Hugging Face's checkpoint has it: floats as they are stored, others as float32."""
+        tensor = self._file.read(self._names[name])
+        if self._rotates_pairs and ".q_proj." in name:
+            return _pairs_apart(tensor, self.fields["num_attention_heads"])
+        if self._rotates_pairs and ".k_proj." in name:
+            return _pairs_apart(tensor, self.fields["num_key_value_heads"])
+        return tensor
+
+
+def _stored_dtype(type_: str) -> str:
+    return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(type_, QUANTIZED)
+
+
+def _pairs_apart(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Return rows of queries or keys with those of a pair half a head apart; in GGUF's Llama they are neighbours."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
