@@ -77,6 +77,10 @@ ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
     "yarn": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32},
     "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "gemma3": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
 }
 FLOATS = ("F32", "F16", "BF16")
 # name -> (architecture, tokenizer.ggml.pre, or SentencePiece's space prefix, rope, further sizes, types)
@@ -85,6 +89,11 @@ GOLDENS = {
     "llama_spm": ("llama", True, "default", {}, ("BF16",)),
     "qwen2": ("qwen2", "qwen2", "linear", {"head_dim": 4}, FLOATS),
     "qwen3": ("qwen3", "qwen2", "yarn", {"head_dim": 12}, FLOATS),
+    "gemma3": (
+        *("gemma3", False, "gemma3"),
+        {"num_hidden_layers": 7, "intermediate_size": 16, "sliding_window": 4, "query_pre_attn_scalar": 8},
+        FLOATS,
+    ),
     "quantised": (
         *("llama", None, "default"),
         {"hidden_size": 256, "intermediate_size": 32, "head_dim": 32, "num_hidden_layers": 1}

@@ -18,6 +18,7 @@ from jaxinfer.checkpoints.gguf_file import GgufFile
 from jaxinfer.generation.chat_template import ChatTemplates
 from jaxinfer.hub import look_at, resolve
 from jaxinfer.models.files.conversion import HuggingFaceModel, convert
+from jaxinfer.models.files.gguf_config import config_fields
 from jaxinfer.models.files.gguf_tokenizer import tokenizer_files
 from jaxinfer.models.files.preview import Preview
 from jaxinfer.models.files.verification import compare_tensors
@@ -112,6 +113,14 @@ def test_a_file_is_a_model_wherever_one_is_named(files, tmp_path, monkeypatch):
     assert templates.render([{"role": "user", "content": "Hi"}]) == "<|im_start|>user\nHi<|im_end|>\n"
     alone = rewrite(tmp_path / "model.gguf", files / "qwen2.F16.gguf")
     assert not compare_tensors(resolve(alone.parent), alone).beyond
+
+
+def test_scores_of_the_largest_gemma_3_are_divided_by_the_width_of_all_heads(files):
+    metadata = GgufFile(files / "gemma3.F32.gguf").metadata
+    shapes = {"token_embd.weight": (420, 8)}
+    small, large = (config_fields(metadata | {"gemma3.block_count": layers}, shapes, None) for layers in (7, 62))
+    assert small["query_pre_attn_scalar"] == metadata["gemma3.attention.key_length"] == 8
+    assert large["query_pre_attn_scalar"] == 4
 
 
 # What is refused

@@ -27,6 +27,12 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_LAYER = {
+    **_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 ROPE_FACTORS = "rope_freqs.weight"
 """By what the frequencies of Llama 3.1's rotary positions are divided; the other tensors have names in Hugging Face."""
 
@@ -38,12 +44,14 @@ class Architecture:
     Attributes:
       model_type: the family in Hugging Face's words.
       layer: the names of a layer's tensors in GGUF -> in Hugging Face's checkpoints.
+      norm_offset: by how much norms are larger than in Hugging Face's checkpoints.
       rotates_pairs: whether rotated rows of queries and keys lie in pairs (2i, 2i + 1), not (i, i + head_dim / 2).
       keys: what its metadata may have beside the keys of all.
     """
 
     model_type: str
     layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _LAYER)
+    norm_offset: float = 0.0
     rotates_pairs: bool = False
     keys: tuple[str, ...] = ()
 
@@ -61,6 +69,12 @@ ARCHITECTURES = {
     "llama": Architecture(model_type="llama", rotates_pairs=True),
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
+    "gemma3": Architecture(
+        model_type="gemma3_text",
+        layer=_GEMMA_LAYER,
+        norm_offset=1.0,
+        keys=("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
+    ),
 }
 
 _KEYS = (
@@ -105,7 +119,7 @@ def config_fields(
     if len(table := shapes.get("token_embd.weight", ())) != 2:
         raise ValueError("token_embd.weight, the matrix of embeddings, is missing; fetch the file again.")
     theta = keys.number("rope.freq_base", default=10_000.0)
-    return {
+    fields = {
         "model_type": architecture.model_type,
         "vocab_size": table[0],
         "hidden_size": embed,
@@ -121,6 +135,7 @@ def config_fields(
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
         "tie_word_embeddings": "output.weight" not in shapes,
     }
+    return fields if architecture.model_type != "gemma3_text" else fields | _gemma3(keys, fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +177,28 @@ class _Keys:
         if type(value) not in kinds:
             raise ValueError(f"{name}={value!r} is not implemented, only one {kinds[-1].__name__}.")
         return value
+
+
+def _gemma3(keys: _Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of Gemma 3 that others have not, or have otherwise.
+
+    llama.cpp knows the 27B model, whose scores alone are not divided by the root of the width of a head, by its layers.
+    """
+    large = fields["num_hidden_layers"] == 62
+    return {
+        "query_pre_attn_scalar": fields["hidden_size"] // fields["num_attention_heads"]
+        if large
+        else fields["head_dim"],
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern", default=6),
+        "rope_parameters": {
+            "full_attention": fields["rope_parameters"],
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": keys.number("rope.freq_base_swa", default=10_000.0),
+            },
+        },
+    }
 
 
 def _rope_scaling(keys: _Keys, theta: float, head_dim: int, factors: np.ndarray | None) -> dict[str, Any]:

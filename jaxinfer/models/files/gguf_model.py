@@ -42,7 +42,7 @@ class GgufModel:
             names = {architecture.tensor_name(name): name for name in shapes if name != ROPE_FACTORS}
         except ValueError as error:
             raise CheckpointError(f"{file.path}: {error}") from error
-        self._names, self._rotates_pairs = names, architecture.rotates_pairs
+        self._names, self._architecture = names, architecture
         self.tensors = {
             theirs: TensorInfo(file.path, shapes[name], _stored_dtype(file.tensors[name].type.name))
             for theirs, name in names.items()
@@ -55,10 +55,12 @@ class GgufModel:
 
     def read(self, name: str) -> np.ndarray:
         """Return one tensor as Hugging Face's checkpoint has it: floats as they are stored, others as float32."""
-        tensor = self._file.read(self._names[name])
-        if self._rotates_pairs and ".q_proj." in name:
+        tensor, architecture = self._file.read(self._names[name]), self._architecture
+        if architecture.norm_offset and name.endswith("norm.weight"):
+            return tensor.astype(np.float32) - architecture.norm_offset
+        if architecture.rotates_pairs and ".q_proj." in name:
             return _pairs_apart(tensor, self.fields["num_attention_heads"])
-        if self._rotates_pairs and ".k_proj." in name:
+        if architecture.rotates_pairs and ".k_proj." in name:
             return _pairs_apart(tensor, self.fields["num_key_value_heads"])
         return tensor
 
